@@ -1,9 +1,9 @@
-"""Where the segments of a device lie: as NVIDIA's driver for Linux places them, or simply upwards.
+"""Addresses of a device's segments: placed as by NVIDIA's driver for Linux, or simply upwards.
 
 Torch breaks ties between free blocks of one size by address, so the order of addresses decides
-which block is split, and with it what is reserved. The driver documents no rule; recorded traces
+which block is split, and with it the reserved bytes. The driver documents no rule; recorded traces
 (H100 and cards before it) show this one: it takes whole ranges of 32 MiB from the top of its
-addresses downwards, and what a segment leaves of its last range goes to later segments that fit,
+addresses downwards, and the rest of a segment's last range goes to later segments that fit,
 the lowest such place first. Under WSL 2 addresses increase instead.
 """
 
@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from pytest_gpumem.sizes import MIB
 
 FIRST_ADDRESS = 0x7F0000000000
-"""Where the first segment of device 0 lands: looks like a pointer of a 64-bit Linux process."""
+"""Address of the first segment of device 0: looks like a pointer of a 64-bit Linux process."""
 DEVICE_ADDRESSES = 1 << 44
 """Distance between the address ranges of two devices; freed ranges are not used again."""
 RANGE = 32 * MIB
@@ -35,7 +35,7 @@ class DriverAddresses:
         """Heaps of addresses by the bytes that are free there."""
 
     def __call__(self, size: int) -> int:
-        """The address of a new segment of ``size`` bytes."""
+        """Return the address of a new segment of ``size`` bytes."""
         fitting = [
             (rests[0], room) for room, rests in self._rests.items() if rests and room >= size
         ]
@@ -62,7 +62,7 @@ class RisingAddresses:
         self._unused = FIRST_ADDRESS + device * DEVICE_ADDRESSES
 
     def __call__(self, size: int) -> int:
-        """The address of a new segment of ``size`` bytes."""
+        """Return the address of a new segment of ``size`` bytes."""
         address = self._unused
         self._unused += size
         return address

@@ -36,7 +36,7 @@ class Allocator(Readings, PoolScopes):
     """The caching allocator of one simulated device. All sizes are bytes.
 
     Args:
-        total_memory: what the device has.
+        total_memory: the device's memory.
         settings: the configuration; torch's defaults when None.
         version: the torch release, (major, minor), whose rules hold.
         device: index, for messages and snapshots.
@@ -45,10 +45,10 @@ class Allocator(Readings, PoolScopes):
         place_segment: given the size of a new segment, the address where the driver puts it. By
             default addresses increase from a base of the device and are never used again.
         record: whether to keep the events in :attr:`trace`.
-        timeline: what the host knows of the progress of streams; one of its own when None.
+        timeline: the progress of streams as known to the host; one of its own when None.
 
     Raises:
-        AllocatorError: the settings ask for something that is not simulated.
+        AllocatorError: a setting is not simulated.
     """
 
     __slots__ = ()
@@ -152,7 +152,7 @@ class Allocator(Readings, PoolScopes):
         return address
 
     def free(self, address: int, context: Any = None) -> None:
-        """Give a block back; address 0 is ignored, as torch does.
+        """Free a block; address 0 is ignored, as in torch.
 
         Raises:
             AllocatorError: no live block starts at ``address``.
@@ -242,7 +242,7 @@ class Allocator(Readings, PoolScopes):
         """Return every segment without a live block to the device (``emptyCache``).
 
         Private pools only where nothing refers to them any more; with the id of such a ``pool``,
-        that one alone. During a capture the shared pool keeps what it has. ``context`` is kept with
+        only that one. During a capture the shared pool keeps its segments. ``context`` is kept with
         the events of the segments that go.
         """
         with self._memory.releasing(context):
@@ -250,10 +250,10 @@ class Allocator(Readings, PoolScopes):
         self._route()
 
     def record_stream(self, address: int, stream: int, device: int | None = None) -> None:
-        """Another stream uses a live block: once freed, it stays active until that is over.
+        """Record another stream's use of a live block: once freed, it stays active until then.
 
         ``stream`` is one of ``device``, by default of this one. A use on the block's own stream
-        needs no care and is ignored, as in torch.
+        has no effect, as in torch.
 
         Raises:
             AllocatorError: no live block starts at ``address``.
@@ -281,7 +281,7 @@ class Allocator(Readings, PoolScopes):
         self._uses.hold(block)
 
     def complete_free(self, address: int, context: Any = None) -> None:
-        """End what :meth:`request_free` began.
+        """Complete a free that :meth:`request_free` began.
 
         Raises:
             AllocatorError: no block at ``address`` waits for this.
@@ -292,11 +292,11 @@ class Allocator(Readings, PoolScopes):
         complete_free(block, self._memory, context)
 
     def snapshot(self) -> dict[str, Any]:
-        """What ``torch.cuda.memory._snapshot()`` returns in this torch version."""
+        """Return the dict of ``torch.cuda.memory._snapshot()`` in this torch version."""
         return snapshots.snapshot([self])
 
     def segments(self, pool: PoolId = SHARED_POOL, *, frames: bool = True) -> list[dict[str, Any]]:
-        """The segments and their blocks, by address: ``snapshot()["segments"]``.
+        """Return the segments and their blocks, by address: ``snapshot()["segments"]``.
 
         With the id of a private ``pool`` only its own. Looking up the lines of ``frames`` takes
         most of the time.
@@ -306,7 +306,7 @@ class Allocator(Readings, PoolScopes):
     def restore(self, segments: Iterable[Mapping[str, Any]]) -> None:
         """Put an empty allocator into a given state: ``segments`` as a snapshot has them.
 
-        Statistics count what is held, with no history before it.
+        Statistics count the held memory, without history.
 
         Raises:
             AllocatorError: the allocator is in use, or has no expandable segments and needs them.
@@ -318,7 +318,7 @@ class Allocator(Readings, PoolScopes):
         self.reset_accumulated_stats()
 
     def pool_state(self, pool: PoolId) -> PoolState:
-        """How the segments of a private pool are divided now (``getCheckpointState``).
+        """Return how the segments of a private pool are divided now (``getCheckpointState``).
 
         Raises:
             AllocatorError: there is no such pool.
@@ -355,7 +355,7 @@ class Allocator(Readings, PoolScopes):
         return freed, live
 
     def _choose(self, size: int, stream: int) -> tuple[int, FreeList]:
-        """The rounded size of a request, and the free list that serves it."""
+        """Return the rounded size of a request, and the free list that serves it."""
         if size < 0:
             raise AllocatorError(f"Cannot allocate {size} bytes: a size is 0 or more.")
         if size >= TOO_LARGE:
@@ -377,7 +377,7 @@ class Allocator(Readings, PoolScopes):
         return address
 
     def _free_uncommon(self, address: int, context: Any) -> None:
-        """Free what is no ordinary live block."""
+        """Free an address that is not an ordinary live block."""
         if address in self._memory.uncached:
             self._memory.free_uncached(address)
         elif address in self._uses.live:

@@ -15,7 +15,7 @@ from pytest_gpumem.allocator.statistics import (
 )
 
 PoolId = tuple[int, int]
-"""What torch calls a MempoolId_t; (0, 0) is the pool that everybody shares."""
+"""torch's MempoolId_t; (0, 0) is the shared pool."""
 
 SHARED_POOL: PoolId = (0, 0)
 
@@ -27,7 +27,7 @@ leaves 57 bits for these. One int compares several times faster than a tuple.
 """
 
 FIRST_OF_AGE = 1 << 50
-"""Where ``address + shift`` of segments begins that sort by age: above every address."""
+"""Lower bound of ``address + shift`` for segments sorted by age: above every address."""
 
 
 class Block:
@@ -48,13 +48,13 @@ class Block:
     address: int
     size: int
     requested: int
-    """Bytes asked for; of a free block, those of its last use, as in torch's snapshots."""
+    """Requested bytes; of a free block, those of its last use, as in torch's snapshots."""
     free_list: FreeList
-    """Where the block goes when it is free: the list of its pool and stream."""
+    """The list of its pool and stream that the block joins when it is free."""
     previous: Block | None
     next: Block | None
     shift: int
-    """What is added to addresses of its segment where free blocks of one size are compared.
+    """Number added to addresses of its segment where free blocks of one size are compared.
 
     0 to prefer the lowest address, as torch does up to 2.12; afterwards such that older segments
     come first.
@@ -75,7 +75,7 @@ class Block:
 
 
 def new_block(free_list: FreeList, address: int, size: int, shift: int) -> Block:
-    """A block without neighbours that is in no list."""
+    """Return a block without neighbours that is in no list."""
     block = Block()
     block.address = address
     block.size = size
@@ -92,7 +92,7 @@ class PoolStream(int):
     pool_id: PoolId
 
     def __new__(cls, stream: int, pool_id: PoolId) -> PoolStream:
-        """The handle ``stream``, with the pool."""
+        """Return the handle ``stream``, with the pool."""
         handle = super().__new__(cls, stream)
         handle.pool_id = pool_id
         return handle
@@ -134,7 +134,7 @@ class FreeList:
             self.blocks = plain.blocks
 
     def expandable_side(self) -> FreeList:
-        """What blocks of expandable segments belong to: the same list, counted otherwise.
+        """Return the list for blocks of expandable segments: the same list, counted otherwise.
 
         torch leaves them out of ``inactive_split``, because their pages can be given back.
         """
@@ -148,19 +148,19 @@ class FreeList:
         return self.plain is not self
 
     def add(self, block: Block) -> None:
-        """Put a free block in."""
+        """Insert a free block."""
         block.key = key = (block.size << SIZE_SHIFT) + block.address + block.shift
         insort(self.keys, key)
         self.blocks[key] = block
 
     def remove(self, block: Block) -> None:
-        """Take a free block out."""
+        """Remove a free block."""
         del self.keys[bisect_left(self.keys, block.key)]
         del self.blocks[block.key]
         block.key = 0
 
     def note_split(self, size: int) -> None:
-        """A whole segment was split: its free part of ``size`` bytes counts as inactive split."""
+        """Count the split of a whole segment: its free ``size`` bytes become inactive split."""
         for tally in (self.tally, self.every):
             tally.splits += 1
             tally.splits_peak = max(tally.splits_peak, tally.splits)
@@ -194,24 +194,24 @@ class Pool:
         self.small = small
         self.identity = identity
         self.split_above = split_above
-        """A block is split when what remains is larger than this many bytes."""
+        """Bytes of a remainder above which a block is split."""
         self.tally = tally
         self.every = every
         self.clock = 0
-        """Counts the searches for a free block, while garbage collection is on."""
+        """Number of searches for a free block, while garbage collection is on."""
         self.make_blocks: Callable[[Pool], dict[int, Block]] | None = None
-        """Makes the dict of a free list, where a plain one is not enough."""
+        """Factory of a free list's dict, where a plain one is not enough."""
         self.free_lists: dict[int, FreeList] = {}
 
     def free_list(self, stream: int) -> FreeList:
-        """The free blocks of ``stream``."""
+        """Return the free blocks of ``stream``."""
         found = self.free_lists.get(stream)
         if found is None:
             found = self.free_lists[stream] = FreeList(self, stream)
         return found
 
     def free_blocks(self) -> list[Block]:
-        """Every free block that has memory, in torch's order: stream, size, address."""
+        """Return every free block that has memory, in torch's order: stream, size, address."""
         return [
             free_list.blocks[key]
             for _, free_list in sorted(self.free_lists.items())
@@ -239,7 +239,7 @@ class Pool:
 
 
 def split_threshold(*, small: bool, split_freely: bool) -> int:
-    """Bytes that may remain of a block without it being split (``should_split``).
+    """Return the bytes that may remain of a block without it being split (``should_split``).
 
     The small pool, and every pool while expandable segments are on, splits off any remainder.
     """

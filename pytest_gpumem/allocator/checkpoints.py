@@ -16,7 +16,7 @@ from pytest_gpumem.allocator.trace import RawEntry
 
 @dataclass(frozen=True)
 class BlockState:
-    """One block as it was; sizes are bytes."""
+    """The saved state of one block; sizes are bytes."""
 
     address: int
     size: int
@@ -25,14 +25,14 @@ class BlockState:
 
 @dataclass(frozen=True)
 class PoolState:
-    """What a private pool was at one moment."""
+    """The saved state of a private pool."""
 
     pool: PoolId
     segments: tuple[tuple[BlockState, ...], ...]
 
 
 def state_of(pool: PoolId, blocks: Iterable[Block]) -> PoolState:
-    """The state of ``pool``, among whose blocks ``blocks`` are."""
+    """Return the state of ``pool``, whose blocks are among ``blocks``."""
     heads = sorted(
         (
             block

@@ -20,6 +20,6 @@ MIN_LARGE_ALLOC: Final = 10 << 20
 ROUND_LARGE: Final = 2 << 20
 """kRoundLarge: such a segment is a multiple of this."""
 UNLIMITED: Final = 1 << 62
-"""Stands for size_t's maximum where a limit is not set."""
+"""The value of an unset limit: size_t's maximum."""
 TOO_LARGE: Final = 1 << 60
 """kExabyte: a request this large is refused before anything is tried."""

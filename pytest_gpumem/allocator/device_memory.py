@@ -1,4 +1,4 @@
-"""What an allocator holds from its device, and what the device has left."""
+"""The memory that an allocator holds from its device, and the device's free memory."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from pytest_gpumem.allocator.trace import RawEntry
 
 
 class SharedDevice(Protocol):
-    """A device whose memory several processes take from: this one's account with its driver."""
+    """A device whose memory several processes share: this process's account with the driver."""
 
     def take(self, size: int) -> bool:
-        """Take ``size`` bytes; False, and nothing is taken, if the device has no room for them."""
+        """Take ``size`` bytes; return False and take nothing if the device has no room for them."""
 
     def give(self, size: int) -> None:
         """Give ``size`` bytes back."""
 
     def give_all(self) -> None:
-        """Give back whatever this process has taken."""
+        """Give back everything that this process has taken."""
 
     def others(self) -> Mapping[int, int]:
         """Return the bytes that each other process has taken, by its number."""
 
 
 class DeviceMemory:
-    """The segments of one device: asked for, counted, noted and given back.
+    """The segments of one device: requested, counted, recorded and returned.
 
     Args:
         total: bytes of the device.
@@ -39,8 +39,8 @@ class DeviceMemory:
         place_segment: given the size of a new segment, the address where the driver puts it.
         version: the torch release whose rules hold.
         pools: where the bytes of private pools are counted.
-        every: what is counted over all pools.
-        counters: what is counted without pools.
+        every: the tally over all pools.
+        counters: the counters without pools.
         note: called for every event.
     """
 
@@ -81,13 +81,13 @@ class DeviceMemory:
         self.limit: int | None = None
         """The most bytes that may be reserved, where a memory fraction is set."""
         self.shared: SharedDevice | None = None
-        """Where other processes take from the same device; ``None`` for a device of its own."""
+        """The device that other processes share; ``None`` for a device of its own."""
         self.oversize = UNLIMITED
-        """Segments of so many bytes count as oversize (``max_split_size_mb``)."""
+        """Bytes from which on a segment counts as oversize (``max_split_size_mb``)."""
         self.contexts: dict[int, Any] = {}
-        """By address: the context of the allocation that needed the segment."""
+        """The context of the allocation that needed the segment, by address."""
         self.uncached: dict[int, int] = {}
-        """Address and size of what was allocated while caching was off."""
+        """Sizes by address of allocations made while caching was off."""
         self._releaser: Any = None
         self._place_segment = place_segment
         self._version = version
@@ -96,7 +96,7 @@ class DeviceMemory:
 
     @property
     def free(self) -> int:
-        """Bytes free on the device, as ``mem_get_info`` says."""
+        """Bytes free on the device, as in ``mem_get_info``."""
         held = self.every.reserved + sum(self.uncached.values())
         return max(0, self.total - self.used_elsewhere - held - sum(self.others.values()))
 
@@ -116,7 +116,7 @@ class DeviceMemory:
 
     @contextmanager
     def releasing(self, context: Any) -> Iterator[None]:
-        """Segments that go back inside go because of ``context``; ``None`` says nothing."""
+        """Attribute segments released inside to ``context``; ``None`` changes nothing."""
         self._releaser = context
         try:
             yield
@@ -124,7 +124,7 @@ class DeviceMemory:
             self._releaser = None
 
     def allocate_uncached(self, size: int) -> int | None:
-        """An address for ``size`` bytes that are not cached; None if the device has no room."""
+        """Return an address for ``size`` uncached bytes; None if the device has no room."""
         if not self._take(size):
             return None
         address = self._place_segment(-(-size // MIN_BLOCK) * MIN_BLOCK)
@@ -132,13 +132,13 @@ class DeviceMemory:
         return address
 
     def free_uncached(self, address: int) -> None:
-        """Give back what :meth:`allocate_uncached` took."""
+        """Free the memory that :meth:`allocate_uncached` returned."""
         self._give(self.uncached.pop(address))
 
     def place(self, size: int) -> tuple[int, int]:
-        """Address and shift of a new segment: since 2.13 older ones are used first.
+        """Return the address and shift of a new segment: since 2.13 older ones are used first.
 
-        BlockComparatorSizeCounterAddress; before, it was the address that decided.
+        BlockComparatorSizeCounterAddress; before, the address decided.
         """
         address = self._place_segment(size)
         if self._version < (2, 13):
@@ -147,7 +147,7 @@ class DeviceMemory:
         return address, order - address
 
     def new_segment(self, free_list: FreeList, size: int, context: Any) -> Block | None:
-        """Ask the device for a segment; None if it has no room."""
+        """Allocate a segment from the device; return None if it has no room."""
         if not self._take(size):
             return None
         address, shift = self.place(size)
@@ -188,7 +188,7 @@ class DeviceMemory:
         self._reserve(free_list, size)
 
     def map_pages(self, free_list: FreeList, address: int, size: int, context: Any) -> bool:
-        """Ask the device for pages of an expandable segment; False if it has no room."""
+        """Take pages of an expandable segment from the device; return False if it has no room."""
         if not self._take(size):
             return False
         self._reserve(free_list, size)

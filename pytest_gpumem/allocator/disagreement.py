@@ -1,4 +1,4 @@
-"""Where a recording and its replay first differ: by events, and by the layout at the end."""
+"""The first difference between a recording and its replay: in events, or in the final layout."""
 
 from __future__ import annotations
 

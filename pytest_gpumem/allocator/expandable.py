@@ -26,7 +26,7 @@ class ExpandableSegments:
         large_page: bytes that the large pool maps at a time in new segments; may be changed. The
             small pool maps 2 MiB.
         reserve: given a size, the address and shift of a new range.
-        map_pages: asks the device for memory at an address; False if it has none left.
+        map_pages: takes memory from the device at an address; False if it has none left.
         unmap_pages: gives memory back.
     """
 
@@ -48,7 +48,7 @@ class ExpandableSegments:
         """Bytes of a page, by the segment's base."""
 
     def best_fit(self, free_list: FreeList, rounded: int) -> Block | None:
-        """The cached block for a request; it stays in its list.
+        """Return the cached block for a request; it stays in its list.
 
         A block followed by unmapped addresses counts with these: another one that fits and can grow
         less is preferred.
@@ -90,7 +90,7 @@ class ExpandableSegments:
     def restore(self, free_list: FreeList, base: int, mapped: Sequence[Block]) -> None:
         """Make a segment whose addresses begin at ``base``, with these blocks of mapped memory.
 
-        Addresses between them are unmapped, and so is what comes after the last.
+        Addresses between and after them are unmapped.
         """
         page = self._page_of(free_list)
         end = max(base + self._reserved_bytes(page), mapped[-1].address + mapped[-1].size)
@@ -119,7 +119,7 @@ class ExpandableSegments:
                 del self._pages[block.address]
 
     def _find(self, free_list: FreeList, rounded: int) -> Block | None:
-        """The lowest block, free or unmapped, from which on ``rounded`` bytes are not in use."""
+        """Return the lowest block, free or unmapped, that begins ``rounded`` bytes not in use."""
         for _, block in sorted(free_list.unmapped.items()):
             start = block.previous if block.previous is not None and block.previous.key else block
             if _unused_from(start, rounded) >= rounded:
@@ -147,7 +147,7 @@ class ExpandableSegments:
     def _map(self, block: Block, size: int, context: Any) -> bool:
         """Map the pages that hold the first ``size`` bytes of an unmapped block.
 
-        They merge with free neighbours into ``block``; what is left stays unmapped behind it.
+        They merge with free neighbours into ``block``; the rest stays unmapped behind it.
         """
         free_list = block.free_list
         address = block.address
@@ -168,7 +168,7 @@ class ExpandableSegments:
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Unmap the whole pages of a free block; what is left of it stays free."""
+        """Unmap the whole pages of a free block; the rest of it stays free."""
         free_list = block.free_list
         address, end = block.address, block.address + block.size
         base, page = self._base_and_page(address)
@@ -192,20 +192,20 @@ class ExpandableSegments:
         self._unmap_pages(free_list, first, last - first)
 
     def _base_and_page(self, address: int) -> tuple[int, int]:
-        """Where the segment begins that ``address`` lies in, and the bytes of its pages."""
+        """Return the base of the segment that contains ``address``, and the bytes of its pages."""
         base = self._bases[bisect_right(self._bases, address) - 1]
         return base, self._pages[base]
 
 
 def _expandable_size(block: Block) -> int:
-    """What the block can grow to: its size, and that of unmapped addresses right behind it."""
+    """Return a block's size with that of unmapped addresses right behind it, which it can take."""
     following = block.next
     grows = following is not None and not following.is_mapped
     return block.size + (following.size if following is not None and grows else 0)
 
 
 def _unused_from(block: Block | None, enough: int) -> int:
-    """Bytes in a row that are free or unmapped; counted until there are ``enough``."""
+    """Return the bytes in a row that are free or unmapped; counted until there are ``enough``."""
     found = 0
     while block is not None and found < enough and (block.key or not block.is_mapped):
         found += block.size
@@ -236,7 +236,7 @@ def _insert_before(block: Block, added: Block) -> None:
 
 
 def absorb(block: Block, neighbour: Block | None, *, mapped: bool) -> int:
-    """Merge a neighbour that is not in use, and mapped or not as asked, into ``block``.
+    """Merge a neighbour that is not in use, mapped or unmapped as given, into ``block``.
 
     Returns the bytes that ``block`` gained.
     """

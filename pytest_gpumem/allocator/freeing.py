@@ -1,4 +1,4 @@
-"""A free in two steps: the program asks for it, and it completes once no stream uses the block.
+"""A free in two steps: the program requests it, and it completes once no stream uses the block.
 
 Between the two the block is pending: no longer allocated, and still active.
 """
@@ -13,7 +13,7 @@ from pytest_gpumem.allocator.expandable import absorb
 
 
 def request_free(block: Block, memory: DeviceMemory, context: Any = None) -> None:
-    """The program gave a block back: it is no longer allocated, but active."""
+    """Mark a block as freed by the program: it is no longer allocated, but active."""
     free_list = block.free_list
     for tally in (free_list.tally, free_list.every):
         tally.change("blocks", -1)
@@ -26,7 +26,7 @@ def request_free(block: Block, memory: DeviceMemory, context: Any = None) -> Non
 
 
 def complete_free(block: Block, memory: DeviceMemory, context: Any = None) -> None:
-    """A block is no longer active: it merges with its neighbours and can be used again."""
+    """Make a block inactive: it merges with its neighbours and can be used again."""
     free_list = block.free_list
     address, size, requested = block.address, block.size, block.requested
     shown = context or block.context

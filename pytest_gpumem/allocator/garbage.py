@@ -14,9 +14,9 @@ else:
 
 
 class AgedBlocks(Blocks):
-    """Free blocks by key, which remembers the pool's clock at each insertion.
+    """Free blocks by key, with the pool's clock at each insertion.
 
-    It stands in for the plain dict of a free list, so that the hot path does not know about ages.
+    It replaces the plain dict of a free list, so that the hot path has no code for ages.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -29,7 +29,7 @@ class AgedBlocks(Blocks):
         super().__setitem__(key, block)
 
     def age(self, key: int) -> int:
-        """How often the pool was searched since the block came in (``gc_count``)."""
+        """Return the number of searches of the pool since the block was inserted (``gc_count``)."""
         return self._pool.clock - self._born[key]
 
 

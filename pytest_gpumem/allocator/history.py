@@ -11,7 +11,7 @@ _COMES_AFTER = {
     "free_requested": "alloc",
     "free_completed": "free_requested",
 }
-"""What happens to a block -> what must have happened at its address last."""
+"""Event of a block -> the event that must precede it at the same address."""
 
 
 def check_history(trace: Sequence[Json], device: int) -> None:

@@ -13,7 +13,7 @@ from pytest_gpumem.allocator.statistics import Stat
 
 
 def block_size(size: int) -> int:
-    """Bytes of the block for a request of ``size`` bytes: the next power of two."""
+    """Return the bytes of the block for a request of ``size`` bytes: the next power of two."""
     return 1 << (size - 1).bit_length()
 
 
@@ -22,7 +22,7 @@ class HostAllocator:
 
     def __init__(self) -> None:
         self._free: dict[int, int] = {}
-        """How many blocks of each size are cached."""
+        """Number of cached blocks by size."""
         self._blocks = Stat()
         self._bytes = Stat()
         self._active: dict[int, tuple[Stat, Stat]] = {}
@@ -52,7 +52,7 @@ class HostAllocator:
             held.decrease(rounded)
 
     def empty_cache(self) -> None:
-        """Return what is not in use to the driver."""
+        """Return unused blocks to the driver."""
         for size, blocks in self._free.items():
             self._blocks.decrease(blocks)
             self._bytes.decrease(size * blocks)
@@ -64,16 +64,16 @@ class HostAllocator:
             stat.peak = stat.current
 
     def reset_accumulated_stats(self) -> None:
-        """Start what was allocated and freed again at 0."""
+        """Set the totals of allocated and freed memory to 0."""
         for stat in self._all():
             stat.allocated = stat.freed = 0
 
     def stats(self, *, by_blocks: bool) -> dict[str, Any]:
-        """What ``torch.cuda.host_memory_stats_as_nested_dict()`` returns.
+        """Return the dict of ``torch.cuda.host_memory_stats_as_nested_dict()``.
 
-        torch has renamed the quantities: ``by_blocks`` are the names that say what is in use
-        (``active_*``) and not what is requested. Peaks of what is in use are the sum of each
-        size's own, as in torch. No time passes in the driver.
+        torch has renamed the quantities: ``by_blocks`` selects names for memory in use
+        (``active_*``) over names for requested memory. Peaks of memory in use are the sum of each
+        size's own, as in torch. Driver times are 0.
         """
         in_use = [_sum(stat) for stat in zip(*self._active.values(), strict=True)] or [_sum([])] * 2
         owned = [self._blocks.to_dict(), self._bytes.to_dict()]

@@ -23,7 +23,7 @@ PAGE = SMALL_SEGMENT
 
 
 class Owner(NamedTuple):
-    """What an expandable segment belongs to; there is one at a time, with room for everything."""
+    """The owner of an expandable segment; each has at most one at a time, with enough addresses."""
 
     stream: int
     segment_type: str
@@ -33,10 +33,10 @@ class Owner(NamedTuple):
 def mapped_at_start(
     segments: Iterable[Json], trace: Sequence[Json], settings: AllocatorSettings
 ) -> list[dict[str, Any]]:
-    """The mapped ranges of expandable segments before ``trace``, which ends with ``segments``.
+    """Return expandable segments' mapped ranges before ``trace``, which ends with ``segments``.
 
-    Each is a segment as a snapshot has it, without blocks, and with ``reserved_from``: where the
-    addresses of its expandable segment begin, as far as the trace knows.
+    Each is a segment as a snapshot has it, without blocks, and with ``reserved_from``: the first
+    address of its expandable segment, as far as the trace shows.
     """
     held = {
         page: Owner(
@@ -71,17 +71,17 @@ def mapped_at_start(
 
 
 _Change = tuple[bool, Owner, range]
-"""Whether pages were mapped or unmapped, whose, and which."""
+"""Whether pages were mapped or unmapped, their owner, and the pages."""
 
 
 def _changes(
     trace: Sequence[Json], held: dict[int, Owner], settings: AllocatorSettings
 ) -> list[_Change]:
-    """The maps and unmaps of a trace; ``held`` has the pages at its end.
+    """Return the maps and unmaps of a trace; ``held`` has the pages at its end.
 
-    Events do not say for which side of a pool they map. The allocation that needed the pages
-    follows, or its failure. What is unmapped held blocks before; where the trace has none of them,
-    it is told by its size: the large side unmaps whole pages of its own.
+    Events do not contain the side of a pool for which they map. The allocation that needed the
+    pages follows, or its failure. Unmapped pages held blocks before; where the trace has none of
+    them, their size shows the side: the large side unmaps whole pages of its own.
     """
     divisions = settings.roundup_power2_divisions
     if not held and not any(event["action"] == "segment_unmap" for event in trace):
@@ -111,15 +111,15 @@ def _changes(
 
 
 def _owner(event: Json, kind: str, last: Owner | None) -> Owner:
-    """The owner by an event; before 2.12 only the segments at the end say the pool."""
+    """Return the owner by an event; before 2.12 only the segments at the end contain the pool."""
     pool = SHARED_POOL if last is None else last.pool
     return Owner(event["stream"], kind, _pair(event.get("pool_id", pool)))
 
 
 def _bases(held: dict[int, Owner], changes: Sequence[_Change]) -> dict[Owner, int]:
-    """The lowest page that each segment held at the start has, then or later.
+    """Return the lowest page that each segment held at the start has, then or later.
 
-    A segment of which nothing is mapped any more is given up: what comes after is another one.
+    A segment without mapped pages is abandoned: later pages belong to another one.
     """
     bases: dict[Owner, int] = {}
     count: dict[Owner, int] = {}
@@ -134,7 +134,7 @@ def _bases(held: dict[int, Owner], changes: Sequence[_Change]) -> dict[Owner, in
 
 
 def _runs(held: dict[int, Owner]) -> Iterator[tuple[Owner, int, int]]:
-    """Owner, first page and number of pages of every stretch without a gap."""
+    """Return owner, first page and number of pages of every stretch without a gap."""
     numbered = enumerate(sorted(held))
     for (owner, _), stretch in groupby(numbered, lambda pair: (held[pair[1]], pair[1] - pair[0])):
         pages = [page for _, page in stretch]

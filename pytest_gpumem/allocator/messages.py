@@ -9,16 +9,16 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 class AllocatorError(ValueError):
-    """The caller asked for something that the allocator cannot do; the message is one sentence."""
+    """A request that the allocator cannot serve; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class OutOfMemoryFields:
-    """What an out-of-memory message says; all in bytes except ``device``."""
+    """The numbers of an out-of-memory message; all in bytes except ``device``."""
 
     device: int
     segment: int
-    """What was asked from the driver: the segment, not the request."""
+    """Bytes requested from the driver: the segment, not the request."""
     requested: int
     """The request after rounding."""
     total: int
@@ -33,16 +33,16 @@ class OutOfMemoryFields:
     private_free: int = 0
     """Free cached blocks of private pools."""
     address_space: int | None = None
-    """What an expandable segment reserves, where they are on."""
+    """Addresses that an expandable segment reserves, where these are on."""
     others: Mapping[int, int] = field(default_factory=dict)
-    """What other processes hold of the device, by the process's number."""
+    """Bytes that other processes hold of the device, by PID."""
 
 
 class OutOfMemory(RuntimeError):  # noqa: N818 - reads as torch.OutOfMemoryError does
     """The device is full. ``str()`` is torch's text, the numbers are in ``fields``."""
 
     tried_everything = False
-    """Whether this is what torch tells ``oom_observers_`` of, and not a request refused at once."""
+    """Whether torch calls ``oom_observers_`` for it, unlike for a request refused at once."""
 
     def __init__(self, message: str, fields: OutOfMemoryFields) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class OutOfMemory(RuntimeError):  # noqa: N818 - reads as torch.OutOfMemoryError
 
 
 def format_size(size: int) -> str:
-    """A size as torch prints it in messages (``format_size`` in c10/core/AllocatorConfig)."""
+    """Return a size in torch's format (``format_size`` in c10/core/AllocatorConfig)."""
     if size <= KIB:
         return f"{size} bytes"
     if size <= MIB:
@@ -113,7 +113,7 @@ _ADDRESS_SPACE_HINT = (
 
 
 def _reserve_hint(fields: OutOfMemoryFields) -> str:
-    """Said instead where a segment reserves less than was asked for."""
+    """Format the note for a segment that reserves less than was requested."""
     space = fields.address_space
     if space is None or fields.segment > fields.total or space >= fields.segment:
         return ""
@@ -127,7 +127,7 @@ def _reserve_hint(fields: OutOfMemoryFields) -> str:
 
 
 def _hint(fields: OutOfMemoryFields, version: tuple[int, int], *, expandable: bool) -> str:
-    """The advice at the end: 2.10 and 2.11 changed its words, 2.14 when it is given."""
+    """Return the advice at the end: 2.10 and 2.11 changed its words, 2.14 when it is given."""
     if expandable and version >= (2, 14):
         return (_reserve_hint(fields) or _ADDRESS_SPACE_HINT) if version >= (2, 15) else ""
     variable = "PYTORCH_ALLOC_CONF" if version == (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"

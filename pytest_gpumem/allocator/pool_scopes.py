@@ -17,7 +17,7 @@ class PoolScopes(AllocatorState):
     ) -> None:
         """Make a private pool, or use one that exists once more (``createOrIncrefPool``).
 
-        ``use_on_oom`` lends its free blocks to everybody when the device is full (2.8);
+        ``use_on_oom`` lends its free blocks to all allocations when the device is full (2.8);
         ``no_split`` hands its segments out whole (2.10).
         """
         self._pools.create(pool, use_on_oom=use_on_oom, no_split=no_split)
@@ -27,7 +27,7 @@ class PoolScopes(AllocatorState):
         self._pools.get(pool).use_on_oom = use_on_oom
 
     def begin_allocate_to_pool(self, pool: PoolId, accepts: Filter) -> None:
-        """Send allocations whose stream ``accepts`` says yes to to a private pool.
+        """Send allocations whose stream ``accepts`` returns true for to a private pool.
 
         Raises:
             AllocatorError: that is the case already, in torch's words.
@@ -36,7 +36,7 @@ class PoolScopes(AllocatorState):
         self._route()
 
     def end_allocate_to_pool(self, pool: PoolId) -> None:
-        """End what :meth:`begin_allocate_to_pool` began; the pool keeps its memory.
+        """End the scope of :meth:`begin_allocate_to_pool`; the pool keeps its memory.
 
         Raises:
             AllocatorError: it was not begun, in torch's words.
@@ -47,7 +47,7 @@ class PoolScopes(AllocatorState):
         self._route()
 
     def release_pool(self, pool: PoolId) -> None:
-        """Something that referred to a private pool is gone (``releasePool``).
+        """Remove one use of a private pool (``releasePool``).
 
         Raises:
             AllocatorError: there is no such pool.
@@ -55,7 +55,7 @@ class PoolScopes(AllocatorState):
         self._pools.release(pool)
 
     def pool_uses(self, pool: PoolId) -> int:
-        """How many graphs, scopes and pool objects refer to a private pool.
+        """Return the number of graphs, scopes and pool objects that refer to a private pool.
 
         Raises:
             AllocatorError: there is no such pool.
@@ -63,7 +63,7 @@ class PoolScopes(AllocatorState):
         return self._pools.get(pool).uses
 
     def pool_addresses(self, pool: PoolId) -> set[int]:
-        """The addresses of the live blocks of a private pool (``checkPoolLiveAllocations``).
+        """Return the addresses of the live blocks of a private pool (``checkPoolLiveAllocations``).
 
         Raises:
             AllocatorError: there is no such pool.
@@ -77,11 +77,11 @@ class PoolScopes(AllocatorState):
         }
 
     def mark_capture_begin(self) -> None:
-        """A stream capture begins on this device."""
+        """Note that a stream capture begins on this device."""
         self._captures += 1
         self._route()
 
     def mark_capture_end(self) -> None:
-        """A stream capture has ended."""
+        """Note that a stream capture has ended."""
         self._captures -= 1
         self._route()

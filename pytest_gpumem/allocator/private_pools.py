@@ -19,12 +19,12 @@ LAST_SCOPE_FIRST: Version = (2, 10)
 """Up to 2.9 the scope opened first decides, from then on the one opened last."""
 
 Filter = Callable[[int], bool]
-"""Given the stream of an allocation, whether it goes to the pool."""
+"""Function that returns whether an allocation goes to the pool, by its stream."""
 
 
 @dataclass(eq=False)
 class PrivatePool:
-    """One private pool of one device."""
+    """A private pool of one device."""
 
     identity: PoolId
     small: Pool
@@ -51,7 +51,7 @@ class Pools:
 
     Args:
         version: the torch release whose rules hold.
-        small: the small pool that everybody shares.
+        small: the small shared pool.
         large: the large one.
     """
 
@@ -64,11 +64,11 @@ class Pools:
         """Pools that nothing refers to any more."""
         self.scopes: list[tuple[PoolId, Filter]] = []
         self.reserved: dict[PoolId, dict[str, Stat]] = {}
-        """Reserved bytes of every pool that ever had any: they outlive the pool."""
+        """Reserved bytes of every pool that ever had any; they outlive the pool."""
         self._split_freely = False
 
     def create(self, identity: PoolId, *, use_on_oom: bool = False, no_split: bool = False) -> None:
-        """Make a private pool, or use one that exists once more; what it may do only grows.
+        """Make a private pool, or use one that exists once more; its permissions only grow.
 
         Raises:
             AllocatorError: as :meth:`refer`.
@@ -79,7 +79,7 @@ class Pools:
         self._set_split(private.small, private.large, never=private.no_split)
 
     def refer(self, identity: PoolId) -> PrivatePool:
-        """The pool, new or with one more use (``createOrIncrefPool``).
+        """Return the pool, new or with one more use (``createOrIncrefPool``).
 
         Raises:
             AllocatorError: the pool is given up and waits for its memory to be released.
@@ -97,7 +97,7 @@ class Pools:
         return pool
 
     def get(self, identity: PoolId) -> PrivatePool:
-        """The pool of that id.
+        """Return the pool of that id.
 
         Raises:
             AllocatorError: there is none.
@@ -133,7 +133,7 @@ class Pools:
         raise AllocatorError("endAllocatePool: not currently recording to mempool_id")
 
     def release(self, identity: PoolId) -> None:
-        """One use less (``releasePool``); what nothing uses can be returned to the device."""
+        """Remove one use (``releasePool``); a pool without uses can be returned to the device."""
         pool = self.get(identity)
         pool.uses -= 1
         if pool.uses == 0:
@@ -141,11 +141,11 @@ class Pools:
             pool.no_split = False
 
     def forget(self, pool: PrivatePool) -> None:
-        """Drop a pool that has no memory left."""
+        """Remove a pool that has no memory left."""
         del self.by_id[pool.identity], self.freeable[pool.identity]
 
     def route(self, stream: int, *, small: bool) -> Pool:
-        """The pool that an allocation on ``stream`` goes to."""
+        """Return the pool for an allocation on ``stream``."""
         latest_first = self.version >= LAST_SCOPE_FIRST
         for identity, accepts in reversed(self.scopes) if latest_first else self.scopes:
             if accepts(stream):
@@ -154,7 +154,7 @@ class Pools:
         return self.small if small else self.large
 
     def named(self, identity: PoolId, *, small: bool) -> Pool:
-        """The pool of that id, made if there is none."""
+        """Return the pool of that id, made if there is none."""
         if identity == SHARED_POOL:
             return self.small if small else self.large
         if identity not in self.by_id:
@@ -169,13 +169,13 @@ class Pools:
                 yield private.small if small else private.large
 
     def private(self) -> Iterator[Pool]:
-        """Both sides of every private pool."""
+        """Yield both sides of every private pool."""
         for private in self.by_id.values():
             yield private.small
             yield private.large
 
     def every(self) -> Iterator[Pool]:
-        """Every pool, the shared ones first."""
+        """Yield every pool, the shared ones first."""
         yield self.small
         yield self.large
         yield from self.private()
@@ -195,7 +195,7 @@ class Pools:
             self.reserved[pool.identity] = private.reserved
 
     def private_stats(self) -> Iterator[Stat]:
-        """What is counted of each private pool that ever had memory."""
+        """Yield the counters of each private pool that ever had memory."""
         for scopes in self.reserved.values():
             yield from scopes.values()
 

@@ -1,4 +1,4 @@
-"""What can be read of an allocator: statistics, and what is live."""
+"""Readings of an allocator: statistics and live blocks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pytest_gpumem.allocator.statistics import memory_stats
 
 
 class Readings(AllocatorState):
-    """The side of an allocator that is read. All sizes are bytes."""
+    """The part of an allocator that returns readings. All sizes are bytes."""
 
     __slots__ = ()
 
     def stats(self) -> dict[str, Any]:
-        """What ``torch._C._cuda_memoryStats(device)`` returns in this torch version."""
+        """Return the dict of ``torch._C._cuda_memoryStats(device)`` in this torch version."""
         return memory_stats(
             self._every,
             self._pools.small.tally,
@@ -37,7 +37,7 @@ class Readings(AllocatorState):
             stat.peak = stat.current
 
     def reset_accumulated_stats(self) -> None:
-        """Set what only counts up back to 0 (``reset_accumulated_memory_stats``)."""
+        """Set counters that only grow to 0 (``reset_accumulated_memory_stats``)."""
         pools = self._pools
         for tally in (pools.small.tally, pools.large.tally, self._counters):
             tally.reset_totals()
@@ -66,7 +66,7 @@ class Readings(AllocatorState):
 
     @property
     def requested(self) -> int:
-        """Bytes that the active blocks were asked for."""
+        """Bytes requested for the active blocks."""
         return self._every.requested
 
     @property
@@ -81,16 +81,16 @@ class Readings(AllocatorState):
 
     @property
     def free_memory(self) -> int:
-        """Bytes free on the device, as ``mem_get_info`` says."""
+        """Bytes free on the device, as in ``mem_get_info``."""
         return self._memory.free
 
     @property
     def device_frees(self) -> int:
-        """How often memory was returned to the device."""
+        """The number of times that memory was returned to the device."""
         return self._counters.num_device_free
 
     def block(self, address: int) -> int:
-        """Size of the live block at ``address``, in bytes.
+        """Return the size of the live block at ``address``, in bytes.
 
         Raises:
             AllocatorError: no live block starts there.
@@ -103,17 +103,17 @@ class Readings(AllocatorState):
         raise self._not_live(address)
 
     def pool_of(self, address: int) -> PoolId:
-        """The pool of the live block at ``address``; the shared one where there is no block."""
+        """Return the pool of the live block at ``address``; the shared one where there is none."""
         found = self._live.get(address) or self._uses.live.get(address)
         return SHARED_POOL if found is None else found.free_list.pool.identity
 
     def live_blocks(self) -> dict[int, int]:
-        """Address and size of every live block."""
+        """Return the address and size of every live block."""
         live = {address: block.size for address, block in self._live.items()}
         return live | {address: block.size for address, block in self._uses.live.items()}
 
     def live_contexts(self) -> dict[int, Any]:
-        """Address of every live block and the context that ``malloc`` was given for it."""
+        """Return the contexts that ``malloc`` was given for live blocks, by address."""
         return {address: block.context for address, block in self._live.items()}
 
     def every_block(self) -> Iterator[Block]:
@@ -125,11 +125,11 @@ class Readings(AllocatorState):
                 yield from free_list.blocks.values()
 
     def is_pending(self, block: Block) -> bool:
-        """Whether the block was freed and another stream may still use it."""
+        """Return whether the block was freed and another stream may still use it."""
         return self._uses.is_pending(block)
 
     def segment_context(self, address: int) -> Any:
-        """The context of the allocation that needed the segment at ``address``, or None."""
+        """Return the context of the allocation that needed the segment at ``address``, or None."""
         return self._memory.contexts.get(address)
 
     def _not_live(self, address: int) -> AllocatorError:

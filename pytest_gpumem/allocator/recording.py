@@ -45,7 +45,7 @@ _LARGEST_SIZE = 1 << 44
 """More memory than any device has."""
 
 _RELEASES: tuple[tuple[str, Version], ...] = (
-    # What the events of a snapshot began to have, and a release that has it.
+    # Fields added to the events of a snapshot, and a release that has them.
     ("pool_id", (2, 13)),
     ("user_metadata", (2, 11)),
     ("compile_context", (2, 9)),
@@ -138,7 +138,7 @@ def _check_once(values: Sequence[object], what: str) -> None:
 
 
 def _is_event(event: Any) -> bool:
-    """Whether an event has what most have: all of it in one go, as there are millions."""
+    """Return whether an event has the usual fields: checked in one go, as there are millions."""
     if type(event) is not dict:
         return False
     get = event.get
@@ -178,9 +178,9 @@ def _check_segment(segment: Any, index: int) -> None:
 
 
 def recorded_conf(snapshot: Json) -> str:
-    """The allocator settings that a snapshot was recorded with.
+    """Return the allocator settings that a snapshot was recorded with.
 
-    Old snapshots have none: that expandable segments were on is then told by the segments.
+    Old snapshots have none: the segments then show whether expandable segments were on.
     """
     settings = snapshot.get("allocator_settings")
     found = settings.get("PYTORCH_CUDA_ALLOC_CONF") if isinstance(settings, Mapping) else None
@@ -197,9 +197,9 @@ def _has_expandable(snapshot: Json) -> bool:
 
 
 def release_of(snapshot: Json) -> Version:
-    """A torch release whose rules a snapshot follows, by what its events have.
+    """Return a torch release whose rules a snapshot follows, by what its events have.
 
-    No snapshot says which release made it. ``compile_context`` came with 2.8, ``user_metadata``
+    No snapshot contains its release. ``compile_context`` came with 2.8, ``user_metadata``
     with 2.10 and ``pool_id`` with 2.12 (torch/csrc/cuda/Module.cpp).
     """
     events = (event for trace in snapshot["device_traces"] for event in trace)
@@ -221,7 +221,7 @@ def line_of(event: Json) -> str:
 
 
 def default_segment_type(size: int) -> str:
-    """The pool of a segment that was returned before the snapshot was taken."""
+    """Return the pool of a segment that was returned before the snapshot was taken."""
     return "small" if size == SMALL_SEGMENT else "large"
 
 
@@ -300,7 +300,7 @@ def _memory_for(nbytes: int) -> Iterator[None]:
     """Limit what the process may allocate while a file of ``nbytes`` is unpickled.
 
     A pickle of a few bytes can ask for gigabytes; with a limit that is a ``MemoryError``. Only
-    Linux tells how much the process has already.
+    Linux reports how much the process has already.
     """
     try:
         import resource

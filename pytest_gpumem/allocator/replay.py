@@ -1,8 +1,8 @@
-"""Feed a recorded memory snapshot through the simulated allocator, as it was and as it might be.
+"""Replay a recorded memory snapshot in the simulated allocator, with its own or other settings.
 
 A snapshot of ``torch.cuda.memory._snapshot()`` holds the events of each device and the segments at
-its end. What the program did, its allocations and frees, is repeated; what the allocator did must
-follow. With other settings or another GPU it need not: that is the question then.
+its end. The program's allocations and frees are repeated; the allocator's events must follow. With
+other settings or another GPU they may differ: the result is a prediction then.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from pytest_gpumem.allocator.settings import AllocatorSettings, Version
 from pytest_gpumem.allocator.start import PENDING, starting_segments
 
 _UNBOUNDED = 1 << 48
-"""Device memory of a replay: what did not fit then is on record as events."""
+"""Device memory of a replay: allocations that did not fit are on record as events."""
 _ELSEWHERE = 1 << 50
-"""Where segments land that the recording does not have."""
+"""Addresses for segments that are not in the recording."""
 
 
 Observed = Callable[[int, bool, Sequence[Json], Sequence[Json]], Observer]
-"""Of a device's run, whether it is the what-if; with its events and the segments at its start."""
+"""Factory of observers: device, whether the run is the what-if, its events and first segments."""
 
 
 class Capacity(Protocol):
-    """A GPU, as far as a replay asks: what it is called, and its memory in bytes."""
+    """A GPU as a replay needs it: its name, and its memory in bytes."""
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ class Capacity(Protocol):
 
     @property
     def total_memory(self) -> int:
-        """As ``torch.cuda.get_device_properties(0).total_memory`` gives it."""
+        """The bytes in ``torch.cuda.get_device_properties(0).total_memory``."""
 
 
 def replay(
@@ -74,21 +74,21 @@ def replay(
     """Run the recorded allocations and frees through a simulated allocator.
 
     The counts and ``first_mismatch`` compare the recording with its replay under the recorded
-    settings. ``alloc_conf`` and ``gpu`` ask what would have been instead: with other settings, what
-    was live when recording began is allocated anew.
+    settings. ``alloc_conf`` and ``gpu`` select a what-if: with other settings, blocks that were
+    live when recording began are allocated anew.
 
     Args:
         snapshot: a dict of ``torch.cuda.memory._snapshot()``, or the path of a pickled one.
         alloc_conf: allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF.
         gpu: a model whose memory must suffice.
-        version: the torch release whose rules hold, ``(2, 6)``; a snapshot does not say which one
-            made it, so by default one that writes such snapshots.
+        version: the torch release whose rules hold, ``(2, 6)``; a snapshot does not contain it, so
+            by default one that writes such snapshots.
         used_elsewhere: bytes of ``gpu`` outside the allocator: the CUDA context, other processes.
-        observed: asked for somebody who follows each run, event by event.
+        observed: called for an observer of each run, which gets every event.
 
     Raises:
         SnapshotError: ``snapshot`` is not a memory snapshot, or its history has gaps.
-        AllocatorError: the settings ask for something that is not simulated.
+        AllocatorError: a setting is not simulated.
     """
     data = checked(load_snapshot(snapshot) if isinstance(snapshot, str | Path) else snapshot)
     rules = release_of(data) if version is None else version
@@ -125,7 +125,7 @@ def replay(
 
 @dataclass(frozen=True)
 class _Question:
-    """What is to be replayed how."""
+    """The settings and the GPU of a replay."""
 
     recorded: AllocatorSettings
     tried: AllocatorSettings | None
@@ -148,7 +148,7 @@ class _Question:
 
 @dataclass(frozen=True)
 class _Tape:
-    """What a snapshot has of one device."""
+    """The record of one device in a snapshot."""
 
     start: Sequence[Json]
     trace: Sequence[Json]
@@ -166,7 +166,7 @@ class _Tape:
         )
 
     def pool_of(self, event: Json) -> PoolId:
-        """The pool of an allocation; before 2.12 only the segments at the end say it."""
+        """Return the pool of an allocation; before 2.12 only the segments at the end contain it."""
         if "pool_id" in event:
             first, second = event["pool_id"]
             return first, second
@@ -237,10 +237,10 @@ def _what_if(
 
 
 class _Run:
-    """One allocator that follows one trace.
+    """An allocator that replays one trace.
 
-    ``capacity`` is the device's memory in bytes. Without one everything fits that did so in the
-    recording, and what did not is left out.
+    ``capacity`` is the device's memory in bytes. Without one every allocation fits that did so in
+    the recording; the others are skipped.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class _Run:
         )
         self.total = self.exact = 0
         self.capacity: int | None = None
-        """What the allocator could have had of the device, where the recording ran out of it."""
+        """Bytes that the allocator could have had, where the recording ran out of memory."""
         self.shortage: Shortage | None = None
         self._addresses: dict[int, int] = {}
         self._recorded: list[tuple[int, int]] = []
@@ -277,7 +277,7 @@ class _Run:
         self._fullest_event = START
 
     def feed(self, until: int | None = None) -> None:
-        """Repeat what the program did, up to and with the event ``until``, while memory lasts."""
+        """Repeat the program's events, up to and with the event ``until``, while memory lasts."""
         index = START
         try:
             self._begin()
@@ -306,7 +306,7 @@ class _Run:
             raise SnapshotError(f"{what}: {error}") from error
 
     def usage(self) -> Usage:
-        """What the run took; a second run finds the state at the peak."""
+        """Return the memory of the run; a second run finds the state at the peak."""
         reserved, allocated = self._fullest
         capacity, used_elsewhere = self._bounds
         again = _Run(
@@ -332,7 +332,7 @@ class _Run:
         )
 
     def _begin(self) -> None:
-        """Bring the allocator to where the recording began, or to what it would have been."""
+        """Bring the allocator to the state in which the recording began, or to its what-if."""
         start = self._tape.start
         restored = self._follow and bool(start) and self._start_fits()
         if restored:
@@ -404,13 +404,13 @@ class _Run:
             self._fullest_event = index
 
     def _run_out(self, index: int, event: Json) -> None:
-        """The recorded program found no memory here: would it now?"""
+        """Repeat an out-of-memory event of the recording and check whether memory suffices now."""
         if self._bounds[0] is None:
             if self.capacity is None:
                 self.capacity = self.allocator.reserved + event["device_free"]
                 self.shortage = Shortage(index, event["size"], event["device_free"], line_of(event))
             return
-        # What it would have done with the memory is not on record.
+        # The program's use of the memory is not on record.
         address = self.allocator.malloc(event["size"], event["stream"])
         self._note_peak(index)
         self.allocator.free(address)

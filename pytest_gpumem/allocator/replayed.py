@@ -1,4 +1,4 @@
-"""What a replay of a recording found: whether it was exact, and how much memory it took."""
+"""The result of a replay: whether it was exact, and how much memory it took."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pytest_gpumem.allocator.readings import Readings
 from pytest_gpumem.allocator.settings import Version
 
 START = -1
-"""Stands for the moment before the first event."""
+"""Index of the moment before the first event."""
 
 
 class Observer(Protocol):
-    """Somebody who follows one run of a replay."""
+    """An observer of one run of a replay."""
 
     def after(self, index: int, allocator: Readings) -> None:
-        """The event ``index`` was repeated; :data:`START` is the moment before the first."""
+        """Receive the repeated event ``index``; :data:`START` is the moment before the first."""
 
     def ended(
         self,
@@ -56,7 +56,7 @@ class Shortage:
     event: int
     """Index in the device's trace; :data:`START` for what was live when recording began."""
     requested: int
-    """Asked for by the program; in a recording after rounding."""
+    """Bytes requested by the program; in a recording after rounding."""
     free: int
     """Left on the device."""
     line: str = ""
@@ -65,7 +65,7 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Usage:
-    """How much memory one device took; in bytes."""
+    """The memory use of one device; in bytes."""
 
     peak_allocated: int
     peak_reserved: int
@@ -76,8 +76,8 @@ class Usage:
     segments: int
     """Segments held from the driver, at that moment."""
     retries: int
-    """How often the device was full, so that the cache had to be emptied; a recording does not
-    say, so that it is 0 there."""
+    """Times that the cache had to be emptied because the device was full; 0 for a recording, which
+    does not contain it."""
     out_of_memory: Shortage | None = None
     """The first allocation that found no memory."""
 
@@ -89,7 +89,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class DeviceReplay:
-    """One device of a snapshot."""
+    """The replay of one device of a snapshot."""
 
     device: int
     events: int
@@ -100,7 +100,7 @@ class DeviceReplay:
     recorded: Usage
     what_if: Usage | None
     capacity: int | None
-    """Memory of the device in the ``what_if``; ``None`` where nobody knows."""
+    """Memory of the device in the ``what_if``; ``None`` if unknown."""
     live_at_start: int
     """Bytes that were allocated before recording began; for a ``what_if`` they are placed anew
     unless the recorded settings are kept."""
@@ -108,7 +108,7 @@ class DeviceReplay:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """How a simulated allocator compares with a recorded one; peaks in bytes.
+    """The comparison of a simulated allocator with a recorded one; peaks in bytes.
 
     With several devices the counts are sums, and the peaks those of the device with the highest.
     """
@@ -120,7 +120,7 @@ class ReplayResult:
     """Recorded allocations."""
     first_mismatch: str | None
     peak_allocated: int
-    """With the settings and the GPU that were asked for, as is ``peak_reserved``."""
+    """Peak with the requested settings and GPU, as is ``peak_reserved``."""
     peak_reserved: int
     devices: tuple[DeviceReplay, ...]
     recorded_conf: str
@@ -129,7 +129,7 @@ class ReplayResult:
     gpu: str | None
     """The model tried, ``None`` for the recorded one, whose memory is not on record."""
     version: Version
-    """The torch release whose rules were followed."""
+    """The torch release whose rules were used."""
 
     @property
     def what_if(self) -> bool:
@@ -138,6 +138,6 @@ class ReplayResult:
 
     @property
     def out_of_memory(self) -> Shortage | None:
-        """Where the program would run out of memory with what was tried."""
+        """The first allocation that would run out of memory with the settings or GPU tried."""
         usages = [each.what_if for each in self.devices if each.what_if is not None]
         return next((each.out_of_memory for each in usages if each.out_of_memory), None)

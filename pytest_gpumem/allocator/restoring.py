@@ -22,11 +22,11 @@ def restore(
 ) -> None:
     """Make segments and their blocks; those in use go to ``live``.
 
-    Mapped ranges of one expandable segment are told by their pool and stream. Its addresses begin
-    where the first range says with ``reserved_from``, or at the first of them.
+    Mapped ranges of one expandable segment share pool and stream. Its addresses begin at
+    ``reserved_from`` of the first range, or at that range.
 
     Raises:
-        AllocatorError: there are expandable segments, and the settings never asked for them.
+        AllocatorError: there are expandable segments, and no settings have turned them on.
     """
     mapped: dict[FreeList, list[Block]] = {}
     bases: dict[FreeList, int] = {}
@@ -53,7 +53,7 @@ def restore(
 
 
 def _blocks(segment: Mapping[str, Any], free_list: FreeList, live: dict[int, Block]) -> list[Block]:
-    """The blocks of a segment, without neighbours."""
+    """Return the blocks of a segment, without neighbours."""
     blocks = []
     address = segment["address"]
     for each in segment["blocks"]:

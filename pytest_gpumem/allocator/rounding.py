@@ -17,7 +17,7 @@ DIVISION_SLOTS = 16
 
 
 def round_size(size: int, divisions: Sequence[int] | None = None) -> int:
-    """Bytes of the block that serves a request of ``size`` bytes (``round_size``).
+    """Return the bytes of the block that serves a request of ``size`` bytes (``round_size``).
 
     ``divisions`` are the 16 slots of ``roundup_power2_divisions``; None when all are off.
     """
@@ -31,7 +31,8 @@ def round_size(size: int, divisions: Sequence[int] | None = None) -> int:
 
 
 def division_slot(size: int) -> int:
-    """Slot of ``roundup_power2_divisions`` for ``size`` bytes: floor(log2) above 1 MiB, 0 to 15."""
+    """Return the slot of ``roundup_power2_divisions``: floor(log2) of ``size`` above 1 MiB, 0 to
+    15."""
     return min(max(size.bit_length() - 1 - 20, 0), DIVISION_SLOTS - 1)
 
 
@@ -45,12 +46,12 @@ def round_to_division(size: int, division: int) -> int:
 
 
 def is_small(rounded: int) -> bool:
-    """Whether the small pool serves a request of ``rounded`` bytes (``get_pool``)."""
+    """Return whether the small pool serves a request of ``rounded`` bytes (``get_pool``)."""
     return rounded <= SMALL_SIZE
 
 
 def segment_size(rounded: int, large_segment: int = LARGE_SEGMENT) -> int:
-    """Bytes of a new segment for a request of ``rounded`` bytes (``get_allocation_size``)."""
+    """Return the bytes of a segment for ``rounded`` requested bytes (``get_allocation_size``)."""
     if rounded <= SMALL_SIZE:
         return SMALL_SEGMENT
     if rounded < MIN_LARGE_ALLOC:

@@ -1,4 +1,4 @@
-"""PYTORCH_CUDA_ALLOC_CONF: its keys by torch version, and torch's own words for what is wrong.
+"""PYTORCH_CUDA_ALLOC_CONF: its keys by torch version, and torch's own error messages.
 
 Sources: c10/cuda/CUDAAllocatorConfig.cpp, c10/core/AllocatorConfig.cpp; the messages were read from
 torch 2.6, 2.11 and 2.15 at run time.
@@ -21,7 +21,7 @@ Version = tuple[int, int]
 
 OLDEST: Version = (2, 6)
 NEWEST: Version = (2, 15)
-"""Torch releases whose rules are known here."""
+"""Torch releases whose rules are implemented."""
 
 GENERIC_CONFIG: Version = (2, 10)
 """From this release on, the device-independent configuration class reads the string."""
@@ -34,7 +34,7 @@ class SettingsError(AllocatorError):
         super().__init__(printable(message, MOST))
 
     settings: AllocatorSettings | None = None
-    """What had been read when the error was found: torch keeps that much."""
+    """The settings read before the error: torch keeps them."""
 
 
 class Reserve(NamedTuple):
@@ -44,24 +44,24 @@ class Reserve(NamedTuple):
     is_fraction: bool
 
     def bytes_of(self, total_memory: int) -> int:
-        """Bytes on a device of ``total_memory``, at most the default of 9/8 of it."""
+        """Return the bytes on a device of ``total_memory``, at most the default of 9/8 of it."""
         exact = self.value * (total_memory if self.is_fraction else GIB)
         return int(min(exact, float(full_reserve(total_memory))))
 
 
 def full_reserve(total_memory: int) -> int:
-    """Bytes of addresses that an expandable segment reserves by default."""
+    """Return the bytes of addresses that an expandable segment reserves by default."""
     return total_memory + total_memory // 8
 
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """What an allocator configuration string says; sizes in bytes. The defaults are torch's."""
+    """The settings in a configuration string; sizes in bytes. The defaults are torch's."""
 
     conf: str = ""
     version: Version = (2, 13)
     max_split_size: int | None = None
-    """None for unlimited."""
+    """``None`` for unlimited."""
     max_non_split_rounding: int = LARGE_SEGMENT
     garbage_collection_threshold: float = 0.0
     """0 turns it off."""
@@ -89,7 +89,7 @@ class AllocatorSettings:
         """Read a configuration string as that torch version does.
 
         ``previous`` are the settings of a process that reads another string while it runs: some
-        keys go back to their defaults then, the rest stays as it was.
+        keys are reset to their defaults then, the rest is kept.
 
         Raises:
             SettingsError: an unknown key or a bad value, in that version's words.
@@ -108,7 +108,7 @@ class AllocatorSettings:
         return None
 
     def address_space(self, total_memory: int) -> int:
-        """Bytes of addresses that a new expandable segment reserves."""
+        """Return the bytes of addresses that a new expandable segment reserves."""
         reserve = self.expandable_segments_reserve
         return full_reserve(total_memory) if reserve is None else reserve.bytes_of(total_memory)
 
@@ -128,7 +128,7 @@ class _Parser:
         )
 
     def _again(self, previous: AllocatorSettings, conf: str) -> AllocatorSettings:
-        """What parseArgs resets before it reads; up to 2.9 the rounding is not among it."""
+        """Return the settings after parseArgs's reset, which up to 2.9 leaves the rounding."""
         rounding = previous.large_segment_size if self.generic else previous.max_non_split_rounding
         return replace(
             previous,
@@ -206,14 +206,14 @@ class _Parser:
         return SettingsError(f"Unrecognized CachingAllocator option: {key}")
 
     def _integer(self) -> int:
-        """As std::stoull: what follows the digits is ignored."""
+        """Read an integer like std::stoull: text after the digits is ignored."""
         digits = re.match(r"[+-]?[0-9]{1,20}(?![0-9])", self._next())
         if digits is None:  # or, as for std::out_of_range, too many of them
             raise SettingsError("stoull" if self.generic else "stoi")
         return int(digits.group())
 
     def _number(self) -> float:
-        """As std::stod: what follows the number is ignored."""
+        """Read a number like std::stod: text after the number is ignored."""
         pattern = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|[+-]?(inf|nan)"
         number = re.match(pattern, self._next(), re.IGNORECASE)
         if number is None:
@@ -235,11 +235,11 @@ class _Parser:
         self._set(**{key: self._flag(key)})
 
     def check_flag(self, key: str) -> None:
-        """A flag of the host allocator: checked, and without effect on the device."""
+        """Check a flag of the host allocator; it has no effect on the device."""
         self._flag(key)
 
     def check_reserve(self, key: str) -> None:
-        """A size of the host allocator: checked, and without effect on the device."""
+        """Check a size of the host allocator; it has no effect on the device."""
         if self._integer() <= 0:
             raise SettingsError("Pinned reserve segment size has to be greater than 0")
 
@@ -300,7 +300,7 @@ class _Parser:
         self._set(pinned_num_register_threads=threads)
 
     def read_reserve(self, key: str) -> None:
-        """A fraction or ``40G``; what is neither is ignored with a warning, as torch does."""
+        """Read a fraction or ``40G``; anything else is ignored with a warning, as in torch."""
         reserve = _reserve(self._next())
         if reserve is not None:
             self._set(expandable_segments_reserve=reserve)

@@ -16,7 +16,7 @@ Json = dict[str, Any]
 def frames_of(context: Any, trace: Trace) -> list[Any]:
     """Stack frames of a block: the attribute ``frames`` of its context, if it has one.
 
-    What was allocated when ``_record_memory_history`` asked for no stacks has none.
+    Blocks allocated while ``_record_memory_history`` recorded no stacks have none.
     """
     recording = trace.recording
     if recording is None:
@@ -31,7 +31,7 @@ def frames_of(context: Any, trace: Trace) -> list[Any]:
 def snapshot(
     allocators: Sequence[Readings], pool: PoolId = SHARED_POOL, *, traces: bool = True
 ) -> Json:
-    """One snapshot of the allocators of all devices; the settings are those of the first.
+    """Return a snapshot of the allocators of all devices; the settings are those of the first.
 
     With the id of a private ``pool``, the segments are only those of that pool.
     """
@@ -50,7 +50,8 @@ def snapshot(
 
 
 def segments(allocator: Readings, pool: PoolId = SHARED_POOL, *, frames: bool = True) -> list[Json]:
-    """The segments of one allocator by address, each with its blocks; looking frames up is slow."""
+    """Return one allocator's segments by address, each with its blocks; looking frames up is
+    slow."""
     heads = sorted(
         (
             block
@@ -63,7 +64,7 @@ def segments(allocator: Readings, pool: PoolId = SHARED_POOL, *, frames: bool = 
 
 
 def _is_head(block: Block) -> bool:
-    """Whether a range of memory begins: an expandable segment has one after each gap."""
+    """Return whether a range of memory begins: an expandable segment has one after each gap."""
     return block.previous is None or not block.previous.is_mapped
 
 
@@ -118,7 +119,7 @@ def _state(allocator: Readings, block: Block) -> str:
 
 
 def trace_dicts(trace: Trace, version: Version) -> list[Json]:
-    """What is shown of a trace, as torch shows it; ``time_us`` counts events, alike in every run.
+    """Return a trace in torch's format; ``time_us`` counts events, so that it is reproducible.
 
     ``compile_context`` came with 2.8, ``user_metadata`` with 2.10 and ``pool_id`` with 2.12.
     """
@@ -135,7 +136,7 @@ def trace_dicts(trace: Trace, version: Version) -> list[Json]:
 
 
 def _frames_of_event(trace: Trace, index: int, entry: TraceEntry) -> list[Any] | None:
-    """The frames of an event; ``None`` where torch shows no stack (``record_trace``)."""
+    """Return the frames of an event; ``None`` where torch shows no stack (``record_trace``)."""
     recording = trace.recorded(index)
     if entry.context is None or (recording and recording.contexts < Contexts.ALLOC):
         return None

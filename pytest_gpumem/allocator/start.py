@@ -1,4 +1,4 @@
-"""Where a recording began: undo its events from the state in which it ended."""
+"""The state before a recording: its events are undone from the state in which it ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Held(NamedTuple):
 def starting_segments(
     segments: Iterable[Json], trace: Sequence[Json], settings: AllocatorSettings
 ) -> list[dict[str, Any]]:
-    """The segments at the beginning of ``trace``, which ends with ``segments``; by address.
+    """Return the segments at the beginning of ``trace``, which ends with ``segments``; by address.
 
     Each has ``address``, ``total_size``, ``stream``, ``segment_type``, ``segment_pool_id`` and
     ``blocks``, as in a snapshot; for those of expandable segments see :func:`mapped_at_start`. Of a
@@ -70,7 +70,7 @@ def starting_segments(
 
 
 def _segments_held(segments: Sequence[Json], trace: Sequence[Json]) -> dict[int, dict[str, Any]]:
-    """The segments held when recording began, by address."""
+    """Return the segments held when recording began, by address."""
     held = {
         segment["address"]: _segment(
             segment["address"],
@@ -95,7 +95,7 @@ def _segments_held(segments: Sequence[Json], trace: Sequence[Json]) -> dict[int,
 
 
 def _blocks_held(segments: Sequence[Json], trace: Sequence[Json]) -> dict[int, _Held]:
-    """The blocks in use when recording began, by address."""
+    """Return the blocks in use when recording began, by address."""
     held: dict[int, _Held] = {}
     born: set[int] = set()
     asked: set[int] = set()
@@ -150,7 +150,8 @@ class _Births:
         return sorted(self._first["alloc"])
 
     def before_end_of(self, address: int, low: int, high: int) -> int | None:
-        """The first address from ``low`` to ``high`` allocated before ``address`` is given back."""
+        """Return the first address in ``low`` to ``high`` allocated before ``address`` is
+        released."""
         allocated = self._first["alloc"]
         nearby = self._addresses[
             bisect_left(self._addresses, low) : bisect_right(self._addresses, high)
@@ -163,7 +164,7 @@ class _Births:
 
 
 def _handed_out(address: int, rounded: int, following: int, births: _Births) -> int:
-    """Bytes of a large block that was live from the beginning, until it was freed.
+    """Return the bytes of a large block that was live from the beginning, until it was freed.
 
     Up to 1 MiB is handed out beyond the request when a free block fits almost. Free blocks of the
     large pool are never that small, so a small gap up to the ``following`` block belongs to this

@@ -1,4 +1,4 @@
-"""What an allocator consists of, and the settings that hold for it."""
+"""The parts of an allocator, and its settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pytest_gpumem.allocator.timeline import Timeline
 from pytest_gpumem.allocator.trace import RawEntry, Trace
 
 _ignore: Callable[[object], None] = deque[object](maxlen=0).append
-"""Called for every event when none are kept: a queue that holds nothing costs the least."""
+"""Sink of events when none are kept: a queue of length 0 costs the least."""
 
 
 class AllocatorState:
@@ -102,7 +102,7 @@ class AllocatorState:
         )
         self._captures = 0
         self.is_capturing: Callable[[], bool] = lambda: self._captures > 0
-        """Whether the current stream is being captured; asked while a capture is under way."""
+        """Function that tests whether the current stream is being captured; called in captures."""
         self._uses = StreamUses(
             device,
             timeline or Timeline(),
@@ -113,7 +113,7 @@ class AllocatorState:
             device, version, self._pools, self._memory, self._uses, self._in_capture
         )
         self.caching = True
-        """Off, every allocation comes from the device and goes back to it, and is not counted."""
+        """Whether memory is cached; if not, every block is the device's own and is not counted."""
         # torch reads it when the process first uses the device, and not again.
         self._shown_max_split = self.settings.max_split_size or -1
         self._configure()
@@ -122,11 +122,11 @@ class AllocatorState:
 
     @property
     def total_memory(self) -> int:
-        """What the device has."""
+        """The device's memory."""
         return self._memory.total
 
     def share(self, shared: SharedDevice | None) -> None:
-        """Take memory from ``shared`` from now on, of which other processes take too."""
+        """Take memory from ``shared`` from now on, which other processes use too."""
         self._memory.shared = shared
 
     @property
@@ -184,7 +184,7 @@ class AllocatorState:
         self._route()
 
     def _configure(self) -> None:
-        """Take over what the settings say."""
+        """Apply the settings."""
         settings = self.settings
         divisions = settings.roundup_power2_divisions
         self._divisions = divisions if any(divisions) else None
@@ -196,7 +196,7 @@ class AllocatorState:
         self._route()
 
     def _route(self) -> None:
-        """Let requests take the short way through ``malloc`` where nothing else matters.
+        """Set whether requests take the short way through ``malloc``, if no special case applies.
 
         Requests below ``_plain_below`` are rounded to 512 bytes and go to the shared pools, and
         no freed block waits for a stream.
@@ -210,7 +210,7 @@ class AllocatorState:
         self._plain_below = TOO_LARGE if plain else 0
 
     def _in_capture(self) -> bool:
-        """Whether allocation must do without events (``is_capture_context``).
+        """Return whether allocation must do without events (``is_capture_context``).
 
         Up to 2.12 any open scope counts, from 2.13 on only the capture of the current stream.
         """

@@ -1,9 +1,9 @@
 """Counters behind ``torch.cuda.memory_stats()``.
 
 torch keeps current, peak, allocated and freed for nine quantities in three scopes (all, small pool,
-large pool): 108 numbers. Here the device keeps current values and peaks, a pool also what went out
-of it (``*_out``); the rest follows when it is read. The allocator updates the attributes in place,
-because a method call for each would halve its speed.
+large pool): 108 numbers. In this model the device keeps current values and peaks, a pool also the
+amounts removed from it (``*_out``); the rest is computed on reading. The allocator updates the
+attributes in place, because a method call for each would halve its speed.
 
 Active is allocated, and what was freed while another stream used it: ``pending``. That is seldom,
 so ``blocks`` and ``bytes`` count what is allocated, and pending is added on reading. Peaks of both
@@ -27,7 +27,7 @@ _FIELDS: Final = {
     "inactive_split_bytes": "split_bytes",
     "requested_bytes": "requested",
 }
-"""torch's quantities and what they are called here."""
+"""torch's quantities and their names in this module."""
 
 _currents: Final = attrgetter(*_FIELDS.values())
 _peaks: Final = attrgetter(*(f"{field}_peak" for field in _FIELDS.values()))
@@ -40,7 +40,7 @@ _WITH_PENDING: Final = tuple(
 """Fields that pending is added to, and which quantities are without it and with it."""
 
 _SPLITS: Final = ("splits", "split_bytes")
-"""What is not counted of expandable segments."""
+"""Quantities that do not count expandable segments."""
 
 
 class DeviceTally:
@@ -86,13 +86,13 @@ class DeviceTally:
         return int(getattr(self, field))
 
     def change(self, field: str, amount: int) -> None:
-        """Add to a field, or take away."""
+        """Add ``amount``, which may be negative, to a field."""
         value = self.current(field) + amount
         setattr(self, field, value)
         setattr(self, f"{field}_peak", max(getattr(self, f"{field}_peak"), value))
 
     def settle(self) -> None:
-        """Take over the peaks since the last call: pending is about to change.
+        """Record the peaks since the last call, before pending changes.
 
         To be called when the current values are those after the change and ``pending`` is not.
         """
@@ -103,13 +103,13 @@ class DeviceTally:
             setattr(self, f"{field}_peak", self.current(field))
 
     def change_pending(self, blocks: int, size: int) -> None:
-        """Add to what is pending, or take away."""
+        """Add to the pending blocks and bytes; both may be negative."""
         self.settle()
         self.pending["blocks"] += blocks
         self.pending["bytes"] += size
 
     def currents_and_peaks(self) -> list[tuple[int, int]]:
-        """Current value and peak of each of torch's quantities."""
+        """Return the current value and peak of each of torch's quantities."""
         found = list(zip(_currents(self), _peaks(self), strict=True))
         for field, allocated, active in _WITH_PENDING:
             current, peak = found[allocated]
@@ -135,7 +135,7 @@ class DeviceTally:
 
 
 class PoolTally(DeviceTally):
-    """The same for a small or large pool, and what went out of it since it was made."""
+    """The tally of a small or large pool, with totals of removed amounts."""
 
     __slots__ = (
         "_zero",
@@ -156,13 +156,13 @@ class PoolTally(DeviceTally):
         self._zero = [(0, 0)] * len(_FIELDS)
 
     def change(self, field: str, amount: int) -> None:
-        """Add to a field, or take away."""
+        """Add ``amount``, which may be negative, to a field."""
         super().change(field, amount)
         if amount < 0:
             setattr(self, f"{field}_out", getattr(self, f"{field}_out") - amount)
 
     def allocated_and_freed(self) -> list[tuple[int, int]]:
-        """All that was added to, and taken from, each quantity since the last reset of the totals.
+        """Return each quantity's sums of additions and removals since the last reset of the totals.
 
         In the order of :meth:`currents_and_peaks`.
         """
@@ -189,7 +189,7 @@ class PoolTally(DeviceTally):
 
 
 class UnsplitDeviceTally(DeviceTally):
-    """Counts into another tally all but free parts of segments, which nobody reads."""
+    """A tally that counts into another one, without free parts of segments, which are not read."""
 
     __slots__ = ("_counted",)
 
@@ -199,7 +199,7 @@ class UnsplitDeviceTally(DeviceTally):
 
 
 class UnsplitPoolTally(PoolTally):
-    """Counts into another tally all but free parts of segments, which nobody reads."""
+    """A tally that counts into another one, without free parts of segments, which are not read."""
 
     __slots__ = ("_counted",)
 
@@ -229,7 +229,7 @@ for _unsplit, _names in (
 
 
 class Stat:
-    """A single counter with current, peak, allocated and freed, for what is counted rarely."""
+    """A counter with current, peak, allocated and freed, for rarely counted quantities."""
 
     __slots__ = ("allocated", "current", "freed", "peak")
 
@@ -248,7 +248,7 @@ class Stat:
         self.freed += amount
 
     def to_dict(self) -> dict[str, int]:
-        """The four numbers under torch's names."""
+        """Return the four numbers under torch's names."""
         return _stat(self.current, self.peak, self.allocated, self.freed)
 
 
@@ -297,7 +297,7 @@ def memory_stats(
     private: Mapping[tuple[int, int], Mapping[str, Stat]],
     version: tuple[int, int],
 ) -> dict[str, Any]:
-    """The nested dict of ``torch._C._cuda_memoryStats`` of that torch version.
+    """Return the nested dict of ``torch._C._cuda_memoryStats`` of that torch version.
 
     ``num_oom_rejections`` exists since 2.12 and ``reserved_bytes_by_private_pools`` since 2.13.
     ``max_split_size`` is -1 where it is not set; ``private`` are the reserved bytes of each private

@@ -2,9 +2,9 @@
 
 When such a block is freed, torch records an event on each of these streams; the block stays active
 until the events complete, which the next allocation looks at (``process_events`` of
-c10/cuda/CUDACachingAllocator.cpp). On a GPU that is a matter of time. Here an event has completed
-once the host waited for its stream (see :class:`Timeline`), or when :data:`MOST_AHEAD` allocations
-were made after it.
+c10/cuda/CUDACachingAllocator.cpp). On a GPU that depends on time. In this model an event has
+completed once the host waited for its stream (see :class:`Timeline`), or when :data:`MOST_AHEAD`
+allocations were made after it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pytest_gpumem.allocator.blocks import Block, PoolId
 from pytest_gpumem.allocator.timeline import Marks, StreamKey, Timeline
 
 MOST_AHEAD = 1024
-"""Allocations after which an event is over even if the host never waited.
+"""Allocations after which an event counts as over even if the host never waited.
 
 A stream's launch queue holds about a thousand kernels: then issuing another one blocks until the
 oldest is done. The number was measured by users, NVIDIA does not document it, and kernels are
@@ -32,7 +32,7 @@ class _Use:
     block: Block
     streams: set[StreamKey] = field(default_factory=set)
     in_capture: set[StreamKey] = field(default_factory=set)
-    """Those that were noted during a capture: done when the capture is."""
+    """Streams noted during a capture: their uses end with it."""
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class StreamUses:
 
     Args:
         device: index of the device.
-        timeline: what the host knows of the progress of streams.
+        timeline: the progress of streams as known to the host.
         complete: called with a block that is no longer active.
         in_capture: whether a capture forbids to look at events.
     """
@@ -70,7 +70,7 @@ class StreamUses:
         self._outstanding: dict[Block, int] = {}
         """Freed blocks and how many of their events are not complete."""
         self._deferred: dict[Block, Marks | None] = {}
-        """Blocks freed during a capture, with what must be over before the capture may use them."""
+        """Blocks freed during a capture, with the marks to pass before the capture may use them."""
         self._held: dict[int, Block] = {}
         self._allocations = 0
 
@@ -80,14 +80,14 @@ class StreamUses:
         return bool(self._events or self._deferred)
 
     def blocks(self) -> Iterator[Block]:
-        """Every block that is here."""
+        """Return every block in this collection."""
         yield from self.live.values()
         yield from self._outstanding
         yield from self._deferred
         yield from self._held.values()
 
     def is_pending(self, block: Block) -> bool:
-        """Whether the block was freed and is still active."""
+        """Return whether the block was freed and is still active."""
         return (
             block in self._outstanding
             or block in self._deferred
@@ -104,7 +104,7 @@ class StreamUses:
             use.in_capture.add(stream)
 
     def take(self, address: int) -> Block | None:
-        """A live block that leaves here, whoever used it."""
+        """Remove and return a live block, whichever streams used it."""
         block = self.live.pop(address, None)
         if block is not None:
             del self._used[block]
@@ -115,11 +115,11 @@ class StreamUses:
         self._held[block.address] = block
 
     def release_held(self, address: int) -> Block | None:
-        """The block that was kept, if there is one."""
+        """Remove and return the kept block, if there is one."""
         return self._held.pop(address, None)
 
     def free(self, block: Block) -> None:
-        """The program gave back a block: it waits for the streams that use it."""
+        """Hold back a block freed by the program until the streams that use it are done."""
         del self.live[block.address]
         if self._in_capture():
             self._deferred[block] = self._free_marks(block)
@@ -127,9 +127,9 @@ class StreamUses:
             self._insert_events(block)
 
     def before_malloc(self, stream: int, *, reuse: bool) -> None:
-        """Complete what is over (``prepare_for_malloc``).
+        """Complete finished events (``prepare_for_malloc``).
 
-        During a capture, with ``reuse``, a block of the stream that asks is free again where the
+        During a capture, with ``reuse``, a block of the requesting stream is free again where the
         captured work comes after all uses (``graph_capture_record_stream_reuse``).
         """
         self._allocations += 1
@@ -152,7 +152,7 @@ class StreamUses:
             self._keep(stream, kept)
 
     def end_capture(self, pool: PoolId) -> None:
-        """A capture into ``pool`` has ended: what it used is over."""
+        """End the uses of a finished capture into ``pool``."""
         for block in list(self._deferred):
             if block.free_list.pool.identity == pool:
                 del self._deferred[block]

@@ -1,7 +1,7 @@
-"""Where a block comes from when the first one that fits its free list will not do.
+"""The sources of a block when the first one that fits its free list is not suitable.
 
-A search under special settings, a new segment, what the cache gives up when the device is full, and
-the error when that was not enough: ``DeviceCachingAllocator::malloc`` of
+A search under special settings, a new segment, cached memory released when the device is full, and
+the error when that does not suffice: ``DeviceCachingAllocator::malloc`` of
 c10/cuda/CUDACachingAllocator.cpp behind ``get_free_block``.
 """
 
@@ -36,7 +36,7 @@ from pytest_gpumem.allocator.stream_uses import StreamUses
 
 
 class Supply:
-    """What stands behind the free lists of one device.
+    """The memory behind the free lists of one device.
 
     Args:
         device: index of the device.
@@ -59,7 +59,7 @@ class Supply:
         self.device = device
         self.version = version
         self.expandable: ExpandableSegments | None = None
-        """The expandable segments, if the settings ever asked for them."""
+        """The expandable segments, if any settings have turned them on."""
         self._settings = AllocatorSettings(version=version)
         self._pools = pools
         self._memory = memory
@@ -76,7 +76,7 @@ class Supply:
         return self._max_split == UNLIMITED and self.expandable is None and not self._collects
 
     def configure(self, settings: AllocatorSettings) -> None:
-        """Take over what the settings say."""
+        """Apply the settings."""
         self._settings = settings
         self._max_split = settings.max_split_size or UNLIMITED
         self._memory.oversize = self._max_split
@@ -99,7 +99,7 @@ class Supply:
     def find_or_obtain(
         self, free_list: FreeList, rounded: int, requested: int, context: Any
     ) -> Block:
-        """A free block of at least ``rounded`` bytes, out of its list: cached or new.
+        """Return a free block of at least ``rounded`` bytes, out of its list: cached or new.
 
         Raises:
             OutOfMemory: neither the cache nor the device has room.
@@ -140,7 +140,7 @@ class Supply:
                 pools.forget(private)
 
     def memory_fields(self, rounded: int, segment: int) -> OutOfMemoryFields:
-        """What an error says of the memory, for a request and the segment that it needs."""
+        """Return the numbers of an error, for a request and the segment that it needs."""
         settings, memory = self._settings, self._memory
         return OutOfMemoryFields(
             device=self.device,
@@ -175,9 +175,9 @@ class Supply:
     def _obtain_after_release(
         self, free_list: FreeList, rounded: int, size: int, context: Any
     ) -> Block | None:
-        """What torch tries when the device has no room, in its order.
+        """Find a block by the steps that torch takes, in order, when the device has no room.
 
-        Pools that lend their free blocks are asked first since 2.11, and last in 2.8 to 2.10.
+        Pools that lend their free blocks come first since 2.11, and last in 2.8 to 2.10.
         """
         memory = self._memory
         block = self._find_lent(free_list, rounded) if self.version >= (2, 11) else None
@@ -196,7 +196,7 @@ class Supply:
         return block
 
     def _obtain(self, free_list: FreeList, rounded: int, size: int, context: Any) -> Block | None:
-        """Memory from the device; None if it, or the memory fraction, has no room.
+        """Take memory from the device; None if it, or the memory fraction, has no room.
 
         ``throw_on_cudamalloc_oom`` (2.12) notes where it would be too much before asking.
         """
@@ -214,7 +214,7 @@ class Supply:
         return memory.new_segment(free_list, size, context)
 
     def _find_lent(self, free_list: FreeList, rounded: int) -> Block | None:
-        """A free block of a pool that lends (``try_mempool_fallback``): plain ones only."""
+        """Return a free block of a pool that lends (``try_mempool_fallback``): plain ones only."""
         if free_list.pool.identity != SHARED_POOL:
             return None
         for pool in self._pools.overflow(small=rounded <= SMALL_SIZE):
@@ -238,7 +238,7 @@ class Supply:
         return self._take_fitting(free_list, block, rounded)
 
     def _take_fitting(self, free_list: FreeList, block: Block | None, rounded: int) -> Block | None:
-        """The block, out of its list, unless it is too large for the request."""
+        """Return the block, out of its list, unless it is too large for the request."""
         limit = self._max_split
         if block is None or rounded < limit <= block.size:
             return None
@@ -280,7 +280,7 @@ class Supply:
         return released >= target
 
     def _release_pool(self, pool: Pool) -> None:
-        """Return what the device can have back of a pool (``release_blocks``)."""
+        """Release the segments of a pool that the device can take back (``release_blocks``)."""
         for block in pool.free_blocks():
             if not block.is_split and not block.free_list.is_expandable:
                 self._memory.release_segment(block)
@@ -294,7 +294,7 @@ class Supply:
 
 
 def _smallest_plain(free_list: FreeList, rounded: int) -> Block | None:
-    """The smallest block that fits, of no expandable segment."""
+    """Return the smallest block that fits, of no expandable segment."""
     keys = free_list.keys
     for index in range(bisect_left(keys, rounded << SIZE_SHIFT), len(keys)):
         block = free_list.blocks[keys[index]]

@@ -1,7 +1,7 @@
-"""What the host knows of the progress of streams.
+"""The progress of streams, as far as the host can infer it.
 
 A GPU runs the work of a stream in order and of different streams in no order, later than the host
-issues it; how much later, nobody can tell here. So work counts as finished once the host has waited
+issues it; how much later is not modelled. So work counts as finished once the host has waited
 for it: for its stream, for its device, or for a stream or event that comes after it.
 """
 
@@ -15,7 +15,7 @@ Marks = dict[StreamKey, int]
 
 
 class Timeline:
-    """Points in time on the streams of a machine, and which of them the host knows to be over."""
+    """Points in time on the streams of a machine, and those that the host has seen complete."""
 
     __slots__ = ("_after", "_done", "_now")
 
@@ -25,7 +25,7 @@ class Timeline:
         self._done: Marks = {}
 
     def mark(self, *streams: StreamKey) -> Marks:
-        """The work of ``streams`` so far, and all that it waited for (``cudaEventRecord``)."""
+        """Return the work of ``streams`` so far, and what it waited for (``cudaEventRecord``)."""
         self._now += 1
         marks: Marks = {}
         for stream in streams:
@@ -34,28 +34,28 @@ class Timeline:
         return marks
 
     def wait(self, stream: StreamKey, marks: Marks) -> None:
-        """Let later work of ``stream`` begin after ``marks`` (``cudaStreamWaitEvent``)."""
+        """Make later work of ``stream`` begin after ``marks`` (``cudaStreamWaitEvent``)."""
         _merge(self._after.setdefault(stream, {}), marks)
 
     def finish(self, marks: Marks) -> None:
-        """The host has waited for ``marks``."""
+        """Note that the host has waited for ``marks``."""
         _merge(self._done, marks)
 
     def finish_stream(self, stream: StreamKey) -> None:
-        """The host has waited for a stream (``cudaStreamSynchronize``)."""
+        """Note that the host has waited for a stream (``cudaStreamSynchronize``)."""
         self.finish(self.mark(stream))
 
     def finish_device(self, device: int) -> None:
-        """The host has waited for every stream of a device (``cudaDeviceSynchronize``)."""
+        """Note that the host has waited for all streams of a device (``cudaDeviceSynchronize``)."""
         known = {*self._after, *self._done}
         self.finish(self.mark(*(stream for stream in known if stream[0] == device)))
 
     def is_finished(self, stream: StreamKey, time: int) -> bool:
-        """Whether the host knows that ``stream`` is past ``time``."""
+        """Return whether the host has seen ``stream`` pass ``time``."""
         return self._done.get(stream, 0) >= time
 
     def is_after(self, stream: StreamKey, marks: Marks) -> bool:
-        """Whether the next work of ``stream`` runs after all of ``marks``."""
+        """Return whether the next work of ``stream`` runs after all of ``marks``."""
         after = self._after.get(stream, {})
         return all(other == stream or after.get(other, 0) >= time for other, time in marks.items())
 

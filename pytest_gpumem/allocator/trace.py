@@ -19,9 +19,9 @@ all else that it does for the event.
 
 
 class TraceEntry(NamedTuple):
-    """One event, as in ``torch.cuda.memory._snapshot()["device_traces"]``.
+    """An event, as in ``torch.cuda.memory._snapshot()["device_traces"]``.
 
-    ``size`` is what was requested for ``alloc``, ``free_requested`` and ``free_completed``, the
+    ``size`` is the requested size for ``alloc``, ``free_requested`` and ``free_completed``, the
     segment's for ``segment_*``, the rounded request for ``oom``; ``addr`` of an ``oom`` holds the
     device's free bytes.
     """
@@ -34,32 +34,32 @@ class TraceEntry(NamedTuple):
 
     @property
     def pool_id(self) -> tuple[int, int]:
-        """The private pool that the memory belongs to; (0, 0) for the one that all share."""
+        """The private pool of the memory; (0, 0) for the shared one."""
         pool_id: tuple[int, int] = getattr(self.stream, "pool_id", (0, 0))
         return pool_id
 
 
 class Contexts(IntEnum):
-    """Of what stacks are kept: ``RecordContext`` of c10/cuda/CUDACachingAllocator.h."""
+    """Events with stacks: ``RecordContext`` of c10/cuda/CUDACachingAllocator.h."""
 
     NEVER = 0
     STATE = 1
-    """Of blocks that are in use."""
+    """Stacks of blocks that are in use."""
     ALLOC = 2
-    """Of the events of allocations too; frees show the stack of their allocation."""
+    """Also stacks of allocation events; frees show the stack of their allocation."""
     ALL = 3
-    """Of frees too."""
+    """Also stacks of frees."""
 
 
 class Recording(NamedTuple):
-    """What ``torch.cuda.memory._record_memory_history`` was told last."""
+    """The arguments of the last call of ``torch.cuda.memory._record_memory_history``."""
 
     on: bool = True
     contexts: Contexts = Contexts.ALL
     with_cpp: bool = False
-    """Whether C++ frames stand in front of Python's."""
+    """Whether C++ frames precede Python's."""
     max_entries: int | None = None
-    """How many events are kept, the latest ones; ``None`` for all."""
+    """The number of events kept, the latest ones; ``None`` for all."""
     skipped: frozenset[str] = frozenset()
     """Actions of which no event is kept."""
 
@@ -73,20 +73,20 @@ class Trace(Sequence[TraceEntry]):
         self._entries: list[TraceEntry] = []
         self._shown_from = 0
         self._changes: list[int] = []
-        """The positions at which :attr:`recording` changed ..."""
+        """Positions at which :attr:`recording` changed ..."""
         self._recordings: list[Recording] = []
-        """... and to what."""
+        """... and the new values."""
 
     @property
     def recording(self) -> Recording | None:
-        """What is recorded now; ``None`` until somebody has asked for anything."""
+        """The recording in effect; ``None`` before the first request."""
         return self._recordings[-1] if self._recordings else None
 
     @property
     def shown(self) -> list[tuple[int, TraceEntry]]:
-        """What a snapshot shows, by position: as in torch, nothing from before recording began.
+        """The events of a snapshot, by position: as in torch, none from before recording began.
 
-        Until somebody calls ``_record_memory_history`` everything is shown.
+        Before the first call of ``_record_memory_history`` all events are shown.
         """
         entries = list(enumerate(self[self._shown_from :], self._shown_from))
         recording = self.recording
@@ -100,12 +100,12 @@ class Trace(Sequence[TraceEntry]):
         return entries if most is None else entries[-max(most, 1) :]
 
     def recorded(self, index: int) -> Recording | None:
-        """What was to be recorded when event ``index`` happened."""
+        """Return the recording in effect when event ``index`` happened."""
         position = bisect_right(self._changes, index)
         return self._recordings[position - 1] if position else None
 
     def record(self, recording: Recording, *, clear: bool = False) -> None:
-        """Do to snapshots what ``torch.cuda.memory._record_memory_history`` does.
+        """Apply ``torch.cuda.memory._record_memory_history`` to snapshots.
 
         Source: ``recordHistory`` in c10/cuda/CUDACachingAllocator.cpp; ending clears, too.
         """
@@ -133,7 +133,7 @@ class Trace(Sequence[TraceEntry]):
 
     @property
     def position(self) -> int:
-        """How many events :meth:`raw` would yield from the beginning."""
+        """The number of events that :meth:`raw` would yield from the beginning."""
         return len(self._raw) // 5
 
     def raw(self, position: int) -> Iterator[RawEntry]:
@@ -142,7 +142,7 @@ class Trace(Sequence[TraceEntry]):
         return zip(*[items] * 5, strict=True)
 
     def clear(self) -> None:
-        """Forget the events so far."""
+        """Delete the events so far."""
         self._raw.clear()
         self._entries.clear()
         self._read = self._shown_from = 0

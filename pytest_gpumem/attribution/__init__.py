@@ -1,1 +1,1 @@
-"""Who holds the bytes: categories, source lines, differences. Imports neither torch nor NVML."""
+"""The holders of bytes: categories, source lines, differences. Imports neither torch nor NVML."""

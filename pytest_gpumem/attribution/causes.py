@@ -1,8 +1,8 @@
-"""Why a number grew: from what two runs held and did to the sentence that a maintainer would write.
+"""The cause of a growth: one sentence from what two runs held and did.
 
-Each detector reads one kind of evidence and says its sentence only where that evidence accounts for
-most of the difference; the first that does is the cause, the most specific being asked first. Where
-none does, the largest change is said as it is.
+Each detector reads one kind of evidence and returns its sentence only where that evidence accounts
+for most of the difference; the first one is the cause, and the most specific come first. Where none
+does, the sentence states the largest change.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["Growth", "Side", "absolute_cause", "cause_of", "leak_cause"]
 Detector = Callable[[Growth], str | None]
 
 GRAPH_OF = "the graph of "
-"""Begins the name of a holder that keeps memory by what it computed."""
+"""Prefix of the name of a holder that keeps memory by its autograd graph."""
 
 
 def cause_of(growth: Growth) -> str:
-    """Return the cause of ``growth`` as a sentence, empty where nothing tells."""
+    """Return the cause of ``growth`` as a sentence, empty if unknown."""
     if growth.bytes <= 0:
         return ""
     for detector in DETECTORS:
@@ -45,7 +45,7 @@ def cause_of(growth: Growth) -> str:
 
 
 def absolute_cause(now: Side, excess: int) -> str:
-    """Return why a number is over a limit, where what the run did tells; else empty."""
+    """Return the reason why a number is over a limit, by the run's facts; else empty."""
     carried, attention = now.fact("carried") or {}, now.fact("attention") or {}
     amounts: Sequence[int] = carried.get("held", ())
     if len(amounts) > 1 and amounts[-1] > amounts[-2] and amounts[-1] >= MOST * excess:
@@ -58,7 +58,7 @@ def absolute_cause(now: Side, excess: int) -> str:
 
 
 def leak_cause(sites: Sequence[Site]) -> str:
-    """Return which variable keeps most of what a test left behind; empty where none is known."""
+    """Return the variable that keeps most of a test's leak; empty if unknown."""
     held: defaultdict[str, int] = defaultdict(int)
     graphs: defaultdict[str, int] = defaultdict(int)
     for site in sites:
@@ -166,4 +166,4 @@ def _plain(growth: Growth) -> str | None:
 
 
 DETECTORS: tuple[Detector, ...] = (*DEEDS, _inputs, _dtype, _plain)
-"""In order: what the program did differently comes before what its tensors look like."""
+"""The detectors in order: differences in the program's calls come before those in its tensors."""

@@ -26,16 +26,16 @@ from pytest_gpumem.attribution.history import (
 )
 
 MOST_VIEWS = 8
-"""Nodes in a row that allocate nothing in forward."""
+"""The most consecutive nodes without allocations in forward."""
 
 COMPILED = "CompiledFunctionBackward"
-"""The node of a whole compiled graph, which is no one operator's: each of its buffers says by
-itself where it comes from (torch/_functorch/_aot_autograd/runtime_wrappers.py)."""
+"""The node of a whole compiled graph, which belongs to no single operator: each of its buffers has
+an origin of its own (torch/_functorch/_aot_autograd/runtime_wrappers.py)."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Blocks of one kind from one place; ``bytes`` are those of all ``count`` blocks."""
+    """Blocks of one kind from one place; ``bytes`` is the sum of all ``count`` blocks."""
 
     category: str
     bytes: int
@@ -47,15 +47,15 @@ class Site:
     module: str | None = None
     """Path of the module, numbers replaced by ``*``: ``blocks.*.attn``."""
     shape: tuple[int, ...] | None = None
-    """Of the largest of them."""
+    """Shape of the largest of them."""
     dtype: str | None = None
     held_by: str | None = None
-    """The variable that keeps them, where that was searched for."""
+    """The variable that keeps them, where a search was made."""
     each: int | None = None
-    """Bytes of one block, where all of them are of one size."""
+    """Bytes of one block, where all are of one size."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         data = {**vars(self), "shape": None if self.shape is None else list(self.shape)}
         for name in ("held_by", "each"):
             if data[name] is None:
@@ -71,19 +71,19 @@ class Site:
 
 @dataclass(frozen=True)
 class Composition:
-    """What was live at a peak: bytes by category, and by source line, most bytes first."""
+    """The live blocks at a peak: bytes by category, and by source line, most bytes first."""
 
     categories: Mapping[str, int]
     sites: tuple[Site, ...]
 
     @property
     def total(self) -> int:
-        """Bytes at the peak."""
+        """The bytes at the peak."""
         return sum(self.categories.values())
 
 
 def settled(composition: Composition, total: int) -> Composition:
-    """Return ``composition`` with what ``total`` bytes have beyond it as something other.
+    """Return ``composition`` with its difference from ``total`` bytes as the category "other".
 
     A real allocator hands out more than was asked for where it does not split a block.
     """
@@ -107,7 +107,7 @@ def compositions(history: History) -> dict[str, Composition]:
         if position not in known:
             live = history.live_at(position)
             for life in live:
-                # What lives long is part of several peaks.
+                # A long-lived block is part of several peaks.
                 if id(life) not in places:
                     places[id(life)] = _place(history, life, forward)
             running = _running(history, position, forward) if any(map(_is_buffer, live)) else ""
@@ -121,7 +121,7 @@ def compositions(history: History) -> dict[str, Composition]:
 def composition_of(
     history: History, lives: Iterable[Life], holders: Mapping[int, str]
 ) -> Composition:
-    """Return what ``lives`` come to, wherever they ended; ``holders`` name what keeps them."""
+    """Return the composition of ``lives``, wherever they ended; ``holders`` name their keepers."""
     forward = ForwardLives(history.lives)
     placed = ((_place(history, life, forward), life) for life in lives)
     return _composition(
@@ -146,11 +146,11 @@ def _composition(placed: Iterable[tuple[Site, Life]]) -> Composition:
 
 
 def _place(history: History, life: Life, forward: ForwardLives) -> Site:
-    """Return the site of a block without its numbers: what it has in common with others."""
+    """Return the site of a block without its numbers: the key it shares with others."""
     origin, sighting = life.origin, life.sighting
     category = category_of(history, life)
     if category == WORKSPACE:
-        # Whoever needs it first takes it, so no line is to blame.
+        # The first operator that needs it allocates it, so no line is the cause.
         return Site(category, 0, 0, operator=(origin and origin.library) or "cuBLAS")
     if origin is None:
         return Site(category, 0, 0, module=_general(sighting.module) if sighting else None)
@@ -196,7 +196,7 @@ def _sum(place: Site, lives: Sequence[Life]) -> Site:
 
 
 _OF_SHARDING = {"unsharded": PARAMETERS, "buffer": OTHER}
-"""By kind: what a library has said that it allocates."""
+"""Categories by the kind that a library gives to its allocation."""
 _OF_ROOT = "the root"
 
 
@@ -218,7 +218,7 @@ def _running(history: History, position: int, forward: ForwardLives) -> str:
 
 
 def _beside(place: Site, life: Life, running: str) -> Site:
-    """Name the module that computes while a buffer of another one is there: they overlap."""
+    """Add the running module's name to another module's buffer: the two overlap."""
     if not running or not _is_buffer(life) or place.operator is None:
         return place
     path = place.operator.partition(" of ")[2]
@@ -229,10 +229,10 @@ def _beside(place: Site, life: Life, running: str) -> Site:
 
 
 def category_of(history: History, life: Life) -> str:
-    """Return what a block holds: what it was seen to be, else what its life tells.
+    """Return the category of a block: as it was seen, else by its life.
 
     A tensor that autograd saved, or that the forward returned, outlives the forward: an activation.
-    What an operator needed for a moment does not: a temporary.
+    A tensor needed only by one operator does not: a temporary.
     """
     known = _known_category(history, life)
     if history.classify is None or life.origin is None:
@@ -269,12 +269,13 @@ def _category_outside(history: History, life: Life, origin: Origin) -> str:
         return OTHER
     if life.died < history.next_backward(life.born):
         return TEMPORARIES
-    # A copy of parameters, for instance: what autograd does not record, backward does not need.
+    # A copy of parameters, for instance: backward does not need tensors that autograd does not
+    # record.
     return ACTIVATIONS if origin.has_node else OTHER
 
 
 class ForwardLives:
-    """Finds the forward operator whose node of autograd runs in backward."""
+    """A lookup of the forward operator whose autograd node runs in backward."""
 
     def __init__(self, lives: Iterable[Life]) -> None:
         found: dict[int, Life] = {}

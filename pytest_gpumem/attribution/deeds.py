@@ -1,6 +1,6 @@
-"""Causes that lie in what a program did differently: detectors that read the facts of two runs.
+"""Causes in a program's calls and settings: detectors that compare the facts of two runs.
 
-Each returns its sentence where the facts differ and what that costs is most of the difference, else
+Each returns its sentence where the facts differ and account for most of the difference, else
 ``None``.
 """
 
@@ -30,8 +30,8 @@ from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.operator_names import FUSED
 
 LEAST_OF_PARAMETERS = 0.1
-"""The part of a difference that parameters, with what is kept of each, have at the least where it
-is the larger model that makes it."""
+"""The least part of a difference that parameters, with their gradients and states, make up where a
+larger model is its cause."""
 
 
 def _compiled(growth: Growth) -> str | None:
@@ -138,7 +138,7 @@ def _carried(growth: Growth) -> str | None:
 
 
 def carried_sentence(carried: Facts) -> str:
-    """Return what each step leaves, and where, as a sentence."""
+    """Return the bytes that each step leaves, and their place, as a sentence."""
     amounts = carried["held"]
     step = amounts[-1] - amounts[-2] if len(amounts) > 1 else 0
     kind = f"the {carried['kind']} " if carried["kind"] else ""
@@ -197,7 +197,7 @@ def _larger_model(growth: Growth) -> str | None:
     for name in now:
         if name not in before or now[name]["parameters"] <= before[name]["parameters"]:
             continue
-        # Activations grow with them, too: of those alone nothing says how much.
+        # Activations grow with them, too, by an unknown amount.
         own = growth.gained(PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
         if own < LEAST_OF_PARAMETERS * growth.bytes:
             continue
@@ -311,4 +311,4 @@ DEEDS = (
     _layout,
     _library,
 )
-"""In the order in which they are asked."""
+"""The detectors in the order in which they run."""

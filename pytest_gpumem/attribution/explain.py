@@ -1,4 +1,4 @@
-"""What makes one composition larger than another: changes by source line, largest first."""
+"""The differences between two compositions: changes by source line, largest first."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from pytest_gpumem.sizes import ALLOCATOR_BLOCK
 from pytest_gpumem.values.operator_names import FUSED
 
 MOST_SITES = 24
-"""Sites that a baseline keeps of a phase; of what is smaller it keeps sums by function."""
+"""Sites that a baseline keeps of a phase; smaller ones are kept as sums by function."""
 
 Key = tuple[str, str | None, str | None, str | None]
 
 
 @dataclass(frozen=True)
 class Change:
-    """One site that differs; ``bytes`` is what it added, negative where it has less now."""
+    """A site that differs; ``bytes`` is what it added, negative where it has less now."""
 
     bytes: int
     change: str
     """``new``, ``grown``, ``shrunk`` or ``gone``."""
     site: Site
-    """As it is now; of more blocks of the same size, only as many as there are more."""
+    """The site as it is now; of more blocks of the same size, only as many as there are more."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; ``each`` is known where the change is one of whole blocks of one size."""
+        """Return the JSON form; ``each`` is present where only whole blocks of one size were added
+        or removed."""
         size = block_size(self.site)
         whole = size is not None and size * self.site.count == abs(self.bytes)
         return {
@@ -49,7 +50,7 @@ def block_size(site: Site) -> int | None:
     bits = re.search(r"\d+|bool", site.dtype or "")
     if site.shape is None or bits is None:
         return None
-    # What is stored tells the largest alone: there is no other size if all come to as much.
+    # Only the largest shape is stored: all have this size if count times it is the sum.
     elements = math.prod(site.shape)
     largest = elements * (1 if bits[0] == "bool" else int(bits[0]) // 8)
     rounded = -(-largest // ALLOCATOR_BLOCK) * ALLOCATOR_BLOCK
@@ -63,7 +64,7 @@ def explain(
 
     Lines may have moved: sites are the same where category, module, function and operator are.
     Where one of the two is ``compiled`` code and the other one is eager, operators are others: then
-    all that a line holds of one category is the same. What is not said is seen by fused operators.
+    all blocks of a line and category are one site. If neither is given, fused operators show it.
     ``reference`` may have been compacted, see :func:`compact`.
     """
     now, before = list(actual), list(reference)
@@ -92,7 +93,7 @@ def compact(sites: Sequence[Site], most: int = MOST_SITES) -> tuple[Site, ...]:
 
 
 def _rests(sites: Iterable[Site]) -> Iterator[Site]:
-    """Yield ``sites`` as sums; the largest of each tells where to look."""
+    """Yield ``sites`` as sums, each with the largest one's place."""
     groups: dict[tuple[str, str | None], list[Site]] = defaultdict(list)
     for site in sites:
         groups[site.category, site.function].append(site)
@@ -122,7 +123,7 @@ def _least_named(sites: Iterable[Site]) -> int:
 def _without_edge(changes: Iterable[Change], least: Mapping[str, int]) -> Iterator[Change]:
     """Yield ``changes``; sites that one side has only among its rest count as part of the rest.
 
-    ``least`` is what the other side knows by name at least, for what is gone and for what is new.
+    ``least`` is the smallest named size on the other side, for gone and for new sites.
     """
     rests: dict[tuple[str, str | None], Change] = {}
     for change in changes:
@@ -191,7 +192,7 @@ def _change(now: Site | None, before: Site | None) -> Change:
     difference = now.bytes - before.bytes
     word = "grown" if difference > 0 else "shrunk"
     if now.bytes * before.count == before.bytes * now.count:
-        # More of the same size: say how many more.
+        # More of the same size: give their number.
         now = replace(now, count=abs(now.count - before.count))
     return Change(difference, word, now)
 
@@ -241,11 +242,11 @@ def _by_line(changes: Iterable[Change]) -> Iterator[Change]:
 
 
 def _whatever_category(site: Site) -> tuple[Any, ...]:
-    """A temporary that is kept for backward now is neither new nor gone."""
+    """Return a key that equates temporaries with tensors kept for backward."""
     rest = site.category if _is_rest(site) else ""
     return site.module, site.function, site.operator, site.dtype, rest
 
 
 def _whatever_function(site: Site) -> tuple[Any, ...]:
-    """Functions are renamed, and modules get other paths."""
+    """Return a key without function and module, which are renamed."""
     return site.category, site.operator, site.shape, site.dtype, site.count

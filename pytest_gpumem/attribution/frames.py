@@ -1,4 +1,4 @@
-"""What the frames of a recorded allocation tell, without torch: line, operator and what for."""
+"""Facts from the frames of a recorded allocation, without torch: line, operator and purpose."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from pytest_gpumem.attribution.history import (
 Frame = Mapping[str, Any]
 
 MOST_LINES = 12
-"""Of a stack that are kept, the innermost."""
+"""The number of lines kept of a stack, the innermost ones."""
 
 _OPERATOR = re.compile(r"\bat::_ops::(\w+?)::(?:call|redispatch)\b")
 _NODE = re.compile(r"\btorch::autograd::(?:generated::)?(\w+)::apply\b")
 _LIBRARY = re.compile(r"\b(?:getCUDABlasLtWorkspace|getNewWorkspace|allocateCublasWorkspace)\b")
 _MEMORY_ONLY = re.compile(r"_?(?:empty|new_empty|resize)(?:_|$)")
-"""Operators that only make room, for the one that called them."""
+"""Operators that only allocate, for the operator that called them."""
 _OVERLOAD = re.compile(
     r"_(?:[A-Z]\w*|out|dim|dims|int|self|default|start|start_out|start_step|names|like_out"
     r"|memory_format|dim_IntList|dim_max|dim_DimnameList)$"
 )
-"""How ``at::_ops`` writes what stands behind the dot in ``aten::sum.dim_IntList``."""
+"""The form in which ``at::_ops`` writes the overload in ``aten::sum.dim_IntList``."""
 
 _MADE_BY = ("nn/modules/module.py", ("_apply", "convert"))
-"""Where ``model.to("cuda")`` makes parameters: torch/nn/modules/module.py."""
+"""The code in which ``model.to("cuda")`` makes parameters: torch/nn/modules/module.py."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """What one stack says of the block that was allocated there."""
+    """The facts that one stack gives about the block allocated there."""
 
     site: str | None = None
     """``path:line`` of the innermost Python frame outside torch."""
     function: str | None = None
     operator: str | None = None
     during: str = ""
-    """``forward``, ``backward``, ``step``, ``making`` of parameters, or nothing of these."""
+    """``forward``, ``backward``, ``step``, ``making`` of parameters, or empty."""
     library: bool = False
-    """A workspace of cuBLAS."""
+    """Whether it is a workspace of cuBLAS."""
     stack: tuple[str, ...] = ()
     """``path:line function`` of the frames in Python, the innermost first."""
 
@@ -66,7 +66,7 @@ def frames_in(event: Mapping[str, Any]) -> list[Frame]:
 
 
 def told(frames: Sequence[Frame], paths: Mapping[str, str]) -> Told:
-    """Return what ``frames``, the innermost first, say; ``paths`` are file names as shown."""
+    """Return the facts of ``frames``, the innermost first; ``paths`` are file names as shown."""
     python = [frame for frame in frames if _is_python(frame)]
     line = next((frame for frame in python if not is_torchs(frame["filename"])), None)
     symbols = [frame["name"] for frame in takewhile(_is_native, frames)]
@@ -83,10 +83,10 @@ def told(frames: Sequence[Frame], paths: Mapping[str, str]) -> Told:
 
 
 def category(of: Told, *, kept: bool) -> str:
-    """Return what a block holds; ``kept`` is whether it outlived the phase it was made in.
+    """Return a block's category; ``kept`` is whether it outlived the phase it was made in.
 
-    Frames tell less than a test that is watched: what was handed from the host looks like any
-    tensor, and nothing says that a tensor is a parameter but the function that moved it.
+    Frames contain less than a watched test: a copy from the host looks like any tensor, and only
+    the function that moved a tensor shows that it is a parameter.
     """
     if of.library:
         return WORKSPACE
@@ -100,12 +100,12 @@ def category(of: Told, *, kept: bool) -> str:
 
 
 def is_torchs(filename: str) -> bool:
-    """Whether a file is torch's own; recordings may name it from there on."""
+    """Return whether a file is torch's own; recordings may name it from there on."""
     return filename.startswith(("torch/", "<")) or "/torch/" in filename
 
 
 def _during(python: Sequence[Frame]) -> str:
-    """Return the innermost of what these frames are part of."""
+    """Return the innermost phase that these frames are part of, empty for none."""
     for frame in python:
         name, file = frame["name"], frame["filename"]
         if not is_torchs(file):

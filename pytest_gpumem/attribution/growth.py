@@ -12,7 +12,7 @@ from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import Change
 
 MOST = 0.5
-"""The part of a difference that evidence has to account for."""
+"""The part of a difference that evidence has to explain."""
 MOST_NAMED = 3
 """Modules, places and tensors that a sentence names."""
 
@@ -21,14 +21,14 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Side:
-    """What one run held at its peak, and what it did."""
+    """The sites that one run held at its peak, and its facts."""
 
     sites: Sequence[Site]
     facts: Facts = field(default_factory=dict)
 
     @cached_property
     def categories(self) -> Mapping[str, int]:
-        """Bytes by category."""
+        """The bytes by category."""
         found: defaultdict[str, int] = defaultdict(int)
         for site in self.sites:
             found[site.category] += site.bytes
@@ -49,7 +49,7 @@ class Growth:
 
     @cached_property
     def bytes(self) -> int:
-        """The whole difference."""
+        """The whole difference in bytes."""
         return sum(change.bytes for change in self.changes)
 
     def gained(self, *categories: str) -> int:
@@ -60,12 +60,12 @@ class Growth:
         )
 
     def is_most(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` account for most of the difference."""
+        """Return whether ``nbytes`` account for most of the difference."""
         return nbytes > 0 and nbytes >= MOST * self.bytes
 
     @property
     def compares_facts(self) -> bool:
-        """Whether both runs say what they did."""
+        """Whether both runs have facts."""
         return bool(self.now.facts) and bool(self.before.facts)
 
 

@@ -1,4 +1,4 @@
-"""What the allocator did, as lives of blocks, and what was live when it reached its peaks."""
+"""The allocator's events as lives of blocks, and the live blocks at its peaks."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 FOREVER = 1 << 62
-"""Position at which a block that is still live will be freed."""
+"""Position of the free of a block that is still live."""
 
 
 class Origin(Protocol):
-    """Where a block comes from; everything may be unknown."""
+    """The origin of a block; everything may be unknown."""
 
     @property
     def place(self) -> tuple[str, int, str] | None:
-        """File, line and function of the user's code that allocated it."""
+        """The file, line and function of the user's code that allocated it."""
 
     @property
     def frames(self) -> Sequence[Mapping[str, Any]]:
-        """Of the code that allocated it, innermost first: filename, line and name."""
+        """The frames of the code that allocated it, innermost first: filename, line and name."""
 
     @property
     def operator_name(self) -> str | None:
-        """As users call it: ``torch.softmax``."""
+        """The operator's public name: ``torch.softmax``."""
 
     @property
     def kind(self) -> str:
@@ -42,7 +42,7 @@ class Origin(Protocol):
 
     @property
     def sequence(self) -> int:
-        """Autograd's: of the node that ran, else of the next to be made; -1 where unknown."""
+        """Autograd's sequence number of the node that ran, else of the next; -1 where unknown."""
 
     @property
     def has_node(self) -> bool:
@@ -50,15 +50,15 @@ class Origin(Protocol):
 
     @property
     def shape(self) -> Sequence[int] | None:
-        """Of the tensor that the block was allocated for."""
+        """The shape of the tensor that the block was allocated for."""
 
     @property
     def dtype(self) -> object:
-        """Of the same tensor: ``torch.float32``, ``None`` where unknown."""
+        """The dtype of the same tensor: ``torch.float32``, ``None`` where unknown."""
 
 
 class Event(NamedTuple):
-    """One allocation or free; ``nbytes`` is the block's size after rounding."""
+    """An allocation or free; ``nbytes`` is the block's size after rounding."""
 
     is_alloc: bool
     address: int
@@ -67,7 +67,7 @@ class Event(NamedTuple):
 
 
 class Sighting(NamedTuple):
-    """What an address was known to hold before the event number ``position``."""
+    """The known content of an address before the event number ``position``."""
 
     position: int
     address: int
@@ -79,7 +79,7 @@ class Sighting(NamedTuple):
 
 
 class Span(NamedTuple):
-    """From before the event number ``begin`` to before the event number ``end``."""
+    """A range from before the event number ``begin`` to before the event number ``end``."""
 
     name: str
     begin: int
@@ -88,7 +88,7 @@ class Span(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Life:
-    """One block, from its allocation to its free: positions of these events, the first is 0."""
+    """A block from its allocation to its free: positions of these events, the first is 0."""
 
     address: int
     nbytes: int
@@ -100,7 +100,7 @@ class Life:
 
 @dataclass
 class History:
-    """What happened on one device while the body of a test ran.
+    """The events on one device while the body of a test ran.
 
     ``held`` are the blocks that lived when it began: address, bytes and origin.
     """
@@ -110,14 +110,14 @@ class History:
     phases: Sequence[Span]
     """The windows of the test's phases."""
     automatic: Sequence[Span] = ()
-    """Forward, backward and step as they were found, whatever the test calls its phases."""
+    """Forward, backward and step as detected, whatever the test calls its phases."""
     modules: Sequence[tuple[int, str]] = ()
     """Position, and the path of the module that runs from then on; empty outside modules."""
     sightings: Sequence[Sighting] = ()
     asides: Sequence[tuple[int, int]] = ()
-    """Fixtures that the body asked for were set up then: as if it had been before."""
+    """Ranges in which fixtures requested by the body were set up: counted as before the body."""
     unmeasured: Sequence[tuple[int, int]] = ()
-    """Where no peak counts."""
+    """Ranges in which no peak counts."""
     reserved: Sequence[int] = ()
     """Bytes held from the driver before each event, and after the last; empty where unknown."""
     split: Sequence[int] = ()
@@ -125,9 +125,9 @@ class History:
     root: str = ""
     """The folder that paths are relative to."""
     classify: Callable[[str, int, Origin], str] | None = None
-    """What has the last word on the category of a block, given that, its bytes and origin."""
+    """Final decision on the category of a block, from its category, bytes and origin."""
     locate: Callable[[Origin], tuple[str, int, str] | None] | None = None
-    """What names the line of an allocation, where it is not the innermost of the user's code."""
+    """Lookup of an allocation's line, where it is not the innermost of the user's code."""
     lives: list[Life] = field(init=False)
     length: int = field(init=False)
 
@@ -139,13 +139,13 @@ class History:
         self._recognise()
 
     def peaks(self) -> Mapping[str, int]:
-        """Return by phase the position after whose event it allocated the most."""
+        """Return by phase the position after whose event the most was allocated."""
         allocated = self.allocated()
         for begin, end in self.unmeasured:
             allocated[begin + 1 : end] = [-1] * max(end - begin - 1, 0)
         peaks: dict[str, tuple[int, int]] = {}
         for phase in self.phases:
-            # Index i holds what is allocated before event i.
+            # Index i holds the bytes allocated before event i.
             window = allocated[phase.begin : phase.end + 1]
             highest = max(window)
             if phase.name not in peaks or highest > peaks[phase.name][0]:
@@ -157,7 +157,7 @@ class History:
         return list(accumulate(self._changes()))
 
     def live_at(self, position: int) -> list[Life]:
-        """Return what is live after the event number ``position``."""
+        """Return the live blocks after the event number ``position``."""
         return [life for life in self.lives if life.born <= position < life.died]
 
     def module_at(self, position: int) -> str:
@@ -205,7 +205,7 @@ class History:
         self.lives = kept
 
     def _changes(self) -> list[int]:
-        """Return what each event adds; the first number is what was held before them."""
+        """Return the bytes that each event adds; the first number is those held before them."""
         changes = [0] * (self.length + 1)
         for life in self.lives:
             changes[life.born + 1] += life.nbytes
@@ -258,6 +258,6 @@ _STRENGTH = {
 def _is_better(sighting: Sighting, known: Sighting | None) -> bool:
     if known is None:
         return True
-    # The same thing seen again, by now with its owner's path.
+    # The same tensor seen again, now with its owner's path.
     gain = _STRENGTH[sighting.category] - _STRENGTH[known.category]
     return gain > 0 or (gain == 0 and len(sighting.module) > len(known.module))

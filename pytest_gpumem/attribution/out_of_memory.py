@@ -1,4 +1,4 @@
-"""After an allocation failed: what was asked for, what held the memory, what would have helped."""
+"""The analysis of a failed allocation: the request, the holders of memory, possible remedies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REMEDIES = (
     "max_split_size_mb:512",
     "garbage_collection_threshold:0.8",
 )
-"""Settings of PYTORCH_CUDA_ALLOC_CONF that are tried, the one recommended first comes first."""
+"""Settings of PYTORCH_CUDA_ALLOC_CONF that are tried, in the order of recommendation."""
 
 SHOWN_HOLDERS = 8
 
@@ -29,43 +29,43 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """One allocation that failed; sizes in bytes."""
+    """A failed allocation; sizes in bytes."""
 
     requested: int
-    """After rounding."""
+    """Bytes requested, after rounding."""
     free: int
-    """Left on the device."""
+    """Bytes left on the device."""
     total: int
     allocated: int
     reserved: int
     site: str | None
     operator: str | None
     holders: tuple[Site, ...]
-    """What was live, most bytes first."""
+    """The live blocks, most bytes first."""
     avoided_by: tuple[str, ...]
     """Allocator settings under which the same allocations fit."""
     limit: int | None = None
-    """What this process may reserve of the device, where that is less than all of it."""
+    """Bytes that this process may reserve of the device, where that is less than all of it."""
     cause: str = ""
-    """Why so much was asked for, where that is known: a clause."""
+    """The reason for the size of the request, where known: a clause."""
 
     @property
     def over_limit(self) -> bool:
-        """Whether it was the process's limit that was in the way, and not the device."""
+        """Whether the process's limit prevented the allocation, and not the device."""
         return self.limit is not None and self.requested <= self.free
 
     @property
     def fragmentation(self) -> int:
-        """Reserved and not allocated: free in pieces, none of which was large enough."""
+        """Bytes reserved and not allocated: free in pieces, none of which was large enough."""
         return self.reserved - self.allocated
 
     @property
     def elsewhere(self) -> int:
-        """Held by nobody in this process: the context and other processes."""
+        """Bytes held outside this process's allocator: the context and other processes."""
         return max(self.total - self.free - self.reserved, 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         return {
             **vars(self),
             "fragmentation": self.fragmentation,
@@ -77,14 +77,14 @@ class OutOfMemory:
 
     @property
     def available(self) -> int:
-        """Bytes that there were for the allocation that failed."""
+        """Bytes available to the failed allocation."""
         if self.over_limit and self.limit is not None:
             return max(self.limit - self.reserved, 0)
         return self.free
 
     @property
     def sentence(self) -> str:
-        """What was asked for, by what, by how much it was too much and, where known, why."""
+        """The request, its origin, the missing bytes and, where known, the reason."""
         where = " ".join(part for part in (self.site, self.operator) if part)
         by = f" by {where}" if where else ""
         free = f"{format_size(self.free)} free of {format_size(self.total)}"
@@ -100,7 +100,7 @@ class OutOfMemory:
         return f"out of memory: {format_size(self.requested)} asked for{by}, {free}{over}{why}"
 
     def lines(self) -> list[str]:
-        """Return the text that stands under the failure."""
+        """Return the text below the failure."""
         unused, outside = format_size(self.fragmentation), format_size(self.elsewhere)
         return [
             self.sentence,
@@ -151,11 +151,11 @@ def post_mortem(
     place: tuple[str | None, str | None] = (None, None),
     unfused: str = "",
 ) -> OutOfMemory | None:
-    """Return what a snapshot of the allocator tells of its last failure, ``None`` without one.
+    """Return the data of a snapshot of the allocator on its last failure, ``None`` without one.
 
     ``limit`` are the bytes of the ``total`` that the process may reserve, ``holders`` the sites
-    that were live then, and ``place`` is the site and the operator that asked. ``unfused`` says why
-    attention ran no fused kernel where it was attention that asked.
+    that were live then, and ``place`` is the site and the operator that requested. ``unfused`` is
+    the reason why attention, if it made the request, ran no fused kernel.
     """
     trace = snapshot["device_traces"][device]
     index = last_failure(trace)
@@ -180,7 +180,7 @@ def post_mortem(
 
 
 def _reserved_at(snapshot: Json, device: int, index: int) -> int:
-    """Return what was reserved at event ``index``: the final state, and what came after undone."""
+    """Return the reserved bytes at event ``index``: the final state without later events."""
     reserved: int = sum(
         segment["total_size"] for segment in snapshot["segments"] if segment["device"] == device
     )
@@ -193,7 +193,7 @@ def _reserved_at(snapshot: Json, device: int, index: int) -> int:
 
 
 def _within(snapshot: Json, device: int, limit: int) -> Json:
-    """Return ``snapshot`` as if the device had been as small as what the process may reserve.
+    """Return ``snapshot`` for a device of the size that the process may reserve.
 
     A failure is recorded with what the driver had left, whatever
     ``torch.cuda.set_per_process_memory_fraction`` allows.

@@ -1,4 +1,4 @@
-"""What a test held over time, by category: short enough for a report, its peaks exact."""
+"""Bytes over time by category: short enough for a report, with exact peaks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pytest_gpumem.attribution.composition import category_of, shown_path
 from pytest_gpumem.attribution.history import CATEGORIES, History, Life
 
 BUCKETS = 200
-"""Stretches of a time line; each is kept by the samples where it is lowest and highest, and
-where most is reserved, and most of that lies in free parts of segments."""
+"""Parts of a time line; of each, the samples are kept where it is lowest and highest, where most is
+reserved, and where most of that lies in free parts of segments."""
 
 MOST_SPANS = 200
 """Windows of phases that are kept, the longest; a phase may be entered at every step."""
@@ -21,23 +21,23 @@ MOST_SPANS = 200
 
 @dataclass(frozen=True)
 class _Event:
-    """What one event did: the block that it allocated or freed."""
+    """An event with the block that it allocated or freed."""
 
     life: Life
     is_alloc: bool
 
 
 def timeline_of(history: History, stray_reserved: int = 0) -> dict[str, Any] | None:
-    """Return what was allocated over the events of ``history``; ``None`` where there were none.
+    """Return the allocated bytes over the events of ``history``; ``None`` where there were none.
 
     ``positions`` are the samples: 0 is before the first event, n after the nth. ``categories`` has
     the bytes of each at every sample, so a sample's sum is exactly what was allocated then. The
     samples hold the lowest and the highest point of every stretch of events, the first, the last
-    and the peak of each phase: no peak is lost. ``blocks`` says which block was allocated (bytes
-    above 0) or freed (below 0) by the event before each sample, as the number of its place; place
-    -1 is none: before the first event, and where a simulated allocator got a segment. ``reserved``,
-    where it is known, is without the ``stray_reserved`` bytes that others held before; ``split`` is
-    what of all segments that are partly in use is free.
+    and the peak of each phase: no peak is lost. ``blocks`` contains the block that was allocated
+    (bytes above 0) or freed (below 0) by the event before each sample, as the number of its place;
+    place -1 is none: before the first event, and where a simulated allocator got a segment.
+    ``reserved``, where it is known, is without the ``stray_reserved`` bytes that others held
+    before; ``split`` is what of all segments that are partly in use is free.
     """
     if not history.length:
         return None

@@ -1,1 +1,1 @@
-"""Baselines: what is stored, how a test is judged against it, what a session writes."""
+"""Baselines: stored numbers, the comparison of tests with them, and their update."""

@@ -1,4 +1,4 @@
-"""What a session collected, and which stored tests it proves gone."""
+"""The tests that a session collected, and the stored tests that it proves gone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_gpumem.baseline.store import split_nodeid
 
 @dataclass(frozen=True)
 class Collected:
-    """What this session collected: the proof that a test no longer exists.
+    """The tests that this session collected: the proof that a test no longer exists.
 
     ``ids`` holds the test ids of each module that was collected, deselected tests included. A
     module counts as collected completely unless ``incomplete`` gives a reason: a node id was given
@@ -26,7 +26,7 @@ class Collected:
     """Pytest's rootdir, to which module paths are relative."""
     ids: Mapping[str, frozenset[str]]
     incomplete: Mapping[str, str] = field(default_factory=dict)
-    """Reason by module why its ids may be only some of it."""
+    """Reason by module why its ids may be incomplete."""
     partial: str = ""
     """Reason why modules may exist that were not collected: ``paths were given``; empty if none."""
     narrowed: str = ""
@@ -52,19 +52,20 @@ class Collected:
 
 @dataclass(frozen=True)
 class Gone:
-    """Tells which stored tests no longer exist; ``ran`` are module and id of those that ran."""
+    """A filter of stored tests that no longer exist; ``ran`` are modules and ids that ran."""
 
     collected: Collected
     ran: frozenset[tuple[str, str]]
 
     def may_tell(self, module: str) -> bool:
-        """Whether a test of ``module`` can be called gone, whichever are stored."""
+        """Return whether a test of ``module`` can be proved gone, whichever are stored."""
         return not _doubt(module, self.collected)
 
     def of(self, module: str, stored: Iterable[str]) -> tuple[list[str], Mapping[str, int]]:
-        """Return which of the ``stored`` ids of ``module`` are gone, and by doubt how many may be.
+        """Return the gone ids of ``stored`` ones in ``module``, and how many are in doubt by
+        reason.
 
-        A test whose function still stands in its module was hidden, by an option or a plugin. Of a
+        A test whose function is still in its module was hidden, by an option or a plugin. Of a
         function that was collected with other parameters, a parameter is gone.
         """
         ids = self.collected.ids.get(module, frozenset())
@@ -89,7 +90,7 @@ def _function(test_id: str) -> str:
 
 
 def _defines(path: Path, name: str) -> bool:
-    """Whether the module at ``path`` has a function ``name``, ``TestX::test_y``, in its text."""
+    """Return whether the module at ``path`` has a function ``name``, as ``TestX::test_y``."""
     return name in _definitions(path)
 
 

@@ -1,4 +1,4 @@
-"""What a test was expected to need against what it needed: verdicts, and nothing but verdicts."""
+"""The comparison of a test's expected numbers with its measured ones: verdicts only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NO_LIMITS: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Judgement:
-    """Everything that is to be said of one test on one device."""
+    """All verdicts on one test on one device."""
 
     verdicts: tuple[Verdict, ...] = ()
     improvements: tuple[Improvement, ...] = ()
@@ -58,7 +58,7 @@ def default_tolerance_for(exact: bool) -> Tolerance:
 def missing_text(
     environment: Environment, elsewhere: Sequence[tuple[Environment, BaselineEntry]]
 ) -> str:
-    """Return that a test has no baseline, and the peaks that other environments know of it."""
+    """Return a note that a test has no baseline, with its peaks in other environments."""
     text = f"no baseline for {environment.key}"
     known = [f"{other.key} {format_size(entry.peak_allocated)}" for other, entry in elsewhere]
     return f"{text}; known elsewhere: {', '.join(known)}" if known else text
@@ -67,7 +67,7 @@ def missing_text(
 def missing_cause(
     environment: Environment, elsewhere: Sequence[tuple[Environment, BaselineEntry]]
 ) -> str:
-    """Return in what this environment differs from one that has a baseline, if that is one thing.
+    """Return the only difference from an environment with a baseline, if there is just one.
 
     Empty where no stored environment is like this one but for the torch release, the settings of
     the allocator or those of cuBLAS.
@@ -102,10 +102,10 @@ def judge(
 ) -> Judgement:
     """Return the judgement of a marked test whose body passed, on one device.
 
-    ``baseline`` is what is stored of the test for ``environment``; ``elsewhere`` what is stored for
-    other environments, which is shown and never compared. The tolerance is the expectation's, else
+    ``baseline`` is the test's entry for ``environment``; ``elsewhere`` has those of other
+    environments, which are shown and never compared. The tolerance is the expectation's, else
     ``default_tolerance`` (option or ini), else nothing when simulated and ``1% + 1MiB`` when
-    measured. ``used_elsewhere`` says that the test allocated on another device, so that nothing on
+    measured. ``used_elsewhere`` means that the test allocated on another device, so that nothing on
     this one is no failure; baselines belong to one device, so for the others the caller passes an
     expectation with ``baseline=False``. A limit on a phase that did not run fails, for it checks
     nothing; not so the project's ``default_phases``, which no test has to have.
@@ -115,10 +115,10 @@ def judge(
     - ``True``: compared; where none is stored the test fails, in a fresh checkout too, and its
       text gives the command that records one.
     - not stated: compared where one is stored. Where none is, the test passes and is listed as
-      without baseline, so that a project with limits alone, or one checked out on a machine whose
-      environment nobody has recorded yet, is not red; unless ``require_baseline``, which stands for
+      without baseline, so that a project with limits only, or one checked out on a machine whose
+      environment is not recorded yet, is not red; unless ``require_baseline``, which stands for
       ``--gpumem-require-baselines`` given by the user. Where CI turned that option on by itself it
-      is for tests that say ``baseline=True``, which fail in any case: the caller passes ``False``.
+      is for tests with ``baseline=True``, which fail in any case: the caller passes ``False``.
     - ``False``: never compared, never missed.
 
     While baselines are updated none is missed, and with ``all`` none is compared: the update
@@ -154,7 +154,7 @@ def judge_prediction(
     tolerance: Tolerance,
     environment: Environment,
 ) -> tuple[Verdict, ...]:
-    """Return how a measured test stands to its prediction, as a whole and phase by phase.
+    """Return the verdicts on a measured test's prediction, as a whole and phase by phase.
 
     A peak may differ by ``tolerance`` to either side: a prediction that is too high is wrong, too.
     A prediction that could not be made fails, and so does a phase that only one of them has.
@@ -164,7 +164,7 @@ def judge_prediction(
 
 
 class _Judged:
-    """One measurement, and the verdicts that can be passed on it."""
+    """A measurement, and the verdicts on it."""
 
     def __init__(self, measurement: Measurement, gpu: str) -> None:
         self._measurement = measurement
@@ -172,7 +172,7 @@ class _Judged:
         self._peaks = {name: p.peak_allocated for name, p in measurement.phases.items()}
 
     def _sites(self, phase: str | None) -> list[Site]:
-        """Return what was live at the peak of ``phase``, or of the whole test."""
+        """Return the live blocks at the peak of ``phase``, or of the whole test."""
         measured = self._measurement if phase is None else self._measurement.phases[phase]
         return [Site.from_dict(site) for site in measured.sites]
 
@@ -321,7 +321,7 @@ class _Judged:
                 )
 
     def _pairs(self, baseline: BaselineEntry) -> Iterator[tuple[str | None, int, int]]:
-        """Yield phase, measured and stored peak of the test and of each phase that both know."""
+        """Yield phase, measured and stored peak of the test and of each phase in both."""
         yield None, self._measurement.peak_allocated, baseline.peak_allocated
         for phase, actual in self._peaks.items():
             if phase in baseline.phases:
@@ -347,7 +347,7 @@ class _Judged:
         tolerance: Tolerance | None = None,
     ) -> Verdict:
         notes = (_ran(phase, self._peaks),)
-        # A negative limit would make the 0 that stands for "not run" read as too much.
+        # With a negative limit, the 0 that stands for "not run" would be too much.
         highest = max(limit, 0)
         return self._verdict(
             kind, "peak_allocated", phase, highest, 0, False, reference, tolerance, notes

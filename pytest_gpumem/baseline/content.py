@@ -1,4 +1,4 @@
-"""A baseline file: its JSON, and what it holds."""
+"""A baseline file: its JSON and its content."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pytest_gpumem.values.environment import Environment
 SCHEMA_VERSION = 1
 
 _CONFLICT = re.compile(rb"^<{7}( |\r?$).*^={7}\r?$.*^>{7}( |\r?$)", re.MULTILINE | re.DOTALL)
-"""What git leaves where both sides changed a line."""
+"""Git's conflict markers, left where both sides changed a line."""
 _SIDES = ("ours", "theirs")
 
 
@@ -37,11 +37,11 @@ class BaselineFile:
 
 
 class Entries(MutableMapping[str, BaselineEntry]):
-    """The tests of a file by id; each is built when it is asked for, of the thousands there are."""
+    """The tests of a file by id; each entry is built on access, of the thousands there are."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self._data = dict(data)
-        """The JSON form, as it was read, of those that nobody changed."""
+        """The JSON form, as it was read, of unchanged entries."""
         self._built: dict[str, BaselineEntry] = {}
 
     def __getitem__(self, test_id: str) -> BaselineEntry:
@@ -51,7 +51,7 @@ class Entries(MutableMapping[str, BaselineEntry]):
 
     def __setitem__(self, test_id: str, entry: BaselineEntry) -> None:
         if self.get(test_id) == entry:
-            return  # what says the same in other words stays as it is
+            return  # an equal entry in another form is kept
         self._built[test_id] = entry
         self._data[test_id] = entry.to_dict()
 
@@ -82,12 +82,12 @@ class Entries(MutableMapping[str, BaselineEntry]):
         return copy
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form of all of them."""
+        """Return the JSON form of all of them."""
         return self._data
 
 
 def read_file(path: Path, key: str) -> BaselineFile | None:
-    """Return what the baseline file ``path`` of the environment ``key`` holds.
+    """Return the content of the baseline file ``path`` of the environment ``key``.
 
     ``None`` where there is no such file. Raises :class:`BaselineError` where it cannot be read,
     does not follow the schema or states another environment.
@@ -132,7 +132,7 @@ def file_bytes(path: Path) -> bytes | None:
 
 
 def parse(path: Path, content: bytes, key: str) -> BaselineFile:
-    """Return what ``content``, the bytes of ``path``, says of the environment ``key``."""
+    """Return the parsed ``content`` of the file ``path`` of the environment ``key``."""
     found = _parsed(path, content)
     if found.environment.key != key:
         raise _misplaced(path, found.environment, key)
@@ -178,7 +178,7 @@ def _parsed(path: Path, content: bytes) -> BaselineFile:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object of JSON; a key that stands twice is what a bad merge leaves behind."""
+    """Build a JSON object; reject a repeated key, which a bad merge leaves behind."""
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
@@ -188,7 +188,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _number(text: str) -> float | int:
-    """To a JSON schema, 1.0 is an integer as 1 is; bytes are counted in Python's."""
+    """Read a number; 1.0 becomes an integer, as in a JSON schema, since bytes are Python's."""
     number = float(text)
     return int(number) if number.is_integer() else number
 
@@ -216,7 +216,7 @@ def _layout(value: Any, margin: str) -> str:
 
 _line = json.JSONEncoder(sort_keys=True).encode
 _text = json.encoder.encode_basestring_ascii
-"""As json.dumps writes a string, without its detour."""
+"""An encoder of strings like json.dumps, called directly."""
 
 
 def _misplaced(path: Path, environment: Environment, key: str) -> BaselineError:

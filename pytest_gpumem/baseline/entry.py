@@ -1,4 +1,4 @@
-"""What is stored of one test."""
+"""The stored form of one test."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredPeak:
-    """What was live at a peak: bytes by category, and the largest sites."""
+    """The live blocks at a peak: bytes by category, and the largest sites."""
 
     composition: Mapping[str, int]
     sites: tuple[Site, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; what is unknown of a site is left out."""
+        """Return the JSON form; unknown fields of a site are left out."""
         return {
             "composition": dict(self.composition),
             "sites": [
@@ -43,23 +43,23 @@ class StoredPeak:
 
     @classmethod
     def of(cls, measured: Measurement | PhaseRecord) -> StoredPeak | None:
-        """Return what is to be stored of a peak, ``None`` where nothing was recorded."""
+        """Return the stored form of a peak, ``None`` where nothing was recorded."""
         if not measured.sites:
             return None
         sites = [Site.from_dict(site) for site in measured.sites]
-        # What one block has follows from its shape.
+        # The bytes of one block follow from its shape.
         compacted = (replace(site, each=None) for site in compact(sites))
         return cls(dict(measured.composition), tuple(compacted))
 
     @property
     def without_lines(self) -> StoredPeak:
-        """The same, whatever lines the sites stand in."""
+        """A copy without the source lines of its sites."""
         return replace(self, sites=tuple(replace(site, site=None) for site in self.sites))
 
 
 @dataclass(frozen=True)
 class BaselineEntry:
-    """What is stored of one test; all numbers in bytes, charged to the test."""
+    """The stored numbers of one test; all in bytes, charged to the test."""
 
     peak_allocated: int
     peak_reserved: int
@@ -68,15 +68,15 @@ class BaselineEntry:
     phases: Mapping[str, int] = field(default_factory=dict)
     """Peak allocated by phase name."""
     peak: StoredPeak | None = None
-    """What was live at the test's peak; ``None`` where not recorded."""
+    """The live blocks at the test's peak; ``None`` where not recorded."""
     phase_peaks: Mapping[str, StoredPeak] = field(default_factory=dict)
-    """The same by phase, where it is not that of the whole test."""
+    """The live blocks by phase, where these are not those of the whole test."""
     tolerance: str | None = None
-    """The test's own, as it would be written; ``None`` where it states none."""
+    """The test's own tolerance, in the marker's form; ``None`` where it states none."""
     ran_eagerly: bool = False
     """Whether code that was to be compiled ran eagerly on the simulated GPU."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the test did that memory depends on."""
+    """Facts of the test on which memory depends."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
@@ -85,7 +85,7 @@ class BaselineEntry:
     @classmethod
     def of(cls, measurement: Measurement, tolerance: str | None = None) -> BaselineEntry:
         """Return the entry of ``measurement``, of a test that may have its own ``tolerance``."""
-        # CALL would be the whole test's numbers once more.
+        # CALL would repeat the whole test's numbers.
         phases = {name: p for name, p in measurement.phases.items() if name != CALL}
         peak = StoredPeak.of(measurement)
         peaks = {name: StoredPeak.of(phase) for name, phase in phases.items()}
@@ -103,7 +103,7 @@ class BaselineEntry:
         )
 
     def peak_of(self, phase: str | None) -> StoredPeak | None:
-        """Return what was live at the peak of ``phase``, or of the whole test for ``None``."""
+        """Return the live blocks at the peak of ``phase``, or of the whole test for ``None``."""
         if phase is None or phase in self.phase_peaks:
             return self.peak if phase is None else self.phase_peaks[phase]
         same = self.peak is not None and self.phases.get(phase) == self.peak_allocated
@@ -111,7 +111,7 @@ class BaselineEntry:
 
     @property
     def without_lines(self) -> BaselineEntry:
-        """The same, whatever lines the code stands in: moved code needs no new baseline."""
+        """A copy without source lines: moved code needs no new baseline."""
         if self.peak is None and not self.phase_peaks:
             return self
         return replace(
@@ -121,7 +121,7 @@ class BaselineEntry:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form of schema.json; composition and sites only where they were recorded."""
+        """Return the form of schema.json; composition and sites only where they were recorded."""
         return {
             "peak_allocated": self.peak_allocated,
             "peak_reserved": self.peak_reserved,

@@ -1,4 +1,4 @@
-"""The lines of an explanation: whose bytes, from where, and in how many blocks."""
+"""The lines of an explanation: sites, categories and numbers of blocks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ LEAST_TEXT = 12
 """Columns that a place or an operator keeps in a narrow terminal."""
 
 _JOINED = " + "
-"""Between the operators that compiled code fuses into one kernel."""
+"""Separator of the operators that compiled code fuses into one kernel."""
 
 _NAMESPACE = re.compile(r"^(?:torch\.|aten::|functional\.)(?=\w)")
 
 _BLOCKS, _PREFIXES = "blocks", "prefixes"
 _GIVEN_UP = (_BLOCKS, _PREFIXES)
-"""What a narrow terminal does without, the first of them first."""
+"""Parts that a narrow terminal omits, in this order."""
 
 FOLDED = "one line of several"
-"""Key of a line that stands for several: how many."""
+"""Key of a line that stands for several: their number."""
 
 Line = Mapping[str, Any]
 
@@ -40,9 +40,9 @@ def explanation_lines(
 ) -> list[str]:
     """Return ``explanation`` in lines, aligned in columns, largest first.
 
-    ``signed`` lines are differences. What one optimizer keeps, and what one line of code allocated
-    in many sizes, is one line, unless ``every`` is asked for; lines beyond :data:`SHOWN_LINES` are
-    summed up in a last one. They are fitted into ``width`` columns where that is given.
+    ``signed`` lines are differences. The state of one optimizer, and one code line's allocations of
+    many sizes, are one line, unless ``every`` is set; lines beyond :data:`SHOWN_LINES` are summed
+    up in a last one. They are fitted into ``width`` columns where that is given.
     """
     lines = list(explanation) if every else folded(explanation)
     shown = lines if every else lines[:SHOWN_LINES]
@@ -62,10 +62,10 @@ def explanation_lines(
 
 
 def folded(explanation: Iterable[Line]) -> list[Line]:
-    """Return ``explanation`` with lines that tell of one thing as one, largest first.
+    """Return ``explanation`` with lines on the same thing merged, largest first.
 
-    One thing is the state of one optimizer, or what one line of code did by one operator. What grew
-    and what shrank stay apart.
+    A thing is the state of one optimizer, or what one line of code did by one operator. Growth and
+    shrinkage are kept apart.
     """
     groups: dict[object, list[Line]] = {}
     for index, line in enumerate(explanation):
@@ -75,7 +75,7 @@ def folded(explanation: Iterable[Line]) -> list[Line]:
 
 
 def _thing(line: Line) -> tuple[object, ...] | None:
-    """Return what a line tells of, ``None`` where it stands for itself."""
+    """Return a line's key for merging, ``None`` where it is not merged."""
     category, operator = line.get("category"), line.get("operator") or ""
     what = category, line["bytes"] < 0, line.get("change"), line.get("held_by")
     if category == OPTIMIZER_STATE and "." in operator:
@@ -120,8 +120,8 @@ def _columns(line: Line, signed: bool, without: Sequence[str]) -> tuple[str, ...
     category = line.get("category") or "other"
     operator = line.get("operator") or line.get("module")
     if category == PARAMETERS and line.get("module"):
-        operator = line["module"]  # says more than what moved it to the device
-    # A library's workspace has no source line: its name stands where the line would.
+        operator = line["module"]  # more precise than the operator that moved it to the device
+    # A library's workspace has no source line: its name replaces the line.
     places = [place for place in (line.get("site"), operator) if place]
     site, operator = [*places, "", ""][:2]
     blocks = ["" if _BLOCKS in without else _blocks(line, signed), line.get("dtype") or ""]
@@ -143,7 +143,7 @@ def _columns(line: Line, signed: bool, without: Sequence[str]) -> tuple[str, ...
 def _blocks(line: Line, signed: bool) -> str:
     """Return how many blocks of which size; where they are not of one, only how many."""
     count = line.get("count") or 1
-    # Elsewhere recorded lines say nothing of single blocks.
+    # Lines recorded elsewhere have no data on single blocks.
     each = line["each"] if "each" in line else abs(line["bytes"]) // count
     if each is not None and each * count == abs(line["bytes"]):
         return f"{count} × {format_size(each)}"
@@ -173,10 +173,10 @@ def _aligned(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
 def _fitted(
     rows: Sequence[Sequence[str]], widths: list[int], width: int
 ) -> tuple[list[list[str]], list[int]]:
-    """Return ``rows`` and their widths with places and operators cut to what there is room for."""
+    """Return ``rows`` and their widths, with places and operators cut to the available room."""
     gaps = 2 * (1 + sum(map(bool, widths[2:])))
     room = width - gaps - sum(width for i, width in enumerate(widths) if i not in (3, 4))
-    # Of a path its package and its file say most, of an operator the end of its name.
+    # The most useful parts are a path's package and file, and the end of an operator's name.
     shortest = max(len(_end(row[3], 0)) for row in rows)
     operator = min(widths[4], max(LEAST_TEXT, room - shortest))
     place = min(widths[3], max(LEAST_TEXT, room - operator))
@@ -205,7 +205,7 @@ def _short(operator: str) -> str:
 def _end(path: str, width: int) -> str:
     """Return ``path``, or its package and its file where it does not fit, or its end.
 
-    A ``width`` of 0 asks for the shortest form that has a package.
+    A ``width`` of 0 gives the shortest form with a package.
     """
     if len(path) <= width:
         return path

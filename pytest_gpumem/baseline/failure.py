@@ -1,4 +1,4 @@
-"""What a test fails with: the cause, the verdicts, what explains them, and the remedy."""
+"""A test's failure text: the cause, the verdicts, their explanation, and the remedy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pytest_gpumem.sizes import format_size
 def failure_text(
     verdicts: Iterable[Verdict], update: str, *, every: bool = False, width: int | None = None
 ) -> str:
-    """Return what a test fails with: its cause, each statement, then each remedy once.
+    """Return a test's failure text: its cause, each statement, then each remedy once.
 
     ``update`` is the command line that records the test's numbers. The first statement has the
-    lines that explain it; those of the others are shown where ``every`` is asked for. ``every`` and
+    lines that explain it; those of the others are shown if ``every`` is set. ``every`` and
     ``width`` are those of :func:`~pytest_gpumem.baseline.explanation.explanation_lines`.
     """
     verdicts = list(verdicts)
@@ -44,12 +44,12 @@ def statement_lines(
 
 
 def brief_text(verdicts: Sequence[Verdict]) -> str:
-    """Return in a few words by how much a test is over: of the verdict that stands for all."""
+    """Return in a few words a test's excess, by its representative verdict."""
     return told(verdicts)[0].verdict.brief
 
 
 def _of_phases(one: Told, *, every: bool, width: int | None) -> Iterator[str]:
-    """Yield by how much the phases differ, in one line; with their own lines where asked for."""
+    """Yield the excess of the phases in one line; with their own lines if ``every`` is set."""
     if every:
         for other in one.others:
             yield other.short

@@ -1,11 +1,11 @@
-"""One writer at a time: locks of baseline files, and the folder where locks and drafts live.
+"""Locks for one writer at a time: of baseline files, with a folder of locks and drafts.
 
-The locks stand in ``<root>/.gpumem-locks``, which says itself that git is to ignore it and which
-the last writer removes. A lock is the kernel's (``flock``, which Linux passes on to an NFS server):
-it ends with its process, however that ends, so what a killed writer leaves behind is no lock but
-files that the next writer clears away. On a file system whose ``flock`` does not work, as that of
-some NFS and FUSE servers, the lock is the file itself, with process and host in it; one of a killed
-writer is found out on its own host, and named on another.
+The locks are in ``<root>/.gpumem-locks``, which contains its own .gitignore and which the last
+writer removes. A lock is the kernel's (``flock``, which Linux passes on to an NFS server): it ends
+with its process in any case, so a killed writer leaves no lock but files that the next writer
+removes. On a file system whose ``flock`` does not work, as that of some NFS and FUSE servers, the
+lock is the file itself, with process and host in it; that of a killed writer is detected on its own
+host, and named on another.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 FOLDER = ".gpumem-locks"
 _IGNORED = ".gitignore"
 PATIENCE = 60.0
-"""Seconds; a write takes a second or two."""
+"""Seconds to wait; a write takes a second or two."""
 
 _NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EIO})
-"""What ``flock`` says where it does not work: not there, no lock daemon (NFS), not supported, or
-what FUSE makes of an answer that it does not know. filelock knows the first alone."""
+"""Errors of ``flock`` where it does not work: not implemented, no lock daemon (NFS), not supported,
+or FUSE's translation of an unknown answer. filelock handles only the first."""
 
 _EVERYONE = 0o666
-"""Whoever may write in the folder may lock there: colleagues share it."""
+"""Mode of lock files: users who may write in the folder may also lock, so that it can be shared."""
 
 
 class LockError(Exception):
-    """A lock that was not to be had; the message says who holds it and what to do."""
+    """A lock that could not be taken; the message names its holder and the remedy."""
 
 
 class Locks:
@@ -50,9 +50,9 @@ class Locks:
         self._root = root
         self._folder = root / FOLDER
         self._patience = patience
-        """Seconds that are left to wait, for all files together."""
+        """Seconds left to wait, for all files together."""
         self._by_files = False
-        """Whether locks are files, because the kernel has none there."""
+        """Whether locks are files, because the kernel's do not work on the file system."""
 
     @contextmanager
     def holding(self, path: Path) -> Iterator[Path]:
@@ -79,7 +79,7 @@ class Locks:
         from filelock import Timeout
 
         started = time.monotonic()
-        # Each of many files gets its second, though others have used the time up.
+        # Each of many files gets a second even if others have used the time up.
         deadline = started + max(self._patience, 1.0)
         while True:
             self._make_folder()
@@ -88,7 +88,7 @@ class Locks:
                 lock = self._lock(name)
                 _acquire(lock, deadline - time.monotonic())
                 break
-            except FileNotFoundError:  # the last writer took the folder away just now
+            except FileNotFoundError:  # the last writer has just removed the folder
                 if time.monotonic() > deadline:
                     raise
             except Timeout:
@@ -118,7 +118,7 @@ class Locks:
             file.write(b"*\n")
 
     def _settle(self, name: str) -> None:
-        """Say who holds the lock, and clear away what a killed writer left."""
+        """Write the lock's holder, and remove the files of a killed writer."""
         self._ignore()
         (self._folder / f"{name}.tmp").unlink(missing_ok=True)
         holder = f"process {os.getpid()} on {socket.gethostname()}"
@@ -126,13 +126,13 @@ class Locks:
             (self._folder / f"{name}.holder").write_text(holder, encoding="utf-8")
 
     def _clear(self, name: str) -> None:
-        """Take the lock's files away while it is held: who waits for it finds that it is gone."""
+        """Remove the lock's files while it is held: waiting writers find them gone."""
         with suppress(OSError):
             for kind in ("tmp", "holder", "lock"):
                 (self._folder / f"{name}.{kind}").unlink(missing_ok=True)
 
     def _sweep(self) -> None:
-        """Clear away what killed writers left of other files, and the folder if that was all."""
+        """Remove what killed writers left of other files, and the folder if it is empty then."""
         from filelock import Timeout
 
         with suppress(OSError):
@@ -146,7 +146,7 @@ class Locks:
                 (self._folder / _IGNORED).unlink()
                 try:
                     self._folder.rmdir()
-                except OSError:  # a writer came in between
+                except OSError:  # another writer has used the folder since
                     self._ignore()
 
     def _refusal(self, name: str, seconds: float) -> str:
@@ -165,10 +165,10 @@ class Locks:
 
 
 def _can_flock(path: Path) -> bool:
-    """Whether the file system of ``path`` knows locks; raises ``OSError`` for a file not there."""
+    """Return whether ``path``'s file system has locks; raises ``OSError`` for a missing file."""
     try:
         import fcntl
-    except ImportError:  # Windows, whose locks are others
+    except ImportError:  # Windows has other locks
         return True
     with path.open("rb") as file:
         try:

@@ -1,4 +1,4 @@
-"""Tests that go by another name now."""
+"""Renamed tests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pytest_gpumem.baseline.store import split_nodeid
 T = TypeVar("T", bound=Hashable)
 
 LEAST_ALIKE = 0.5
-"""Part of two names that is the same from which on they are alike, where all numbers are."""
+"""Ratio from which on two names are similar, where all numbers are equal."""
 ONLY_MOVED = 1.0
-"""The same for tests of which all but the path of their module is the same."""
+"""Ratio for tests that differ only in the path of their module."""
 
 
 class Successor(NamedTuple):
@@ -22,7 +22,7 @@ class Successor(NamedTuple):
 
     nodeid: str
     same: bool
-    """Whether the same was measured of it."""
+    """Whether its measured numbers are the same."""
 
 
 def successors(
@@ -32,11 +32,11 @@ def successors(
     unlike: float = ONLY_MOVED,
     tells: Callable[[T], bool] = lambda measured: False,
 ) -> dict[str, Successor]:
-    """Return by node id which of the ``new`` tests each that is ``gone`` has probably become.
+    """Return by node id the ``new`` test that each ``gone`` test has probably become.
 
-    Both hold what was measured. Where that is the same, names have to be alike by half, or what was
-    measured ``tells`` a test by itself and nobody else has it; where it differs, by ``unlike``.
-    Every test takes the place of one at most, those most alike first.
+    Both hold measured numbers. Where these are equal, names have to be alike by half, or the
+    numbers ``tells`` a test by themselves and are unique; where they differ, by ``unlike``. Every
+    test takes the place of one at most, the most similar first.
     """
     often = Counter([*gone.values(), *new.values()])
     pairs = []

@@ -1,7 +1,7 @@
 """Baselines on disk: one JSON file per environment and test module.
 
-``<root>/<environment.key>/<test module path>.json``, so the tests of ``tests/test_model.py`` stand
-in ``baselines/sim-T4-torch2.13/tests/test_model.py.json``.
+``<root>/<environment.key>/<test module path>.json``, so the tests of ``tests/test_model.py`` are in
+``baselines/sim-T4-torch2.13/tests/test_model.py.json``.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ __all__ = [
 ]
 
 _ATTEMPTS = 5
-"""Another writer, whose file went, may take the folder away before this one's file is in it."""
+"""Attempts to write: another writer may remove the folder before this one's file is in it."""
 
 Edit = Callable[[MutableMapping[str, BaselineEntry]], object]
-"""Changes the entries of a module, in place. Called again where the file has changed meanwhile."""
+"""A function that edits a module's entries; called again if the file has changed since."""
 
 
 def split_nodeid(nodeid: str) -> tuple[str, str]:
@@ -83,7 +83,7 @@ class BaselineStore:
         return content.tests if content else {}
 
     def read(self, environment: Environment, module: str) -> Mapping[str, BaselineEntry]:
-        """As :meth:`load`, from the file as it is now."""
+        """Return the entries as :meth:`load` does, from the file as it is now."""
         self._loaded.pop(self.path(environment, module), None)
         return self.load(environment, module)
 
@@ -94,7 +94,7 @@ class BaselineStore:
     def elsewhere(
         self, module: str, test_id: str, environment: Environment
     ) -> list[tuple[Environment, BaselineEntry]]:
-        """Return what other environments know of a test, by key: for display only.
+        """Return a test's entries in other environments, by key: for display only.
 
         Their unreadable files are passed over: they are of no concern to this environment.
         """
@@ -123,7 +123,7 @@ class BaselineStore:
     ) -> Path | None:
         """Make ``tests`` the entries of a module; return the file, ``None`` where nothing changed.
 
-        Whatever else it had is gone then: :meth:`edit` keeps what others write.
+        Its other entries are removed: :meth:`edit` keeps those that others write.
         """
 
         def replace_all(entries: MutableMapping[str, BaselineEntry]) -> None:
@@ -134,11 +134,11 @@ class BaselineStore:
         return self.edit(environment, module, replace_all)
 
     def edit(self, environment: Environment, module: str, edit: Edit) -> Path | None:
-        """Let ``edit`` change the entries of a module as the file has them now, and write them.
+        """Apply ``edit`` to the entries of a module as the file has them now, and write them.
 
-        Returns the file, ``None`` where nothing changed. Nobody else writes it meanwhile, here or
-        on another host. Atomic: a reader sees the old file or the new one, also while a process is
-        killed. With no tests left the file goes, and the folders that this leaves empty.
+        Returns the file, ``None`` where nothing changed. The file is locked against other writers,
+        on this host and others. Atomic: a reader sees the old file or the new one, even if a
+        process is killed. Without tests the file is removed, with folders left empty.
         """
         path = self.path(environment, module)
         self._loaded.pop(path, None)
@@ -209,12 +209,12 @@ class BaselineStore:
         for folder in path.parents:
             if folder == self.root or any(folder.iterdir()):
                 return
-            with suppress(OSError):  # of another writer, which puts a file there just now
+            with suppress(OSError):  # another writer has just put a file there
                 folder.rmdir()
 
 
 class _State:
-    """What a file held when it was read."""
+    """The content of a file when it was read."""
 
     def __init__(self, path: Path, key: str) -> None:
         self._path, self._key = path, key
@@ -223,12 +223,12 @@ class _State:
         self._tests = content.tests if content else Entries({})
 
     def now(self) -> _State:
-        """Return what it holds now: itself where that is the same."""
+        """Return the present content: itself where that is the same."""
         same = file_bytes(self._path) == self._bytes
         return self if same else _State(self._path, self._key)
 
     def edited(self, edit: Edit) -> Entries | None:
-        """Return what ``edit`` makes of it, ``None`` if the same."""
+        """Return the content that ``edit`` makes of it, ``None`` if the same."""
         tests = self._tests.copy()
         edit(tests)
         return None if tests == self._tests else tests

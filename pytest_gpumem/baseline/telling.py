@@ -1,5 +1,4 @@
-"""Which of a test's failed verdicts stands for it, and which say the same: one choice for all
-reports."""
+"""The choice of a test's representative failed verdict, and of those that repeat it."""
 
 from __future__ import annotations
 
@@ -9,22 +8,22 @@ from dataclasses import dataclass
 from pytest_gpumem.baseline.verdict import Verdict
 
 _RANKS = {"nothing_measured": 0, "ran_eagerly": 1, "baseline": 2, "prediction": 2, "leak": 2}
-"""Of kinds of verdicts: what makes the numbers mean nothing comes first, a plain limit last."""
+"""Ranks of kinds of verdicts: those that invalidate the numbers come first, a plain limit last."""
 _LIMIT, _MISSING = 3, 4
 
 
 @dataclass(frozen=True)
 class Told:
-    """One statement of a failure: its verdict, and those of phases that belong to it."""
+    """A statement of a failure: its verdict, and those of phases that belong to it."""
 
     verdict: Verdict
     others: tuple[Verdict, ...] = ()
 
 
 def told(broken: Iterable[Verdict]) -> list[Told]:
-    """Return the statements of a failure, the one that stands for the test first.
+    """Return the statements of a failure, the representative one first.
 
-    Of one kind that is the whole test's before those of its phases, which only add their numbers.
+    Within a kind, the whole test's precedes those of its phases, which only add their numbers.
     """
     kinds: dict[tuple[str, str], list[Verdict]] = {}
     apart: list[Told] = []
@@ -37,12 +36,12 @@ def told(broken: Iterable[Verdict]) -> list[Told]:
 
 
 def chief(broken: Sequence[Verdict]) -> Verdict:
-    """Return the verdict that stands for a failure."""
+    """Return the representative verdict of a failure."""
     return told(broken)[0].verdict
 
 
 def _is_comparison(verdict: Verdict) -> bool:
-    """Whether it says by how much a number differs from what is stored or predicted."""
+    """Return whether it compares a number with a stored or predicted one."""
     known = verdict.reference is not None and verdict.limit is not None
     return known and not verdict.did_not_run
 

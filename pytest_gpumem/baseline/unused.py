@@ -1,4 +1,4 @@
-"""Stored baselines that no test uses any more, and which test has probably taken its place."""
+"""Stored baselines without a test, and the tests that have probably taken their place."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.environment import Environment
 
 LEAST_ALIKE = 0.8
-"""Part of two names that is the same from which on they are alike, where their numbers are not."""
+"""Ratio from which on two names are similar, where their numbers differ."""
 TELLING = MIB
-"""Bytes from which on numbers that nobody else has tell a test by themselves."""
+"""Bytes from which on unique numbers identify a test."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Unused:
     successor: str | None = None
     """The node id of the test that has probably taken its place."""
     same: bool = False
-    """Whether that measures what is stored."""
+    """Whether it measures what is stored."""
 
 
 def unused_baselines(
@@ -39,7 +39,7 @@ def unused_baselines(
 ) -> list[Unused]:
     """Return the entries of the environments of ``tests`` that no test uses, sorted by node id.
 
-    Only what ``collected`` proves gone; files that cannot be read are said elsewhere.
+    Only those that ``collected`` proves gone; unreadable files are reported elsewhere.
     """
     gone = Gone(collected, frozenset(split_nodeid(test.nodeid) for test in tests))
     environments = {test.environment.key: test.environment for test in tests}
@@ -67,7 +67,7 @@ def _unused(store: BaselineStore, environment: Environment, gone: Gone) -> Itera
 def _new_tests(
     store: BaselineStore, environment: Environment, tests: Sequence[MeasuredTest]
 ) -> dict[str, BaselineEntry]:
-    """Return by node id what the tests measured that have no entry of their own."""
+    """Return by node id the measured numbers of tests without an entry of their own."""
     found = {}
     for test in tests:
         if test.environment != environment or not test.wanted:
@@ -100,7 +100,7 @@ def _with_successors(
 
 
 class _Numbers(NamedTuple):
-    """What is compared of an entry."""
+    """The compared numbers of an entry."""
 
     peak_allocated: int
     peak_reserved: int

@@ -1,4 +1,4 @@
-"""What a session writes to the baselines, and what it must not.
+"""The update of baselines at the end of a session, and its limits.
 
 Runs once, at the end, in the one process that has every result: under pytest-xdist the controller.
 """
@@ -32,19 +32,19 @@ class MeasuredTest:
     environment: Environment
     measurement: Measurement
     passed: bool
-    """The final call report passed, with the test's own verdicts; not xfail, not xpass."""
+    """Whether the final call report passed, with the test's own verdicts; not xfail, not xpass."""
     rerun: bool = False
-    """An earlier attempt in this session did not pass."""
+    """Whether an earlier attempt in this session did not pass."""
     subtest_failed: bool = False
     wanted: bool = True
-    """False where the marker says ``baseline=False``."""
+    """``False`` where the marker has ``baseline=False``."""
     tolerance: str | None = None
-    """The test's own for its baseline; ``None`` where it states none."""
+    """The test's own tolerance for its baseline; ``None`` where it states none."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One entry that was added (no ``old``), changed, or pruned (no ``new``)."""
+    """An entry that was added (no ``old``), changed, or pruned (no ``new``)."""
 
     nodeid: str
     environment: Environment
@@ -53,7 +53,7 @@ class Change:
 
     @property
     def text(self) -> str:
-        """One line: the test, what became of each number that is not as it was, the environment."""
+        """A line with the test, its changed numbers and the environment."""
         if self.old is None or self.new is None:
             entry = self.new or self.old
             sizes = format_exact(entry.peak_allocated) if entry else ""
@@ -64,7 +64,7 @@ class Change:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What an update did. ``errors`` fail the run; each is one sentence, as is each message."""
+    """The result of an update. ``errors`` fail the run; every message is one sentence."""
 
     written: tuple[Path, ...] = ()
     """Files that were written, or removed because no entry was left in them."""
@@ -72,7 +72,7 @@ class UpdateReport:
     changed: tuple[Change, ...] = ()
     pruned: tuple[Change, ...] = ()
     unchanged: int = 0
-    """Tests whose stored entry is what they measured, or was kept because only new ones count."""
+    """Tests whose stored entry equals the measured one, or was kept because only new ones count."""
     messages: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
 
@@ -86,7 +86,7 @@ def update_baselines(
     collected: Collected | None = None,
     environments: Iterable[Environment] = (),
 ) -> UpdateReport:
-    """Write what ``tests`` measured, delete what no longer exists; return what was done.
+    """Write the numbers of ``tests``, delete entries without a test; return the result.
 
     ``all`` adds and changes entries, ``new`` only adds, ``None`` does neither. Only tests count
     that passed at the first attempt and without a failed subtest; entries of tests that did not
@@ -95,8 +95,8 @@ def update_baselines(
 
     ``prune`` deletes entries of tests that ``collected`` proves gone, in the environments of
     ``tests`` and in ``environments`` (those of this session, where no test was measured): in
-    another environment, other parameters may exist. Whatever is in doubt stays, and a message
-    says so.
+    another environment, other parameters may exist. Doubtful entries stay, and a message reports
+    them.
     """
     with paused():
         return _updated(_Work(store), tests, mode, prune, collected, environments)
@@ -124,7 +124,7 @@ def _updated(
 
 
 class _Plan:
-    """What is to become of one file."""
+    """The planned changes of one file."""
 
     def __init__(self, environment: Environment, module: str) -> None:
         self.environment = environment
@@ -134,7 +134,7 @@ class _Plan:
         self.changes: list[Change] = []
         self.unchanged = 0
         self.doubted: Mapping[str, int] = {}
-        """Why stored tests that were not collected stay, and how many."""
+        """The reasons why stored tests that were not collected stay, with their number."""
 
     def apply(
         self,
@@ -142,7 +142,7 @@ class _Plan:
         mode: UpdateMode | None,
         gone: Gone | None,
     ) -> None:
-        """Change what is stored, and note how: anew where the file is read again."""
+        """Change the entries, and record the changes; again if the file is read again."""
         self.changes, self.unchanged, self.doubted = [], 0, {}
         for test_id, new in self.measured:
             old = entries.get(test_id)
@@ -164,7 +164,7 @@ class _Plan:
 
 
 class _Work:
-    """The state of one update: what is to become of which file, and what was said of it."""
+    """The state of one update: the planned changes by file, and messages."""
 
     def __init__(self, store: BaselineStore) -> None:
         self._store = store
@@ -175,7 +175,7 @@ class _Work:
     def eligible(
         self, tests: Sequence[MeasuredTest]
     ) -> Iterator[tuple[MeasuredTest, BaselineEntry]]:
-        """Yield the tests whose numbers may be stored, each once; say which may not."""
+        """Yield the tests whose numbers may be stored, each once; note those that may not."""
         kept: dict[tuple[str, str, str], tuple[MeasuredTest, BaselineEntry]] = {}
         disputed = {}
         for test in filter(_wanted, tests):
@@ -197,7 +197,7 @@ class _Work:
         yield from kept.values()
 
     def record(self, test: MeasuredTest, entry: BaselineEntry) -> None:
-        """Plan to store what ``test`` measured."""
+        """Plan to store the numbers of ``test``."""
         module, test_id = split_nodeid(test.nodeid)
         self._plan(test.environment, module).measured.append((test_id, entry))
 
@@ -207,7 +207,7 @@ class _Work:
             self._plan(environment, module).prune = True
 
     def carry_out(self, mode: UpdateMode | None, gone: Gone | None) -> UpdateReport:
-        """Write every file that changes; return what was done to those that could be written."""
+        """Write every changed file; return the changes in those that could be written."""
         written, done = [], []
         for plan in self._plans.values():
             try:
@@ -276,7 +276,7 @@ def _difference(name: str, old: int | None, new: int | None) -> Iterator[str]:
         known, state = (new, "new") if old is None else (old, "gone")
         yield f"{name} {format_size(known or 0)} ({state})"
         return
-    # Two sizes that would read the same are told apart by their bytes.
+    # Sizes with the same rounded text are given in bytes.
     alike = format_size(old) == format_size(new)
     before, after = (f"{n:,} B" if alike else format_size(n) for n in (old, new))
     percent = f" ({format_percent(new - old, old)})" if old > 0 else ""

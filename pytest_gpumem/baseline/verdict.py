@@ -1,4 +1,4 @@
-"""One judged property of one test: the value that carries its own texts."""
+"""A judged property of one test, with its texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_gpumem.sizes import exactly, format_apart, format_size, is_decimal, 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One judged number.
+    """A judged number.
 
     ``limit`` is the highest value that passes and ``actual`` what was measured, both in bytes.
     ``reference`` is what ``actual`` was compared with (a baseline or a prediction; ``None`` for a
@@ -30,13 +30,13 @@ class Verdict:
     metric: str
     """``peak_allocated``, ``peak_reserved`` or ``leaked``."""
     phase: str | None
-    """``None`` for the whole test."""
+    """Name of the phase; ``None`` for the whole test."""
     limit: int | None
     actual: int
     reference: int | None
     passed: bool
     tolerance: str = ""
-    """As a reader would write it, ``1% + 1MiB``."""
+    """The tolerance as text, ``1% + 1MiB``."""
     device: str = "cuda:0"
     simulated: bool = False
     dry: bool = False
@@ -44,11 +44,11 @@ class Verdict:
     gpu: str = ""
     """The device's model, ``A100-40GB``."""
     notes: tuple[str, ...] = ()
-    """What the texts add, e.g. where else a baseline is known."""
+    """Additions to the texts, e.g. where else a baseline is known."""
     written: str = ""
-    """The limit as the test says it, ``300KB``; empty for a number of bytes."""
+    """The limit in the test's words, ``300KB``; empty for a number of bytes."""
     cause: str = ""
-    """Why the number is what it is, as a sentence; empty where nothing tells."""
+    """The reason for the number, as a sentence; empty if unknown."""
 
     @property
     def excess(self) -> int:
@@ -57,7 +57,7 @@ class Verdict:
 
     @property
     def sizes(self) -> tuple[str, str]:
-        """What was measured and what it is compared with, in digits that tell them apart."""
+        """The measured number and its reference, in digits that distinguish them."""
         yardstick = self.limit if self.reference is None else self.reference
         actual, compared = format_apart(self.actual, yardstick or 0)
         if self.reference is None:
@@ -66,7 +66,7 @@ class Verdict:
 
     @property
     def brief(self) -> str:
-        """A few words with the number that is over, for a line that names the test already."""
+        """A few words with the exceeding number, for a line that already names the test."""
         if self.kind == "nothing_measured":
             return "nothing was measured"
         if self.kind == "ran_eagerly":
@@ -86,12 +86,12 @@ class Verdict:
 
     @property
     def short(self) -> str:
-        """One line: what was measured, and by how much it is over or within what it may be."""
+        """A line with the measured number, and how far it is over or within its limit."""
         headline = "; ".join((self._headline(), *self.notes))
         return f"{headline}{_where(self.device, self.simulated, self.gpu, dry=self.dry)}"
 
     def explanation_lines(self, *, every: bool = False, width: int | None = None) -> list[str]:
-        """Return the lines that say whose bytes changed or, without a reference, are there."""
+        """Return the lines on changed bytes or, without a reference, on present ones."""
         return explanation_lines(
             self.explanation,
             signed=self.reference is not None,
@@ -100,7 +100,7 @@ class Verdict:
         )
 
     def remedy(self, update: str) -> list[str]:
-        """Return the line that says how to make the measured number the baseline, if that helps.
+        """Return the line on how to make the measured number the baseline, if that helps.
 
         ``update`` is the command line that does it.
         """
@@ -109,7 +109,7 @@ class Verdict:
         return [f"{'record it' if self._no_baseline else 'accept it'}: {update}"]
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: builtin types only, so that it travels between pytest-xdist processes."""
+        """Return the JSON form: builtin types only, to be sent between pytest-xdist processes."""
         return {
             **vars(self),
             "explanation": [dict(line) for line in self.explanation],
@@ -180,14 +180,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Improvement:
-    """A number that fell below its baseline by more than the tolerance; sizes in bytes.
+    """A number below its baseline by more than the tolerance; sizes in bytes.
 
     Reported and never a failure; unrecorded, it would let the memory grow back unseen.
     """
 
     metric: str
     phase: str | None
-    """``None`` for the whole test."""
+    """Name of the phase; ``None`` for the whole test."""
     actual: int
     reference: int
     tolerance: str
@@ -198,7 +198,7 @@ class Improvement:
 
     @property
     def short(self) -> str:
-        """One line: what was measured, and by how much it is under its baseline."""
+        """A line with the measured number, and how far it is under its baseline."""
         text, _ = format_apart(self.actual, self.reference)
         measured = measured_text(self.metric, self.phase, self.actual, text)
         compared = compared_text("baseline", self.actual, self.reference, self.tolerance)
@@ -211,7 +211,7 @@ class Improvement:
         return f"{self.short}\nlock it in: {update_command(nodeid, command)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: builtin types only, so that it travels between pytest-xdist processes."""
+        """Return the JSON form: builtin types only, to be sent between pytest-xdist processes."""
         return asdict(self)
 
     @classmethod
@@ -221,7 +221,7 @@ class Improvement:
 
 
 def measured_text(metric: str, phase: str | None, nbytes: int, text: str) -> str:
-    """Return what was measured as the start of a sentence: ``nbytes``, which read ``text``."""
+    """Return the measured number as the start of a sentence; ``text`` is ``nbytes`` formatted."""
     subject = phase or "the test"
     in_bytes = text == f"{nbytes:,} B"
     actual = exactly(format_size(nbytes) if in_bytes else text, nbytes)
@@ -233,7 +233,7 @@ def measured_text(metric: str, phase: str | None, nbytes: int, text: str) -> str
 
 
 def compared_text(yardstick: str, actual: int, reference: int, tolerance: str) -> str:
-    """Return how ``actual`` stands to ``reference`` (bytes), with the change in per cent.
+    """Return the comparison of ``actual`` with ``reference`` (bytes), with the change in per cent.
 
     The percentage is left out where the reference is zero or less.
     """

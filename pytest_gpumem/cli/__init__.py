@@ -39,21 +39,21 @@ GROUPS: dict[str, dict[str, str]] = {
         "completion": "what lets a shell complete these commands by the tab key",
     },
 }
-"""The subcommands by what one wants to know: each is the ``COMMAND`` of the module of its name."""
+"""The subcommands by purpose: each is the ``COMMAND`` of the module of its name."""
 
 COMMANDS = {name: purpose for group in GROUPS.values() for name, purpose in group.items()}
 
 BAD_INPUT = 2
 INTERRUPTED = 130
-"""What a shell expects of a program that Ctrl-C ended."""
+"""Exit code that shells expect of a program ended by Ctrl-C."""
 
 MOST_SAID = 2000
-"""Characters of a sentence on stderr."""
+"""The most characters of a sentence on stderr."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the arguments, without argparse's lines of usage."""
+        """Raise an error for wrong arguments, without argparse's lines of usage."""
         raise ValueError(f"{message}; see {self.prog} --help")
 
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:  # --help and --version leave by SystemExit, and a lost reader shows in a flush
             sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has seen enough; Python would complain once more at exit.
+        # The reader has closed the pipe; Python would print another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BAD_INPUT
     except KeyboardInterrupt:
@@ -135,13 +135,13 @@ def _overview() -> str:
 
 
 class _ShowVersion(argparse.Action):
-    """Prints the installed version, which takes a while to find."""
+    """An action that prints the installed version, which takes a while to find."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_: object) -> None:
         super().__init__(option_strings, dest, nargs=0, help=argparse.SUPPRESS)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Print it."""
+        """Print the version."""
         from importlib.metadata import version
 
         print(f"pytest-gpumem {version('pytest-gpumem')}")
@@ -179,7 +179,7 @@ def _printed(answer: Answer | int, arguments: argparse.Namespace) -> int:
 
 
 def _complete() -> None:
-    """Answer the shell that asks for completions, and end; see ``gpumem completion``."""
+    """Answer a shell's request for completions, and exit; see ``gpumem completion``."""
     try:
         import argcomplete
     except ModuleNotFoundError:
@@ -195,7 +195,7 @@ def _refused(sentence: str, below: str = "") -> int:
 
 
 def _snippet_of(error: BaseException | None) -> str:
-    """What to paste so that a kernel nobody described is simulated, if that was what refused."""
+    """Return code to paste that describes an undescribed kernel, if that was the error."""
     while error is not None:
         if snippet := getattr(error, "snippet", ""):
             where = getattr(error, "belongs_into", "the code that it runs")

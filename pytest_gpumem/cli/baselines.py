@@ -1,4 +1,4 @@
-"""``gpumem baselines``: what is stored, and what becomes of it."""
+"""``gpumem baselines``: commands on stored baselines."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _table(files: list[tuple[str, BaselineFile]]) -> Iterator[str]:
 
 
 def show(arguments: argparse.Namespace) -> Answer:
-    """Return what is stored of a test, or of all tests of a module, in every environment."""
+    """Return the entries of a test, or of all tests of a module, in every environment."""
     module, test_id = split_nodeid(arguments.test)
     found = [
         (content, name, entry)

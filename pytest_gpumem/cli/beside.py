@@ -1,4 +1,4 @@
-"""What ``gpumem predict --compile`` shows: eager code beside compiled code."""
+"""The output of ``gpumem predict --compile``: eager code beside compiled code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODULES = (
 
 
 def lines(target: str, both: Beside, width: int = UNLIMITED) -> Iterator[str]:
-    """Yield what the command prints; of several GPUs, source lines are those of the first."""
+    """Yield the lines of output; of several GPUs, source lines are those of the first."""
     yield heading(target)
     yield from wrap(BY_ITSELF if both.by_itself else MODULES, width)
     yield ""
@@ -64,7 +64,7 @@ def _changes_of(eager: Prediction, compiled: Prediction) -> dict[str, Any]:
 
 
 def _changes(both: Beside, phases: list[str], width: int) -> Iterator[str]:
-    """Yield what compiling changes of each peak."""
+    """Yield the change of each peak by compiling."""
     rows = [["by compiling", "peak", "reserved", *phases]]
     for eager, compiled in both.pairs:
         name = f"{eager.gpu}, {compiled.ranks}" if compiled.ranks else eager.gpu
@@ -95,7 +95,7 @@ def _by_line(
     differing = [name for name in (*phases, "") if peaks[0].get(name) != peaks[1].get(name)]
     for phase in differing:
         if not phase and any(_is_peak_in(name, *peaks) for name in phases):
-            continue  # its lines have been told
+            continue  # its lines have been printed
         changes = [change.to_dict() for change in changes_by_line(eager, compiled, phase)]
         yield f"by line, at the peak{' of ' * bool(phase)}{phase} on {eager.gpu}:"
         yield from explanation_lines(changes, width=None if width == UNLIMITED else width)
@@ -107,7 +107,7 @@ def _is_peak_in(phase: str, *peaks: Mapping[str, int]) -> bool:
 
 
 def _notes(both: Beside) -> Iterator[str]:
-    """Yield the notes; one on one of the two alone says on which."""
+    """Yield the notes; one on only one of the two names it."""
     eager, compiled = (
         list(dict.fromkeys(note for pair in both.pairs for note in pair[side].notes))
         for side in (0, 1)

@@ -30,37 +30,37 @@ FOUND = 1
 
 
 class UnmeasuredError(ValueError):
-    """A commit at which the test cannot be measured; the message says why."""
+    """A commit at which the test cannot be measured; the message is the reason."""
 
 
 Measure = Callable[[str], "Measurement"]
-"""Runs the test at a commit; raises :class:`UnmeasuredError`."""
+"""A function that runs the test at a commit; raises :class:`UnmeasuredError`."""
 
 
 @dataclass
 class Search:
-    """A binary search for the commit at which a peak reached what it is at the last one."""
+    """A binary search for the commit at which a peak reached its value at the last one."""
 
     commits: Sequence[str]
-    """The good one, and those that followed up to the bad one."""
+    """The good commit, and those that followed up to the bad one."""
     measure: Measure
     tolerance: Tolerance
     said: Callable[[str, str], object] = lambda commit, text: None
-    """Called with each commit that was tried, and what came of it."""
+    """Called with each commit that was tried, and its result."""
     found: dict[int, Measurement] = field(default_factory=dict)
-    """By position, what was measured."""
+    """Measurements by position."""
     failed: dict[int, str] = field(default_factory=dict)
-    """By position, why nothing was."""
+    """Reasons by position why nothing was measured."""
 
     @property
     def runs(self) -> int:
-        """How often the test was run, or tried to."""
+        """The number of attempted runs of the test."""
         return len(self.found) + len(self.failed)
 
     def first_bad(self) -> range:
-        """Return the positions of which one is guilty: one, or more where some cannot be measured.
+        """Return the positions of possible causes: one, or more where some cannot be measured.
 
-        Position 0 alone means that the test did not grow. Of n commits, the good one counted, at
+        Only position 0 means that the test did not grow. Of n commits, the good one counted, at
         most log2(n) + 1 are measured unless some cannot be. Raises :class:`UnmeasuredError` where
         the last one cannot be.
         """
@@ -95,7 +95,7 @@ class Search:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Search, and say what was found; raises ``ValueError`` for bad input."""
+    """Search, and return the result; raises ``ValueError`` for bad input."""
     top = toplevel(Path.cwd())
     commits = commits_between(top, arguments.good, arguments.bad)
     arguments.progress.expect(most_runs(len(commits)))
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 def commits_between(top: Path, good: str, bad: str) -> list[str]:
     """Return the commits from ``good`` to ``bad``, along first parents, both included.
 
-    Raises ``ValueError`` with one sentence where git does not know them or ``bad`` does not follow.
+    Raises ``ValueError`` with one sentence where they do not exist or ``bad`` does not follow.
     """
     first, last = (
         git(top, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
@@ -155,7 +155,7 @@ def most_runs(commits: int) -> int:
 
 @contextmanager
 def work_tree(top: Path) -> Iterator[Path]:
-    """Be given a work tree of the repository ``top`` for as long as needed."""
+    """Make a work tree of the repository ``top`` for the duration of the context."""
     with tempfile.TemporaryDirectory(prefix="gpumem-bisect-") as temporary:
         tree = Path(temporary).resolve() / "tree"
         git(top, "worktree", "add", "--quiet", "--detach", "--no-checkout", str(tree), "HEAD")
@@ -172,17 +172,17 @@ class TestAt:
     __test__ = False  # pytest would take the name for a test class
 
     top: Path
-    """The user's work tree, which stays as it is."""
+    """The user's work tree, which is not changed."""
     tree: Path
-    """The one in which commits are checked out."""
+    """The work tree in which commits are checked out."""
     inside: Path
-    """Where in it pytest is started."""
+    """The folder in it in which pytest is started."""
     nodeid: str
     gpu: str
     arguments: Sequence[str] = ()
 
     def measure(self, commit: str) -> Measurement:
-        """Return what the test takes at ``commit``; raises :class:`UnmeasuredError`."""
+        """Return the test's measurement at ``commit``; raises :class:`UnmeasuredError`."""
         git(self.tree, "checkout", "--quiet", "--force", "--detach", commit)
         git(self.tree, "clean", "--quiet", "-ffdx")
         folder = self.tree / self.inside
@@ -225,7 +225,8 @@ class TestAt:
         ]
 
     def _environment(self) -> dict[str, str]:
-        """Let the work tree's code be imported, not that of the user's, installed or not."""
+        """Return variables that make the work tree's code importable, not the user's, installed or
+        not."""
         search = [str(self.tree), str(self.tree / "src")]
         for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
             path = Path(entry).resolve()
@@ -239,7 +240,7 @@ class TestAt:
 
 
 def _last_words(ran: subprocess.CompletedProcess[str]) -> str:
-    """Return what pytest said: its first error, else its last line."""
+    """Return pytest's first error, else its last line."""
     lines = [*ran.stderr.splitlines(), *ran.stdout.splitlines()]
     said = [line.strip(" =") for line in lines if line.strip(" =")]
     errors = [line for line in said if line.startswith(("ERROR", "E  ", "FAILED"))]

@@ -35,11 +35,11 @@ HEADER = (
     "peak, inference",
 )
 _GROUPS = ("", "", "", "", "", "", "", "", "", "", "training", "", "inference")
-"""What stands above the columns in a terminal."""
+"""Headings above the columns in a terminal."""
 _GIVEN_UP = (1, 7, 8, 2, 5, 11, 12)
-"""Columns that a narrow terminal does without: kind, bytes moved, input, operations, inference."""
+"""Columns that a narrow terminal omits: kind, bytes moved, input, operations, inference."""
 _TEXTS = 4
-"""Columns of text; the others are numbers."""
+"""Number of text columns; the others are numbers."""
 
 
 def run(arguments: argparse.Namespace, gpu: str) -> Answer:
@@ -66,11 +66,11 @@ def _csv_lines(layers: Sequence[Layer]) -> list[str]:
 
 
 def layers_of_target(text: str, gpu: str, inputs: Sequence[tuple[int, ...]] = ()) -> list[Layer]:
-    """Return the layers of what the target ``text`` calls."""
+    """Return the layers called by the target ``text``."""
     from pytest_gpumem.prediction.layers import layers_of, on_device
     from pytest_gpumem.values.errors import SimulationError
 
-    with on_device(gpu):  # what the module looks at while it is imported is a GPU
+    with on_device(gpu):  # the module's import finds a GPU
         target = find_target(text)
     if not isinstance(target, FunctionTarget):
         raise TargetError(f"{text}: layers are those of a function; write path.py:function")
@@ -85,7 +85,7 @@ def layers_of_target(text: str, gpu: str, inputs: Sequence[tuple[int, ...]] = ()
 def lines(
     target: str, layers: Sequence[Layer], width: int = UNLIMITED, *, gpu: str = "GPU"
 ) -> Iterator[str]:
-    """Yield what the command prints; a narrow terminal gets fewer columns."""
+    """Yield the lines of output; a narrow terminal gets fewer columns."""
     model = layers[0]
     yield (
         f"{target}: {model.kind}, {model.parameters:,} parameters, "
@@ -113,7 +113,7 @@ def lines(
 
 
 def _outputs(model: Layer) -> str:
-    """Return what the outputs of all layers come to, in powers of 1000 as papers have it."""
+    """Return the sum of all layers' outputs, in powers of 1000 as in papers."""
     held, written = (f"{size / 1e6:,.2f} MB" for size in (model.outputs_held, model.written))
     text = f"the outputs of its layers are {held}, and as much again with their gradients"
     if model.outputs_held == model.written:

@@ -20,7 +20,7 @@ MOST_SOURCE, LEAST_SOURCE = 60, 20
 NUMBERS = 56
 """Columns of the terminal that a line's numbers take, with the gaps."""
 PROCESS = 20
-"""And those of what the process holds, which a narrow terminal does without."""
+"""Columns of the bytes that the process holds, which a narrow terminal omits."""
 
 
 def run(arguments: argparse.Namespace, gpu: str) -> Answer:
@@ -30,12 +30,12 @@ def run(arguments: argparse.Namespace, gpu: str) -> Answer:
 
 
 def lines_of_target(text: str, functions: Sequence[str], gpu: str) -> list[Line]:
-    """Return the lines of what the target ``text`` runs."""
+    """Return the lines run by the target ``text``."""
     from pytest_gpumem.prediction.lines import MEASURED, lines_of
     from pytest_gpumem.simulating import simulate
     from pytest_gpumem.values.errors import SimulationError
 
-    # What the module looks at while it is imported is a GPU.
+    # The module's import finds a GPU.
     with nullcontext() if gpu == MEASURED else simulate(gpu):
         target = find_target(text)
         followed = [_function(name) for name in functions]
@@ -74,7 +74,7 @@ def _plain(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def text_lines(lines: Sequence[Line], width: int = UNLIMITED) -> Iterator[str]:
-    """Yield what the command prints; a narrow terminal shortens the source."""
+    """Yield the lines of output; a narrow terminal shortens the source."""
     from pytest_gpumem.prediction.lines import shown
 
     number = max((len(str(line.number)) for line in lines), default=1)

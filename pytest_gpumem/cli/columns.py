@@ -14,12 +14,12 @@ UNLIMITED = 1 << 20
 
 
 def terminal_width() -> int:
-    """Return the columns of the terminal; what is written to a file is never cut."""
+    """Return the columns of the terminal; output to a file is never cut."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
 
 
 def say(lines: Iterable[str]) -> None:
-    """Print ``lines``; what a name has of control characters is shown and not obeyed."""
+    """Print ``lines``; control characters in names are shown and not obeyed."""
     for line in lines:
         print(printable(line.rstrip()))
 

@@ -1,4 +1,4 @@
-"""What a subcommand is: its arguments, and what it found for a person and for a program."""
+"""A subcommand: its arguments, and its result as text and as data."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument, as :meth:`argparse.ArgumentParser.add_argument` takes it."""
+    """An argument, with the parameters of :meth:`argparse.ArgumentParser.add_argument`."""
 
     names: tuple[str, ...]
     options: Mapping[str, Any]
     group: str = ""
-    """The heading that it stands under in the help."""
+    """The heading under which the help lists it."""
 
     @property
     def attribute(self) -> str:
-        """Where its value stands among the parsed ones."""
+        """The attribute of its value in the parsed arguments."""
         long = next((name for name in self.names if name.startswith("--")), self.names[0])
         written: str = self.options.get("dest", long.lstrip("-"))
         return written.replace("-", "_")
 
     def was_given(self, arguments: argparse.Namespace) -> bool:
-        """Whether the command line says anything else than its default."""
+        """Return whether the command line sets anything else than its default."""
         return getattr(arguments, self.attribute) not in (self.options.get("default"), None, False)
 
 
 def argument(*names: str, group: str = "", **options: Any) -> Argument:
-    """Return the argument of these names; a single ``%`` in its help stands for itself."""
+    """Return the argument of these names; a single ``%`` in its help is literal."""
     if "help" in options:
         options["help"] = options["help"].replace("%", "%%")
     return Argument(names, options, group)
@@ -53,41 +53,41 @@ def refuse_others(
 
 @dataclass(frozen=True)
 class Answer:
-    """What a subcommand found."""
+    """The result of a subcommand."""
 
     lines: Iterable[str]
-    """What a person reads."""
+    """The lines of text."""
     data: Callable[[], Any]
-    """What ``--json`` prints instead: builtin types, sizes in bytes."""
+    """Function that returns the data for ``--json``: builtin types, sizes in bytes."""
     code: int = 0
 
     def texts(self, *, as_json: bool) -> list[str]:
-        """Return the lines to print, JSON as a single one: for what is shown again and again."""
+        """Return the lines to print, JSON as a single one: for repeated output."""
         return [json.dumps(self.data())] if as_json else list(self.lines)
 
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand; its name and the line that says what it is for stand in the table."""
+    """A subcommand; its name and its line of help are in the table."""
 
     description: str
     run: Callable[[argparse.Namespace], Answer | int]
-    """Raises ``ValueError`` with a sentence for bad input. An exit code alone says that everything
-    has been printed already, as ``arguments.json`` asks for. ``arguments.progress`` is told how far
-    it is."""
+    """Function that runs it; raises ``ValueError`` with a sentence for bad input. It returns a mere
+    exit code if it has printed everything itself, by ``arguments.json``. It reports its progress to
+    ``arguments.progress``."""
     arguments: Sequence[Argument] = ()
     examples: Sequence[str] = ()
-    """Command lines."""
+    """Example command lines."""
     json: str = "print everything as JSON, sizes in bytes"
     """Help of ``--json``, which every subcommand has."""
     looks: bool = False
-    """Whether it looks at what is now: it takes no time, or as long as it is watched."""
+    """Whether it shows the present state: it takes no time, or as long as it is watched."""
 
     talks: bool = False
-    """Whether what it runs writes to the terminal: there is no bar beside that."""
+    """Whether the code it runs writes to the terminal: then there is no progress bar."""
 
     def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
-        """Let ``parser`` be that of this command, of that ``name``."""
+        """Set ``parser`` up for this command, named ``name``."""
         parser.description = self.description
         parser.epilog = example_lines(self.examples)
         parser.formatter_class = ExamplesBelow
@@ -105,14 +105,14 @@ class Command:
 
 @dataclass(frozen=True)
 class Commands:
-    """A subcommand that has subcommands of its own, by name with the line that says their use."""
+    """A subcommand with subcommands of its own, by name with their lines of help."""
 
     description: str
     parts: Mapping[str, tuple[str, Command]]
     examples: Sequence[str] = ()
 
     def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
-        """Let ``parser`` be that of this command, of that ``name``."""
+        """Set ``parser`` up for this command, named ``name``."""
         parser.description = self.description
         parser.epilog = example_lines(self.examples)
         parser.formatter_class = ExamplesBelow
@@ -124,13 +124,13 @@ class Commands:
 
 
 def example_lines(examples: Sequence[str]) -> str:
-    """Return what stands below a help's options."""
+    """Return the text below a help's options."""
     lines = "\n".join(f"  {example}" for example in examples)
     return f"examples:\n{lines}" if examples else ""
 
 
 class ExamplesBelow(argparse.HelpFormatter):
-    """Formats help: wraps paragraphs; text in lines stays as it is."""
+    """A formatter of help: wraps paragraphs; text in lines is kept."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" in text:

@@ -30,15 +30,15 @@ COLUMNS = ("test", "phase", "A", "B", "difference", "%", "status")
 FORM = "JSON report, or baselines folder (of all environments or of one)"
 
 MOST_EXPLAINED = 3
-"""Tests of which the source lines are told; ``--json`` has those of all."""
+"""Tests whose source lines are listed; ``--json`` has those of all."""
 
 NOTHING = Test({})
-"""Of a test that one side does not have."""
+"""Stands for a test that one side lacks."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One compared number, in bytes; ``None`` on the side that lacks it."""
+    """A compared number, in bytes; ``None`` on the side that lacks it."""
 
     phase: str
     a: int | None
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def change(self) -> int | None:
-        """What B has more than A; ``None`` where one of them has no number."""
+        """B's number minus A's; ``None`` where one of them has no number."""
         return None if self.a is None or self.b is None else self.b - self.a
 
     @property
@@ -69,29 +69,29 @@ class Row:
 
 @dataclass(frozen=True)
 class Compared:
-    """One test of both sides, or of one of them."""
+    """A test of both sides, or of one of them."""
 
     nodeid: str
     shown: str
-    """Its name with what a reader has to know: the environment, and what it was called before."""
+    """Its name with additions for the reader: the environment, and its former name."""
     rows: tuple[Row, ...]
     tolerance: str = ""
-    """Its own."""
+    """The test's own tolerance."""
     environment: str = ""
-    """The key of B's."""
+    """The key of B's environment."""
     was: str | None = None
-    """The node id that A has, where that is another one."""
+    """The node id in A, where that is another one."""
     sides: tuple[Test, Test] = (NOTHING, NOTHING)
-    """What A and B know of it."""
+    """The test's data in A and B."""
 
     @property
     def only(self) -> str:
-        """``new`` or ``gone`` where one side alone has it, else empty."""
+        """``new`` or ``gone`` where only one side has it, else empty."""
         statuses = {row.status for row in self.rows}
         return statuses.pop() if len(statuses) == 1 and statuses <= {"new", "gone"} else ""
 
     def changes(self, row: Row) -> list[dict[str, Any]]:
-        """Return whose bytes differ; none where one side has not recorded that, or none differ."""
+        """Return the sites whose bytes differ; none where one side lacks them, or none differ."""
         a, b = (side.sites(row.phase) for side in self.sides)
         return [change.to_dict() for change in explain(b, a)] if a and b and row.change else []
 
@@ -103,7 +103,7 @@ class Compared:
 
     @property
     def order(self) -> tuple[bool, int, str]:
-        """What to sort by: the largest regression first, the largest improvement after them."""
+        """The sort key: the largest regression first, the largest improvement after them."""
         changes = [row.change or 0 for row in self.rows]
         regressed = any(row.status == "regression" for row in self.rows)
         largest = max(changes, key=abs, default=0)
@@ -206,7 +206,7 @@ def _rows(
 def _chosen(
     tests: Iterable[Compared], parts: Sequence[str] | None, phases: Collection[str] | None
 ) -> list[Compared]:
-    """Return the tests, and of each the rows, that were asked for.
+    """Return the requested tests, and the rows of each.
 
     Raises ``ValueError`` where there are none.
     """
@@ -348,7 +348,7 @@ def _table(lines: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _explained(tests: Sequence[Compared]) -> Iterator[str]:
-    """Yield by line what differs most in the first tests that recorded it."""
+    """Yield the largest differences by line in the first tests that recorded lines."""
     differing = [(test, row) for test in tests if (row := test.largest) is not None]
     told = 0
     for test, row in differing:

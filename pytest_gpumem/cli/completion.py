@@ -1,4 +1,4 @@
-"""``gpumem completion SHELL``: what makes the tab key complete ``gpumem`` there."""
+"""``gpumem completion SHELL``: a script with which the tab key completes ``gpumem``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--device``: where a command runs code, and the processes that have the dry device."""
+"""``--device``: the device on which a command runs code, and processes with the dry device."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run_on_dry(arguments: argparse.Namespace, gpu: str) -> int:
 
 
 def answer_on_dry(arguments: argparse.Namespace, gpu: str, *, memory: int | None = None) -> Any:
-    """Return what the same command answers as JSON in a process with a dry ``gpu``.
+    """Return the JSON output of the same command in a process with a dry ``gpu``.
 
     Its memory is as many bytes, or the model's. Raises ``ValueError`` for what the command refuses.
     """

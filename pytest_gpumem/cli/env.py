@@ -1,4 +1,4 @@
-"""``gpumem env``: what a number depends on here, for a report that one differs."""
+"""``gpumem env``: the facts of this machine on which a number depends, for bug reports."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NOT_INSTALLED = "not installed"
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Find it out."""
+    """Collect the facts."""
     known = found()
     return Answer(table(list(_rows(known)), left=(0, 1)), lambda: known)
 
 
 def found() -> dict[str, Any]:
-    """Return what a number depends on as builtin types; initialises CUDA where there is a GPU."""
+    """Return the facts as builtin types; initialises CUDA where there is a GPU."""
     devices, trouble, libraries = _devices()
     return {
         "system": " ".join((platform.system(), platform.release(), platform.machine())),

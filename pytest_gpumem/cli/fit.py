@@ -1,4 +1,4 @@
-"""Which GPU is large enough: the table of predictions, and what stands around it."""
+"""The GPUs that are large enough: the table of predictions, with its notes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CONTEXT = "The CUDA context comes on top: some 300 to 600 MiB, by driver and GPU
 RULES = "simulated by the rules of torch {}"
 DRY = "torch {}'s own CUDA code over a runtime without kernels"
 MEASURED = "measured with torch {}"
-"""Whose numbers they are."""
+"""The origin of the numbers, for the heading."""
 
 
 def lines(
     target: str, predictions: Sequence[Prediction], width: int = UNLIMITED, whose: str = RULES
 ) -> Iterator[str]:
-    """Yield what the command prints; a narrow terminal shows the first phases only."""
+    """Yield the lines of output; a narrow terminal shows the first phases only."""
     yield heading(target, whose)
     yield ""
     yield from fit_table(predictions, phases_of(predictions), width)
@@ -35,7 +35,7 @@ def lines(
 
 
 def heading(target: str, whose: str = RULES) -> str:
-    """Return the line that says whose numbers they are."""
+    """Return the line that gives the origin of the numbers."""
     return f"{target}, {whose.format(version('torch').partition('+')[0])}"
 
 
@@ -47,7 +47,7 @@ def phases_of(predictions: Iterable[Prediction]) -> list[str]:
 def fit_table(
     predictions: Sequence[Prediction], phases: Sequence[str], width: int
 ) -> Iterator[str]:
-    """Yield a table that says which GPU is large enough, with the peaks of ``phases``."""
+    """Yield a table of the GPUs that are large enough, with the peaks of ``phases``."""
     header = ["GPU", "memory", "peak", "reserved", *phases, "fits"]
     rows = [header, *(_row(one, phases) for one in predictions)]
     given_up = [*range(len(header) - 2, len(header) - 2 - len(phases), -1), 3]
@@ -65,7 +65,7 @@ def _row(prediction: Prediction, phases: Sequence[str]) -> list[str]:
     known: dict[str, Any] = dict(prediction.phases)
     left = format_size(abs(prediction.left))
     if prediction.fits:
-        # Cached memory that is given back on the way can make more fit than is reserved in all.
+        # Cached memory that is released during the run can make more fit than is reserved in all.
         fits = f"yes, {left} left" if prediction.left >= 0 else "yes, after releasing its cache"
     else:
         fits = f"no, {left} missing" if prediction.left < 0 else "no, it is too fragmented"

@@ -1,4 +1,4 @@
-"""The GPUs of this host, who holds what of them, and who waits: as data and as lines."""
+"""The GPUs of this host, the holders of their memory, and waiting tests: as data and as lines."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 BAR = 20
 """Columns of the picture of a device's memory."""
 COLUMNS, LEFT = 7, (0, 2, 3, 6)
-"""Of the table of those who are there, and which of them are aligned to the left."""
+"""Number of columns of the table of holders, and those that are aligned to the left."""
 UNNOTICED = 64 * 2**20
-"""Bytes that a driver may hold of a device that nobody uses."""
+"""Bytes that a driver may hold of an unused device."""
 
 
 def found() -> tuple[list[dict[str, Any]], str | None]:
@@ -45,7 +45,7 @@ def found() -> tuple[list[dict[str, Any]], str | None]:
 
 
 def lines(devices: Sequence[Mapping[str, Any]], trouble: str | None, width: int) -> Iterator[str]:
-    """Yield what a person reads in ``width`` columns."""
+    """Yield the lines of output in ``width`` columns."""
     if not devices:
         yield f"no GPU: {trouble}" if trouble else "no GPU"
     for number, device in enumerate(devices):
@@ -75,7 +75,7 @@ def _memory(device: Mapping[str, Any]) -> str:
 
 
 def _rows(device: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """What is known of everybody there: what it does, bytes, who, seconds, how busy, with what."""
+    """Yield a row for each holder: action, bytes, process, worker, seconds, load, test or name."""
     percent = {one["pid"]: _percent(one["gpu_percent"]) for one in device["processes"]}
     for verb in ("runs", "waits"):
         for test in device[verb]:
@@ -166,7 +166,7 @@ def _enter(devices: list[dict[str, Any]], ledger: Ledger) -> None:
 
 
 def _between_tests(state: State, device: str, pids: Mapping[int, int]) -> list[dict[str, Any]]:
-    """Those who hold something, and run no test there."""
+    """Return the workers that hold memory of ``device`` and run no test on it."""
     found = state.devices[device]
     busy = {lease.request.owner for lease in state.running if device in lease.request.needs}
     return [

@@ -1,4 +1,4 @@
-"""``gpumem gpus``: the GPUs of this host, who holds what of them, and who waits."""
+"""``gpumem gpus``: the GPUs of this host, the holders of their memory, and waiting tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_gpumem.cli.screen import watch
 
 
 def run(arguments: argparse.Namespace) -> Answer | int:
-    """Look once, or again and again and at the tests that pytest runs, too."""
+    """Show the GPUs once, or repeatedly and with the tests that pytest runs."""
     if arguments.watch is None:
         if arguments.once:
             raise ValueError("--once goes with --watch; without it there is one look already")
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
 
 
 def look() -> Answer:
-    """Return what there is to say of the GPUs now."""
+    """Return the present state of the GPUs."""
     devices, trouble = gpu_lines.found()
     return Answer(
         gpu_lines.lines(devices, trouble, terminal_width()),

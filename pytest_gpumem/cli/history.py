@@ -1,4 +1,4 @@
-"""``gpumem history``: how each test's peak went over reports or commits."""
+"""``gpumem history``: each test's peak over reports or commits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = ("test", "trend", "first", "last", "change", "%", "steps", "crept")
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Say how peaks went; raises ``ValueError`` for bad input."""
+    """Return the history of peaks; raises ``ValueError`` for bad input."""
     most = _tolerance("--max-creep", arguments.max_creep)
     given = arguments.tolerance
     small = SMALL if given is None else _tolerance("--tolerance", given)
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def past_of(arguments: argparse.Namespace) -> Past:
-    """Return what the reports or commits that were asked for say.
+    """Return the data of the requested reports or commits.
 
     Raises ``ValueError`` where that cannot be read.
     """
@@ -134,7 +134,7 @@ def _tolerance(option: str, text: str) -> Tolerance:
 
 
 def past_in_git(group: str = "") -> tuple[Argument, ...]:
-    """Return the arguments of every command that reads what commits stored."""
+    """Return the arguments of every command that reads stored baselines of commits."""
     return (
         argument(
             "--git",

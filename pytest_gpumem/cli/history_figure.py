@@ -1,4 +1,4 @@
-"""The picture of ``gpumem plot --kind history``: how peaks went, a panel for each test."""
+"""The picture of ``gpumem plot --kind history``: peaks over time, a panel for each test."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ MOST_PANELS = 8
 MOST_TICKS = 10
 """Commits or reports that are named below the last panel."""
 MOST_LETTERS, MOST_LABEL = 58, 16
-"""Of a test's name, and of a commit's or report's."""
+"""The most characters of a test's name, and of a commit's or report's."""
 
 LINE, UP, DOWN, SMALL = "#5b9bd5", "#c8402f", "#3f8f4f", "#e3a02f"
 WORDS = 0.26
-"""Of a panel's width: what the words beside a step take."""
+"""Part of a panel's width that the words beside a step take."""
 LINE_OF_WORDS = 0.3
-"""And of its peaks' range."""
+"""Part of the range of its peaks that a line of words takes."""
 
 
 def draw_history(figure: Figure, past: Past, trends: Sequence[Trend], small: Tolerance) -> None:
     """Draw ``trends``, at least one, over the moments of ``past``.
 
-    A step, a change by more than ``small``, has a triangle, the largest its size and what brought
-    it; what grew within ``small`` has a dot.
+    A step, a change by more than ``small``, has a triangle, the largest also its size and its
+    commit or report; growth within ``small`` has a dot.
     """
     shown = sorted(trends, key=_change, reverse=True)[:MOST_PANELS]
     figure.set_figheight(1.4 + 1.25 * len(shown))
@@ -97,7 +97,7 @@ def _panel(axes: Axes, past: Past, trend: Trend, several: bool) -> None:
 
 
 def _ticks(low: int, high: int) -> tuple[list[int], list[str]]:
-    """Return the lowest and the highest peak, in digits that tell them apart."""
+    """Return the lowest and the highest peak, in digits that distinguish them."""
     if low == high:
         return [low], [format_size(low)]
     return [low, high], list(format_apart(low, high))

@@ -1,4 +1,4 @@
-"""``gpumem baselines move OLD NEW``: stored baselines follow a test that was moved or renamed."""
+"""``gpumem baselines move OLD NEW``: baselines are moved for a moved or renamed test."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def move(arguments: argparse.Namespace) -> Answer:
 
 @dataclass(frozen=True)
 class _Move:
-    """What moves in one environment."""
+    """The entries to move in one environment."""
 
     environment: Environment
     old: str
@@ -54,7 +54,7 @@ class _Move:
     names: Mapping[str, str]
     """New test ids by old ones."""
     entries: Mapping[str, BaselineEntry]
-    """By new test id."""
+    """Entries by new test id."""
 
     @classmethod
     def of(
@@ -64,7 +64,7 @@ class _Move:
         old: tuple[str, str],
         new: tuple[str, str],
     ) -> _Move:
-        """Return what there is to move; raises a ``ValueError`` where something is in its place."""
+        """Return the entries to move; raises a ``ValueError`` where the new names are taken."""
         stored = store.read(environment, old[0])
         names = {name: new[1] or name for name in stored if not old[1] or name == old[1]}
         taken = store.read(environment, new[0]).keys() & set(names.values())
@@ -77,13 +77,14 @@ class _Move:
         return cls(environment, old[0], new[0], names, entries)
 
     def carry_out(self, store: BaselineStore) -> None:
-        """Write it."""
-        # What is there twice for a moment is not lost if this process ends between the two.
+        """Write the moved entries."""
+        # The entries exist twice for a moment, so that none is lost if this process ends between
+        # the two.
         store.edit(self.environment, self.new, lambda entries: entries.update(self.entries))
         store.edit(self.environment, self.old, self._drop)
 
     def to_dicts(self) -> list[dict[str, str]]:
-        """Return what moves, test by test."""
+        """Return the moves, test by test."""
         return [
             {
                 "environment": self.environment.key,

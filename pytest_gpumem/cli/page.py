@@ -41,7 +41,7 @@ def write(arguments: argparse.Namespace) -> Answer:
 
 
 def _past(paths: Sequence[Path], report: Path, records: Sequence[TestRecord]) -> Past | None:
-    """Return what earlier reports say, and at the end what ``report`` does; ``None`` without."""
+    """Return the data of earlier reports, with ``report`` at the end; ``None`` without."""
     if not paths:
         return None
     from pytest_gpumem.report.past import past_of_reports, peaks_of

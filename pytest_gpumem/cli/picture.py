@@ -1,4 +1,4 @@
-"""``gpumem report --to png``: a picture of what a run measured, for a paper or a pull request."""
+"""``gpumem report --to png``: a picture of a run's measurements, for a paper or a pull request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_BARS = 30
 """Tests of one picture, those with the highest peaks."""
 
 MOST_LETTERS = 60
-"""Of a test's name beside its bar."""
+"""The most characters of a test's name beside its bar."""
 
 COLOURS = dict(
     zip(
@@ -47,7 +47,7 @@ COLOURS = dict(
         strict=True,
     )
 )
-"""Those of the HTML report."""
+"""Colours of categories, as in the HTML report."""
 
 HISTORY = "history"
 """The kind of picture that is not of one report."""
@@ -78,7 +78,7 @@ def _output(arguments: argparse.Namespace, suffix: str) -> Path:
 
 
 def _plot_report(arguments: argparse.Namespace, output: Path) -> list[str]:
-    """Draw one report; return the tests that are meant."""
+    """Draw one report; return the selected tests."""
     if arguments.git or len(arguments.reports) != 1:
         raise ValueError(
             f"--kind {arguments.kind} is of one report; several, and --git, are for --kind history"
@@ -97,7 +97,7 @@ def _plot_report(arguments: argparse.Namespace, output: Path) -> list[str]:
 
 
 def _plot_history(arguments: argparse.Namespace, output: Path) -> list[str]:
-    """Draw how peaks went; return the tests that are meant."""
+    """Draw the history of peaks; return the selected tests."""
     past = past_of(arguments)
     trends = [trend for trend in past.trends(SMALL) if arguments.test in trend.nodeid]
     if not trends:
@@ -111,7 +111,7 @@ def _wanted(part: str) -> str:
 
 
 def drawn_to(output: Path, draw: Callable[[Figure], None]) -> None:
-    """Write to ``output`` what ``draw`` draws.
+    """Write the figure that ``draw`` draws to ``output``.
 
     Raises ``ValueError`` where it cannot, or matplotlib is not installed.
     """
@@ -123,7 +123,7 @@ def drawn_to(output: Path, draw: Callable[[Figure], None]) -> None:
             "pictures are drawn by matplotlib, which is not installed: "
             "pip install 'pytest-gpumem[plot]'"
         ) from error
-    # Names of tests are no mathematics, whatever dollars are in them.
+    # Names of tests are not mathtext, even with dollars in them.
     with matplotlib.rc_context({"text.parse_math": False, "font.size": 9}):
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         draw(figure)
@@ -204,7 +204,7 @@ KINDS: dict[str, Callable[[Figure, Sequence[TestRecord]], None]] = {
 
 
 def _bars(axes: Axes, rows: Sequence[tuple[str, Mapping[str, int], int]]) -> None:
-    """Draw a bar for each name, composition and peak (bytes); what is not composed is white."""
+    """Draw a bar for each name, composition and peak (bytes); the rest of a peak is white."""
     labels = [_name(name) for name, _, _ in rows]
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("peak allocated")

@@ -1,4 +1,4 @@
-"""``gpumem plan --runner MODEL:PRICE``: which GPU each test needs, and what that costs."""
+"""``gpumem plan --runner MODEL:PRICE``: the GPU that each test needs, and the cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pytest_gpumem.text import shorten, wrap
 
 INCOMPLETE = 1
 MOST_LISTED = 10
-"""Tests of one kind that are named."""
+"""The most tests of one kind that are named."""
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 def lines(
     plan: Plan, needs: Needs, minutes: float | None = None, width: int = UNLIMITED
 ) -> Iterator[str]:
-    """Yield what a person reads."""
+    """Yield the lines of output."""
     yield from wrap(_headline(plan), width)
     yield ""
     yield from table(list(_rows(plan)), left=(0,), given_up=(2, 1), width=width)

@@ -1,4 +1,4 @@
-"""``gpumem predict TARGET``: what it would need, whether it fits; also by line and by layer."""
+"""``gpumem predict TARGET``: its need, and whether it fits; also by line and by layer."""
 
 from __future__ import annotations
 
@@ -140,14 +140,14 @@ def predictions_of(
     ranks: Sequence[int] | None = None,
     mode: Mode | None = None,
 ) -> list[Prediction]:
-    """Return what the target ``text`` needs on each of ``gpus``, as the worst of so many ranks."""
+    """Return the need of the target ``text`` on each of ``gpus``, of the worst of so many ranks."""
     from pytest_gpumem.prediction.process import PredictionError
     from pytest_gpumem.prediction.simulated import predict
     from pytest_gpumem.prediction.tested import predict_test
     from pytest_gpumem.simulating import simulate
     from pytest_gpumem.values.errors import SimulationError
 
-    with simulate(gpus[0]):  # what the module looks at while it is imported is a GPU
+    with simulate(gpus[0]):  # the module's import finds a GPU
         target = find_target(text)
     if not isinstance(target, FunctionTarget):
         if ranks:
@@ -199,7 +199,7 @@ WHOLE = (
         "line; modules are compiled where TARGET compiles nothing itself",
     ),
 )
-"""Of a prediction that is not by line or layer."""
+"""Options of a prediction that is not by line or layer."""
 
 _GROUPS = {
     "no --by": WHOLE,

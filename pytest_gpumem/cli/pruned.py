@@ -1,4 +1,4 @@
-"""``gpumem baselines prune``: drops what is stored of tests that no longer exist."""
+"""``gpumem baselines prune``: removes baselines of tests that no longer exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def prune(arguments: argparse.Namespace) -> Answer:
-    """Drop them; raises ``ValueError`` where pytest cannot collect the project's tests."""
+    """Remove them; raises ``ValueError`` where pytest cannot collect the project's tests."""
     folder: Path = arguments.baselines
     files = read_folder(folder)
     gone = Gone(_collected(), frozenset())
@@ -69,7 +69,7 @@ class _Collector:
         self.rootpath = Path()
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Keep what module paths are relative to."""
+        """Keep the folder to which module paths are relative."""
         self.rootpath = config.rootpath
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
@@ -77,7 +77,7 @@ class _Collector:
         self.nodeids.append(item.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep which modules could not be collected."""
+        """Keep the modules that could not be collected."""
         if report.failed:
             self.failed.append(report.nodeid)
 

@@ -72,7 +72,7 @@ def _write_page(
 
 
 def to_dict(result: ReplayResult, path: Path) -> dict[str, Any]:
-    """The JSON form: the fields of :class:`ReplayResult`, sizes in bytes."""
+    """Return the JSON form: the fields of :class:`ReplayResult`, sizes in bytes."""
     devices = []
     for device in result.devices:
         entry = asdict(device)
@@ -91,7 +91,7 @@ def to_dict(result: ReplayResult, path: Path) -> dict[str, Any]:
 
 
 def lines(result: ReplayResult, path: Path, used_elsewhere: int = 0) -> Iterator[str]:
-    """Yield what the command prints."""
+    """Yield the lines of output."""
     names = ", ".join(f"cuda:{device.device}" for device in result.devices)
     count = sum(device.events for device in result.devices)
     events = f"{count:,} event{'s' if count != 1 else ''}"

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def _form(arguments: argparse.Namespace) -> str:
-    """Return what was asked for by name or by the suffix of the output, else a page."""
+    """Return the form chosen by name or by the suffix of the output, else a page."""
     output: Path | None = arguments.output
     if arguments.to is not None:
         form: str = arguments.to

@@ -1,4 +1,4 @@
-"""``gpumem run SCRIPT``: what a script, as it is, takes of a GPU in its first steps."""
+"""``gpumem run SCRIPT``: the GPU memory of an unchanged script in its first steps."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 from pytest_gpumem.values.prediction import Prediction
 
 FAILED = 1
-"""It does not fit one of the GPUs, or it raised."""
+"""Exit code if it does not fit one of the GPUs, or has raised."""
 
 _NO_RESULT = (endings.RAISED, endings.EXITED)
 
 
 def run(arguments: argparse.Namespace) -> Answer | int:
-    """Run the script; raises ``ValueError`` for what cannot be run."""
+    """Run the script; raises ``ValueError`` for a script that cannot be run."""
     script = Script(arguments.script, tuple(arguments.arguments), arguments.module)
     device: DeviceOption = arguments.device
     kind = endings.DRY if device.kind == DRY else ""
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
         for gpu in device.models(arguments.gpu, [otherwise])
     ]
     script.check()
-    if find_spec("torch") is None:  # said before another process is started for nothing
+    if find_spec("torch") is None:  # reported before another process is started in vain
         raise ModuleNotFoundError("torch is not installed", name="torch")
     settings = Settings(arguments.steps, arguments.seconds, quiet=arguments.json)
     results: list[Result] = []
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
 
 
 def _failed(script: Script, result: Result) -> int:
-    """Say how the script failed, below what it has said itself."""
+    """Report how the script failed, below its own output."""
     answer = result.told
     ended = f"ended with exit code {answer.sentence}"
     how = ended if answer.ending == endings.EXITED else f"raised {answer.sentence}"
@@ -124,7 +124,7 @@ def _to_dict(result: Result) -> dict[str, Any]:
 def lines(
     script: Script, results: Sequence[Result], test: str | None, width: int = UNLIMITED
 ) -> Iterator[str]:
-    """Yield what the command prints: phases and holders on the first GPU, then what fits which."""
+    """Yield the lines of output: phases and holders on the first GPU, then what fits which."""
     first = results[0].told
     yield _heading(script, first)
     yield ""
@@ -202,7 +202,7 @@ def _phase_row(phase: PhaseRecord, depth: int) -> tuple[str, ...]:
 
 def _peak_lines(measured: Measurement, width: int) -> Iterator[str]:
     peak = measured.peak_allocated
-    # The innermost phase is the one that says most.
+    # The innermost phase is the most specific one.
     found = [one for one in measured.phases.values() if one.peak_allocated == peak]
     inner = [one for one in found if one.name not in {other.parent for other in found}]
     where = f" in {inner[0].name}" if inner else ""

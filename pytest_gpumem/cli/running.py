@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def look(folder: Path) -> Answer:
-    """Return what there is to say of the GPUs and of the runs that meet in ``folder`` now."""
+    """Return the present state of the GPUs and of the runs that use ``folder``."""
     from pytest_gpumem.sharing.watched import runs
 
     devices, trouble = gpu_lines.found()
@@ -39,7 +39,7 @@ def lines(
     now: float,
     width: int,
 ) -> Iterator[str]:
-    """Yield what a person reads at the time ``now``, in ``width`` columns."""
+    """Yield the lines of output at the time ``now``, in ``width`` columns."""
     yield from gpu_lines.lines(devices, trouble, width)
     yield ""
     if not seen:

@@ -1,4 +1,4 @@
-"""What a command shows again and again, in place, until it is interrupted."""
+"""Repeated output of a command, in place, until it is interrupted."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import TextIO
 
 from pytest_gpumem.text import shorten
 
-# ECMA-48 and xterm's private modes, which tmux and screen know too.
+# ECMA-48 and xterm's private modes, which tmux and screen support too.
 _ENTER = "\x1b[?1049h\x1b[?25l"
-"""To the alternate screen, without a cursor."""
+"""Switch to the alternate screen, without a cursor."""
 _LEAVE = "\x1b[?25h\x1b[?1049l"
 _HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def frame(lines: Sequence[str], columns: int, rows: int) -> str:
-    """Return what paints ``lines`` over what a terminal of that size shows.
+    """Return the text that paints ``lines`` over a terminal of that size.
 
     Nothing is cleared before it is written again, so nothing flickers; what does not fit is left
-    out, and the last row says so.
+    out, and the last row reports that.
     """
     shown = [shorten(line, columns) for line in lines]
     if len(shown) > rows:
@@ -38,7 +38,7 @@ def watch(
     out: TextIO | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show ``lines`` anew every so many ``seconds`` until Ctrl-C, and leave the terminal as it was.
+    """Show ``lines`` again every ``seconds`` until Ctrl-C, and restore the terminal.
 
     A file or a pipe gets them one time after the other.
     """

@@ -1,4 +1,4 @@
-"""What ``gpumem compare`` reads: the numbers of a report or a baselines folder."""
+"""The input of ``gpumem compare``: the numbers of a report or a baselines folder."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ Figures = Mapping[str, int]
 """Peaks in bytes by phase, the whole test's under the empty name; empty for a failed test."""
 
 Sites = Callable[[str], Sequence[Site]]
-"""What was live, by the names of :data:`Figures`."""
+"""Lookup of the live sites, by the names of :data:`Figures`."""
 
 
 @dataclass(frozen=True)
 class Test:
-    """What one side knows of one test."""
+    """The data of one side on one test."""
 
     figures: Figures
     tolerance: Tolerance | None = None
-    """Its own, by marker, option or ini; ``None`` where that of its environment applies."""
+    """The test's own, by marker, option or ini; ``None`` where its environment's applies."""
     sites: Sites = lambda phase: ()
-    """Who held the bytes at each of these peaks; nothing where that was not recorded."""
+    """The holders of the bytes at each of these peaks; empty where not recorded."""
 
 
 @dataclass
 class Side:
-    """One of the two that are compared."""
+    """A side of a comparison."""
 
     path: Path
     environments: dict[str, Environment] = field(default_factory=dict)
     tests: dict[str, dict[str, Test]] = field(default_factory=dict)
-    """By environment key and node id."""
+    """Tests by environment key and node id."""
 
     def add(
         self,
@@ -51,14 +51,14 @@ class Side:
         tolerance: str | None,
         sites: Sites,
     ) -> None:
-        """Put one test in its place."""
+        """Add a test."""
         self.environments[environment.key] = environment
         own = parse_tolerance(tolerance) if tolerance is not None else None
         self.tests.setdefault(environment.key, {})[nodeid] = Test(figures, own, sites)
 
 
 def read_side(path: Path) -> Side:
-    """Return what ``path`` holds: a baselines folder or a JSON report.
+    """Return the content of ``path``: a baselines folder or a JSON report.
 
     Raises ``ValueError`` with one sentence where it is neither.
     """

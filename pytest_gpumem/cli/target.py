@@ -1,4 +1,4 @@
-"""What a command runs: a function of a module or file, or a test."""
+"""The target of a command: a function of a module or file, or a test."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class FunctionTarget:
 
 
 def find_target(text: str, *, takes_arguments: bool = False) -> FunctionTarget | TestTarget:
-    """Return what ``text`` names; a file or module is imported for it.
+    """Return the target that ``text`` names; a file or module is imported for it.
 
-    Raises :class:`TargetError` where nothing is there, or where the function needs arguments and
+    Raises :class:`TargetError` where it does not exist, or where the function needs arguments and
     may not take any.
     """
     if "::" in text:
@@ -75,7 +75,7 @@ def _module(text: str, place: str) -> ModuleType:
         return loaded
     if is_path and not Path(place).is_file():
         raise TargetError(f"{text}: there is no file {place}")
-    # As python itself does for a script, and for -m.
+    # Like python itself for a script, and for -m.
     folder = str(Path(place).resolve().parent if is_path else Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -1,4 +1,4 @@
-"""Blocks of torch's allocator on the dry device: whose they are, and when a collection is due.
+"""Blocks of torch's allocator on the dry device: their owners, and the time of collections.
 
 A test's reserved bytes must not depend on what earlier tests have left. Blocks that none of its
 fixtures holds keep their segments reserved, so the free parts of those segments are filled while
@@ -22,9 +22,9 @@ _MOST_IN_SMALL = 1 << 20
 c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15)."""
 
 _MOST_TRIES = 100
-"""Parts of fixtures' segments that may have to be taken before one of a stranger's is."""
+"""The most parts of fixtures' segments that are taken before one of another segment is."""
 _MOST_ROUNDS = 10
-"""A part that another one's block was taken from is filled in the next round."""
+"""Rounds of filling: a part from which another one's block was taken is filled in the next."""
 
 Span = tuple[int, int]
 """Numbers of blocks: above the first, up to the second."""
@@ -42,7 +42,7 @@ class _Hole(NamedTuple):
 
 
 class Blocks:
-    """What the runtime knows of blocks (``source/allocations.c``)."""
+    """The runtime's record of blocks (``source/allocations.c``)."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None)
@@ -75,21 +75,21 @@ class Blocks:
             self.count_anew()
 
     def count_anew(self) -> None:
-        """Let the blocks that there are now be those of the start."""
+        """Take the present number of blocks as the start of the count."""
         function, by = self._function or (None, 0)
         self._collect(function, ctypes.c_size_t(by))
 
 
 class Strays:
-    """What tests have left on the device, while another one runs."""
+    """Blocks that tests have left on the device, while another one runs."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
         self._spans: dict[object, Span] = {}
-        """By fixture: the blocks of its set-up."""
+        """Blocks of a fixture's set-up, by fixture."""
         self._kept: list[torch.Tensor] = []
         self._known: dict[int, list[weakref.ref[torch.Tensor]]] = {}
-        """By number of a block: tensors in it, as far as anybody has looked."""
+        """Tensors in a block by its number, as far as they have been looked up."""
         self._filled: dict[int, int] = {}
         """Bytes by address."""
 
@@ -100,7 +100,7 @@ class Strays:
 
     @contextmanager
     def setting_up(self, fixture: object) -> Iterator[None]:
-        """Know the blocks that the set-up of ``fixture`` makes inside as its own."""
+        """Record the blocks allocated inside as those of the set-up of ``fixture``."""
         first = self._blocks.last
         yield
         self._spans[fixture] = first, self._blocks.last
@@ -110,7 +110,7 @@ class Strays:
         self._spans.pop(fixture, None)
 
     def fill(self, fixtures: Iterable[object]) -> None:
-        """Leave no room beside what belongs to none of ``fixtures``, until :meth:`release`."""
+        """Fill the free space beside blocks of none of ``fixtures``, until :meth:`release`."""
         if not torch.cuda.is_initialized():
             return
         spans = [self._spans[one] for one in fixtures if one in self._spans]
@@ -141,7 +141,7 @@ class Strays:
         return holes, strangers
 
     def release(self) -> None:
-        """Let things be as they were left."""
+        """Free the filled space."""
         self._kept.clear()
         while self._filled:
             address, _ = self._filled.popitem()
@@ -158,7 +158,7 @@ class Strays:
                 self._filled[address] = size
                 left -= size
             else:
-                # The allocator takes the smallest part that has room, a fixture's too.
+                # The allocator takes the smallest part that has room, even a fixture's.
                 elsewhere.append(address)
                 tries += 1
 

@@ -1,8 +1,8 @@
-"""Compiles the dry runtime with the machine's C compiler, once for each build of torch.
+"""The build of the dry runtime with the machine's C compiler, once for each build of torch.
 
 The result is a folder in the user's cache: the runtime itself, and for each of NVIDIA's libraries
-that torch asks the loader for a library of that name that holds nothing but the version nodes which
-torch wants and hands on to the runtime. The loader then never looks for NVIDIA's own.
+that torch needs a library of that name, which only has the version nodes that torch needs and
+depends on the runtime. The loader then never looks for NVIDIA's own.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def built(torch: TorchBuild) -> Path:
 
 
 def _build_in_place(torch: TorchBuild, folder: Path) -> None:
-    """Build beside ``folder`` and rename: a build that was killed leaves no half of one."""
+    """Build beside ``folder`` and rename, so that a killed build leaves no partial one."""
     draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         build(torch, draft)
@@ -98,7 +98,7 @@ def _stubs(names: Iterable[str]) -> str:
 
 
 def _names_by_string() -> frozenset[str]:
-    """Return the names that programs look up while they run, which no ELF file tells."""
+    """Return the names that programs look up at run time, which no ELF file contains."""
     return frozenset((_SOURCE / "names.txt").read_text(encoding="utf-8").split())
 
 

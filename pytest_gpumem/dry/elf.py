@@ -24,7 +24,7 @@ _UNDEFINED = 0
 
 
 class ElfError(ValueError):
-    """A file that is no shared library for 64-bit Linux; the message names it."""
+    """An error for a file that is not a shared library for 64-bit Linux; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Imports:
     """The names that a shared library takes from others."""
 
     libraries: frozenset[str]
-    """The names that it asks the loader for, ``libcudart.so.13``."""
+    """The libraries that it needs, ``libcudart.so.13``."""
     symbols: frozenset[str]
     """Names without their versions."""
     exported: frozenset[str]
     """Names that others can take from it."""
     versions: Mapping[str, frozenset[str]]
-    """By library: the version nodes that it must have."""
+    """The version nodes that a library must have, by library."""
 
 
 class _Section(NamedTuple):
@@ -50,7 +50,7 @@ class _Section(NamedTuple):
 
 
 def imports_of(path: Path) -> Imports:
-    """Return what the library at ``path`` takes from others; raises :class:`ElfError`."""
+    """Return the names that the library at ``path`` takes from others; raises :class:`ElfError`."""
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise ElfError(f"{path} is not a shared library for 64-bit Linux")

@@ -45,7 +45,7 @@ _BUS_WIDTHS = {
 
 
 def models_of(names: str) -> list[GpuModel]:
-    """Return the GPUs that ``"A100-40GB*2,H100"`` stands for, one by one.
+    """Return the GPUs of ``"A100-40GB*2,H100"``, one by one.
 
     Raises ``GpuError`` for a model or a number that does not exist.
     """

@@ -1,4 +1,4 @@
-"""Loads the dry runtime, here or in the processes that this one starts."""
+"""Loading of the dry runtime, in this process or in those that it starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_gpumem.dry.gpus import description, models_of
 from pytest_gpumem.dry.torch_build import DryError, installed_build
 
 DEVICES = "PYTEST_GPUMEM_DRY_DEVICES"
-"""The variable that describes the GPUs; the runtime reads it when it is first asked."""
+"""The variable that describes the GPUs; the runtime reads it at its first call."""
 MODELS = "PYTEST_GPUMEM_DRY"
 """The variable that names them, as the user wrote them."""
 SHARED = "PYTEST_GPUMEM_DRY_SHARED"
@@ -25,13 +25,13 @@ Without it each process has them for itself.
 _PRELOAD, _FOLDERS = "LD_PRELOAD", "LD_LIBRARY_PATH"
 
 _BEGIN = "pytest_gpumem_dry_begin"
-"""The function of ``source/memory.c`` by which the runtime is known."""
+"""The function of ``source/memory.c`` by which the runtime is identified."""
 
 _kept: list[ctypes.CDLL] = []
 
 
 def load(names: str) -> None:
-    """Give this process, and those that it starts, the GPUs that ``names`` stands for.
+    """Give this process, and those that it starts, the GPUs of ``names``.
 
     Torch must not have been imported. Raises :class:`DryError`, and ``GpuError`` for ``names``.
     """
@@ -49,7 +49,7 @@ def load(names: str) -> None:
 
 
 def is_loaded() -> bool:
-    """Return whether this process has the dry runtime, loaded here or preloaded by the loader."""
+    """Return whether this process has the dry runtime, loaded by it or preloaded by the loader."""
     return sys.platform == "linux" and hasattr(ctypes.CDLL(None), _BEGIN)
 
 
@@ -69,7 +69,7 @@ def folder_of_build() -> Path:
 
 
 def environment(names: str, memory: int | None = None) -> Mapping[str, str]:
-    """Return the variables that give a new process the GPUs that ``names`` stands for.
+    """Return the variables that give a new process the GPUs of ``names``.
 
     Each has as many bytes of ``memory``, or its model's. Raises :class:`DryError`, and ``GpuError``
     for ``names``.
@@ -91,7 +91,7 @@ def environment(names: str, memory: int | None = None) -> Mapping[str, str]:
 
 
 def _libraries(folder: Path) -> list[str]:
-    """Return the paths of the runtime and of the libraries that stand for NVIDIA's."""
+    """Return the paths of the runtime and of the libraries in place of NVIDIA's."""
     return [str(folder / RUNTIME), *map(str, sorted(folder.glob("lib*.so.*[0-9]")))]
 
 

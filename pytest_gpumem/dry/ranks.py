@@ -1,4 +1,4 @@
-"""One rank of several alone in its process, on torch's own process groups.
+"""A rank of several without the others, on torch's own process groups.
 
 NCCL's groups are torch's, over the runtime's stubs (``source/nccl.c``). A store that answers for
 the other ranks lets them begin; Gloo's groups, whose ranks would meet over the network, are
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.world import World
 
 _ID_BYTES = 128
-"""Of ncclUniqueId, which a rank other than the first one reads from the store."""
+"""Bytes of ncclUniqueId, which a rank other than the first one reads from the store."""
 _RENDEZVOUS = ("init_method", "store", "rank", "world_size")
 _OWN = "_pytest_gpumem_own"
-"""Of torch's world: its default group was there before anybody has asked for one."""
+"""Attribute of torch's world: its default group existed before the test asked for one."""
 _AT_REBUILD = 2
-"""At which forward pass DDP makes its buckets anew."""
+"""The forward pass at which DDP rebuilds its buckets."""
 _LONG_STEP = 0.25
 """Seconds after which the watchdog has looked."""
 
 
 class LonelyStore(Store):
-    """A store that never waits: what another rank would write reads as zero bytes."""
+    """A store that never waits: values of other ranks read as zero bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class LonelyStore(Store):
         self._known[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Return what was written, or as many zeros as a unique id of NCCL has."""
+        """Return the written value, or as many zeros as a unique id of NCCL has."""
         return self._known.get(key, bytes(_ID_BYTES))
 
     def add(self, key: str, amount: int) -> int:
@@ -71,20 +71,20 @@ class LonelyStore(Store):
         return now
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """Write ``desired`` where ``expected`` stands, or nothing; return what stands there."""
+        """Write ``desired`` in place of ``expected``, or nothing; return the present value."""
         if self._known.get(key, b"") in (b"", bytes(expected)):
             self._known[key] = bytes(desired)
         return self._known[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Say that all ``keys`` are there."""
+        """Return True: all ``keys`` are taken to exist."""
         return True
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait for nothing."""
+        """Return at once."""
 
     def delete_key(self, key: str) -> bool:
-        """Forget a key; return whether it was there."""
+        """Delete a key; return whether it existed."""
         return self._known.pop(key, None) is not None
 
     def num_keys(self) -> int:
@@ -92,7 +92,7 @@ class LonelyStore(Store):
         return len(self._known)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Wait no longer than this, which is never."""
+        """Ignore the timeout: the store never waits."""
 
     def clone(self) -> LonelyStore:
         """Return a store with the same content."""
@@ -100,19 +100,19 @@ class LonelyStore(Store):
 
 
 class Membership:
-    """One rank's groups, which last as long as this; any number of times they are the process's."""
+    """The groups of a rank, for as long as this object lives; they can be entered repeatedly."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._groups = Groups.of_new_process()
-        # C++ keeps its part of a store alive, and not the methods.
+        # C++ keeps its part of a store alive, but not its Python methods.
         self._store = LonelyStore()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Be the rank inside, as under torchrun, with the default group initialised.
+        """Enter the rank, as under torchrun, with the default group initialised.
 
-        Groups, meshes and variables of the environment are as before afterwards.
+        Groups, meshes and environment variables are restored afterwards.
         """
         hook = sys.excepthook
         outer = Groups.of_process()
@@ -189,7 +189,7 @@ def _unhurried() -> Any:
 
 
 def _split_nothing(patches: pytest.MonkeyPatch) -> None:
-    """Let a part of a group be a new one: NCCL alone knows how many ranks have the same color."""
+    """Make a part of a group a new group: only NCCL has the number of ranks of one color."""
     for owner in (dist, c10d, device_mesh):
         if hasattr(owner, "split_group"):
             patches.setattr(owner, "split_group", split_group)

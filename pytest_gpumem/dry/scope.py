@@ -1,8 +1,8 @@
-"""Where the dry device is seen: inside marked tests and their fixtures, as the simulated one is.
+"""The visibility of the dry device: in marked tests and their fixtures, like the simulated one.
 
-The CUDA runtime always answers, because c10 asks once in a process how many devices there are and
-keeps the number (``device_count`` of c10/cuda/CUDAFunctions.cpp). So the functions of Python that
-tell of devices are what says that there are none.
+The CUDA runtime always answers, because c10 reads the number of devices once in a process and keeps
+it (``device_count`` of c10/cuda/CUDAFunctions.cpp). So Python's functions on devices are replaced,
+and return that there are none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ANSWERS: dict[str, dict[str, object]] = {
         "current_accelerator": None,
     },
 }
-"""By module: what its functions say where there is no device."""
+"""Results of functions where there is no device, by module."""
 
 
 class _Scope:
@@ -36,7 +36,7 @@ _SCOPE = _Scope()
 
 
 def close() -> None:
-    """Hide the devices from now on, but inside :func:`opened`; torch may be imported later."""
+    """Hide the devices from now on, except inside :func:`opened`; torch may be imported later."""
     _SCOPE.is_open = False
     for name in _ANSWERS:
         if name in sys.modules:
@@ -71,7 +71,7 @@ def _scoped(function: Callable[..., Any], answer: object) -> Callable[..., Any]:
 
 
 class _Finder(MetaPathFinder):
-    """Replaces the functions as soon as their module has been executed."""
+    """A finder that replaces the functions as soon as their module has been executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

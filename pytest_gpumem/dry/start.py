@@ -1,4 +1,4 @@
-"""Gives a pytest process the dry device before anything imports torch."""
+"""The start of a pytest process with the dry device, before torch is imported."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def begin_process(
 ) -> None:
     """Give this process and those that it starts the GPUs of ``model``.
 
-    Where torch has been imported, pytest starts itself anew once. The devices are seen
-    ``everywhere``, or inside marked tests alone. Processes that meet in the folder ``shared`` have
-    them together. Raises ``pytest.UsageError``.
+    Where torch has been imported, pytest restarts itself once. The devices are visible
+    ``everywhere``, or only inside marked tests. Processes with the same folder ``shared`` share
+    them. Raises ``pytest.UsageError``.
     """
     if shared is not None:
         shared.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The CUDA release and libraries of the installed torch, read from its files alone."""
+"""The CUDA release and libraries of the installed torch, read only from its files."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _ALWAYS = ("libcuda.so.1", "libnvidia-ml.so.1")
 """Libraries of the driver, which programs open while they run."""
 
 _CUDNN, _NCCL = (9, 1, 0), (2, 21, 5)
-"""Where torch's metadata does not say for which release it was built: those of torch 2.6."""
+"""Versions where torch's metadata does not contain them: those of torch 2.6."""
 
 
 class DryError(Exception):
-    """Why the dry device cannot be had; the message is one sentence for the user."""
+    """The reason why there is no dry device; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class TorchBuild:
     cudnn: tuple[int, int, int]
     nccl: tuple[int, int, int]
     libraries: Mapping[str, frozenset[str]]
-    """By the name of each of NVIDIA's libraries: the version nodes that torch asks of it."""
+    """Version nodes that torch needs of each of NVIDIA's libraries, by name."""
     symbols: frozenset[str]
     """The names that torch takes from NVIDIA's libraries."""
 
     @property
     def macros(self) -> Mapping[str, str]:
-        """The C macros that ``source/abi.h`` asks for."""
+        """The C macros that ``source/abi.h`` needs."""
         major, minor, patch = self.nccl
         return {
             "CUDA_VERSION": str(self.cuda[0] * 1000 + self.cuda[1] * 10),
@@ -90,7 +90,7 @@ def cuda_of(folder: Path) -> str | None:
 
 
 def _imports(paths: list[Path]) -> tuple[Mapping[str, frozenset[str]], frozenset[str]]:
-    """Return what the libraries at ``paths`` take from NVIDIA's together."""
+    """Return the names that the libraries at ``paths`` together take from NVIDIA's."""
     libraries: dict[str, frozenset[str]] = {name: frozenset() for name in _ALWAYS}
     symbols: set[str] = set()
     exported: set[str] = set()
@@ -108,7 +108,7 @@ def _imports(paths: list[Path]) -> tuple[Mapping[str, frozenset[str]], frozenset
 
 
 def _required(package: str, otherwise: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the release of NVIDIA's ``package`` that torch's metadata asks for."""
+    """Return the required release of NVIDIA's ``package``, by torch's metadata."""
     try:
         requirements = distribution("torch").requires or ()
     except PackageNotFoundError:

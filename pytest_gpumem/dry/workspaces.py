@@ -1,8 +1,8 @@
-"""Workspaces that only NVIDIA's libraries know, by the rules of the simulated device.
+"""Workspaces of NVIDIA's libraries, estimated by the rules of the simulated device.
 
-The runtime asks here, from ``source/libraries.c``, when torch asks a library how much memory it
-takes, and gets what the simulated device would take. It counts how many bytes of a peak are such
-estimates, and which calls are left out; the sentences are the simulated device's, too.
+When torch queries a library's workspace, the runtime (``source/libraries.c``) calls this module and
+gets the simulated device's estimate. It counts how many bytes of a peak are such estimates, and
+which calls are left out; the sentences are the simulated device's, too.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _CONVOLUTION, _RECURRENT, _PLACE = 1, 2, 3
 
 _DIRECTIONS = (cudnn.FORWARD, cudnn.INPUT, cudnn.WEIGHT)
 _ELEMENT_BYTES = {0: 4, 1: 8, 2: 2, 9: 2}
-"""By cudnnDataType_t: float, double, half and bfloat16."""
+"""Data types by cudnnDataType_t: float, double, half and bfloat16."""
 _FLOAT, _DOUBLE = 0, 1
 _CELLS = ("rnn_relu", "rnn_tanh", "lstm", "gru")
-"""By cudnnRNNMode_t."""
+"""Kinds of networks by cudnnRNNMode_t."""
 
 if TYPE_CHECKING:
     _Pointer = ctypes._Pointer[ctypes.c_int64]
@@ -34,12 +34,12 @@ _Numbers = ctypes.POINTER(ctypes.c_int64)
 _Answer = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _Numbers, ctypes.c_int, _Numbers)
 
 _LIBRARIES = {"cudnn": "cuDNN", "cufft": "cuFFT", "cusolverDn": "cuSOLVER", "cusparse": "cuSPARSE"}
-"""By how the names of their functions begin."""
+"""Libraries by the prefixes of their functions' names."""
 _ENDINGS = ("_bufferSizeExt", "_bufferSize", "_workEstimation", "_compute", "_v8")
 
 
 class _Sentences:
-    """Sentences that the runtime remembers by a number, of which 0 is none."""
+    """Sentences that the runtime stores by a number; 0 is none."""
 
     def __init__(self) -> None:
         self._known: list[str] = [""]
@@ -68,14 +68,14 @@ def begin_answering() -> None:
 
 
 def forget() -> None:
-    """Begin a test: peaks, places and calls of earlier ones count no more."""
+    """Begin a test: peaks, places and calls of earlier ones are cleared."""
     _runtime().pytest_gpumem_dry_forget_estimates()
     _runtime().pytest_gpumem_dry_forget_left_out()
 
 
 @contextmanager
 def unmeasured() -> Iterator[None]:
-    """Let no peak inside count."""
+    """Exclude the block from peaks."""
     _runtime().pytest_gpumem_dry_pause_estimates(1)
     try:
         yield
@@ -84,14 +84,14 @@ def unmeasured() -> Iterator[None]:
 
 
 def events(device: int) -> int:
-    """Return a hash of what the allocator of GPU ``device`` did in the present test."""
+    """Return a hash of the allocator's events on GPU ``device`` in the present test."""
     function = _runtime().pytest_gpumem_dry_events
     function.restype = ctypes.c_uint64
     return int(function(device))
 
 
 def notes(device: int) -> tuple[str, ...]:
-    """Return what readers of the numbers of GPU ``device`` have to know of its libraries."""
+    """Return the remarks on the libraries of GPU ``device`` for readers of its numbers."""
     from pytest_gpumem.simulated.gpu.estimates import estimate_note
     from pytest_gpumem.simulated.operators.libraries import left_out_note
 
@@ -141,7 +141,7 @@ def _answer(
 
 
 def _convolution(numbers: Sequence[int]) -> Sequence[int]:
-    """Return the bytes that the plan of a convolution asks for, and for what."""
+    """Return the workspace of a convolution's plan in bytes, and its purpose."""
     major, minor, direction, dtype, dims, *rest = numbers
     shapes = [tuple(rest[at * dims : (at + 1) * dims]) for at in range(6)]
     input, weight, output = shapes[:3]
@@ -183,7 +183,7 @@ def _on_tensor_cores(dtype: int, size: int, capability: tuple[int, int]) -> bool
 
 
 def _recurrent(numbers: Sequence[int]) -> Sequence[int]:
-    """Return the bytes of a recurrent layer's workspace and of its reserve, and for what."""
+    """Return the bytes of a recurrent layer's workspace and of its reserve, and their purpose."""
     cell, *others = numbers
     call = cudnn.Recurrent(_CELLS[cell], *others)
     workspace = _SENTENCES.number(f"cuDNN's workspace for {call.name}")
@@ -209,5 +209,5 @@ def _line() -> str:
         outermost = outermost.f_back
     if outermost.f_code.co_filename != __file__:
         return user_line()
-    # Of another thread: a function that holds its own frame would keep all that its callers hold.
+    # Another thread's frame: a function that holds its own would keep its callers' objects alive.
     return user_line(sys._current_frames().get(threading.main_thread().ident or 0))

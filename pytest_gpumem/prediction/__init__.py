@@ -1,1 +1,1 @@
-"""What a program will need: closed forms, and what follows from running it on simulated GPUs."""
+"""Predictions of a program's memory: closed forms, and runs on simulated GPUs."""

@@ -1,4 +1,4 @@
-"""Memory as an affine function of the batch: the model, and so much for each sample."""
+"""Memory as an affine function of the batch: a constant, and an amount for each sample."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from pytest_gpumem.prediction.unfilled import unfilled
 from pytest_gpumem.sizes import format_size
 
 OFF_THE_LINE = 0.1
-"""Part of its peak by which the largest batch may miss the line before that is said."""
+"""Part of its peak by which the largest batch may miss the line without a remark."""
 
 
 @dataclass(frozen=True)
 class BatchFit:
-    """``peak = model_bytes + batch * bytes_per_sample``, as far as it goes; sizes in bytes."""
+    """A fit ``peak = model_bytes + batch * bytes_per_sample``, within its range; sizes in bytes."""
 
     model_bytes: int
-    """What does not depend on the batch: parameters, gradients, optimizer state, workspaces."""
+    """Bytes independent of the batch: parameters, gradients, optimizer state, workspaces."""
     bytes_per_sample: float
     residual: int
-    """The most that the peak of a given size is off the line."""
+    """The largest deviation of a given size's peak from the line."""
     peaks: Mapping[int, int]
     """Peak allocated by batch size: of the given sizes that ran, or of smaller ones."""
     total_memory: int
-    """That may be allocated: the device's, or the part of it that the process is allowed."""
+    """Bytes that may be allocated: the device's, or the part of it that the process is allowed."""
     largest: int | None
     """The largest batch that ran; one sample more ran out of memory.
 
@@ -62,7 +62,7 @@ class BatchFit:
         return text + (f" (within {format_size(self.residual)})" if self.residual else "")
 
     def _search(self) -> list[str]:
-        """Return what is to be said of the search."""
+        """Return the remarks on the search."""
         if not self.tried:
             return []
         if self.largest is None:
@@ -92,9 +92,9 @@ def fit_batch(
     instead: then ``step`` has to make its model itself, on its first call or on each. With
     ``largest`` the largest batch that fits the device is searched for, and confirmed by running it
     and the next one. Every run begins with an empty cache; training begins so only once, so that a
-    batch may run once and not ``in_a_row`` times: ask for 3 where ``step`` is one of many.
+    batch may run once and not ``in_a_row`` times: use 3 where ``step`` is one of many.
 
-    None of it is charged to the test that calls it. Large random tensors that a step makes on the
+    Nothing is charged to the calling test. Large random tensors that a step makes on the
     CPU are left unfilled where the device is simulated. Raises ``ValueError`` for fewer than two
     different sizes, ``torch.OutOfMemoryError`` where neither two of them nor smaller ones fit.
     """

@@ -1,8 +1,8 @@
-"""A plugin for a process of its own: tests run on simulated GPUs, and what they took is told.
+"""A plugin for a process of its own: it runs tests on simulated GPUs and writes their numbers.
 
-The process is pytest with the arguments of the one that asks, so that its conftest files, ini file,
-options and plugins apply. What must not happen twice is switched off: reports, caches, baselines,
-workers, debuggers.
+The process is pytest with the arguments of the calling one, so that its conftest files, ini file,
+options and plugins apply. Whatever must not happen twice is switched off: reports, caches,
+baselines, workers, debuggers.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ UNBOUNDED = 1 << 50
 """Memory of a device on which everything fits, to see how much a program would need."""
 
 RAN_OUT = "it runs out of memory"
-"""The problem of a test that did."""
+"""The problem of a test that ran out of memory."""
 
 _OPTIONS: dict[str, Any] = {
     "gpumem_all": True,
-    "gpumem_sim_scope": "session",  # a real GPU is there while modules are imported, too
+    "gpumem_sim_scope": "session",  # a real GPU exists while modules are imported, too
     "gpumem_update_baselines": None,
     "gpumem_prune_baselines": None,
     "gpumem_report": ["off"],
@@ -61,7 +61,7 @@ _OPTIONS: dict[str, Any] = {
     "htmlpath": None,
     "log_file": os.devnull,
 }
-"""Of pytest and well-known plugins, by their names in ``config.option``."""
+"""Options of pytest and well-known plugins, by their names in ``config.option``."""
 
 INI = (
     "gpumem_update_baselines=",
@@ -71,38 +71,38 @@ INI = (
     "gpumem_shard=",
     "gpumem_artifacts=",
 )
-"""What the ini file must not say, as values of ``-o``."""
+"""Settings of the ini file that are overridden, as values of ``-o``."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the process."""
+    """The request to the process."""
 
     tests: tuple[str, ...]
     """Node ids, or paths in front of ``::`` that are absolute."""
     machines: tuple[Machine, ...]
     answer: Path
     unbounded: bool = False
-    """Whether a test that runs out of memory runs again with as much as it wants."""
+    """Whether a test that runs out of memory runs again with unlimited memory."""
     basetemp: str | None = None
     options: dict[str, Any] | None = None
     """Further values of ``config.option``."""
     seconds: float | None = None
-    """After which no other test begins."""
+    """Seconds after which no other test begins."""
     modules_compiled: bool = False
     """Whether the modules that tests call are compiled."""
     dry: bool = False
-    """Whether the process has a dry device, which is the one machine that is asked for."""
+    """Whether the process has a dry device, which is its only machine."""
 
     def write(self, path: Path) -> None:
-        """Write it for :meth:`read`."""
+        """Write the request for :meth:`read`."""
         machines = [asdict(machine) for machine in self.machines]
         data = {**vars(self), "machines": machines, "answer": str(self.answer)}
         path.write_text(json.dumps(data), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Request:
-        """Read what :meth:`write` wrote."""
+        """Read a request written by :meth:`write`."""
         data = json.loads(path.read_text(encoding="utf-8"))
         machines = tuple(_machine(machine) for machine in data["machines"])
         rest = {"tests": tuple(data["tests"]), "answer": Path(data["answer"])}
@@ -117,7 +117,7 @@ def _machine(data: dict[str, Any]) -> Machine:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
-    """Choose the machine before anybody asks for one."""
+    """Choose the machine before the plugin needs one."""
     request = Request.read(Path(os.environ[REQUEST]))
     early_config.stash[SELECTOR] = Simulations(request.machines[0], dry=request.dry)
     return (yield)
@@ -125,7 +125,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Replace what the command line says of tests, workers and reports."""
+    """Replace the command line's options on tests, workers and reports."""
     request = Request.read(Path(os.environ[REQUEST]))
     options = {**_OPTIONS, "basetemp": request.basetemp, **(request.options or {})}
     for name, value in options.items():
@@ -138,7 +138,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Simulations(DeviceSelector):
-    """Chooses the machine of the present run, whatever the options say."""
+    """The choice of the present run's machine, whatever the options are."""
 
     def __init__(self, machine: Machine, *, dry: bool = False) -> None:
         super().__init__(DeviceChoice("auto", models=(DEFAULT_GPU,)))
@@ -176,13 +176,13 @@ class Simulations(DeviceSelector):
         return self._devices[key]
 
     def forget(self, fixture: object) -> None:
-        """Drop what any device knows of a fixture that has been torn down."""
+        """Drop the records of a fixture that has been torn down, on every device."""
         for device in self._devices.values():
             device.forget(fixture)
 
 
 class _Runs:
-    """Runs all tests on each machine."""
+    """A plugin that runs all tests on each machine."""
 
     def __init__(self, request: Request, selector: Simulations) -> None:
         self._request = request
@@ -195,7 +195,7 @@ class _Runs:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Run the tests; what other plugins do there is for one run on one machine."""
+        """Run the tests; other plugins' hooks here are for one run on one machine."""
         if session.testsfailed:
             return None
         with _modules_compiled() if self._request.modules_compiled else nullcontext():
@@ -217,7 +217,7 @@ class _Runs:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """See where memory did not suffice; unittest's failures, too, are known by now."""
+        """Record tests that ran out of memory; unittest's failures are known by now, too."""
         import torch
 
         report = yield
@@ -227,7 +227,7 @@ class _Runs:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take what a report tells."""
+        """Collect a report's data."""
         nothing = {"nodeid": report.nodeid, "record": None, "fits": True, "problem": ""}
         answer = self._present.setdefault(report.nodeid, {**nothing})
         if record := getattr(report, ATTRIBUTE, None):

@@ -3,7 +3,7 @@
 Bytes are those of live blocks: every tensor takes its elements' bytes rounded up to
 :data:`BLOCK`, the caching allocator's smallest block. Of a tensor of more than 1 MiB the allocator
 may hand out up to 1 MiB more, what it does not split off (CUDACachingAllocator.cpp,
-``should_split``), which no closed form knows. Modules and optimizers may live on any
+``should_split``), which no closed form contains. Modules and optimizers may live on any
 device, also on ``meta``: only shapes and types are read.
 """
 
@@ -24,12 +24,12 @@ Shape = Sequence[int]
 
 
 def block_bytes(shape: Shape, dtype: torch.dtype) -> int:
-    """Bytes that a tensor of ``shape`` takes on the device; an empty one takes none."""
+    """Return the bytes that a tensor of ``shape`` takes on the device; an empty one takes none."""
     return -(-prod(shape) * dtype.itemsize // BLOCK) * BLOCK
 
 
 def parameter_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
-    """Bytes of the parameters, each counted once; as if they were of ``dtype`` where one is given.
+    """Return the bytes of the parameters, each counted once; in ``dtype`` where it is given.
 
     Buffers are not parameters: see :func:`buffer_bytes`.
     """
@@ -37,17 +37,17 @@ def parameter_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
 
 
 def buffer_bytes(model: nn.Module) -> int:
-    """Bytes of the buffers: the running statistics of batch norm, for example."""
+    """Return the bytes of the buffers: the running statistics of batch norm, for example."""
     return sum(block_bytes(b.shape, b.dtype) for b in model.buffers())
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Bytes of the gradients after backward: one tensor like each parameter that requires one."""
+    """Return the bytes of the gradients after backward: one for each parameter that requires it."""
     return sum(block_bytes(p.shape, p.dtype) for p in model.parameters() if p.requires_grad)
 
 
 def autocast_cache_bytes(model: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of the copies that autocast keeps of float32 parameters until its context ends.
+    """Return the bytes of autocast's copies of float32 parameters, kept until its context ends.
 
     Of every parameter that such an operator casts and that requires grad: all weights of linear and
     convolution layers. Source: aten/src/ATen/autocast_mode.cpp, ``cached_cast``.
@@ -71,7 +71,7 @@ State = Callable[[torch.Tensor, Group], Iterable[tuple[Shape, torch.dtype]]]
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state on the device once it has stepped, by its options.
+    """Return the bytes of the optimizer's state on the device once it has stepped, by its options.
 
     Source: ``_init_group`` of each module in torch/optim. Raises ``ValueError`` for an optimizer
     that has no closed form here: of a library, or one whose state depends on the run (LBFGS).
@@ -97,7 +97,8 @@ _SCALAR: Shape = ()
 
 
 def _like(count: int, *, scalars: int = 1) -> State:
-    """``count`` tensors like the parameter, and scalars that are on the device if asked for."""
+    """Return a state of ``count`` tensors like the parameter, with device scalars by the
+    options."""
 
     def state(parameter: torch.Tensor, group: Group) -> Iterable[tuple[Shape, torch.dtype]]:
         yield from [(parameter.shape, parameter.dtype)] * count
@@ -162,14 +163,14 @@ _STATES: Mapping[str, State] = {
 
 @dataclass(frozen=True)
 class Kept:
-    """What a layer keeps for backward.
+    """The tensors that a layer keeps for backward.
 
     Its ``input`` and ``output`` are tensors that a neighbour may keep too, so that they count once;
     ``extra`` are bytes of its own.
     """
 
     shape: tuple[int, ...]
-    """Of the output."""
+    """Shape of the output."""
     input: bool = False
     output: bool = False
     extra: int = 0
@@ -185,11 +186,12 @@ def activation_bytes(
     *,
     requires_grad: bool = False,
 ) -> int:
-    """Bytes that a chain of layers keeps for backward, its output included and its input not.
+    """Return the bytes that a chain of layers keeps for backward, with its output, without its
+    input.
 
-    ``shape`` and ``dtype`` are those of the input; ``requires_grad`` says whether that needs a
+    ``shape`` and ``dtype`` are those of the input; ``requires_grad`` is whether it needs a
     gradient, as inside a larger model. Each tensor counts once, whichever layers keep it. Raises
-    ``ValueError`` for a layer that has no closed form here.
+    ``ValueError`` for a layer without a closed form.
     """
     chain = _flattened([layers] if isinstance(layers, nn.Module) else layers)
     current = tuple(shape)
@@ -214,9 +216,9 @@ def activation_bytes(
 
 
 def kept_by(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
-    """Return what one layer keeps of an input of ``shape``.
+    """Return the tensors that one layer keeps of an input of ``shape``.
 
-    Raises ``ValueError`` for a layer that has no closed form here.
+    Raises ``ValueError`` for a layer without a closed form.
     """
     for kind in type(layer).__mro__:
         if kind in _LAYERS:
@@ -236,7 +238,7 @@ def _flattened(layers: Iterable[nn.Module]) -> Iterable[nn.Module]:
 
 
 def _makes_new(layer: nn.Module) -> bool:
-    """Whether the output is a tensor of its own: not for views and in-place layers."""
+    """Return whether the output is a tensor of its own: not for views and in-place layers."""
     if isinstance(layer, (nn.Identity, nn.Flatten)):
         return False
     if isinstance(layer, nn.Dropout) and (not layer.training or layer.p == 0):
@@ -355,7 +357,7 @@ _LAYERS: Mapping[type[nn.Module], Layer] = {
 def attention_bytes(
     batch: int, heads: int, queries: int, keys: int, head_size: int, dtype: torch.dtype, kind: str
 ) -> int:
-    """Bytes that ``scaled_dot_product_attention`` keeps beside query, key and value.
+    """Return the bytes that ``scaled_dot_product_attention`` keeps beside query, key and value.
 
     ``kind`` is the kernel: ``flash`` and ``efficient`` keep the output and the logarithm of the
     normaliser in float32, one number per query (for ``efficient`` rows are padded to 32 queries);

@@ -1,4 +1,4 @@
-"""The same program twice: as eager code, and as ``torch.compile`` makes it."""
+"""A program run twice: as eager code, and compiled by ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ Predicting = Callable[["Mode"], Sequence[Prediction]]
 
 @dataclass(frozen=True)
 class Mode:
-    """How a program is run."""
+    """A way to run a program."""
 
     code: str
     """:data:`EAGER` or :data:`COMPILED`."""
     modules: bool = False
-    """Whether its modules are compiled, which the program itself does not do."""
+    """Whether its modules are compiled because the program itself compiles nothing."""
 
     @property
     def compile(self) -> str:
-        """What becomes of its calls of ``torch.compile``, as ``simulate`` is told."""
+        """The argument ``compile`` of ``simulate``, for its calls of ``torch.compile``."""
         return NOTHING if self.code == EAGER else AUTO
 
     def applied(self) -> AbstractContextManager[None]:
-        """Run the program inside."""
+        """Apply the mode to the program run inside."""
         return modules_compiled() if self.modules else nullcontext()
 
 
@@ -47,7 +47,7 @@ class Beside:
     """Eager and compiled code of one program, side by side."""
 
     pairs: tuple[tuple[Prediction, Prediction], ...]
-    """On each GPU, and as each number of ranks: eager, compiled."""
+    """Results for each GPU and each number of ranks: eager, compiled."""
     by_itself: bool
     """Whether the program calls ``torch.compile``; if not, its modules were compiled."""
 
@@ -65,14 +65,14 @@ def compare(predicting: Predicting) -> Beside:
 
 
 def changes_by_line(eager: Prediction, compiled: Prediction, phase: str = "") -> list[Change]:
-    """Return what compiling changes at the peak of a phase, or of all; the largest change first."""
+    """Return the changes by compiling at the peak of a phase, or of all; the largest first."""
     sites = (map(Site.from_dict, one.sites.get(phase, ())) for one in (compiled, eager))
     return list(explain(*sites, compiled=True))
 
 
 @contextmanager
 def modules_compiled() -> Iterator[None]:
-    """Compile what is called inside: each module that no other module calls, until the end."""
+    """Compile the modules called inside: each one that no other module calls."""
     made: list[torch.nn.Module] = []
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(torch.nn.Module, "__call__", _compiling(torch.nn.Module.__call__, made))

@@ -1,4 +1,4 @@
-"""What watched modules and optimizers hold by closed forms, beside what was measured."""
+"""The bytes of watched modules and optimizers by closed forms, beside the measured ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_gpumem.prediction.closed_forms import block_bytes, optimizer_state_b
 class Expected:
     """Bytes by category, each parameter and optimizer once; nothing is kept alive.
 
-    It begins with what ``before`` knows.
+    It begins with the bytes of ``before``.
     """
 
     def __init__(self, before: Expected | None = None) -> None:
@@ -24,7 +24,7 @@ class Expected:
         )
 
     def add(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
-        """Count what ``holder`` holds after a training step.
+        """Count the bytes that ``holder`` holds after a training step.
 
         The state of an optimizer that has no closed form is left out.
         """

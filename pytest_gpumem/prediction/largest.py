@@ -1,4 +1,4 @@
-"""The largest batch that fits a device: bracketed by what the allocator tells, then bisected."""
+"""The largest batch that fits a device: bracketed by allocator readings, then bisected."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ host, whose memory has to hold them."""
 MOST_GROWTH = 1 << 16
 """Times the largest of the given sizes is the largest batch that is tried at all."""
 NEIGHBOURS = (-0.05, -0.02, 0.02, 0.05)
-"""Where, relative to the largest batch, others are tried: fragmentation knows no order."""
+"""Sizes, relative to the largest batch, that are tried too: fragmentation is not monotonic."""
 
 
 class Runs:
-    """Runs of ``step`` and what they came to by batch size.
+    """Runs of ``step`` and their results by batch size.
 
     Each begins with an empty cache and without workspaces: a step that makes all it needs itself
     runs as it would in a process of its own.
@@ -30,12 +30,12 @@ class Runs:
         self._in_a_row = in_a_row
         self._at_rest = (0, 0)
         self.peaks: dict[int, int] = {}
-        """Peak allocated of those that ran, in bytes."""
+        """Peak allocated of the batches that ran, in bytes."""
         self.failed: set[int] = set()
-        """Those that ran out of memory."""
+        """Batches that ran out of memory."""
 
     def begin(self) -> None:
-        """Run the smallest batch, which makes what is made once: optimizer state, workspaces.
+        """Run the smallest batch, which makes one-time allocations: optimizer state, workspaces.
 
         One that does not fit gives way to its half; raises ``torch.OutOfMemoryError`` where a
         batch of one does not fit.
@@ -54,7 +54,7 @@ class Runs:
         self._at_rest = _held()
 
     def end(self) -> None:
-        """Leave the device as the smallest batch does."""
+        """Leave the device in the state after the smallest batch."""
         self._restore()
         torch.cuda.reset_peak_memory_stats()
 
@@ -90,7 +90,7 @@ class Runs:
         return sorted(running)
 
     def _restore(self) -> None:
-        """Begin as every run begins: one that failed has left gradients, for instance."""
+        """Restore the state before every run: a failed one has left gradients, for instance."""
         _empty()
         if _held() == self._at_rest:
             return
@@ -103,9 +103,9 @@ class Runs:
 def largest_batch(runs: Runs, total: int) -> int | None:
     """Return a batch that fits and whose next one does not.
 
-    Where fragmentation lets a smaller one fail, it is a smaller one. ``runs`` knows some that fit;
-    ``total`` are the bytes of the device. ``None`` where no batch up to :data:`MOST_GROWTH` times
-    the known ones fails.
+    Where fragmentation lets a smaller one fail, it is a smaller one. ``runs`` contains some that
+    fit; ``total`` are the bytes of the device. ``None`` where no batch up to :data:`MOST_GROWTH`
+    times the known ones fails.
     """
     high = min(runs.failed) if runs.failed else _failing(runs, total)
     if high is None:
@@ -119,14 +119,14 @@ def largest_batch(runs: Runs, total: int) -> int | None:
 
 
 def _failing(runs: Runs, total: int) -> int | None:
-    """Return a batch that does not fit; what fits on the way there is noted."""
+    """Return a batch that does not fit; batches that fit on the way are recorded."""
     low = max(runs.peaks)
     most = low * MOST_GROWTH
     stride = 0
     while low < most:
         expected = _expected(runs, total)
         candidate = FARTHEST * low if expected is None else min(expected, FARTHEST * low)
-        if candidate <= low:  # it fits although the line said no: go on in growing strides
+        if candidate <= low:  # it fits against the prediction: go on in growing strides
             stride = 2 * stride or max(low // 64, 1)
             candidate = low + stride
         if not runs.fits(candidate):
@@ -146,7 +146,7 @@ def _expected(runs: Runs, total: int) -> int | None:
 def _bisected(runs: Runs, high: int) -> int:
     """Return a batch below ``high``, which does not fit, that fits and whose next one does not.
 
-    What is expected is mostly not far from what is: first down from ``high`` in growing strides.
+    The expected batch is mostly close to the result: first down from ``high`` in growing strides.
     """
     low = max((size for size in runs.peaks if size < high), default=0)
     stride = max((high - low) // 64, 1)

@@ -25,17 +25,18 @@ class NoModelError(ValueError):
 
 @dataclass
 class Run:
-    """What one call of a module did, the modules inside it included; sizes in bytes."""
+    """The memory of one call of a module, the modules inside it included; sizes in bytes."""
 
     kept: int = 0
-    """Allocated by the call and still there when it returned: its output, and what is saved."""
+    """Bytes allocated by the call and still live when it returned: its output, and saved
+    tensors."""
     peak: int = 0
-    """The most that was allocated on top of what there was when it began."""
+    """The most bytes allocated beyond those when it began."""
 
 
 @dataclass
 class Layer:
-    """One call of a module."""
+    """A call of a module."""
 
     path: str
     kind: str
@@ -43,11 +44,11 @@ class Layer:
     inputs: tuple[tuple[int, ...], ...] = ()
     outputs: tuple[tuple[int, ...], ...] = ()
     parameters: int = 0
-    """Numbers, not bytes: those of the modules inside included, each once."""
+    """Number of parameters, those of the modules inside included, each once."""
     flops: int = 0
-    """Of the forward pass: of a matrix product two for each multiplication and addition."""
+    """FLOPs of the forward pass: in a matrix product two for each multiplication and addition."""
     multiply_adds: int = 0
-    """Of the forward pass, as architectures are compared: half of the FLOPs of a matrix product."""
+    """MACs of the forward pass, as architectures are compared: half of a matrix product's FLOPs."""
     read: int = 0
     """Bytes of the inputs, parameters and buffers that its layers read in the forward pass."""
     written: int = 0
@@ -58,7 +59,7 @@ class Layer:
     inference: Run = field(default_factory=Run)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         return {
             "path": self.path,
             "kind": self.kind,
@@ -82,10 +83,9 @@ def layers_of(
     """Return the module calls of the first model that ``target`` calls, in order, outermost first.
 
     ``target`` may also return a model, or a model and its inputs, which is then called; ``inputs``
-    are the shapes of float32 inputs for a model alone. It runs on a simulated ``gpu``, or on the
-    CUDA device where that is ``"cuda"``. The model
-    runs once without gradients and once with them. Raises :class:`NoModelError` where no model is
-    found, or its inputs are missing.
+    are the shapes of float32 inputs for a model without inputs. It runs on a simulated ``gpu``, or
+    on the CUDA device where that is ``"cuda"``. The model runs once without gradients and once with
+    them. Raises :class:`NoModelError` where no model is found, or its inputs are missing.
     """
     with on_device(gpu):
         analysis = _Analysis()
@@ -105,12 +105,12 @@ def layers_of(
 
 
 def on_device(gpu: str) -> AbstractContextManager[object]:
-    """Return a context with a simulated ``gpu``, or none for ``"cuda"``, which is there."""
+    """Return a context with a simulated ``gpu``, or an empty one for ``"cuda"``."""
     return nullcontext() if gpu == MEASURED else simulate(gpu)
 
 
 class _DoneError(BaseException):
-    """Ends the target: everything is known."""
+    """A signal that ends the target: everything is known."""
 
 
 def _call(returned: Any, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -134,7 +134,7 @@ def _check_needs_nothing(model: nn.Module) -> None:
 
 
 class _Analysis:
-    """Runs the first model twice and follows each call."""
+    """A runner of the first model, which runs it twice and follows each call."""
 
     def __init__(self) -> None:
         self.layers: list[Layer] = []
@@ -183,16 +183,16 @@ class _Open:
     flops_before: int
     highest: int = 0
     storages: frozenset[int] = frozenset()
-    """Of its inputs."""
+    """Storages of its inputs."""
     bytes_read: int = 0
     is_layer: bool = True
     """Whether it has called no other module."""
     flops: int = 0
-    """Beyond those that torch counts, of the layers inside."""
+    """FLOPs beyond those that torch counts, of the layers inside."""
 
 
 class _Pass:
-    """One pass through the model."""
+    """A pass through the model."""
 
     def __init__(self, names: Mapping[int, str], counter: FlopCounterMode | None) -> None:
         self.layers: list[Layer] = []
@@ -201,11 +201,11 @@ class _Pass:
         self._open: list[_Open] = []
 
     def inside(self, module: nn.Module, arguments: Any) -> _Call:
-        """Return a context around one call, whose value is where the output goes."""
+        """Return a context around one call; its value receives the output."""
         return _Call(self, module, arguments)
 
     def enter(self, module: nn.Module, arguments: Any) -> None:
-        """A call begins."""
+        """Record that a call begins."""
         self._reach()
         layer = Layer(
             path=self._names.get(id(module), ""),
@@ -226,7 +226,7 @@ class _Pass:
         self._open.append(call)
 
     def leave(self, outputs: Any) -> None:
-        """The call that was entered last returns."""
+        """Record that the call entered last returns."""
         self._reach()
         call = self._open[-1]
         call.layer.outputs = tuple(_shapes(outputs))
@@ -240,7 +240,7 @@ class _Pass:
         call.layer.training = Run(kept, call.highest - call.before)
 
     def _count(self, call: _Open, outputs: list[torch.Tensor]) -> None:
-        """Add what a layer does to itself and to all that it is inside of."""
+        """Add a layer's numbers to its own call and to all enclosing ones."""
         layer = call.layer
         first = [shapes[0] if shapes else () for shapes in (layer.inputs, layer.outputs)]
         operations = operations_of(call.module, *first)

@@ -33,7 +33,7 @@ from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 
 MEASURED = "cuda"
-"""In the place of a model to be simulated: the CUDA device that there is."""
+"""Stands for the present CUDA device in place of a model to simulate."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Group:
     bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         return {**vars(self), "shape": None if self.shape is None else list(self.shape)}
 
 
 @dataclass
 class Line:
-    """One line of a function, all its executions together; sizes in bytes."""
+    """A line of a function, all its executions together; sizes in bytes."""
 
     path: str
     number: int
@@ -62,20 +62,20 @@ class Line:
     source: str
     times: int = 0
     before: int = 0
-    """Allocated when the line was reached for the first time."""
+    """Bytes allocated when the line was reached for the first time."""
     after: int = 0
-    """Allocated when it was left for the last time."""
+    """Bytes allocated when it was left for the last time."""
     peak: int = 0
-    """The most that was allocated meanwhile."""
+    """The most bytes allocated while it ran."""
     process: int | None = None
-    """What the process held of the device when the line was left for the last time: by NVML, with
-    the CUDA context; on a simulated device, which has none, what the allocator has reserved.
-    ``None`` where NVML does not tell."""
+    """The bytes that the process held of the device when the line was left for the last time: by
+    NVML, with the CUDA context; on a simulated device, which has none, what the allocator has
+    reserved. ``None`` where NVML cannot read it."""
     added: tuple[Group, ...] = ()
     removed: tuple[Group, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         groups = {
             name: [group.to_dict() for group in getattr(self, name)]
             for name in ("added", "removed")
@@ -97,7 +97,7 @@ class _Execution:
 
 @dataclass
 class _Follower:
-    """Follows the lines of some functions, as ``sys.settrace`` tells of them."""
+    """A tracer of the lines of some functions, by ``sys.settrace``."""
 
     codes: frozenset[CodeType]
     position: Callable[[], int]
@@ -107,7 +107,7 @@ class _Follower:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow what runs inside."""
+        """Trace the code that runs inside."""
         before = sys.gettrace()
         sys.settrace(self._called)
         try:
@@ -133,10 +133,10 @@ class _Follower:
 def lines_of(
     target: Callable[[], Any], functions: Iterable[Callable[..., Any]], gpu: str = "A100-40GB"
 ) -> list[Line]:
-    """Run ``target`` on a simulated ``gpu`` and return what each line of ``functions`` did.
+    """Run ``target`` on a simulated ``gpu`` and return the memory of each line of ``functions``.
 
-    ``gpu="cuda"`` is the current CUDA device. Lines stand in the order in which they were reached
-    first. What a line calls counts to it.
+    ``gpu="cuda"`` is the current CUDA device. Lines are in the order in which they were reached
+    first. Calls made by a line count to it.
     """
     codes = frozenset(function.__code__ for function in functions)
     if gpu == MEASURED:

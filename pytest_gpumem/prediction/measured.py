@@ -1,4 +1,4 @@
-"""What a function takes on the CUDA device of this process, real or dry."""
+"""The memory of a function on the CUDA device of this process, real or dry."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def device_here() -> CudaDevice:
 
 
 def predict_measured(name: str, call: Callable[[], Any]) -> Prediction:
-    """Run ``call``, of that ``name``, and say what it took; raises what it raises.
+    """Run ``call``, of that ``name``, and return its memory; raises what it raises.
 
-    Where it runs out of memory the prediction says that it does not fit, with what it took by then.
+    Where it runs out of memory the prediction is that it does not fit, with the bytes up to then.
     """
     device = device_here()
     fits = True

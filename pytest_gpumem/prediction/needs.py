@@ -1,4 +1,4 @@
-"""What the tests of a suite need on each runner: by reports, baselines or a simulated run."""
+"""The needs of a suite's tests on each runner: from reports, baselines or a simulated run."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.environment import Environment
 
 CACHE = Path(".pytest_cache", "d", "gpumem")
-"""Where pytest's cache lies by default, below the folder of the ini file."""
+"""pytest's cache by default, below the folder of the ini file."""
 
 Seconds = Mapping[str, Mapping[str, float]]
-"""By GPU, as an environment names it, and node id."""
+"""Seconds by GPU, as in an environment, and node id."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The tests, and where their numbers come from."""
+    """The tests, and the origin of their numbers."""
 
     tests: tuple[PlannedTest, ...]
     sources: tuple[str, ...]
@@ -36,12 +36,12 @@ class Needs:
 
 @dataclass(frozen=True)
 class _Measured:
-    """One test in one environment."""
+    """A test in one environment."""
 
     nodeid: str
     environment: Environment
     bytes: int | None
-    """``None``: it did not run to its end."""
+    """Peak reserved bytes; ``None`` if it did not run to its end."""
     seconds: float | None = None
     min_memory: int | None = None
     problem: str = ""
@@ -54,12 +54,12 @@ def needs_of(
     *,
     dry: bool = False,
 ) -> Needs:
-    """Return what the tests that ``given`` names need on ``runners``.
+    """Return the needs of the tests that ``given`` names on ``runners``.
 
-    ``given`` are JSON reports, or a folder of baselines, or else what pytest takes: paths and node
+    ``given`` are JSON reports, or a folder of baselines, or else pytest's arguments: paths and node
     ids, which run on simulated or ``dry`` GPUs, in a process of their own. ``durations`` is a file
-    that says what tests take; otherwise pytest's cache, and what pytest-split has stored. Raises
-    ``ValueError`` where that cannot be read or run.
+    of durations; otherwise pytest's cache and pytest-split's file are read. Raises ``ValueError``
+    where that cannot be read or run.
     """
     paths = [Path(one) for one in given]
     if paths and all(path.suffix == ".json" for path in paths):
@@ -89,7 +89,7 @@ def _of_report(path: Path) -> Iterator[_Measured]:
             record.nodeid,
             record.environment,
             max(found.peak_reserved, found.peak_allocated, 0) if found and ran else None,
-            # Beside others a test takes as long as they let it.
+            # Beside others a test's duration depends on them.
             None if record.beside else record.duration,
             record.expectation.get("min_memory"),
             "" if found and ran else f"it {record.outcome} where it was measured",
@@ -146,7 +146,7 @@ def _run(
 ) -> tuple[list[PlannedTest], str]:
     from importlib.metadata import version
 
-    if find_spec("torch") is None:  # said before another process is started for nothing
+    if find_spec("torch") is None:  # reported before another process is started in vain
         raise ModuleNotFoundError("torch is not installed", name="torch")
 
     from pytest_gpumem.prediction.process import PredictionError, run_tests
@@ -189,7 +189,7 @@ def _timed(
     measured: Iterable[_Measured],
     durations: Path | None,
 ) -> tuple[list[PlannedTest], str]:
-    """Return ``tests`` with what they take, and the sentence that says by whom it is known."""
+    """Return ``tests`` with durations, and a sentence on the source of these."""
     known, where = _durations(measured, durations)
     timed = [
         replace(
@@ -240,7 +240,7 @@ def _durations(
 
 
 def _taken(nodeid: str, known: Seconds, runner: Runner) -> float | None:
-    """Return what a test takes on ``runner``: measured there, else on any GPU, else simulated."""
+    """Return the need of a test on ``runner``: measured on it, else on any GPU, else simulated."""
     ranked: dict[int, list[float]] = {}
     for key, tests in known.items():
         if nodeid in tests:
@@ -254,7 +254,7 @@ def _is_simulated(key: str) -> bool:
 
 
 def _names(key: str, runner: Runner) -> bool:
-    """Whether the environment ``key`` is one of the runner's GPU."""
+    """Return whether the environment ``key`` is one of the runner's GPU."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", runner.model.full_name)
     return key.startswith(f"cuda-{name}-torch")
 

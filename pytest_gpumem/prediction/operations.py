@@ -1,7 +1,7 @@
-"""How much a layer computes beyond its matrix products: activations, norms and pooling.
+"""The operations of layers beyond their matrix products: activations, norms and pooling.
 
-Products are counted as they run (``torch.utils.flop_counter``); what stands here is small beside
-them, has no kernel that counts it, and is therefore counted by kind of layer.
+Products are counted as they run (``torch.utils.flop_counter``); these operations are few beside
+them, no kernel counts them, and so they are counted by kind of layer.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Operations:
     """Operations of one call."""
 
     multiply_adds: int = 0
-    """A multiplication and the addition of its product are one, as is anything else done to an
-    element in one go: what papers on architectures call FLOPs."""
+    """A multiplication and the addition of its product are one, as is any other operation on an
+    element: FLOPs in papers on architectures."""
     flops: int = 0
     """Each multiplication, addition, division and comparison by itself."""
 
 
 def operations_of(module: nn.Module, inputs: Shape, outputs: Shape) -> Operations:
-    """Return what the layer ``module`` computes besides matrix products, none for other kinds.
+    """Return the operations of the layer ``module`` besides matrix products, none for other kinds.
 
     ``inputs`` and ``outputs`` are the shapes of its first input and its first output.
     """
@@ -39,33 +39,34 @@ def operations_of(module: nn.Module, inputs: Shape, outputs: Shape) -> Operation
 
 
 def _activation(module: Any, read: int, written: int) -> Operations:
-    """One operation for each element, B·H·W·C."""
+    """Count one operation for each element, B·H·W·C."""
     return Operations(written, written)
 
 
 def _softmax(module: Any, read: int, written: int) -> Operations:
-    """Of each element: its exponential, the sum, and the division."""
+    """Count for each element its exponential, the sum, and the division."""
     return Operations(written, 3 * written)
 
 
 def _norm(module: Any, read: int, written: int) -> Operations:
-    """Of each element: less the mean, by the deviation; where learned, times weight, plus bias."""
+    """Count for each element minus the mean, by the deviation; if learned, times weight, plus
+    bias."""
     affine = getattr(module, "affine", getattr(module, "elementwise_affine", False))
     return Operations(2 * written, 4 * written) if affine else Operations(written, 2 * written)
 
 
 def _max_pool(module: Any, read: int, written: int) -> Operations:
-    """K·K - 1 comparisons for each output; each input is looked at."""
+    """Count K·K - 1 comparisons for each output; each input is read."""
     return Operations(read, (_window(module) - 1) * written)
 
 
 def _average_pool(module: Any, read: int, written: int) -> Operations:
-    """K·K - 1 additions and a division for each output."""
+    """Count K·K - 1 additions and a division for each output."""
     return Operations(read, _window(module) * written)
 
 
 def _adaptive_pool(module: Any, read: int, written: int) -> Operations:
-    """Windows that cover the input once: an operation for each of its elements."""
+    """Count one operation for each element of the input, which the windows cover once."""
     return Operations(read, read)
 
 

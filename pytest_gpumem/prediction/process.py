@@ -18,7 +18,7 @@ from pytest_gpumem.simulated.gpu.catalogue import Machine
 
 
 class PredictionError(ValueError):
-    """What cannot be predicted; the message is one sentence for the user.
+    """A program that cannot be predicted; the message is one sentence for the user.
 
     ``snippet`` describes ``kernel``, where that is all that is missing.
     """
@@ -34,20 +34,20 @@ class PredictionError(ValueError):
 
 @dataclass(frozen=True)
 class Answer:
-    """What one test took on one simulated machine."""
+    """The result of one test on one simulated machine."""
 
     nodeid: str
     gpu: str
     record: TestRecord | None
-    """``None`` where it was not measured."""
+    """The test's record; ``None`` where it was not measured."""
     fits: bool
-    """``False``: it ran out of memory, and ran again with as much as it wants, if asked for."""
+    """Whether memory sufficed; if not, it ran again with unlimited memory, if requested."""
     problem: str
-    """Why it was skipped or failed; its numbers stand where only a verdict failed it."""
+    """The reason of a skip or failure; where only a verdict failed it, its numbers are valid."""
     kernel: str = ""
-    """The kernel that nobody described, where that was why."""
+    """The kernel without a description, where that was the reason."""
     snippet: str = ""
-    """What describes it."""
+    """The code that describes the kernel."""
 
     @property
     def ran_out(self) -> bool:
@@ -73,15 +73,15 @@ def run_tests(
     modules_compiled: bool = False,
     dry: bool = False,
 ) -> list[Answer]:
-    """Run ``tests`` on each of ``machines``; the caller's process stays as it is.
+    """Run ``tests`` on each of ``machines``; the caller's process is not changed.
 
     ``tests`` are node ids relative to ``folder``, or with absolute paths; ``arguments`` are those
-    of the pytest that asks, and ``options`` values of its ``config.option``, by name. With
-    ``unbounded`` a test that runs out of memory runs again with as much as it wants. After so many
-    ``seconds`` no other test begins, and one that does not end is given as long again. With
-    ``modules_compiled`` each module that a test calls is compiled. Raises
-    :class:`PredictionError` where pytest does not get as far as running tests. With ``dry`` each
-    machine is a dry device, in a process of its own.
+    of the calling pytest, and ``options`` values of its ``config.option``, by name. With
+    ``unbounded`` a test that runs out of memory runs again with unlimited memory. After so many
+    ``seconds`` no other test begins, and a running one gets as long again. With
+    ``modules_compiled`` each module that a test calls is compiled. Raises :class:`PredictionError`
+    where pytest does not get as far as running tests. With ``dry`` each machine is a dry device, in
+    a process of its own.
     """
     if dry:
         return _run_dry(tests, machines, arguments, folder, unbounded=unbounded)
@@ -175,7 +175,7 @@ def _run(
 
 
 def _arguments(given: Sequence[str], folder: Path) -> list[str]:
-    """Return ``given`` with ours behind its options; only tests stand behind ``--``."""
+    """Return ``given`` with this module's options; only tests follow ``--``."""
     end = list(given).index("--") if "--" in given else len(given)
     ini = [f"cache_dir={folder / 'cache'}", *INI]
     own = ["-p", "pytest_gpumem.prediction.child", *(arg for text in ini for arg in ("-o", text))]
@@ -183,7 +183,7 @@ def _arguments(given: Sequence[str], folder: Path) -> list[str]:
 
 
 def _last_words(ran: subprocess.CompletedProcess[str]) -> str:
-    """Return what pytest said: its first error, else its last line."""
+    """Return pytest's first error, else its last line."""
     lines = [*ran.stderr.splitlines(), *ran.stdout.splitlines()]
     said = [line.strip() for line in lines if line.strip(" =")]
     errors = [line for line in said if line.startswith(("ERROR", "E  "))]

@@ -1,6 +1,6 @@
-"""Which GPU each test needs, how many machines of each kind that takes, and what they cost.
+"""The assignment of tests to GPUs: the number of machines of each kind, and their cost.
 
-Plain arithmetic over what tests need; nothing here runs code or imports torch.
+Plain arithmetic over what tests need; this module runs no code and imports no torch.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from pytest_gpumem.simulated.gpu.catalogue import GpuModel, find_gpu
 from pytest_gpumem.sizes import format_size
 
 MOST_RUNNERS = 8
-"""Every selection of them is tried."""
+"""The most kinds of machines; every selection of them is tried."""
 
 HOUR = 3600.0
 
 
 class PlanError(ValueError):
-    """What cannot be planned; the message is one sentence for the user."""
+    """A plan that cannot be made; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Runner:
-    """One kind of machine to be had."""
+    """A kind of machine that is available."""
 
     model: GpuModel
     price: float
-    """Of an hour, in whatever currency."""
+    """Price of an hour, in any currency."""
 
     @property
     def name(self) -> str:
-        """The model's, from the catalogue."""
+        """The model's name in the catalogue."""
         return self.model.name
 
     @property
@@ -50,20 +50,21 @@ class Runner:
 
 @dataclass(frozen=True)
 class PlannedTest:
-    """What is known of one test."""
+    """The known needs of one test."""
 
     nodeid: str
     bytes: Mapping[str, int] = field(default_factory=dict)
-    """The most that it reserves, by runner; without one, nobody knows."""
+    """Peak reserved bytes by runner; unknown for a runner without an entry."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """What it takes alone on the device, by runner; without one, nobody knows."""
+    """Seconds with the device to itself, by runner; unknown for a runner without an entry."""
     refusals: Mapping[str, str] = field(default_factory=dict)
-    """By runner: why it does not run there, memory aside."""
+    """Reasons why it does not run on a runner, memory aside."""
     problem: str = ""
-    """Why nobody knows what it needs."""
+    """The reason why its needs are unknown."""
 
     def obstacle(self, runner: Runner) -> str:
-        """Return why the test does not fit ``runner``, empty where it does or nobody knows."""
+        """Return why the test does not fit ``runner``, empty where it does or its need is
+        unknown."""
         if runner.name in self.refusals:
             return self.refusals[runner.name]
         need = self.bytes.get(runner.name, 0)
@@ -72,22 +73,22 @@ class PlannedTest:
 
 @dataclass(frozen=True)
 class Job:
-    """One machine and its tests."""
+    """A machine and its tests."""
 
     runner: Runner
     tests: tuple[str, ...]
     seconds: float | None
-    """Its start-up included; ``None`` where no duration is known."""
+    """Seconds with start-up; ``None`` where no duration is known."""
 
     @property
     def cost(self) -> float | None:
-        """In the currency of the price."""
+        """The cost in the currency of the price."""
         return None if self.seconds is None else self.seconds / HOUR * self.runner.price
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where all tests run."""
+    """The machines for all tests."""
 
     runners: tuple[Runner, ...]
     tests: tuple[PlannedTest, ...]
@@ -95,22 +96,22 @@ class Plan:
     nowhere: tuple[PlannedTest, ...]
     """Tests that no runner can run."""
     late: tuple[str, ...]
-    """Tests that alone take longer than there is time."""
+    """Tests that by themselves take longer than the limit."""
 
     @property
     def cost(self) -> float | None:
-        """Of all machines; ``None`` where no duration is known."""
+        """The cost of all machines; ``None`` where no duration is known."""
         costs = [job.cost for job in self.jobs]
         return None if None in costs else sum(cost for cost in costs if cost is not None)
 
     @property
     def seconds(self) -> float | None:
-        """Until the last machine is done; ``None`` where no duration is known."""
+        """The seconds until the last machine is done; ``None`` where no duration is known."""
         times = [job.seconds for job in self.jobs if job.seconds is not None]
         return max(times, default=None)
 
     def shards(self) -> dict[str, Any]:
-        """Return what ``--gpumem-shard-by`` reads, with a matrix of CI jobs in it."""
+        """Return the data that ``--gpumem-shard-by`` reads, with a matrix of CI jobs."""
         homes = {nodeid: job.runner.name for job in self.jobs for nodeid in job.tests}
         placed = [test for test in self.tests if test.nodeid in homes]
         shards = [
@@ -144,7 +145,7 @@ class Plan:
 
 
 def parse_runner(text: str) -> Runner:
-    """Return what ``"T4:0.35"`` stands for; raises ``ValueError`` for an unknown model or price."""
+    """Return the runner of ``"T4:0.35"``; raises ``ValueError`` for an unknown model or price."""
     name, colon, price = text.rpartition(":")
     if not colon or not re.fullmatch(r"\s*[0-9]{1,9}(\.[0-9]{1,9})?\s*", price):
         raise PlanError(
@@ -163,9 +164,9 @@ def make_plan(
     """Return the cheapest plan by which every machine ends within ``limit`` seconds.
 
     Each machine takes ``startup`` seconds before its first test; then it runs one test after the
-    other. A test whose duration nobody knows counts as the others on average, one whose memory
-    nobody knows goes where there is most. Raises :class:`PlanError` where ``limit`` cannot be kept
-    by any plan, or no duration is known.
+    other. A test of unknown duration counts as the mean of the others, one of unknown memory goes
+    to the runner with the most. Raises :class:`PlanError` where ``limit`` cannot be kept by any
+    plan, or no duration is known.
     """
     _check(tests, runners, limit, startup)
     nowhere = [test for test in tests if all(test.obstacle(runner) for runner in runners)]
@@ -184,7 +185,7 @@ def make_plan(
 
 
 class _Seconds:
-    """What tests take on each runner."""
+    """The durations of tests on each runner."""
 
     def __init__(self, tests: Sequence[PlannedTest]) -> None:
         self._tests = {test.nodeid: test.seconds for test in tests}
@@ -223,7 +224,7 @@ def _check(
 
 def _selections(runners: Sequence[Runner], startup: float) -> Iterator[tuple[Runner, ...]]:
     """Yield the kinds of machines that may be the cheapest together."""
-    # A machine that costs nothing before its first test is never too many.
+    # Machines without start-up time cause no extra cost.
     sizes = range(1, len(runners) + 1) if startup else [len(runners)]
     for size in sizes:
         yield from combinations(runners, size)

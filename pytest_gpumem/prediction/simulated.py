@@ -1,4 +1,4 @@
-"""What a program would need on a GPU that is not there: it runs on the simulated one."""
+"""The memory of a program on a GPU that is not present: it runs on the simulated one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from pytest_gpumem.values.world import World, world_of
 def predict(
     call: Callable[[], Any], gpu: str, *, ranks: int | None = None, mode: Mode | None = None
 ) -> Prediction:
-    """Run ``call`` on a simulated ``gpu`` and say what it took.
+    """Run ``call`` on a simulated ``gpu`` and return its memory.
 
-    A ``mode`` is told with it, and what was live at the peaks.
-    With a number of ``ranks`` it is run as those of them that may differ, and the one that takes
-    most is told. Raises ``ValueError`` for a model that is not in the catalogue, or a number of
-    ranks that there cannot be, and what ``call`` raises, but for running out of memory.
+    A ``mode`` is added to the result, with the live blocks at the peaks. With a number of ``ranks``
+    it is run as those of them that may differ, and the result is that of the largest. Raises
+    ``ValueError`` for a model that is not in the catalogue, or an impossible number of ranks, and
+    what ``call`` raises, but for running out of memory.
     """
     model = find_gpu(gpu)
     if ranks is None:
@@ -80,7 +80,7 @@ def _predicted(
 def _ran(
     call: Callable[[], Any], model: GpuModel, world: World | None, mode: Mode | None
 ) -> tuple[bool, SimulatedRun, Mapping[str, Composition]]:
-    """Return whether it fits, the run and, in a ``mode``, what was live at its peaks."""
+    """Return whether it fits, the run and, in a ``mode``, the live blocks at its peaks."""
     size, rank = (None, 0) if world is None else (world.size, world.rank)
     compile = AUTO if mode is None else mode.compile
     found: dict[str, Composition] = {}

@@ -1,4 +1,4 @@
-"""What a test would need on a GPU that is not there: it runs in a process that has such a one."""
+"""The memory of a test on a GPU that is not present: it runs in a process with a simulated one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def predict_test(
     nodeid: str, gpus: Sequence[str], *, mode: Mode | None = None, dry: bool = False
 ) -> list[Prediction]:
-    """Run a test on simulated or ``dry`` GPUs, in a process of its own; return what each took.
+    """Run a test on simulated or ``dry`` GPUs, in a process of its own; return the result for each.
 
-    A ``mode`` is told with it, and what was live at the peaks.
+    A ``mode`` is added to the result, with the live blocks at the peaks.
     Limits and baselines do not matter, nor does the model that its marker names. Raises
     ``ValueError`` for a model that is not in the catalogue, :class:`PredictionError` where
     ``nodeid`` is not one test, or does not run there.

@@ -1,4 +1,4 @@
-"""Random numbers that nobody waits for."""
+"""Random numbers that are never read, and so are not drawn."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 def unfilled() -> Iterator[None]:
     """Leave large random tensors on the CPU as the system gave them, if the GPU computes nothing.
 
-    For runs whose memory alone matters: half of the time of a step that makes its model on the CPU
-    goes into random weights, and samples for the largest batch of a large GPU, once written, need
+    For runs where only memory matters: half of the time of a step that makes its model on the CPU
+    is spent on random weights, and samples for the largest batch of a large GPU, once written, need
     more memory than a laptop has. Does nothing outside a simulation.
     """
     from pytest_gpumem.simulated.simulation import active_simulation

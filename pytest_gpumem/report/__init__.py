@@ -1,1 +1,1 @@
-"""What a run leaves for its readers: terminal section, JSON report, JUnit properties."""
+"""The output of a run: terminal section, JSON report, JUnit properties."""

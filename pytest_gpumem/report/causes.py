@@ -1,4 +1,4 @@
-"""Which failures have one cause, and how that reads: one answer for every report."""
+"""Groups of failures with one cause, and their texts, the same for every report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_size
 
 CHIEFLY = 0.8
-"""The part of a change that tells its cause, where no sentence does."""
+"""The part of a change that identifies its cause, where no sentence does."""
 
 UNEXPLAINED = {
     "limit": "over a limit",
@@ -29,19 +29,18 @@ OTHER = "failed for another reason than memory"
 _AMOUNTS = re.compile(
     r"\d[\d.,]* (?:[KMGT]iB|B)\b|\d+ × |\(\d[\d, ]*,?\)|\b\d+(?= (?:more|forward))"
 )
-"""What differs between tests of one cause: sizes, counts and shapes."""
+"""The parts of a sentence that differ between tests of one cause: sizes, counts and shapes."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What several failures share."""
+    """The common cause of several failures."""
 
     words: tuple[str, ...]
-    """A sentence, or what changed and where."""
+    """A sentence, or the change and its place."""
     records: tuple[TestRecord, ...]
     excesses: tuple[int, ...] = ()
-    """By how much each of them is over, in bytes; below 0 where it is under. Empty where no number
-    says that."""
+    """Bytes by which each of them is over; below 0 where it is under. Empty where no number is."""
 
     @property
     def size(self) -> str:
@@ -51,14 +50,14 @@ class Cause:
 
     @property
     def largest(self) -> int:
-        """Bytes of the one that is over by most."""
+        """The bytes of the largest excess."""
         return max(map(abs, self.excesses), default=0)
 
 
 def causes_of(records: Iterable[TestRecord]) -> list[Cause]:
     """Return the causes of failures, the one that is over by most first; others than memory last.
 
-    A test that ran out of memory is over by what there was too little of.
+    A test that ran out of memory is over by the missing bytes.
     """
     failed = [record for record in records if record.outcome in ("failed", "error")]
     groups = alike([_keys(record) for record in failed])
@@ -68,9 +67,9 @@ def causes_of(records: Iterable[TestRecord]) -> list[Cause]:
 
 
 def keys_of(broken: Sequence[Verdict]) -> list[object]:
-    """Return what failures of one cause have in common, one of which is enough, whatever its size.
+    """Return the keys of a failure's causes; failures that share one have the same cause.
 
-    That is what changed where, and the sentence that says why.
+    The keys are changes with their places, and the sentence on the reason.
     """
     first = chief(broken)
     compared = first.limit is None, first.reference is None, first.excess > 0
@@ -96,7 +95,7 @@ def alike(keys: Sequence[Sequence[object]]) -> list[list[int]]:
 
 
 def places_of(verdict: Verdict, *, every: bool = False) -> frozenset[tuple[Any, ...]]:
-    """Return what changed where; not ``every`` change, those that are most of it."""
+    """Return the changes with their places; without ``every``, those that are most of it."""
     lines = folded(verdict.explanation)
     told = lines if every or verdict.reference is None else _chief(lines, verdict.excess)
     keys = ("change", "category", "site", "operator")
@@ -106,7 +105,7 @@ def places_of(verdict: Verdict, *, every: bool = False) -> frozenset[tuple[Any, 
 def _chief(lines: Sequence[Mapping[str, Any]], excess: int) -> Iterator[Mapping[str, Any]]:
     """Yield the largest of the changes to the side of ``excess``, which are :data:`CHIEFLY` it.
 
-    What the allocator rounds in one test and not in another is no other cause.
+    Rounding by the allocator in one test and not in another is no separate cause.
     """
     same = [line for line in lines if (line["bytes"] > 0) == (excess > 0)]
     left = CHIEFLY * sum(abs(line["bytes"]) for line in same)

@@ -1,4 +1,4 @@
-"""The lines that a pull request changes, as git knows them: where an annotation is seen."""
+"""The lines that a pull request changes, by git: annotations are visible on these."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HUNK = re.compile(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@")
 Lines = Mapping[str, set[int]]
 """Line numbers by path, relative to the top of the repository."""
 Changed = tuple[Path, Lines]
-"""The top of the repository, and what differs in it."""
+"""The top of the repository, and its changed lines."""
 
 
 def changed_lines(root: Path) -> Changed | None:
@@ -29,7 +29,7 @@ def changed_lines(root: Path) -> Changed | None:
         return None
     try:
         top = toplevel(root)
-        # From where the branches parted: what the base has got since is no change of this one.
+        # From the merge base: later commits of the base branch are not changes of this one.
         diff = git(root, "diff", "--unified=0", "--no-color", f"origin/{base}...HEAD")
     except GitError:
         return None

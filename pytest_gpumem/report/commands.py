@@ -28,7 +28,7 @@ _CONFIG_FILES = (
     *("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "pyproject.toml"),
     *("tox.ini", "setup.cfg", "setup.py"),
 )
-"""Where pytest looks for its configuration, and for its rootdir: its documentation of both."""
+"""Files by which pytest finds its configuration and its rootdir, from its documentation."""
 
 _FLAGS = (
     *("-x", "-s", "-l", "--exitfirst", "--lf", "--last-failed", "--ff", "--failed-first"),
@@ -50,7 +50,7 @@ _VALUES = (
     *("--gpumem-history", "--gpumem-explain", "--gpumem-quota", "--gpumem-share-timeout"),
     *("--gpumem-rows", "--gpumem-sort", "--gpumem-tolerance"),
 )
-"""Options that change neither which tests there are nor what is recorded of them, and their value.
+"""Options with a value that change neither the tests nor what is recorded of them.
 
 All others are repeated: a conftest's ``--runslow`` decides whether a test runs.
 """
@@ -62,7 +62,7 @@ _REPEATED = (
     "--gpumem-sim-stand-ins",
     "--gpumem-sim-compile",
 )
-"""Options that are repeated with the word behind them, which may read like a path."""
+"""Options that are repeated with their value, which may look like a path."""
 
 _CHOOSING = ("-k", "-m", "--deselect", "--ignore", "--ignore-glob", "--gpumem-shard")
 """Options that choose tests: repeated where no test is named."""
@@ -72,20 +72,20 @@ _LETTERS = re.compile(r"-[vqxsl]+|-r[A-Za-z]+|-n\w+|-pno:.*")
 
 @dataclass(frozen=True)
 class Command:
-    """How pytest was started, as far as it matters for starting it again."""
+    """The command line of pytest, as far as it matters for starting it again."""
 
     program: tuple[str, ...] = ("pytest",)
     options: tuple[str, ...] = ()
-    """Those that matter whichever tests are run."""
+    """Options that matter for any tests."""
     choosing: tuple[str, ...] = ()
-    """Those that chose the tests."""
+    """Options that chose the tests."""
     paths: tuple[str, ...] = ()
     folder: str = ""
-    """Where it was started; empty where that is not known."""
+    """The folder in which it was started; empty if unknown."""
     rootdir: str = ""
     inipath: str = ""
     cached: bool = True
-    """Whether pytest remembers what failed."""
+    """Whether pytest's cache keeps failed tests."""
 
     @classmethod
     def of(cls, config: pytest.Config) -> Command:
@@ -107,14 +107,14 @@ class Command:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The form that travels to a worker of pytest-xdist: builtin types only."""
+        """Return the form that travels to a worker of pytest-xdist: builtin types only."""
         return {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in vars(self).items()
         }
 
     def records(self, *nodeids: str) -> str:
-        """Return the line that records what the tests ``nodeids`` measure as their baselines."""
+        """Return the line that records the numbers of the tests ``nodeids`` as their baselines."""
         parts = [nodeid.partition("::") for nodeid in nodeids]
         fixed = next(filter(None, (self._fixed(module) for module, _, _ in parts)), [])
         words = [*self.program, *map(_word, (*fixed, *self.options)), UPDATE]
@@ -122,7 +122,7 @@ class Command:
         return " ".join([*words, *map(quoted_for_shell, tests)])
 
     def records_failures(self) -> str:
-        """Return the line that records what all tests measure that failed in this run."""
+        """Return the line that records the numbers of all tests that failed in this run."""
         return self.again("--lf", UPDATE) if self.cached else self.again(UPDATE)
 
     def again(self, *options: str) -> str:
@@ -146,7 +146,7 @@ class Command:
         nested = any(
             (above / name).exists() for above in nearer if above != root for name in _CONFIG_FILES
         )
-        # Without a configuration file the rootdir is what folder and arguments have in common.
+        # Without a configuration file the rootdir is the common ancestor of folder and arguments.
         above = (one for one in (folder, *folder.parents) if test.is_relative_to(one))
         found = self.inipath or next(above, None) == root
         if not nested and (found or (root / "setup.py").exists()):
@@ -158,7 +158,7 @@ class Command:
 
 
 COMMAND = "gpumem_command"
-"""Key of a pytest-xdist worker's input: how the controller was started."""
+"""Key of a pytest-xdist worker's input: the controller's command line."""
 
 PLAIN = Command()
 
@@ -170,7 +170,7 @@ def _word(text: str) -> str:
 
 def _program(config: pytest.Config) -> tuple[str, ...]:
     # ``python -m pytest`` lets tests import from the present folder, which ``pytest`` does not.
-    # Who calls pytest.main() with plugins has no command line.
+    # A call of pytest.main() with plugins has no command line.
     as_module = sys.argv[:1] and Path(sys.argv[0]).name == "__main__.py"
     if as_module and not config.invocation_params.plugins:
         return "python", "-m", "pytest"
@@ -203,7 +203,7 @@ def _sorted_out(
                 _next(words)
         elif name in _REPEATED:
             repeated = [word] if equals else [word, *_next(words)]
-            # What a run did without changes nothing that is recorded.
+            # A disabled plugin changes nothing that is recorded.
             options += [] if repeated[0] == "-p" and "no:" in repeated[-1] else repeated
         elif (
             name not in _FLAGS

@@ -1,4 +1,4 @@
-"""What changed between two runs, as a part of a pull request's comment."""
+"""The changes between two runs, as a part of a pull request's comment."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Difference:
-    """One test that differs; ``None`` on the side where it was not measured."""
+    """A test that differs; ``None`` on the side where it was not measured."""
 
     nodeid: str
     before: Measurement | None
     now: Measurement | None
     failed: bool = False
-    """Whether it ran now, and its body failed."""
+    """Whether it ran in the new run, and its body failed."""
     was: str = ""
-    """What it was called before, where that was something else."""
+    """Its former node id, where that was another."""
 
     @property
     def bytes(self) -> int:
-        """By how much its peak grew."""
+        """The growth of its peak in bytes."""
         before, now = (m.peak_allocated if m else 0 for m in (self.before, self.now))
         return now - before
 
     @property
     def kind(self) -> str:
-        """One of :data:`KINDS`."""
+        """The kind of change, of :data:`KINDS`."""
         if self.failed:
             return "failed"
         if self.before is None or self.now is None:
@@ -57,7 +57,7 @@ class Difference:
 
 
 KINDS = ("grew", "fell", "new", "gone", "failed")
-"""In the order in which they are told; a test that failed has no peak to compare."""
+"""Kinds in the order of output; a test that failed has no peak to compare."""
 
 
 def differences(
@@ -67,8 +67,8 @@ def differences(
 
     Tests are compared within one environment; without a ``tolerance``, that of the test applies, as
     it is now or else as it was, and where it states none, that of the environment. A test whose
-    body failed counts as not measured. Tests of environments that the other run does not know are
-    left out.
+    body failed counts as not measured. Tests of environments missing from the other run are left
+    out.
     """
     old, new = _measured(before), _measured(now)
     common = {key[0] for key in old} & {key[0] for key in new}
@@ -99,7 +99,7 @@ def differences(
 def difference_section(
     before: Sequence[TestRecord], now: Sequence[TestRecord], name: str
 ) -> Iterator[str]:
-    """Yield the Markdown of what changed since ``before``, which is called ``name``."""
+    """Yield the Markdown of the changes since ``before``, which is called ``name``."""
     old, new = _measured(before), _measured(now)
     if not {key[0] for key in old} & {key[0] for key in new}:
         missing = "holds no measured test" if not old else "was measured in another environment"
@@ -125,7 +125,7 @@ def difference_section(
 
 
 def explanation(difference: Difference) -> list[str]:
-    """Return the lines that say whose bytes changed; none where a side recorded no lines."""
+    """Return the lines on changed bytes; none where a side recorded no lines."""
     before, now = difference.before, difference.now
     if before is None or now is None:
         return []
@@ -133,7 +133,7 @@ def explanation(difference: Difference) -> list[str]:
 
 
 def explain_peaks(before: Measurement, now: Measurement) -> list[str]:
-    """Return the lines that say whose bytes differ; none where either side recorded no lines."""
+    """Return the lines on differing bytes; none where either side recorded no lines."""
     if not before.sites or not now.sites:
         return []
     changes = explain(map(Site.from_dict, now.sites), map(Site.from_dict, before.sites))
@@ -163,7 +163,7 @@ def _tolerances(records: Sequence[TestRecord]) -> dict[Key, Tolerance]:
 
 
 def _renamed(gone: Mapping[Key, Measurement], new: Mapping[Key, Measurement]) -> dict[Key, Key]:
-    """Return what tests were called before that go by another name now."""
+    """Return the former names of renamed tests."""
     found: dict[Key, Key] = {}
     for environment in sorted({key[0] for key in gone}):
         old_peaks, new_peaks = (

@@ -1,4 +1,4 @@
-"""Failures where pytest's users look for them, each cause once: FAILURES and the short summary."""
+"""Failures in pytest's own sections, FAILURES and the short summary, each cause once."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import Line, Writer, shorten, wrap, write_lines
 
 LEAST_ALIKE = 3
-"""Failures of one cause that are told as one."""
+"""The least failures of one cause that are shown as one."""
 
 MOST_FUNCTIONS = 6
-"""Test functions that are named of those that failed for the same reason."""
+"""The most test functions that are named of those that failed for the same reason."""
 
 WIDE = 160
-"""Columns from which on a sentence is left to the terminal, as pytest does with all others."""
+"""Columns from which on a sentence is not wrapped, as in pytest's own output."""
 
 _REMEDIES = ("accept it: ", "record it: ")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One test that failed by its memory, or for want of what it is compared with."""
+    """A test that failed by its memory, or because its baseline or prediction is missing."""
 
     nodeid: str
     broken: tuple[Verdict, ...] = ()
@@ -43,16 +43,16 @@ class Failure:
 
     @property
     def keys(self) -> list[object]:
-        """What failures of one cause have in common, one of which is enough."""
+        """The keys of its causes; failures that share one have the same cause."""
         return keys_of(self.broken) if self.broken else [self.sentence]
 
     @property
     def brief(self) -> str:
-        """A few words with the number that is over."""
+        """A few words with the exceeding number."""
         return brief_text(self.broken) if self.broken else self.sentence
 
     def text(self, command: Command, *, every: bool, width: int) -> str:
-        """Return what it fails with; lines that are no table are not broken yet."""
+        """Return the failure's text; lines outside tables are not wrapped yet."""
         if not self.broken:
             return self.sentence
         update = command.records(self.nodeid)
@@ -79,10 +79,9 @@ def told_once(
     command: Command,
     verbosity: int,
 ) -> Iterator[None]:
-    """Let pytest write its summary inside, with failures of one cause as one.
+    """Merge failures of one cause while pytest writes its summary.
 
-    Very verbose, each of them is told by itself; and so are fewer than :data:`LEAST_ALIKE` of a
-    cause.
+    With ``-vv`` each is shown by itself; so are fewer than :data:`LEAST_ALIKE` of a cause.
     """
     failed: list[Any] = reporter.stats.get("failed", [])
     ours = [(report, failures.get(_nodeid(report))) for report in failed]
@@ -128,7 +127,7 @@ def _large_enough(
 
 
 class _Told:
-    """Stands for a report's ``longrepr`` while pytest writes its summary."""
+    """A replacement of a report's ``longrepr`` while pytest writes its summary."""
 
     def __init__(self, longrepr: Any, lines: Sequence[Line], failure: Failure) -> None:
         self._longrepr = longrepr
@@ -137,22 +136,22 @@ class _Told:
         self.reprcrash = _Crash(getattr(crash, "path", ""), getattr(crash, "lineno", 0), failure)
 
     def toterminal(self, writer: Writer) -> None:
-        """Write what is to be told."""
+        """Write the lines."""
         write_lines(writer, self._lines)
 
     def __str__(self) -> str:
-        """As it is without us."""
+        """Return the original text."""
         return str(self._longrepr)
 
 
 class _Crash:
-    """Where a test failed, and in a few words why."""
+    """The location of a failure, with a short reason."""
 
     def __init__(self, path: str, lineno: int, failure: Failure) -> None:
         self.path, self.lineno, self.message = path, lineno, failure.brief
 
     def __str__(self) -> str:
-        """As ``--tb=line`` shows it."""
+        """Return the line for ``--tb=line``."""
         return f"{self.path}:{self.lineno}: {self.message}"
 
 
@@ -163,7 +162,7 @@ def _lines(
     lines: list[Line] = []
     for line in text:
         if line.startswith(("  ", *_REMEDIES)) or width >= WIDE:
-            lines.append(Line.of(line))  # laid out already, or there to be copied
+            lines.append(Line.of(line))  # laid out already, or meant to be copied
         else:
             lines += [Line.of(part, "red") for part in wrap(line, width, rest="    ")]
     if more:

@@ -27,7 +27,7 @@ _PROPERTY = {**_DATA, ":": "%3A", ",": "%2C"}
 
 
 def workflow_commands(run: ReportedRun) -> list[str]:
-    """Return the workflow commands that mark what failed as errors and what improved as notices."""
+    """Return workflow commands that mark failures as errors and improvements as notices."""
     failed = [record for record in run.records if is_failure(record)]
     changed = changed_lines(run.root) if failed else None
     better = [record for record in run.records if record.improvements and not is_failure(record)]
@@ -125,7 +125,7 @@ def _place(title: str, record: TestRecord, run: ReportedRun) -> dict[str, str | 
 
 
 def _in_repository(path: Path) -> str:
-    """Return ``path`` as GitHub knows it: relative to the folder into which it checks out."""
+    """Return ``path`` relative to the folder into which GitHub checks out."""
     path = Path(os.path.normpath(path))
     workspace = os.getenv("GITHUB_WORKSPACE")
     if workspace and path.is_relative_to(workspace):

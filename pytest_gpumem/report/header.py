@@ -1,4 +1,4 @@
-"""The line in the header of a run, which every project with the plugin installed sees."""
+"""The line in the header of a run, visible in every project with the plugin installed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def header_line(
     environments: Sequence[str],
     gpus: Sequence[str] = (),
 ) -> str:
-    """Return the line for ``pytest_report_header``: what is real, and what is compared with.
+    """Return the line for ``pytest_report_header``: the device, and the baselines used.
 
-    ``device`` says where tests will run, ``torch`` is the installed release; ``environments`` are
-    those that ``folder`` has baselines of, ``gpus`` what is out of the ordinary about this host's.
+    ``device`` is the tests' device, ``torch`` is the installed release; ``environments`` are those
+    that ``folder`` has baselines of, ``gpus`` are remarks on unusual states of this host's GPUs.
     """
     facts = [device, *gpus, f"torch {torch}" if torch else "torch is not installed"]
     if environments:

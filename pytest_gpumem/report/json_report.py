@@ -1,4 +1,4 @@
-"""The JSON report, ``--gpumem-report json:PATH``: every number of a run, as schema.json says."""
+"""The JSON report, ``--gpumem-report json:PATH``: every number of a run, by schema.json."""
 
 from __future__ import annotations
 

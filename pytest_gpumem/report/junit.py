@@ -1,4 +1,4 @@
-"""The numbers as flat properties of a test: pytest's JUnit XML shows them as ``<property>``."""
+"""The numbers as flat properties of a test: ``<property>`` in pytest's JUnit XML."""
 
 from __future__ import annotations
 

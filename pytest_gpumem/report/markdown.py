@@ -1,7 +1,7 @@
-"""Markdown for a pull request: what grew, by which line, and the command that accepts it.
+"""Markdown for a pull request: grown peaks, their lines, and the command that accepts them.
 
-It is GitHub's dialect, which GitLab and others read as well. Whatever comes from a test stands in a
-code span or a fence, where a reader sees it as it is and nothing of it is obeyed.
+It is GitHub's dialect, which GitLab and others read as well. Text from tests is put in code spans
+or fences, where it is shown literally and not interpreted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.environment import Environment
 
 MARKER = "pytest-gpumem"
-"""Hidden in the first line, so that a comment can be found and updated."""
+"""A marker in the first line, by which a comment can be found and updated."""
 
 MOST_ROWS = 20
 """Tests of one kind that are listed."""
 MOST_EXPLAINED = 5
-"""Failures of which the source lines are told."""
+"""Failures whose source lines are listed."""
 MOST_ALIKE = 5
 """Tests of one cause that are named beside the first."""
 MOST_LINES = 6
@@ -48,12 +48,12 @@ def document(
 ) -> str:
     """Return the Markdown of a run, with ``sections`` behind what failed.
 
-    ``command`` is how pytest is started, for the commands that are suggested; ``skipped`` says by
-    node id why a test could not be simulated; ``name`` tells the comments of several jobs apart.
+    ``command`` is pytest's command line, for suggested commands; ``skipped`` has the reasons why
+    tests could not be simulated, by node id; ``name`` distinguishes the comments of several jobs.
     """
     failed = [record for record in records if is_failure(record)]
     improved = [record for record in records if record.improvements and record not in failed]
-    # A test that kept its limits is in order without a baseline.
+    # A test within its limits passes without a baseline.
     new = [record for record in records if record.missing_baseline and not record.verdicts]
     parts = [
         f"{marker(name)}\n### GPU memory: {_headline(records, failed, improved)}",
@@ -71,7 +71,7 @@ def document(
 
 
 def marker(name: str = "") -> str:
-    """Return the first line of a comment; ``name`` tells those of several jobs apart."""
+    """Return the first line of a comment; ``name`` distinguishes those of several jobs."""
     word = re.sub(r"[^\w.]+", "-", name).strip("-")
     return f"<!-- {MARKER}{': ' if word else ''}{word} -->"
 
@@ -92,7 +92,7 @@ def bounded(parts: Iterable[str]) -> str:
 
 
 def is_failure(record: TestRecord) -> bool:
-    """Whether a test failed by its memory, be it that there was too little."""
+    """Return whether a test failed by its memory, be it that there was too little."""
     out_of_memory = record.out_of_memory is not None and record.outcome in ("failed", "error")
     return record.failed or out_of_memory
 
@@ -213,7 +213,7 @@ def _explanations(failed: Sequence[TestRecord], command: str) -> Iterator[str]:
 
 
 def failure_lines(record: TestRecord, command: str) -> Iterator[str]:
-    """Yield what a test failed with: the cause, what grew by which line, and what accepts it."""
+    """Yield a test's failure: the cause, the growth by line, and the command that accepts it."""
     if record.broken:
         yield from _bounded_table(statement_lines(record.broken))
     elif record.out_of_memory is not None:

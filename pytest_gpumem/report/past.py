@@ -1,4 +1,4 @@
-"""Where the points of trends come from: reports, or the baselines that a git range has stored."""
+"""The points of trends: from reports, or from the baselines stored in a git range."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Key = tuple[str, str]
 Peaks = Mapping[Key, int]
 """Bytes by environment and test."""
 Tolerances = Mapping[Key, str | None]
-"""What a test states itself, as it is written."""
+"""Tolerances that tests state themselves, as text."""
 
 
 @dataclass
 class Past:
-    """What was measured at one moment after the other."""
+    """Measurements at successive moments."""
 
     moments: list[tuple[str, str, Peaks]] = field(default_factory=list)
     """Label, subject and peaks, the oldest first."""
     tolerances: dict[Key, str | None] = field(default_factory=dict)
-    """What tests stated last of what they tolerate."""
+    """The tolerances that tests stated last."""
     notes: list[str] = field(default_factory=list)
-    """What could not be read, and so is not in it."""
+    """Messages on unreadable files, whose points are missing."""
 
     def trends(self, tolerance: Tolerance, *, own: bool = True) -> list[Trend]:
         """Return one trend for each test of each environment, sorted.
@@ -59,7 +59,7 @@ class Past:
 def past_of_reports(
     paths: Sequence[Path], progress: Progress = NOTHING_SHOWN, *, without: Path | None = None
 ) -> Past:
-    """Return what JSON reports say, in the order given; those of a folder by their names.
+    """Return the data of JSON reports, in the order given; those of a folder by their names.
 
     The report ``without`` is left out where a folder holds it.
 
@@ -85,11 +85,11 @@ def _reports(path: Path, without: Path | None) -> list[Path]:
 
 
 def past_of_git(revisions: str, baselines: Path, progress: Progress = NOTHING_SHOWN) -> Past:
-    """Return what the folder ``baselines`` held at each commit of a range that changed it.
+    """Return the content of the folder ``baselines`` at each commit of a range that changed it.
 
     ``revisions`` is anything ``git rev-list`` takes, such as ``v1.0..HEAD``; merged branches count
-    as one commit. What was stored before the first commit is the first point. Raises ``ValueError``
-    with one sentence where git does not know the range or nothing was ever stored.
+    as one commit. The baselines before the first commit are the first point. Raises ``ValueError``
+    with one sentence where the range does not exist or nothing was ever stored.
     """
     baselines = baselines.resolve()
     existing = next(folder for folder in (baselines, *baselines.parents) if folder.is_dir())
@@ -127,16 +127,16 @@ def past_of_git(revisions: str, baselines: Path, progress: Progress = NOTHING_SH
 
 
 class _Reader:
-    """Reads the baselines of commits; a file that stays the same is read once."""
+    """A reader of commits' baselines; an unchanged file is read once."""
 
     def __init__(self, top: Path, folder: str) -> None:
         self._top, self._folder = top, folder
         self._known: dict[str, tuple[Peaks, Tolerances]] = {}
         self.tolerances: dict[Key, str | None] = {}
-        """What tests stated at the commit that was read last and has them."""
+        """Tolerances of tests at the last commit read that has them."""
 
     def peaks(self, commit: str, notes: list[str]) -> Peaks:
-        """Return all peaks stored in ``commit``; ``notes`` gets what cannot be read."""
+        """Return all peaks stored in ``commit``; ``notes`` gets messages on unreadable files."""
         found: dict[Key, int] = {}
         tree = git(self._top, "ls-tree", "-r", "-z", commit, "--", f"{self._folder}/")
         for entry in tree.decode(errors="surrogateescape").split("\0"):

@@ -1,4 +1,4 @@
-"""What rides on pytest's reports, from the process of a test to the one that reports."""
+"""Data attached to pytest's reports, from the process of a test to the reporting one."""
 
 from __future__ import annotations
 
@@ -14,49 +14,50 @@ if TYPE_CHECKING:
     from pytest_gpumem.report.record import TestRecord
 
 HARMLESS = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-"""How a run ends in which nothing failed."""
+"""Exit codes of a run in which nothing failed."""
 
 ATTRIBUTE = "gpumem"
-"""Of a test's final call report: its record as builtin types, for pytest-xdist."""
+"""Attribute of a test's final call report: its record as builtin types, for pytest-xdist."""
 
 SENTENCE = "gpumem_sentence"
-"""Of a test's report: what it failed with where that is not of its own memory."""
+"""Attribute of a test's report: its failure, where that is not of its own memory."""
 
 ARGUMENTS = "gpumem_arguments"
-"""Key of a pytest-xdist worker's input: what pytest was started with."""
+"""Key of a pytest-xdist worker's input: pytest's arguments."""
 
 UNSIMULATED = "gpumem_unsimulated"
-"""Of a test's report: the sentence that says why a simulated device cannot run it."""
+"""Attribute of a test's report: the reason why a simulated device cannot run it."""
 
 SNIPPET = "gpumem_snippet"
-"""Of the report of such a test: the name of the kernel that nobody described, and what would."""
+"""Attribute of such a report: the name of the undescribed kernel, and code that describes it."""
 
 LOST = "gpumem_lost"
-"""Of a test's report: the test after which the process that ran it leaves."""
+"""Attribute of a test's report: the test after which its process exits."""
 
 RESCHEDULED = "gpumem_rescheduled"
-"""Of the report of a crash: why the test comes again."""
+"""Attribute of a crash's report: the reason why the test runs again."""
 
 SKIPPED_AT_IMPORT = "gpumem_skipped_at_import"
-"""Of the report of a test that would be measured: what skipped it was evaluated at import."""
+"""Attribute of a test to be measured: its skip condition was evaluated at import."""
 
 BROKEN_PLUGINS = "gpumem_broken_plugins"
-"""Of a test's report: the sentences that name what other plugins did wrong."""
+"""Attribute of a test's report: sentences on errors of other plugins."""
 
 
 def hide_own_frames() -> None:
-    """Let tracebacks end in the user's code: pytest leaves out modules that ask for it."""
+    """End tracebacks in the user's code: pytest omits modules with ``__tracebackhide__``."""
     if "pytest_gpumem.simulated.execution.mode" not in sys.modules:
         return  # then none of them runs below a test's code
     own = f"{__package__.partition('.')[0]}."
-    # A copy is made at once: another thread may import meanwhile, and anything may stand there.
+    # A copy is made at once: another thread may import at the same time, and values may be of any
+    # type.
     for name, module in sys.modules.copy().items():
         if isinstance(name, str) and name.startswith(own) and isinstance(module, ModuleType):
             vars(module)["__tracebackhide__"] = True
 
 
 def leave_the_sentence(report: pytest.TestReport, error: BaseException) -> None:
-    """Let nothing stand behind a failure that is one sentence of ours.
+    """Remove pytest's extra line behind a failure that is one sentence of this plugin.
 
     Where every frame is hidden, as in a set-up that does not get as far as the user's code, pytest
     adds a line on how to see them.
@@ -75,10 +76,10 @@ _HOW_TO_GET_VALUES = (
 def skip_unsimulated(
     item: pytest.Item, report: pytest.TestReport, error: BaseException, *, unmeasured: bool
 ) -> None:
-    """Let ``report`` be that of a skipped test where ``error`` is the simulation's.
+    """Turn ``report`` into that of a skipped test where ``error`` is the simulation's.
 
-    Not a failure, because the code may be right, and not an expected one either. Of an
-    ``unmeasured`` test, which is not run again with values, it says how there are some.
+    Not a failure, because the code may be right, and not an expected one either. For an
+    ``unmeasured`` test, which is not run again with values, the text explains how to get them.
     """
     from pytest_gpumem.values.errors import (
         SimulationError,

@@ -1,4 +1,4 @@
-"""Everything the reports know of one test: the value that travels from worker to controller."""
+"""All data of one test for the reports; it is sent from worker to controller."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pytest_gpumem.values.measurement import Measurement
 
 @dataclass(frozen=True)
 class TestRecord:
-    """One test that ran: what was expected, measured and judged; sizes in bytes."""
+    """A test that ran, with its expectation, measurement and verdicts; sizes in bytes."""
 
     __test__: ClassVar[bool] = False  # pytest would take the name for a test class
 
     nodeid: str
     outcome: str
-    """As pytest counts: ``passed``, ``failed``, ``error``, ``skipped``, ``xfailed`` or ``xpassed``.
+    """pytest's outcome: ``passed``, ``failed``, ``error``, ``skipped``, ``xfailed`` or ``xpassed``.
 
     Never ``rerun``: only the last run of a test is reported.
     """
     environment: Environment
     measurement: Measurement | None
-    """Of the device that the test is judged by; ``None`` where nothing could be measured."""
+    """Measurement of the judged device; ``None`` where nothing could be measured."""
     other_devices: tuple[Measurement, ...] = ()
-    """Of every further device that the test touched."""
+    """Measurements of every further device that the test touched."""
     expectation: Mapping[str, Any] = field(default_factory=dict)
     baseline: Mapping[str, Any] | None = None
     """The stored entry of this environment, ``None`` where there is none."""
@@ -36,17 +36,17 @@ class TestRecord:
     verdicts: tuple[Verdict, ...] = ()
     improvements: tuple[Improvement, ...] = ()
     missing_baseline: bool = False
-    """A baseline was wanted and this environment has none."""
+    """Whether a baseline was wanted and this environment has none."""
     judged: bool = True
     """``False`` where the test was only measured, or its body failed before a verdict."""
     out_of_memory: Mapping[str, Any] | None = None
-    """Of a body that ran out of memory: what was asked for and what held the memory."""
+    """Data on a body that ran out of memory: the request and the holders of memory."""
     sharing: Mapping[str, Any] | None = None
-    """How the test came to its shared device: what it needed, waited for and borrowed."""
+    """Data on the test's shared device: its need, its waiting time and borrowed bytes."""
     duration: float | None = None
-    """Seconds of set-up, call and teardown, without what it waited for a shared device."""
+    """Seconds of set-up, call and teardown, without waiting for a shared device."""
     beside: int | None = None
-    """Tests that were on its shared device meanwhile: its duration is not its own then."""
+    """Tests on its shared device during its run; with any, its duration is not its own."""
     nvml: Mapping[str, Any] | None = None
     """A device-level reading, or why there is none; ``None`` where none was tried."""
 
@@ -57,12 +57,12 @@ class TestRecord:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What is the same for this test in every run: the environment's key, and the node id."""
+        """The key of this test in every run: the environment's key, and the node id."""
         return self.environment.key, "::".join(split_nodeid(self.nodeid))
 
     @property
     def is_whole(self) -> bool:
-        """Whether its numbers are those of the whole body: where that failed they end there."""
+        """Whether its numbers are those of the whole body: where that failed they end early."""
         return self.outcome in ("passed", "xpassed") or bool(self.broken)
 
     @property
@@ -72,11 +72,11 @@ class TestRecord:
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:
-        """One per device that was measured, the judged one first."""
+        """The measurements of all devices, the judged one first."""
         return (() if self.measurement is None else (self.measurement,)) + self.other_devices
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: builtin types only, so that it travels between pytest-xdist processes."""
+        """Return the JSON form: builtin types only, to be sent between pytest-xdist processes."""
         return {
             "nodeid": self.nodeid,
             "outcome": self.outcome,

@@ -1,4 +1,4 @@
-"""What a run was not asked about and a reader should know: leaks, baselines without a test."""
+"""Unrequested remarks on a run: leaks, baselines without a test."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Missing:
-    """Baselines that no test uses, and tests whose baselines stand elsewhere."""
+    """Baselines that no test uses, and tests with baselines in other environments only."""
 
     unused: Sequence[Unused] = ()
     elsewhere: Mapping[str, int] = field(default_factory=dict)
-    """By environment: how many tests have a baseline there, and none where they ran."""
+    """Number of tests without a baseline where they ran, by environment that has one."""
     folder: str = "baselines"
-    """Of the baselines, seen from where pytest was started."""
+    """Folder of the baselines, relative to the folder in which pytest was started."""
 
     @property
     def moved(self) -> int:
-        """How many tests were compared with nothing because their baselines have other names.
+        """The number of tests compared with nothing because their baselines have other names.
 
-        Only those that measure what is stored: a new test may well be called nearly as an old one.
+        Only those that measure what is stored: a new test may have a name similar to an old one's.
         """
         return sum(one.same for one in self.unused)
 
@@ -54,7 +54,7 @@ def leaks(records: Sequence[TestRecord]) -> Iterator[str]:
 
 
 def unmarked(records: Sequence[TestRecord]) -> Iterator[str]:
-    """Yield why tests were measured and not judged: they have the fixture alone."""
+    """Yield the reason why tests were measured and not judged: they only use the fixture."""
     found = [record for record in records if not record.expectation]
     if len(found) == 1:
         yield f"{found[0].nodeid} is not judged: it has the gpumem fixture and no gpumem marker"
@@ -66,7 +66,7 @@ def unmarked(records: Sequence[TestRecord]) -> Iterator[str]:
 
 
 def missing_lines(missing: Missing, command: Command, *, most: int, width: int) -> Iterator[Line]:
-    """Yield which baselines no test uses, what has become of them, and the commands for it."""
+    """Yield the baselines that no test uses, the reason, and the commands to run."""
     yield from map(Line.of, _elsewhere(missing.elsewhere, width))
     unused = missing.unused
     if not unused:
@@ -91,7 +91,7 @@ def missing_lines(missing: Missing, command: Command, *, most: int, width: int) 
 
 
 def _elsewhere(elsewhere: Mapping[str, int], width: int) -> Iterator[str]:
-    """Yield that tests were compared with nothing here, which have limits of their own, too."""
+    """Yield a note on tests that were compared with nothing, including those with limits."""
     if not elsewhere:
         return
     key, count = max(elsewhere.items(), key=lambda item: item[1])
@@ -102,7 +102,7 @@ def _elsewhere(elsewhere: Mapping[str, int], width: int) -> Iterator[str]:
 
 
 def _moves(unused: Sequence[Unused]) -> Iterator[tuple[str, str]]:
-    """Yield what is to be moved where: a module as a whole where all of it has moved."""
+    """Yield the moves to make: of a module as a whole where all of it has moved."""
     for one in unused:
         if one.successor is None:
             continue

@@ -1,4 +1,4 @@
-"""A run as reports tell it."""
+"""A run as input of reports."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """What a report is made of."""
+    """The input of a report."""
 
     records: Sequence[TestRecord]
     root: Path
-    """To which the files of tests are relative."""
+    """The folder to which the files of tests are relative."""
     lines: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """By node id, a test's file and line, the first being 1."""
+    """File and line of each test by node id; the first line is 1."""
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """By node id, why a test could not be simulated."""
+    """The reason why a test could not be simulated, by node id."""
     usage: Sequence[Mapping[str, Any]] = ()
-    """How tests shared devices, as the JSON report has it."""
+    """The use of shared devices, in the JSON report's form."""
     command: str = "pytest"
-    """How pytest is started, as far as baselines depend on it."""
+    """pytest's command line, as far as baselines depend on it."""

@@ -26,7 +26,7 @@ STATUS_STYLE = {
 
 @dataclass(frozen=True)
 class Column:
-    """One column of numbers; ``weight``: the heaviest is given up last in a narrow terminal."""
+    """A column of numbers; that of the largest ``weight`` is given up last in narrow terminals."""
 
     key: str
     title: str
@@ -55,18 +55,18 @@ REFERENCE_WORDS = {"baseline": "baseline", "prediction": "predicted"}
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a test, a further device of a test, or a phase."""
+    """A line of the table: a test, a further device of a test, or a phase."""
 
     name: str
     depth: int
     numbers: Mapping[str, int | None]
     verdict: Verdict | None = None
-    """The one that says what the row may be."""
+    """The verdict that gives the row's limit."""
     status: str = ""
 
     @property
     def indented(self) -> str:
-        """The name as it stands in the table."""
+        """The name as it is in the table."""
         return GAP * (self.depth + 1) + self.name
 
     def cell(self, column: Column, exact: bool) -> str:
@@ -85,7 +85,7 @@ class Row:
         return measured if compared else format_size(number)
 
     def _compared(self, exact: bool) -> tuple[str, str]:
-        """Return what was measured and what is allowed, in digits that tell them apart."""
+        """Return the measured and the allowed number, in digits that distinguish them."""
         verdict = self.verdict
         if verdict is None or verdict.limit is None:
             return "", ""
@@ -117,14 +117,14 @@ def test_status(record: TestRecord) -> str:
         return "-"
     if record.improvements:
         return "better"
-    # A test that kept its limits is in order, baseline or not; which have none is listed below.
+    # A test within its limits passes, with or without a baseline; those without are listed below.
     return "new" if record.missing_baseline and not record.verdicts else "ok"
 
 
 def rows_of(record: TestRecord, every_phase: bool, below_module: bool = True) -> Iterator[Row]:
     """Yield the rows of a test: its own, those of its phases, and of its further devices.
 
-    ``every_phase``: also those that nothing was said of. Not ``below_module``, the test has its
+    ``every_phase``: also those without verdicts. Not ``below_module``, the test has its
     whole node id.
     """
     name = split_nodeid(record.nodeid)[1] if below_module else record.nodeid
@@ -162,7 +162,7 @@ def _phase_rows(
 
 
 def _tells_more(verdict: Verdict, judged: _Judged) -> bool:
-    """Whether a phase's verdict says what that of the whole test does not."""
+    """Return whether a phase's verdict adds to that of the whole test."""
     if verdict.kind == "limit" or verdict.passed:
         return verdict.kind == "limit"
     whole = [one for one in judged.of_phase(None) if not one.passed and one.kind == verdict.kind]
@@ -183,7 +183,7 @@ def parents_first(phases: Mapping[str, PhaseRecord]) -> Iterator[PhaseRecord]:
 
 @dataclass(frozen=True)
 class _Judged:
-    """What was said of one test on one device."""
+    """The verdicts on one test on one device."""
 
     outcome: str
     verdicts: Sequence[Verdict]
@@ -233,7 +233,7 @@ def _phase_numbers(phase: PhaseRecord) -> dict[str, int | None]:
 
 
 def _telling_verdict(verdicts: Sequence[Verdict]) -> Verdict | None:
-    """The one that stands for the failed ones; of those that passed the tightest on the peak."""
+    """Return a representative of the failed verdicts; else the tightest passed one on the peak."""
     bounded = [verdict for verdict in verdicts if verdict.limit is not None]
     broken = [verdict for verdict in bounded if not verdict.passed]
     if broken:

@@ -1,4 +1,4 @@
-"""Which tests the table shows, and in which order."""
+"""The selection of tests for the table, and their order."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import rows_of, test_status
 
 ROWS = 24
-"""Up to so many rows, every phase is shown; beyond so many tests, only those with something to say
-and the largest."""
+"""Up to so many rows, every phase is shown; beyond so many tests, only those with remarks and the
+largest."""
 
 
 def shown_tests(
@@ -28,11 +28,10 @@ def shown_tests(
 
 
 def _worth_showing(records: Sequence[TestRecord], most: int, sort: Sort | None) -> list[TestRecord]:
-    """Return ``most`` of the tests: the first ones of an order that was asked for, else those that
-    tell something and those with the largest peaks.
+    """Return ``most`` of the tests: the first ones in a requested order, else the remarkable ones.
 
-    Where more of them tell something, ``most`` is what their rows come to, and of one cause there
-    are a few.
+    These are tests with remarks and those with the largest peaks. Where more have remarks, ``most``
+    limits their rows, with a few tests for each cause.
     """
     if sort is not None:
         return list(records[:most])
@@ -55,7 +54,7 @@ def _worth_showing(records: Sequence[TestRecord], most: int, sort: Sort | None) 
 
 
 def _ranks(records: Sequence[TestRecord]) -> dict[int, int]:
-    """Return by identity how many tests of one cause failed before each: the first tell most."""
+    """Return by identity how many tests of one cause failed before each: the first matter most."""
     keys = [keys_of(record.broken) if record.failed else [record.nodeid] for record in records]
     groups = alike(keys)
     return {id(records[at]): rank for group in groups for rank, at in enumerate(group)}
@@ -82,7 +81,7 @@ def _leaked(record: TestRecord) -> int:
 
 
 def _over(record: TestRecord) -> int:
-    """Return the bytes by which a test is over what it may have; below it they are negative."""
+    """Return the bytes by which a test is over its limit; below it they are negative."""
     compared = [verdict.excess for verdict in record.verdicts if verdict.limit is not None]
     return max(compared, default=-_MOST_BYTES)
 
@@ -90,7 +89,7 @@ def _over(record: TestRecord) -> int:
 _MOST_BYTES = 1 << 60
 
 OF_A_CAUSE = 8
-"""Where failures are many, those of one cause that have a row: FAILURES names the others."""
+"""Rows for failures of one cause, where failures are many: FAILURES names the others."""
 
 Sort = Literal["peak", "leaked", "over", "name"]
 

@@ -1,4 +1,4 @@
-"""The table of tests and phases: which rows, which columns, and how they fit the terminal."""
+"""The table of tests and phases: its rows, its columns, and their fit to the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_gpumem.report.selection import ROWS, Sort, hidden_text, shown_tests
 from pytest_gpumem.text import Line, Span, cells, pack, pad, shorten
 
 LEAST_WEIGHT = 5
-"""Of the columns that no table goes without as long as anything fits."""
+"""Weight of the columns that are kept as long as anything fits."""
 
 LEAST_NAME = 26
 """Columns of the terminal below which a name is not shortened to make room for numbers."""
@@ -28,7 +28,7 @@ def table(
 ) -> list[Line]:
     """Return the table of ``records`` in at most ``width`` columns, by test module.
 
-    ``rows`` is how many tests are shown, :data:`ROWS` where none is said; ``sort`` puts them in
+    ``rows`` is the number of tests shown, :data:`ROWS` by default; ``sort`` puts them in
     another order than that in which they ran. Verbose (``verbosity`` above 0): every test and
     phase, every column, exact bytes.
     """
@@ -96,7 +96,7 @@ class _Grid:
 def _fitting_columns(
     rows: Sequence[Row], widths: Mapping[str, int], room: int
 ) -> tuple[Column, ...]:
-    """Return the columns for which there is room, those that say least given up first."""
+    """Return the columns for which there is room, the least important given up first."""
 
     def worth(column: Column) -> tuple[bool, bool, int]:
         accused = any(row.style(column) == "red" for row in rows)
@@ -126,7 +126,7 @@ def _lines(rows: Mapping[str, Sequence[Row]], verbose: bool, width: int) -> list
 
 
 def _stacked(row: Row, width: int) -> Iterator[Line]:
-    """Every number under its row's name, for a terminal too narrow for the whole table."""
+    """Yield every number under its row's name, for a terminal too narrow for the whole table."""
     name = shorten(row.indented, width - len(GAP) - cells(row.status))
     mark = Span(row.status, STATUS_STYLE.get(row.status, ""))
     yield _trimmed([Span(name), Span(GAP), mark])

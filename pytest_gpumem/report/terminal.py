@@ -41,11 +41,11 @@ STATUS_WORDS = {
 
 
 OWN_CODE = ": torch's own CUDA code over a runtime without kernels"
-"""What is said of the release on a dry device."""
+"""A note on the release on a dry device."""
 
 
 def describe(environment: Environment) -> str:
-    """Return what an environment is, real or not: ``simulated A100-40GB (torch 2.13)``."""
+    """Return a description of an environment, real or not: ``simulated A100-40GB (torch 2.13)``."""
     facts = [f"torch {environment.torch}{OWN_CODE if environment.dry else ''}"]
     if not environment.is_exact:
         facts += [f"CUDA {environment.cuda}"] if environment.cuda else []
@@ -81,11 +81,11 @@ def section(
     sort: Sort | None = None,
     snippets: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Line]:
-    """Return the lines of the section, none wider than ``width`` unless it is one to be copied.
+    """Return the lines of the section, none wider than ``width`` unless it is meant to be copied.
 
     ``verbosity`` is pytest's: below 0 failures and one summary line, above 0 everything with
-    exact bytes. ``command`` is how pytest was started, for the commands that are suggested.
-    ``told_above``: pytest has shown the failures. ``missing`` says what was compared with nothing;
+    exact bytes. ``command`` is pytest's command line, for suggested commands.
+    ``told_above``: pytest has shown the failures. ``missing`` lists tests compared with nothing;
     ``rows`` and ``sort`` are those of the table; ``snippets`` describe kernels, by their names.
     """
     records = _recorded(records, update)
@@ -108,8 +108,8 @@ def section(
         blocks += _snippets(snippets, most, width)
         blocks.append(list(_devices(records, verbosity, width)))
     else:
-        # What went wrong with files decides the exit status: it is said however quiet pytest is.
-        # So it is where a number is not that of the code that was to run.
+        # Errors with files decide the exit status and are printed however quiet pytest is. So are
+        # notes on numbers that are not those of the intended code.
         eager = dict.fromkeys(note for note in _of_tests(records) if ran_eagerly(note))
         blocks.append(list(_notes((), [*notes, *eager], len(notes) + MOST_LISTED, width)))
     blocks.append(list(_updates(update, verbosity, width)))
@@ -118,9 +118,9 @@ def section(
 
 
 def _recorded(records: Sequence[TestRecord], update: UpdateReport | None) -> Sequence[TestRecord]:
-    """No test is called without baseline where baselines were recorded just now.
+    """Drop the note on missing baselines where baselines have just been recorded.
 
-    What could not be recorded, the update's own messages say.
+    The update's own messages report numbers that could not be recorded.
     """
     if update is None or not (update.added or update.changed or update.unchanged):
         return records
@@ -152,7 +152,7 @@ def _by_environment(records: Sequence[TestRecord]) -> dict[Environment, list[Tes
 
 
 def _expected(records: Sequence[TestRecord], width: int) -> Iterator[Line]:
-    """Closed forms beside the bytes by category, of tests that say what to watch."""
+    """Compare closed forms with the bytes by category, for tests with watched objects."""
     for record in records:
         measured = record.measurement
         if measured is None or not measured.expected:
@@ -165,7 +165,7 @@ def _expected(records: Sequence[TestRecord], width: int) -> Iterator[Line]:
 
 
 def _acceptable(records: Sequence[TestRecord], command: Command) -> Iterator[Line]:
-    """Yield the command that accepts what several tests need beyond their baselines."""
+    """Yield the command that accepts the numbers of several tests beyond their baselines."""
     over = [r for r in records if r.failed and all(v.kind == "baseline" for v in r.broken)]
     if len(over) > 1:
         line = Line((Span(f"accept all {len(over)}: "), Span(command.records_failures(), "cyan")))
@@ -188,7 +188,7 @@ def _failures(
 
 
 def _compositions(records: Sequence[TestRecord], verbosity: int, width: int) -> Iterator[Line]:
-    """Yield what held the bytes at each test's peak, with source lines where very verbose."""
+    """Yield the holders of bytes at each test's peak, with source lines where very verbose."""
     composed = [record for record in records if record.measurement and record.measurement.sites]
     if composed:
         yield Line.of("what held the bytes at the peak", "bold")
@@ -282,7 +282,7 @@ def _of_tests(records: Sequence[TestRecord]) -> Iterator[str]:
 
 
 def _snippets(snippets: Mapping[str, str], most: int, width: int) -> Iterator[list[Line]]:
-    """Each as it is to be pasted: neither indented nor wrapped."""
+    """Yield each snippet in a form to paste: neither indented nor wrapped."""
     for kernel, snippet in list(snippets.items())[:most]:
         yield [*map(Line.of, wrap(how_to_paste(kernel), width))]
         yield [*map(Line.of, snippet.splitlines())]
@@ -304,7 +304,7 @@ def _devices(records: Sequence[TestRecord], verbosity: int, width: int) -> Itera
 
 
 def _device_text(reading: Mapping[str, Any]) -> str:
-    """Return what NVML said, kept apart from the allocator's numbers."""
+    """Return NVML's readings, kept apart from the allocator's numbers."""
     used, total = format_size(reading["used"]), format_size(reading["total"])
     text = f"whole device (NVML): at most {used} of {total} used"
     if reading["process_used"] is not None:
@@ -337,7 +337,7 @@ def _summary(records: Sequence[TestRecord], width: int) -> Iterator[Line]:
 
 
 def _shortage(records: Sequence[TestRecord]) -> str:
-    """Return by how much memory was too small where it was so by most, in brackets."""
+    """Return the largest shortage of memory, in brackets."""
     facts = [record.out_of_memory for record in records if test_status(record) == "OOM"]
     missing = [int(one["requested"]) - int(one["free"]) for one in facts if one is not None]
     most = max(missing, default=0)
@@ -373,7 +373,7 @@ def _sentence(text: str, width: int, indent: str = "  ") -> Iterator[Line]:
 
 
 def _command(why: str, command: str) -> Line:
-    # Never broken or shortened: it is there to be copied.
+    # Never broken or shortened: it is meant to be copied.
     return Line((Span(f"  {why}: "), Span(command, "cyan")))
 
 

@@ -1,4 +1,4 @@
-"""A run of thousands of tests: whose time lines a report keeps whole, and whose in few samples."""
+"""The time lines of a run of thousands of tests: whole for some, thinned for the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_gpumem.values.measurement import Measurement
 MOST_WHOLE = 50
 """Tests with a whole time line: those that failed first, then those with the highest peaks."""
 SAMPLES = 24
-"""Of the other tests."""
+"""Samples of the other tests' time lines."""
 
 
 def thin(records: Sequence[TestRecord]) -> list[TestRecord]:

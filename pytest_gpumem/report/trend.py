@@ -1,4 +1,4 @@
-"""How a test's peak went over time: its steps, and what crept in between them."""
+"""A test's peak over time: its steps, and the growth that crept in between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pytest_gpumem.sizes import Tolerance, parse_tolerance
 
 BARS = "▁▂▃▄▅▆▇█"
 PLAIN_BARS = "_.,-=+*#"
-"""The same where the terminal's encoding has no bars."""
+"""Bars for a terminal whose encoding lacks the others."""
 
 SMALL = parse_tolerance("1% + 1MiB")
 """A change up to which counts as small, where nothing else is given."""
@@ -18,17 +18,17 @@ SMALL = parse_tolerance("1% + 1MiB")
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: where it is from, and the peak in bytes."""
+    """A measurement: its origin, and the peak in bytes."""
 
     label: str
     """A commit's abbreviated id, or the name of a report."""
     subject: str
-    """What the commit says; empty for a report."""
+    """The commit's subject; empty for a report."""
     peak: int
 
     @property
     def named(self) -> str:
-        """The label, and what the commit says."""
+        """The label with the commit's subject."""
         return f"{self.label} {self.subject}".rstrip()
 
 
@@ -37,13 +37,13 @@ class Step:
     """A change by more than the tolerance from one point to the next."""
 
     point: Point
-    """The one that brought it."""
+    """The point that brought the change."""
     before: int
     """The peak at the point before, in bytes."""
 
     @property
     def bytes(self) -> int:
-        """By how much the peak changed."""
+        """The change of the peak in bytes."""
         return self.point.peak - self.before
 
 
@@ -55,9 +55,9 @@ class Trend:
     nodeid: str
     points: tuple[Point, ...]
     tolerance: Tolerance
-    """Up to which a change from one point to the next counts as small."""
+    """The change up to which a step from one point to the next counts as small."""
     own: Tolerance | None = None
-    """The test's, up to which no change fails it: small as well, however large."""
+    """The test's own tolerance, up to which no change fails it: small as well, however large."""
 
     @property
     def first(self) -> int:
@@ -81,20 +81,20 @@ class Trend:
 
     @property
     def crept(self) -> int:
-        """What all changes within the tolerance come to, in bytes; steps are left out."""
+        """The sum of all changes within the tolerance, in bytes; steps are left out."""
         return sum(point.peak - before for point, before in self._changes(small=True))
 
     @property
     def level(self) -> int:
-        """What the test would take by its steps alone, in bytes: what the creep came on top of."""
+        """The test's peak without the creep, in bytes."""
         return self.last - self.crept
 
     def creeps(self, most: Tolerance) -> bool:
-        """Whether two or more small steps come to more than ``most`` of the level."""
+        """Return whether two or more small steps come to more than ``most`` of the level."""
         return len(self.creeping) > 1 and self.crept > most.allowance(max(self.level, 0))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; sizes in bytes."""
+        """Return the JSON form; sizes in bytes."""
         return {
             "environment": self.environment,
             "nodeid": self.nodeid,

@@ -1,6 +1,6 @@
-"""Several workers on one GPU: who may run now, how much each may take, and whose fault it was.
+"""Several workers on one GPU: which test may run now, how much it may take, why memory ran out.
 
-``admission`` holds the rules and knows neither clock nor device; ``ledger`` keeps what all runs of
-a user on this host hold and wait for; ``host`` says what a device holds in truth. Nothing here
+``admission`` holds the rules, without clock or device; ``ledger`` keeps what all runs of
+a user on this host hold and wait for; ``host`` reads what a device really holds. Nothing here
 imports torch.
 """

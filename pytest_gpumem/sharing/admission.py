@@ -1,11 +1,11 @@
-"""Who may run now: rules over plain numbers, without a clock, a database or a device.
+"""The rules by which tests are admitted: plain numbers, without a clock, a database or a device.
 
 Memory is admitted as Salus does it ("Salus: Fine-Grained GPU Sharing Primitives for Deep Learning
 Applications", MLSys 2020): what workers hold for long, plus what running tests need above it, stays
 below the device's capacity. Order is backfilling that keeps every place (Feitelson and Weil,
 "Utilization and Predictability in Scheduling the IBM SP2 with Backfilling", 1998, call it
-conservative): a test may pass those that wait before it, not the first of them alone as in EASY,
-only where it delays none of them. So while one waits, one that asked before it runs.
+conservative): a test may pass those that wait before it, only where it delays none of them, not
+just the first as in EASY. So while a test waits, an earlier one runs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 PATIENCE = 60.0
-"""Seconds of waiting that weigh as much as one step of priority, so that nobody starves."""
+"""Seconds of waiting that weigh as much as one step of priority, so that no test starves."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What one test asks for; seconds are those of one clock of the host."""
+    """The request of one test; seconds are those of one clock of the host."""
 
     id: int
     """Ascending in the order in which tests asked."""
@@ -29,9 +29,9 @@ class Request:
     needs: Mapping[str, int]
     """Bytes by device, above what its worker holds for longer."""
     since: float
-    """When it asked, or when it was admitted if it runs."""
+    """The time at which it asked, or at which it was admitted if it runs."""
     duration: float | None = None
-    """Seconds that it is expected to take; ``None`` where nobody knows."""
+    """Expected duration in seconds; ``None`` if unknown."""
     exclusive: bool = False
     """Nothing else may run on its devices."""
     priority: int = 0
@@ -41,25 +41,25 @@ class Request:
 
 @dataclass(frozen=True)
 class Device:
-    """What there is of one device; bytes."""
+    """The memory of one device and its holders; bytes."""
 
     capacity: int
-    """For everybody: total memory less the margin."""
+    """The bytes for all tests: total memory less the margin."""
     foreign: int = 0
-    """Held by processes that do not ask here."""
+    """Bytes held by processes outside the ledger."""
     contexts: Mapping[int, int] = field(default_factory=dict)
-    """By worker: its CUDA context, which it holds as long as it lives."""
+    """Bytes by worker: its CUDA context, which it holds as long as it lives."""
     fixtures: Mapping[int, int] = field(default_factory=dict)
-    """By worker: its living fixtures, which it can tear down between two tests."""
+    """Bytes by worker: its living fixtures, which it can tear down between two tests."""
 
     def free(self, name: str, running: Iterable[Request]) -> int:
-        """Bytes left beside the tests that run; ``name`` is the device's in their needs."""
+        """Return the bytes left beside ``running``; ``name`` is the device's in their needs."""
         taken = sum(request.needs.get(name, 0) for request in running)
         held = sum(self.contexts.values()) + sum(self.fixtures.values())
         return self.capacity - self.foreign - held - taken
 
     def tidied(self, workers: Container[int]) -> Device:
-        """The device once ``workers`` have torn their fixtures down."""
+        """Return the device once ``workers`` have torn their fixtures down."""
         kept = {owner: held for owner, held in self.fixtures.items() if owner not in workers}
         return replace(self, fixtures=kept)
 
@@ -72,8 +72,8 @@ def admissible(
 ) -> list[Request]:
     """Return those of the ``waiting`` that may all run now, in their order.
 
-    The answer is the same whoever asks, so every worker can find out for itself whether it is
-    among them. A test that asks for a device that nobody knows waits.
+    The answer is the same in every process, so every worker can find out for itself whether it is
+    among them. A test that asks for a device missing from ``devices`` waits.
     """
     admitted: list[Request] = []
     blocked: list[Request] = []
@@ -84,7 +84,7 @@ def admissible(
         ):
             admitted.append(request)
             beside.append(replace(request, since=now))
-        elif _can_fit(request, (), devices):  # and waits for tests, not for strangers
+        elif _can_fit(request, (), devices):  # it waits for tests, not for other processes
             blocked.append(request)
     return admitted
 
@@ -120,7 +120,7 @@ def to_yield(
 ) -> frozenset[int]:
     """Return the opportunistic tests that run and make room for the first guaranteed one waiting.
 
-    No more than it takes, the youngest first, which have done least; none where all of them
+    As few as suffice, the youngest first because they have done least; none where all of them
     together would not be enough.
     """
     head = next((one for one in in_order(waiting, now) if one.guaranteed), None)
@@ -129,7 +129,7 @@ def to_yield(
     owners = {one.owner for one in (*waiting, *running)} - {head.owner}
 
     def has_room(kept: Sequence[Request]) -> bool:
-        # Who waits gives its fixtures up, and so does who made room.
+        # Workers whose test waits or makes room tear their fixtures down.
         return _fits(head, kept, _tidied(devices, owners - {one.owner for one in kept}))
 
     kept = list(running)
@@ -149,7 +149,7 @@ def to_yield(
 
 
 def in_order(waiting: Iterable[Request], now: float) -> list[Request]:
-    """Return the tests as they come: by priority, which grows as they wait, then by arrival."""
+    """Return the tests sorted by priority, which grows as they wait, then by arrival."""
 
     def rank(request: Request) -> tuple[float, int]:
         waited = max(now - request.since, 0.0) // PATIENCE
@@ -174,7 +174,7 @@ def _fits(request: Request, running: Iterable[Request], devices: Devices) -> boo
 
 
 def _can_fit(request: Request, running: Sequence[Request], devices: Devices) -> bool:
-    """Whether there is room once all but its worker and those of ``running`` have tidied."""
+    """Return whether there is room once all but its worker and those of ``running`` have tidied."""
     kept = {request.owner, *(one.owner for one in running)}
     gone = {owner for one in devices.values() for owner in one.fixtures} - kept
     return _fits(request, running, _tidied(devices, gone))
@@ -187,7 +187,7 @@ def _tidied(devices: Devices, workers: Container[int]) -> Devices:
 def _may_pass(
     request: Request, other: Request, running: Sequence[Request], devices: Devices, now: float
 ) -> bool:
-    """Whether ``request`` may run before ``other``, which waits, without delaying it."""
+    """Return whether ``request`` may run before ``other``, which waits, without delaying it."""
     if not _shares(request, [other]):
         return True
     start, left = _start_of(other, running, devices, now)
@@ -201,19 +201,19 @@ def _may_pass(
 def _start_of(
     waiting: Request, running: Sequence[Request], devices: Devices, now: float
 ) -> tuple[float, list[Request]]:
-    """When a test can begin, as far as durations tell, and the tests that may still run then."""
+    """Return the expected start of a test and the tests that may still run then."""
     left = sorted(running, key=lambda one: _end_of(one, now))
     start = now
     while left and not _can_fit(waiting, left, devices):
         start = _end_of(left.pop(0), now)
     if start == math.inf:
-        # It may be soon, or late: what has passed it may still run, whatever its own duration.
+        # It may be soon, or late: tests that passed it may still run, whatever their duration.
         left = [one for one in running if one in left or one.id > waiting.id]
     return start, left
 
 
 def _end_of(request: Request, now: float) -> float:
-    """When a test that runs is expected to end; one that is late may end at any moment."""
+    """Return the expected end of a running test; an overdue one may end at any moment."""
     if request.duration is None:
         return math.inf
     return max(request.since + request.duration, now)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 FOLDER_VARIABLE = "GPUMEM_SHARE_DIR"
 BUSY = 30.0
-"""Seconds after which a writer that does not get its turn gives up: each needs milliseconds."""
+"""Seconds after which a writer that does not get its turn gives up; a transaction takes ms."""
 
 
 class SharingError(Exception):
@@ -19,7 +19,7 @@ class SharingError(Exception):
 
 
 def default_folder() -> Path:
-    """Where all runs of this user on this host meet: ``GPUMEM_SHARE_DIR``, or a folder of its own.
+    """Return the folder shared by this user's runs on this host: ``GPUMEM_SHARE_DIR`` or a default.
 
     Not in the home directory, which several hosts may share.
     """
@@ -30,7 +30,7 @@ def default_folder() -> Path:
 
 
 class Database:
-    """This process's door to the database ``path``, made by ``schema`` where it is new.
+    """A connection to the database ``path``, created from ``schema`` where it is new.
 
     Raises :class:`SharingError` where it cannot be used.
     """
@@ -42,7 +42,8 @@ class Database:
             self._connection = sqlite3.connect(
                 path, timeout=BUSY, isolation_level=None, check_same_thread=False
             )
-            # What a crash of the host would lose is void after it anyway: the first one, too.
+            # Entries lost in a crash of the host would be void afterwards anyway: hence the first
+            # one.
             for pragma in ("synchronous = OFF", "journal_mode = WAL", "foreign_keys = ON"):
                 self._connection.execute(f"PRAGMA {pragma}")
             self._connection.executescript(schema)
@@ -60,7 +61,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Read and write inside as if nobody else did."""
+        """Run the block as one exclusive transaction."""
         try:
             self.execute("BEGIN IMMEDIATE")
         except sqlite3.Error as error:

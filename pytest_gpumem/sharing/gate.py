@@ -1,4 +1,4 @@
-"""The gate: a worker's tests pass it when there is memory for them."""
+"""The gate that admits a worker's tests when there is memory for them."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from pytest_gpumem.sharing.strangers import NOBODY, claims_of, without_hidden
 from pytest_gpumem.sizes import format_size
 
 FIRST_PAUSE = 0.005
-"""Seconds between two questions of a test that waits, doubled up to :data:`LONGEST_PAUSE`."""
+"""Seconds between two requests of a waiting test, doubled up to :data:`LONGEST_PAUSE`."""
 LONGEST_PAUSE = 0.1
 
 
 class HostDevice(Protocol):
-    """A device as the host sees it, whoever uses it."""
+    """A device with the memory that all processes of the host hold."""
 
     @property
     def name(self) -> str:
-        """What it is called in the ledger: the same in every process of the host."""
+        """The device's name in the ledger: the same in every process of the host."""
 
     @property
     def capacity(self) -> int:
-        """Bytes that tests may have, all together."""
+        """The bytes that tests may have, all together."""
 
     def taken(self) -> Mapping[int, int]:
-        """Return the bytes that each process holds, by its number."""
+        """Return the bytes that each process holds, by PID."""
 
 
 @dataclass(frozen=True)
 class Admission:
-    """How a test came in."""
+    """The admission of one test."""
 
     nodeid: str
     test: int
@@ -47,7 +47,7 @@ class Admission:
     waited: float
     """Seconds."""
     waited_for: str
-    """Who held what it waited for, when it was last seen to wait; empty if it did not."""
+    """The holders of the memory when the test was last seen waiting; empty if it did not wait."""
     reserved: Mapping[str, int]
     """Bytes by device that are the test's while it runs."""
     alone: bool
@@ -59,25 +59,25 @@ class TooLargeError(Exception):
 
 
 class NotAdmittedError(Exception):
-    """A test waited too long; the message is one sentence that says for whom."""
+    """A test waited too long; the message is one sentence that names the holders of the memory."""
 
 
 def _say_nothing(nodeid: str, waited: float, holders: str) -> None:
-    """Keep it to itself."""
+    """Report nothing."""
 
 
 class Gate:
-    """One worker's way to the devices that it shares.
+    """A worker's access to the devices that it shares.
 
     Args:
-        ledger: of the host.
+        ledger: the host's.
         worker: its number there.
-        devices: those that its tests use; the first is the one that needs are stated for.
+        devices: the devices that its tests use; needs are stated for the first.
         held: what this process holds between two tests, by device: context and fixtures in bytes.
         reach: how many devices a test uses, the first ones, by its id; ``None`` for all.
         tidy: tears down the fixtures that live between two tests.
         patience: seconds that a test may wait.
-        waits: told again and again of a test that waits: its id, for how long, and for whom.
+        waits: called repeatedly while a test waits, with its id, the seconds, and the holders.
     """
 
     def __init__(
@@ -107,23 +107,23 @@ class Gate:
 
     @property
     def name(self) -> str:
-        """Of the first device."""
+        """The name of the first device."""
         return next(iter(self._devices))
 
     @property
     def capacity(self) -> int:
-        """Bytes that tests may have of the first device, all together."""
+        """The bytes that tests may have of the first device, all together."""
         return next(iter(self._devices.values())).capacity
 
     def declare(self) -> None:
-        """Tell the ledger what this process holds now, between two tests."""
+        """Enter in the ledger the bytes that this process holds now, between two tests."""
         for name in self._devices:
             context, fixtures = self._held(name)
             self._ledger.hold(self._worker, name, context=context, fixtures=fixtures)
 
     @contextmanager
     def admitted(self, nodeid: str, need: Need) -> Iterator[Admission]:
-        """Wait until the test may run, which it does inside; then let others have its memory.
+        """Wait until the test may run, run it inside the context, then release its memory.
 
         Raises :class:`TooLargeError` for a test that cannot fit the empty device and
         :class:`NotAdmittedError` for one that has waited too long.
@@ -140,7 +140,7 @@ class Gate:
         try:
             yield self._waited(test, nodeid, need)
         finally:
-            # Where the ledger is gone, so is what it says of this process; the test stands.
+            # Without the ledger there is nothing to update; the test's result stands.
             with suppress(SharingError):
                 self.declare()
             with suppress(SharingError):
@@ -165,7 +165,7 @@ class Gate:
             if answer.granted:
                 return self._admission(answer, test, nodeid, need, waited, holders)
             if answer.tidy and not is_tidy:
-                # Once: what is left then is a leak, which no teardown gives back.
+                # Only once: what is left after that is a leak, which no teardown frees.
                 is_tidy = True
                 self._tidy()
                 self.declare()
@@ -182,7 +182,7 @@ class Gate:
             pause = min(pause * 2, LONGEST_PAUSE)
 
     def view(self) -> dict[str, Device]:
-        """Return what there is of each device, and what strangers hold of it."""
+        """Return the memory of each device, and what other processes hold of it."""
         return {
             name: Device(capacity=device.capacity, foreign=sum(self._strangers(device).values()))
             for name, device in self._devices.items()
@@ -195,7 +195,7 @@ class Gate:
         )
 
     def _strangers(self, device: HostDevice) -> dict[int, int]:
-        """The bytes of ``device`` by process, but for the workers and what their tests start."""
+        """Return the bytes of ``device`` by process, without workers and their descendants."""
         workers = {process.pid for process in self._ledger.owners().values()}
         return {
             pid: size
@@ -204,7 +204,7 @@ class Gate:
         }
 
     def _taken(self, device: HostDevice) -> Mapping[int, int]:
-        """The bytes of ``device`` by process; nobody's only beyond what workers may hold."""
+        """Return the bytes of ``device`` by process, less unassigned ones that workers may hold."""
         taken = device.taken()
         if not taken.get(NOBODY):
             return taken
@@ -212,15 +212,15 @@ class Gate:
         return without_hidden(taken, claims_of(state, device.name, self._ledger.owners()))
 
     def _holders(self, state: State) -> str:
-        """Who holds the memory that a test waits for, as a clause."""
+        """Return the holders of the memory that a test waits for, as a clause."""
         parts = [*holding(state), *filter(None, [self.strangers()])]
         return ", ".join(parts) or "nobody holds anything, and tests before it wait too"
 
     def _above_held(self, nodeid: str, need: Need) -> dict[str, int]:
-        """What the test takes of each device beyond what its worker holds anyway.
+        """Return the bytes of each device that the test takes beyond what its worker holds anyway.
 
-        The same of each: that is what limits and baselines say. One of which nobody knows what it
-        needs has all of them to itself.
+        The same for each, since limits and baselines apply to each. A test of unknown need has all
+        devices to itself.
         """
         if need.bytes is None:
             return dict.fromkeys(self._devices, 0)
@@ -249,12 +249,12 @@ class Gate:
 
 
 def _has_room(device: Device, need: Need) -> bool:
-    """Whether strangers leave the test its room."""
+    """Return whether other processes leave enough memory for the test."""
     return device.capacity - device.foreign >= (need.bytes or 0)
 
 
 def holding(state: State) -> list[str]:
-    """Return what tests that run, and fixtures of all workers, hold: a clause for each."""
+    """Return the bytes of running tests and of the fixtures of all workers: a clause for each."""
     parts = [
         f"{lease.worker} holds {format_size(sum(lease.request.needs.values()))} ({lease.nodeid})"
         for lease in state.running

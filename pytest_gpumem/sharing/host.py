@@ -1,4 +1,4 @@
-"""A real device as all processes of its host see it: through NVML, without a CUDA context."""
+"""A real device as all processes of its host use it: read by NVML, without a CUDA context."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ CONTEXT = 600 * 2**20
 """Bytes of a CUDA context that has not been measured: 300 to 600 MB are usual."""
 
 MARGIN = 0.02
-"""Share of a device that is left free for what nobody announces, library handles and kernels."""
+"""Share of a device that is left free for undeclared memory: library handles and kernels."""
 
 
 class NvmlDevice:
-    """One GPU or MIG instance; ``name`` is its UUID.
+    """A GPU or MIG instance; ``name`` is its UUID.
 
-    Raises :class:`SharingError` where NVML does not tell.
+    Raises :class:`SharingError` where NVML cannot read it.
     """
 
     def __init__(
@@ -34,15 +34,15 @@ class NvmlDevice:
     ) -> None:
         self.name = reading.uuid
         self.total = min(reading.total, reading.mode.limit or reading.total)
-        """Bytes that this container may have of it, all processes together."""
+        """Bytes of the device that this container may use, all processes together."""
         self._memory = NvmlMemory(reading.uuid, nvml)
         self._has_context = has_context
 
     @classmethod
     def find(cls, index: int, *, has_context: Callable[[], bool] = lambda: False) -> NvmlDevice:
-        """Return the device that CUDA calls ``index``.
+        """Return the device with CUDA's index ``index``.
 
-        ``has_context`` says whether this process uses it, so that NVML ought to list it.
+        ``has_context`` returns whether this process uses it, so that NVML should list it.
         """
         reading = read_device(index)
         if isinstance(reading, NvmlAbsent):
@@ -55,11 +55,11 @@ class NvmlDevice:
         return round(self.total * (1 - MARGIN))
 
     def taken(self) -> Mapping[int, int]:
-        """Return the bytes that each process holds; those of :data:`NOBODY` may be anybody's.
+        """Return the bytes that each process holds; :data:`NOBODY` stands for unknown ones.
 
-        That is what NVML puts down to no process, and everything where it numbers processes as
-        another host or container does, by which none of them can be told: it lists some that do
-        not exist here, or not this one though it uses the device.
+        These are bytes that NVML assigns to no process. All bytes are, where NVML's PIDs are those
+        of another PID namespace (host or container): it lists PIDs that do not exist in this one,
+        or omits this process though it uses the device.
         """
         try:
             used, listed = self._memory.read()

@@ -1,9 +1,9 @@
-"""What earlier runs have learned of tests: how long each took alone, and what it reserved.
+"""Durations and reserved bytes of tests, learned from earlier runs.
 
 A JSON file in pytest's cache. A device that two tests share computes for both, so a test that ran
-beside another says nothing of its own duration (Prophet, "Precise QoS Prediction on Non-Preemptive
-Accelerators to Improve Utilization in Warehouse-Scale Computers", ASPLOS 2017): such durations
-never get here. Memory is the test's own in any company.
+beside another has no usable duration (Prophet, "Precise QoS Prediction on Non-Preemptive
+Accelerators to Improve Utilization in Warehouse-Scale Computers", ASPLOS 2017): such durations are
+not stored. Memory is the test's own in either case.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from typing import Any
 FILE_NAME = "learned.json"
 
 IN_SHARDS = "learned-in-shards.json"
-"""What runs of a part of the suite have learned. Parts are cut by the other file alone: a machine
-that comes late has to cut as those before it did, though it may see what they have learned."""
+"""Lessons from runs of one shard of the suite. Shards are cut only by the other file: a machine
+that starts late has to cut as the earlier ones did, though it may see their lessons."""
 
 SCHEMA_VERSION = 1
 
 NO_DEVICE = ""
-"""Stands for an environment, of tests that use no GPU."""
+"""Placeholder of the environment, for tests that use no GPU."""
 
 PATIENCE = 10.0
-"""Seconds to wait for another run that writes; what is not written is learned again."""
+"""Seconds to wait for another run that writes; lessons not written are learned again."""
 
 
 class LearnedError(Exception):
-    """What was learned cannot be kept; the message is one sentence for the user."""
+    """A failure to store lessons; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What is known of one test in one environment."""
+    """The measurements of one test in one environment."""
 
     seconds: float | None = None
     """Set-up, call and teardown, with nothing else on its device."""
     reserved: int | None = None
-    """The most bytes that it reserved of its device."""
+    """Peak reserved bytes on its device."""
     predicted: int | None = None
-    """The same by simulation; 0 where it cannot be simulated."""
+    """Peak reserved bytes by simulation; 0 where the test cannot be simulated."""
 
     def updated(self, newer: Lesson) -> Lesson:
-        """Return it with what ``newer`` knows in its place."""
+        """Return a copy with the values of ``newer`` in place of its own."""
         return replace(self, **newer.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: what is known."""
+        """Return the JSON form: the known values."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Lesson:
-        """Rebuild what :meth:`to_dict` returned; what is no number is not known."""
+        """Rebuild what :meth:`to_dict` returned; values that are no numbers are left out."""
         numbers = {name: data.get(name) for name in ("seconds", "reserved", "predicted")}
         return cls(**{name: value for name, value in numbers.items() if _is_amount(value)})
 
@@ -75,7 +75,7 @@ class Learned:
                 yield key, nodeid, lesson
 
     def of(self, key: str, nodeid: str) -> Lesson:
-        """Return what is known of a test in the environment ``key``."""
+        """Return the lesson of a test in the environment ``key``."""
         return self._lessons.get(key, {}).get(nodeid, Lesson())
 
     def anywhere(self, nodeid: str) -> Lesson:
@@ -87,18 +87,18 @@ class Learned:
         )
 
     def learn(self, key: str, nodeid: str, lesson: Lesson) -> None:
-        """Take in what was learned last."""
+        """Add a lesson; its values replace older ones."""
         if lesson != Lesson():
             tests = self._lessons.setdefault(key, {})
             tests[nodeid] = tests.get(nodeid, Lesson()).updated(lesson)
 
     def merge(self, newer: Learned) -> None:
-        """Take in all that ``newer`` knows; what it does not know stays."""
+        """Add all lessons of ``newer``; lessons that it lacks stay."""
         for key, nodeid, lesson in newer:
             self.learn(key, nodeid, lesson)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: builtin types only, sorted."""
+        """Return the JSON form: builtin types only, sorted."""
         return {
             key: {nodeid: tests[nodeid].to_dict() for nodeid in sorted(tests)}
             for key, tests in sorted(self._lessons.items())
@@ -106,7 +106,7 @@ class Learned:
 
     @classmethod
     def from_dict(cls, data: Any) -> Learned:
-        """Rebuild what :meth:`to_dict` returned; what does not look like it is left out."""
+        """Rebuild what :meth:`to_dict` returned; malformed data are left out."""
         learned = cls()
         for key, tests in data.items() if isinstance(data, dict) else ():
             for nodeid, lesson in tests.items() if isinstance(tests, dict) else ():
@@ -116,9 +116,9 @@ class Learned:
 
 
 def read_learned(folder: Path, name: str = FILE_NAME) -> Learned:
-    """Return what a file in ``folder`` holds, nothing where it is missing or damaged.
+    """Return the lessons of a file in ``folder``, none where it is missing or damaged.
 
-    As all that a cache holds it can be had again.
+    Like everything in a cache, they can be produced again.
     """
     with suppress(OSError, ValueError, RecursionError):
         data = json.loads((folder / name).read_bytes())
@@ -128,7 +128,7 @@ def read_learned(folder: Path, name: str = FILE_NAME) -> Learned:
 
 
 def add_learned(folder: Path, newer: Learned, name: str = FILE_NAME) -> None:
-    """Add what ``newer`` knows to a file in ``folder``; nothing that stands there gets lost.
+    """Add the lessons of ``newer`` to a file in ``folder``; existing ones are kept.
 
     Other runs may do so at the same time. Raises :class:`LearnedError`.
     """

@@ -1,8 +1,8 @@
-"""The ledger of a host: what all runs of a user hold of its GPUs, wait for, and have had.
+"""The ledger of a host: GPU memory that a user's runs hold, wait for and have had.
 
-A database that is made for several writers (SQLite), in one folder of the host; nothing of it
-lives longer than the processes it speaks of, but for a log of the last day. What a process leaves
-behind when it is killed is void: the next one that looks finds that it is gone.
+A SQLite database, written by several processes, in one folder of the host. Its entries live as long
+as their processes, except for a log of the last day. Entries of a killed process are void: the next
+process that reads the ledger removes them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pytest_gpumem.sharing.processes import Process, is_alive, this_process
 
 FILE_NAME = "ledger.sqlite3"
 KEPT = 86_400.0
-"""Seconds for which the log is kept."""
+"""Seconds for which log entries are kept."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS worker (
@@ -54,7 +54,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Lease:
-    """A test that runs or waits, as a person would want to see it."""
+    """A test that runs or waits, in readable form."""
 
     nodeid: str
     run: str
@@ -66,7 +66,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the log: a test was ``granted`` bytes of a device, or ``released`` them."""
+    """An entry of the log: a test was ``granted`` bytes of a device, or ``released`` them."""
 
     time: float
     event: str
@@ -80,7 +80,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class State:
-    """Who holds and who waits for what, at one moment."""
+    """The tests that hold memory and those that wait for it, at one moment."""
 
     devices: Mapping[str, Device]
     running: tuple[Lease, ...]
@@ -89,17 +89,17 @@ class State:
 
 @dataclass(frozen=True)
 class Answer:
-    """What becomes of a test that asked."""
+    """The answer to a test's request."""
 
     granted: bool
     tidy: bool
     """Whether its worker has to tear its fixtures down before it waits on."""
     state: State
-    """As it was when the answer was found."""
+    """The state from which the answer was found."""
 
 
 class Ledger:
-    """One process's door to the ledger in ``folder``.
+    """A process's connection to the ledger in ``folder``.
 
     Every call is one transaction. Raises ``SharingError`` where the file cannot be used.
     """
@@ -108,7 +108,7 @@ class Ledger:
         self._database = Database(folder / FILE_NAME, _SCHEMA)
         self._clock = clock
         self._own: Process | None = None
-        """This process, once it has entered; it need not be looked up."""
+        """This process, once it has joined; it need not be looked up."""
 
     def close(self) -> None:
         """Close the file."""
@@ -131,12 +131,12 @@ class Ledger:
             return entered.lastrowid
 
     def leave(self, worker: int) -> None:
-        """Take a worker out, with all that it holds and waits for."""
+        """Remove a worker, with all that it holds and waits for."""
         with self._database.transaction():
             self._take_out(worker)
 
     def hold(self, worker: int, device: str, *, context: int, fixtures: int) -> None:
-        """Say what ``worker`` holds of ``device`` between its tests; bytes."""
+        """Enter the bytes that ``worker`` holds of ``device`` between its tests."""
         with self._database.transaction():
             self._database.execute(
                 "INSERT OR REPLACE INTO held VALUES (?, ?, ?, ?)",
@@ -166,19 +166,19 @@ class Ledger:
             return asked.lastrowid
 
     def ask_anew(self, test: int, needs: Mapping[str, int]) -> None:
-        """Change what a test that waits needs; it keeps its place."""
+        """Change the needs of a waiting test; it keeps its place."""
         with self._database.transaction():
             self._database.execute("DELETE FROM need WHERE test = ?", (test,))
             self._need(test, needs)
 
     def try_grant(self, test: int, devices: Mapping[str, Device]) -> Answer:
-        """Let ``test`` run if it may run now.
+        """Grant ``test`` its memory if it may run now.
 
-        ``devices`` say how much there is; what workers hold of them is known here.
+        ``devices`` holds each capacity; the bytes that workers hold are read from the ledger.
         """
         with self._database.transaction():
             answer = self._answer(test, devices)
-            # Asking the system who is dead costs more than the rest, and only makes more room.
+            # Looking up dead processes costs more than the rest, and can only make more room.
             if not answer.granted and self._void_dead():
                 answer = self._answer(test, devices)
             return answer
@@ -207,7 +207,7 @@ class Ledger:
         return found.fetchone() is not None
 
     def release(self, test: int) -> None:
-        """Take a test out, whether it runs or waits."""
+        """Remove a test, whether it runs or waits."""
         with self._database.transaction():
             for lease in self._leases():
                 if lease.request.id == test:
@@ -215,7 +215,7 @@ class Ledger:
             self._database.execute("DELETE FROM test WHERE id = ?", (test,))
 
     def beside(self, worker: int) -> int | None:
-        """Return how many other tests have been on the devices of the test that ``worker`` runs.
+        """Return how many other tests have used the devices of the test that ``worker`` runs.
 
         ``None`` where it runs none.
         """
@@ -240,34 +240,35 @@ class Ledger:
             return sum((run, name) != (own.run, own.worker) for run, name, _ in others)
 
     def state(self, devices: Mapping[str, Device]) -> State:
-        """Return who holds and who waits for what now."""
+        """Return the tests that hold memory and those that wait for it now."""
         with self._database.transaction():
             self._void_dead()
             return self._state(devices)
 
     def suspect(self, run: str, nodeid: str) -> None:
-        """Remember a test of ``run`` that ran on a device when that failed: it or another did."""
+        """Record a test of ``run`` that was on a device when it failed: it or another is the
+        cause."""
         with self._database.transaction():
             self._database.execute(
                 "INSERT OR IGNORE INTO suspect VALUES (?, ?, ?)", (run, nodeid, self._clock())
             )
 
     def is_suspect(self, run: str, nodeid: str) -> bool:
-        """Return whether :meth:`suspect` was told of the test."""
+        """Return whether :meth:`suspect` was called for the test."""
         found = self._database.execute(
             "SELECT 1 FROM suspect WHERE run = ? AND nodeid = ?", (run, nodeid)
         )
         return found.fetchone() is not None
 
     def owners(self) -> dict[int, Process]:
-        """Return the processes of all workers, by the worker's number.
+        """Return the processes of all workers, by worker number.
 
-        Some may be dead, which hold nothing any more.
+        Some may be dead; those hold nothing any more.
         """
         return self._processes()
 
     def log(self, since: float = 0.0) -> list[Entry]:
-        """Return what was granted and released, in order."""
+        """Return the grants and releases, in order."""
         rows = self._database.execute("SELECT * FROM log WHERE time >= ? ORDER BY rowid", (since,))
         return [Entry(*row) for row in rows]
 
@@ -282,7 +283,7 @@ class Ledger:
         return {worker: Process(pid, started) for worker, pid, started in rows}
 
     def _void_dead(self) -> bool:
-        """Take out the workers whose process is gone; whether there were any."""
+        """Remove the workers whose process has ended; return whether there were any."""
         dead = [
             worker
             for worker, one in self._processes().items()

@@ -1,4 +1,4 @@
-"""What a test will take of a device, as far as anybody knows before it runs."""
+"""The memory that a test will take of a device, as far as it is known before it runs."""
 
 from __future__ import annotations
 
@@ -7,39 +7,40 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Need:
-    """What a test asks for."""
+    """The memory, duration and priority that a test requests."""
 
     bytes: int | None
-    """Of its device, what its fixtures hold with it; ``None``: nobody knows, so it runs alone."""
+    """Bytes on its device, fixtures included; ``None`` if unknown: then it runs alone."""
     source: str
-    """Who says so: ``max``, ``max_reserved``, ``baseline``, ``earlier run``, ``prediction`` or
-    ``nobody``."""
+    """The origin of the number: ``max``, ``max_reserved``, ``baseline``, ``earlier run``,
+    ``prediction`` or ``nobody``."""
     duration: float | None = None
-    """Seconds; ``None`` where nobody knows."""
+    """Seconds; ``None`` if unknown."""
     exclusive: bool = False
-    """Nothing else may run on its device."""
+    """Whether nothing else may run on its device."""
     priority: int = 0
     guaranteed: bool = True
     """``False`` for an opportunistic test: it goes last."""
     calm: float = 0.0
-    """Seconds for which strangers have to leave it its room before it comes in."""
+    """Seconds for which other processes have to leave its bytes free before it is admitted."""
 
     def on(self, capacity: int) -> int:
-        """Bytes that nobody else may have while it runs on a device of ``capacity`` bytes."""
+        """Return the bytes reserved for it while it runs on a device of ``capacity`` bytes."""
         return capacity if self.exclusive or self.bytes is None else self.bytes
 
     def alone(self, least: int, calm: float) -> Need:
-        """The same with the device to itself, and ``least`` bytes of it for ``calm`` seconds."""
+        """Return a copy with an exclusive device, and ``least`` bytes of it free for ``calm``
+        seconds."""
         return replace(self, bytes=max(self.bytes or 0, least), exclusive=True, calm=calm)
 
     def as_guaranteed(self) -> Need:
-        """The same for a test that makes no more room for others."""
+        """Return a copy for a test that no longer makes room for others."""
         return replace(self, guaranteed=True)
 
     def larger(self, size: int) -> Need:
-        """The same with ``size`` bytes at the least."""
+        """Return a copy of at least ``size`` bytes."""
         return self if self.bytes is None else replace(self, bytes=max(self.bytes, size))
 
 
 NO_MEMORY = Need(0, "no marker")
-"""Of a test that does not ask for GPU memory."""
+"""The need of a test that does not ask for GPU memory."""

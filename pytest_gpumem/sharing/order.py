@@ -1,8 +1,8 @@
-"""Which test a worker gets next: the one that fills the device best beside those of the others.
+"""The choice of a worker's next test: the one that fills the device best beside other workers'.
 
-The gate in each worker decides when a test runs; the order only sees to it that tests which can
-run beside each other come at the same time. pytest-xdist sends a worker its next test while it
-still runs the one before, so every choice is made one test ahead.
+The gate in each worker decides when a test runs; the order only brings tests that can run beside
+each other to the workers at the same time. pytest-xdist sends a worker its next test while it still
+runs the one before, so every choice is made one test ahead.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 USUAL_DURATION = 1.0
-"""Seconds of a test whose duration nobody knows: among those, the larger ones come first."""
+"""Seconds of a test of unknown duration: among those, the larger ones come first."""
 
 
 def next_test(pending: Sequence[Need], beside: Sequence[Need], capacity: int) -> int:
-    """Return the position in ``pending`` of the test to run beside those that others have.
+    """Return the position in ``pending`` of the test to run beside ``beside``.
 
-    The most important first; of these, what takes the largest part of device and time and still
-    fits; where nothing fits, what needs least. Tests without GPU memory fill the gaps.
+    The highest priority first; of these, the test with the largest product of bytes and seconds
+    that still fits; where none fits, the one that needs least. Tests without GPU memory fill the
+    gaps.
     """
     taken = sum(test.on(capacity) for test in beside)
 
@@ -44,8 +45,8 @@ def next_test(pending: Sequence[Need], beside: Sequence[Need], capacity: int) ->
 class MemoryScheduling(LoadScheduling):  # type: ignore[misc]  # untyped in pytest-xdist
     """pytest-xdist's ``load`` in the order of :func:`next_test`.
 
-    ``place_of`` says what a worker, by its id, runs its tests on; it is asked when everything has
-    been collected. Tests that use a GPU go to workers that have a real one, if any has.
+    ``place_of`` returns the place of a worker by its id; it is called after collection. Tests that
+    use a GPU go to workers that have a real one, if any has.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class MemoryScheduling(LoadScheduling):  # type: ignore[misc]  # untyped in pyte
         return place.needs.get(self.collection[index], NO_MEMORY)
 
     def _may_run(self, index: int, place: Place) -> bool:
-        """Whether a test has its device there: a real one, where any worker has a real one."""
+        """Return whether a test has its device there: a real one, where any worker has a real
+        one."""
         assert self.collection is not None
         nodeid = self.collection[index]
         places = map(self._place, self.nodes)

@@ -1,7 +1,7 @@
-"""Which device each worker of a host gets for its own.
+"""The assignment of devices to the workers of a host.
 
-All workers of all runs of a user meet in one table, as they do in the ledger: whoever comes takes
-the least loaded device, in one transaction, and what a process has is void when it is gone.
+All workers of all runs of a user share one table, like the ledger: each takes the least loaded
+device, in one transaction, and the entries of a process are void once it has ended.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ class Spot:
     """A device that a worker may get; bytes."""
 
     name: str
-    """As the ledger calls it."""
+    """The device's name in the ledger."""
     total: int
     taken: Mapping[int, int] = field(default_factory=dict)
-    """By process, as the driver tells."""
+    """Bytes by process, as the driver reports them."""
     seats: int | None = None
-    """Workers for which it is meant, one for a MIG instance; ``None`` for as many as come."""
+    """The number of workers it is meant for, one for a MIG instance; ``None`` for any number."""
     strict: bool = False
-    """Whether no more can use it: in exclusive-process mode."""
+    """Whether further workers cannot use it: in exclusive-process mode."""
 
     def room(self, workers: Sequence[Process]) -> float:
-        """Bytes for one more worker, if it shares with those that are there.
+        """Return the bytes for one more worker, if it shares with ``workers``.
 
-        What these hold is theirs to share; what anybody else holds is gone.
+        Memory of ``workers`` counts as shared; memory of other processes as unavailable.
         """
         pids = {process.pid for process in workers}
         strangers = sum(size for pid, size in self.taken.items() if pid not in pids)
         return (self.total - strangers) / (len(workers) + 1)
 
     def is_full(self, workers: Sequence[Process]) -> bool:
-        """Whether it has as many workers as it is meant for."""
+        """Return whether it has as many workers as it is meant for."""
         return self.seats is not None and len(workers) >= self.seats
 
 
 def least_loaded(spots: Sequence[Spot], placed: Mapping[str, Sequence[Process]]) -> int | None:
     """Return the position of the device that a worker should get, ``None`` where all are full.
 
-    One that nobody is meant to share comes after those that have a seat left; else the one with
-    the most memory for each of its workers, and of equal ones the first.
+    Devices whose seats are all taken come last; else the one with the most memory for each of its
+    workers, and of equal ones the first.
     """
 
     def worth(position: int) -> tuple[bool, float, int]:
@@ -71,7 +71,7 @@ def least_loaded(spots: Sequence[Spot], placed: Mapping[str, Sequence[Process]])
 
 
 class Places:
-    """This process's door to the table in ``folder``; raises ``SharingError``."""
+    """A process's connection to the table in ``folder``; raises ``SharingError``."""
 
     def __init__(self, folder: Path) -> None:
         self._database = Database(folder / FILE_NAME, _SCHEMA)
@@ -98,7 +98,7 @@ class Places:
         self._database.close()
 
     def _placed(self) -> dict[str, list[Process]]:
-        """Who is on which device, when those that are gone have been taken out."""
+        """Return the processes on each device, after removing those that have ended."""
         placed: dict[str, list[Process]] = {}
         for pid, started, device in self._database.execute(
             "SELECT pid, started, device FROM place"

@@ -1,4 +1,4 @@
-"""Which process is meant: a number alone may be another's by tomorrow."""
+"""The identity of a process: its PID and start time, since a PID can be reused."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Process(NamedTuple):
 
     pid: int
     started: float
-    """Seconds, as the system counts them: with the number it names one process for ever."""
+    """Start time in seconds, by the system: with the PID it identifies one process for ever."""
 
 
 def this_process() -> Process:
-    """Return the process that asks."""
+    """Return the calling process."""
     return Process(os.getpid(), psutil.Process().create_time())
 
 
 def is_alive(process: Process) -> bool:
-    """Whether it still runs. A zombie does not: its memory has been given back."""
+    """Return whether it still runs. A zombie does not: its memory has been freed."""
     try:
         found = psutil.Process(process.pid)
         return found.create_time() == process.started and found.status() != psutil.STATUS_ZOMBIE
@@ -34,7 +34,7 @@ def is_alive(process: Process) -> bool:
 
 
 def descends_from(pid: int, ancestors: Collection[int]) -> bool:
-    """Whether a process that runs was started by one of ``ancestors``, or by what they started."""
+    """Return whether a running process was started by one of ``ancestors``, directly or not."""
     try:
         return any(parent.pid in ancestors for parent in psutil.Process(pid).parents())
     except psutil.Error:
@@ -42,7 +42,7 @@ def descends_from(pid: int, ancestors: Collection[int]) -> bool:
 
 
 def name_of(pid: int) -> str:
-    """Return what a person knows a process by: its number, and its program where that is told."""
+    """Return a process's readable name: its PID, and its program where the system gives it."""
     try:
         return f"PID {pid} ({psutil.Process(pid).name()})"
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""How many devices a test uses: its marker says so, or it is known once the test has run here."""
+"""The number of devices that a test uses: by its marker, or as seen when it ran on this host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pytest_gpumem.sharing.database import Database, default_folder
 
 FILE_NAME = "reach.sqlite3"
 KEPT = 30 * 86_400.0
-"""Seconds for which a test is remembered that nobody has run since."""
+"""Seconds for which a test that has not run again is remembered."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS reach (
@@ -23,8 +23,8 @@ CREATE TABLE IF NOT EXISTS reach (
 class Reach:
     """The tests of ``project`` that use more than their worker's own device.
 
-    What they have used is remembered on the host where there are several. Raises ``SharingError``
-    where that cannot be read or written.
+    On a host with several devices the numbers are stored. Raises ``SharingError`` where they cannot
+    be read or written.
     """
 
     def __init__(self, project: Path) -> None:
@@ -33,22 +33,22 @@ class Reach:
         self._remembered: Database | None = None
 
     def remember(self, devices: int) -> None:
-        """Remember from now on what tests use, if there are several ``devices``."""
+        """Store from now on how many devices tests use, if there are several ``devices``."""
         if devices > 1 and self._remembered is None:
             self._remembered = Database(default_folder() / FILE_NAME, _SCHEMA)
 
     def declare(self, nodeid: str, gpus: Sequence[str]) -> None:
-        """Note what the marker's ``gpu`` says: ``"A100-80GB*2"`` are two devices."""
+        """Record the marker's ``gpu``: ``"A100-80GB*2"`` means two devices."""
         _, star, number = (gpus[0] if gpus else "").partition("*")
         if star and number.strip().isdecimal():
             self._declared[nodeid] = int(number)
 
     def of(self, nodeid: str) -> int:
-        """Return how many devices the test uses; 1 where nobody knows."""
+        """Return how many devices the test uses; 1 if unknown."""
         return self._declared.get(nodeid) or self._learned(nodeid)
 
     def learn(self, record: Mapping[str, Any]) -> None:
-        """Remember how many, counted from the first, the test of a record has allocated on."""
+        """Store how many devices, counted from the first, the test of a record has allocated on."""
         if self._remembered is None:
             return
         others = [one["device"].partition(":")[2] for one in record["other_devices"]]

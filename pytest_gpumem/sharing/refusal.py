@@ -1,4 +1,4 @@
-"""Why an allocation was refused: whose fault it is that memory ran out."""
+"""The cause of a refused allocation: the test, another process or the device."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from pytest_gpumem.sizes import format_size
 
 @dataclass(frozen=True)
 class Refusal:
-    """One allocation that failed when the allocator had tried everything; bytes."""
+    """An allocation that failed after the allocator had tried everything; bytes."""
 
     asked: int
-    """Of the driver: the segment that the allocation needed."""
+    """Bytes requested from the driver: the segment that the allocation needed."""
     reserved: int
-    """What the process had of the device then."""
+    """Bytes that the process had reserved then."""
     free: int
-    """What the driver had left."""
+    """Bytes that the driver had left."""
     total: int
     context: int = 0
-    """What the process holds of the device outside its allocator."""
+    """Bytes that the process holds of the device outside its allocator."""
 
     @property
     def wanted(self) -> int:
-        """What the process would have reserved with it."""
+        """The bytes that the process would have reserved with it."""
         return self.reserved + self.asked
 
     @property
     def of_others(self) -> int:
-        """What other processes held."""
+        """The bytes that other processes held."""
         return max(self.total - self.free - self.reserved - self.context, 0)
 
 
 class Cause(Enum):
-    """Whose fault it is."""
+    """The cause of a refused allocation."""
 
     QUOTA = "quota"
-    """The test's: it wanted more than its quota."""
+    """The test wanted more than its quota."""
     NEIGHBOUR = "neighbour"
-    """Another process's: alone on the device the allocation would have succeeded."""
+    """Other processes: on an otherwise empty device the allocation would have succeeded."""
     DEVICE = "device"
-    """The test's: it wanted more than the device has."""
+    """The test wanted more than the device has."""
 
 
 def cause_of(refusal: Refusal, quota: int | None) -> Cause:
-    """Return whose fault ``refusal`` is, of a process that may reserve ``quota`` bytes."""
+    """Return the cause of ``refusal`` for a process that may reserve ``quota`` bytes."""
     if quota is not None and refusal.wanted > quota:
         return Cause.QUOTA
     if refusal.asked <= refusal.free + refusal.of_others:
@@ -54,7 +54,7 @@ def cause_of(refusal: Refusal, quota: int | None) -> Cause:
 
 
 def sentence(refusal: Refusal, quota: int | None) -> str:
-    """Return what a person reads of it."""
+    """Return the refusal as a sentence for the user."""
     asked, reserved = format_size(refusal.asked), format_size(refusal.reserved)
     cause = cause_of(refusal, quota)
     if cause is Cause.QUOTA:

@@ -1,6 +1,6 @@
-"""A suite cut into parts that take about the same time and memory.
+"""A suite cut into shards of about the same time and memory.
 
-pytest-split knows durations alone, and its parts are of equal time; machines that share a GPU
+pytest-split uses durations only, and its parts are of equal time; machines that share a GPU
 between workers take as long as the larger of two things, all seconds and all seconds times bytes.
 Its file of durations is read, see :mod:`pytest_gpumem.sharing.weights`.
 """
@@ -15,24 +15,24 @@ from hashlib import sha256
 from pytest_gpumem.echo import quoted
 
 UNKNOWN_SECONDS = 1.0
-"""What every test takes where nobody knows of any."""
+"""Seconds of every test where no test has a known duration."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """What a test, or a group that stays together, is expected to take."""
+    """The expected cost of a test, or of a group that stays together."""
 
     name: str
     seconds: float | None = None
-    """``None`` where nobody knows: then as long as the others on average."""
+    """``None`` if unknown: then the mean of the others."""
     bytes: int | None = None
-    """Of the device; ``None`` likewise."""
+    """Bytes of the device; ``None`` likewise."""
 
 
 def split(tests: Collection[Weight], count: int) -> list[list[str]]:
     """Return the names of ``tests`` in ``count`` parts, each in exactly one of them.
 
-    The heaviest first, each to the part that has least by then (R. L. Graham, "Bounds on
+    The heaviest first, each to the part that has least so far (R. L. Graham, "Bounds on
     Multiprocessing Timing Anomalies", 1969), of seconds or of seconds times bytes, whichever counts
     more. Depends on nothing but names and weights: every machine that has the same ones finds the
     same parts, in whatever order the tests came.
@@ -51,7 +51,7 @@ def split(tests: Collection[Weight], count: int) -> list[list[str]]:
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """Return the numbers of ``"2/4"``; raises ``ValueError`` for what is not one of so many."""
+    """Return the numbers of ``"2/4"``; raises ``ValueError`` for anything else."""
     numbers = re.fullmatch(r"\s*([0-9]{1,6})/([0-9]{1,6})\s*", text)
     shard = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
     if not 1 <= shard[0] <= shard[1]:
@@ -60,7 +60,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def fingerprint(parts: Iterable[Sequence[str]]) -> str:
-    """Return eight letters that differ where two machines have cut a suite differently."""
+    """Return eight hex digits that differ where two machines have cut a suite differently."""
     text = "\0\0".join("\0".join(names) for names in parts)
     return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
 

@@ -1,7 +1,7 @@
-"""The one memory of a simulated GPU that several processes of a host share.
+"""The memory of a simulated GPU that several processes of a host share.
 
-Where a real device has a driver that knows what each process holds, simulated ones of one name
-have a table. As there, what a process holds is free when the process is gone.
+A table replaces the real driver's account of the bytes that each process holds, one for all
+simulated devices of one name. As on a real device, a process's memory is free once it has ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CREATE TABLE IF NOT EXISTS taken (
 
 
 class SharedSimulatedDevice:
-    """This process's account with the simulated device ``name``, which has ``capacity`` bytes.
+    """A process's account with the simulated device ``name``, which has ``capacity`` bytes.
 
     Raises ``SharingError`` where the folder or the file cannot be used.
     """
@@ -37,7 +37,7 @@ class SharedSimulatedDevice:
             self._database.execute("INSERT OR REPLACE INTO device VALUES (?, ?)", (name, capacity))
 
     def take(self, size: int) -> bool:
-        """Take ``size`` bytes; False, and nothing is taken, if the device has no room for them."""
+        """Take ``size`` bytes; return False and take nothing if the device has no room for them."""
         with self._database.transaction():
             if sum(self._living().values()) + size > self.capacity:
                 return False
@@ -50,12 +50,12 @@ class SharedSimulatedDevice:
             self._add(-size)
 
     def give_all(self) -> None:
-        """Give back whatever this process has taken."""
+        """Give back everything that this process has taken."""
         with self._database.transaction():
             self._forget(self._process)
 
     def others(self) -> Mapping[int, int]:
-        """Return the bytes that each other process has taken, by its number."""
+        """Return the bytes that each other process has taken, by PID."""
         with self._database.transaction():
             living = self._living()
         return {
@@ -65,7 +65,7 @@ class SharedSimulatedDevice:
         }
 
     def taken(self) -> Mapping[int, int]:
-        """Return the bytes that each process has taken, by its number."""
+        """Return the bytes that each process has taken, by PID."""
         with self._database.transaction():
             return {process.pid: taken for process, taken in self._living().items() if taken}
 
@@ -95,7 +95,7 @@ class SharedSimulatedDevice:
 
 
 def simulated_devices(folder: Path) -> list[SharedSimulatedDevice]:
-    """Return the simulated devices that processes which meet in ``folder`` have shared."""
+    """Return the simulated devices shared by processes that use ``folder``."""
     if not (folder / FILE_NAME).exists():
         return []
     database = Database(folder / FILE_NAME, _SCHEMA)

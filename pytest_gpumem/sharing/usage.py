@@ -1,4 +1,4 @@
-"""What became of a run's tests on the devices they shared: how long, how full, how good."""
+"""The use of shared devices by a run's tests: durations, memory and quality of the order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pytest_gpumem.sizes import format_size
 
 BARS = "▁▂▃▄▅▆▇█"
 WORTH_SAYING = 0.5
-"""Seconds of waiting for memory from which on a person is told."""
+"""Seconds of waiting for memory from which on they are reported."""
 COLUMNS = 60
-"""Of the picture of a device's use over time."""
+"""Characters of the picture of a device's use over time."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One test on one device; seconds of the host's clock, and bytes."""
+    """A test's stay on one device; seconds of the host's clock, and bytes."""
 
     nodeid: str
     worker: str
@@ -47,15 +47,15 @@ class Usage:
 
     @property
     def workers(self) -> int:
-        """How many there were."""
+        """The number of workers."""
         return len({one.worker for one in self.spans})
 
     @property
     def bound(self) -> float:
-        """Seconds below which no order of these tests could come on this device.
+        """The lower bound in seconds for any order of these tests on this device.
 
-        The longest test; all of them side by side on the workers; their bytes and seconds side by
-        side on the device.
+        The largest of: the longest test; all seconds divided by the workers; all seconds times
+        bytes divided by the capacity.
         """
         seconds = sum(one.duration for one in self.spans)
         area = sum(one.duration * one.bytes for one in self.spans)
@@ -68,7 +68,7 @@ class Usage:
         return max(self._levels()[1], default=0)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: seconds since the first test was admitted, and bytes."""
+        """Return the JSON form: seconds since the first test was admitted, and bytes."""
         begin = self._begin
         return {
             "device": self.device,
@@ -107,7 +107,7 @@ class Usage:
         return min(one.granted for one in self.spans)
 
     def _levels(self) -> tuple[list[float], list[int]]:
-        """When the granted bytes changed, and to how many."""
+        """Return the times at which the granted bytes changed, and the bytes from then on."""
         changes = sorted(
             [(one.released, -one.bytes) for one in self.spans]
             + [(one.granted, one.bytes) for one in self.spans]
@@ -122,7 +122,7 @@ class Usage:
 
 
 def usages(log: Iterable[Entry], run: str, capacity: int) -> list[Usage]:
-    """Return what the log says of ``run``, device by device; of tests that ended, that is."""
+    """Return the use of each device by ``run`` according to the log, for tests that ended."""
     begun: dict[tuple[str, str, str], Entry] = {}
     spans: dict[str, list[Span]] = {}
     for entry in log:
@@ -140,7 +140,7 @@ def usages(log: Iterable[Entry], run: str, capacity: int) -> list[Usage]:
 
 
 def lines(found: Sequence[Usage]) -> list[str]:
-    """Return what a person reads of it."""
+    """Return the use of each device as lines for the user."""
     text = []
     for usage in found:
         ratio = usage.makespan / usage.bound if usage.bound else 1.0
@@ -154,7 +154,7 @@ def lines(found: Sequence[Usage]) -> list[str]:
 
 
 def waits(tests: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return what a person reads of how tests came to their devices: records' ``sharing`` by id."""
+    """Return lines on how tests came to their devices: records' ``sharing`` by id."""
     waited = {nodeid: one for nodeid, one in tests.items() if one["waited"] >= WORTH_SAYING}
     text = []
     if waited:

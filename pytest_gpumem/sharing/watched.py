@@ -1,6 +1,6 @@
-"""What ``gpumem gpus --watch`` sees of runs of pytest: each one's test, and what the last took.
+"""The state of pytest runs for ``gpumem gpus --watch``: each one's test, and the last one's peak.
 
-A run says so only while somebody watches, which costs it one look at a folder for each test.
+A run writes it only while a watcher exists; checking costs one look at a folder per test.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ RUNS = "watched"
 
 @dataclass(frozen=True)
 class Run:
-    """One process that runs tests; times as ``time.time()`` gives them, sizes in bytes."""
+    """A process that runs tests; times as ``time.time()`` gives them, sizes in bytes."""
 
     process: Process
     folder: str
     """pytest's rootdir."""
     worker: str
-    """Of pytest-xdist, else empty."""
+    """Name of the pytest-xdist worker, else empty."""
     device: str
-    """``simulated T4``, ``NVIDIA H100``."""
+    """Device name: ``simulated T4``, ``NVIDIA H100``."""
     finished: int = 0
-    """Measured tests so far."""
+    """Number of tests measured so far."""
     test: str | None = None
-    """That which runs now."""
+    """The running test."""
     since: float = 0.0
     last: str | None = None
-    """That which ended last."""
+    """The test that ended last."""
     last_peak: int | None = None
-    """What that allocated, ``None`` where it was not measured to its end."""
+    """Its peak allocated bytes, ``None`` where it was not measured to its end."""
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Run:
@@ -49,7 +49,7 @@ class Run:
 
 
 def is_watched(folder: Path) -> bool:
-    """Whether somebody watches the runs that meet in ``folder``."""
+    """Return whether a watcher looks at the runs that use ``folder``."""
     try:
         return any((folder / WATCHERS).iterdir())
     except OSError:
@@ -57,7 +57,7 @@ def is_watched(folder: Path) -> bool:
 
 
 def show(folder: Path, run: Run) -> None:
-    """Let watchers see ``run``; where that cannot be written they do not."""
+    """Write ``run`` for watchers; a failure to write is ignored."""
     with suppress(OSError):
         path = folder / RUNS / f"{run.process.pid}.json"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -67,19 +67,19 @@ def show(folder: Path, run: Run) -> None:
 
 
 def hide(folder: Path) -> None:
-    """Take this process's run out of sight."""
+    """Remove this process's run."""
     with suppress(OSError):
         (folder / RUNS / f"{os.getpid()}.json").unlink(missing_ok=True)
 
 
 def runs(folder: Path) -> list[Run]:
-    """Return the runs that are to be seen, those of dead processes left out and removed."""
+    """Return the runs to show, those of dead processes left out and removed."""
     found = []
     for path in sorted((folder / RUNS).glob("*.json")):
         try:
             run = Run.from_dict(json.loads(path.read_text()))
         except (OSError, ValueError, TypeError, KeyError):
-            continue  # gone meanwhile, or not ours
+            continue  # removed since, or not ours
         if is_alive(run.process):
             found.append(run)
         else:
@@ -90,10 +90,10 @@ def runs(folder: Path) -> list[Run]:
 
 @contextmanager
 def watching(folder: Path) -> Iterator[None]:
-    """Let runs say what they do while this goes on."""
+    """Announce a watcher to the runs for the duration of the context."""
     mine = folder / WATCHERS / str(os.getpid())
     mine.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in mine.parent.iterdir():  # of one that was killed
+    for path in mine.parent.iterdir():  # files of a killed watcher
         if path.name.isdecimal() and not psutil.pid_exists(int(path.name)):
             path.unlink(missing_ok=True)
     mine.touch()

@@ -1,4 +1,4 @@
-"""What tests take by a file: a report, a plan of ``gpumem plan`` or pytest-split's durations."""
+"""Durations and memory of tests by a report, a plan of ``gpumem plan`` or pytest-split's file."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from pytest_gpumem.jsonfile import decoded
 PLAN_VERSION = 1
 
 OF_PYTEST_SPLIT = ".test_durations"
-"""Where pytest-split keeps durations, beside the ini file."""
+"""File in which pytest-split keeps durations, beside the ini file."""
 
 
 class WeightsError(ValueError):
-    """A file that does not say what tests take; the message is one sentence for the user."""
+    """A file without weights of tests; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One machine's tests."""
+    """The tests of one machine."""
 
     runner: str
     memory: int
-    """Bytes that a test can have there."""
+    """Bytes that a test can have on it."""
     price: float
-    """Of an hour."""
+    """Price of an hour."""
     tests: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What tests take, by node id."""
+    """Durations and memory of tests, by node id."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     bytes: Mapping[str, int] = field(default_factory=dict)
     shards: Sequence[Shard] = ()
-    """Of a plan: which machine runs what."""
+    """The shards of a plan: the tests of each machine."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: builtin types only."""
+        """Return the JSON form: builtin types only."""
         shards = [{**asdict(shard), "tests": list(shard.tests)} for shard in self.shards]
         return {"seconds": dict(self.seconds), "bytes": dict(self.bytes), "shards": shards}
 
@@ -57,9 +57,9 @@ class Weights:
 
 
 def read_weights(path: Path) -> Weights:
-    """Return what the file ``path`` says; raises :class:`WeightsError` where it is none of these.
+    """Return the weights in the file ``path``; raises :class:`WeightsError` where it holds none.
 
-    Of a report only durations of tests that had their device for themselves count.
+    From a report, only durations of tests that had their device to themselves count.
     """
     try:
         data = decoded(path.read_bytes())

@@ -1,4 +1,4 @@
-"""A dispatch key of its own, at which operators pass on their way to the device.
+"""A dispatch key of its own, which operators pass before they reach the device.
 
 ``Fake`` of c10/core/DispatchKey.h lies below autograd and autocast and above the backends, and
 torch itself has no kernel there (2.6 to 2.15). Unlike a dispatch mode it changes nothing of what
@@ -22,7 +22,7 @@ Follow = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """(operator, arguments, named arguments) -> its result."""
 
 _UNDECLARED = frozenset({"aten::_unsafe_view"})
-"""Views whose schemas do not say so."""
+"""Views that their schemas do not declare."""
 
 
 class _Followed:
@@ -30,16 +30,16 @@ class _Followed:
 
 
 _libraries: dict[str, torch.library.Library] = {}
-"""By namespace: what keeps the kernels at the key."""
+"""Libraries that keep the kernels at the key, by namespace."""
 _registered: set[str] = set()
 
 _NAMELESS = frozenset({"prim", "prims", "profiler"})
-"""Namespaces without kernels of a device's, or closed to others."""
+"""Namespaces without device kernels, or closed to other libraries."""
 
 
 @contextmanager
 def followed(follow: Follow) -> Iterator[None]:
-    """Let ``follow`` run every operator that this thread, and its backward passes, call inside."""
+    """Call ``follow`` for every operator that this thread, and its backward passes, call inside."""
     _register()
     before, _Followed.by = _Followed.by, follow
     try:
@@ -56,9 +56,9 @@ def unseen() -> AbstractContextManager[None]:
 
 
 def _register() -> None:
-    """Let operators pass, those too that have been loaded since.
+    """Register kernels at the key, for operators loaded since the last call too.
 
-    But for views: they have the memory of what they are views of. Each has a kernel of its own:
+    Views are left out: they have their bases' memory. Each operator has a kernel of its own:
     under dispatch modes torch finds no fallback in Python (``python_op_registration_trampoline``
     of torch/csrc/utils/python_dispatch.cpp).
     """

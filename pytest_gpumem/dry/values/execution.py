@@ -1,7 +1,7 @@
 """Operators on the dry device, each followed by its CPU kernel.
 
-Torch's own code runs first, and allocates what it does on a GPU. Then the CPU computes what is
-known, by the rules of the simulated device, into the memory of the device.
+Torch's own code runs first, and allocates as on a GPU. Then the CPU computes the known values, by
+the rules of the simulated device, into the memory of the device.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _OWN = frozenset({"aten", "prim", "prims", "profiler", "quantized"})
 _READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::allclose"})
 _COMPARISONS = _READS - {"aten::_local_scalar_dense"}
-"""Of two tensors as a whole; their parts are out of sight."""
+"""Operators that read two tensors as a whole, without reads of their parts."""
 _COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
 _WRITES_NOTHING = frozenset({"aten::record_stream"})
-"""Its schema says that it writes to the tensor, whose block alone it changes."""
+"""Operators whose schema declares a write to the tensor, though only its block is changed."""
 _DISABLED = torch._C._disabled_torch_dispatch_impl
 
 
 class Execution:
-    """Runs operators of one dry device, and follows their values."""
+    """The execution of operators on a dry device, with their values."""
 
     def __init__(self, memory: Memory, storages: Storages, values: DryValues, reads: Reads) -> None:
         self._memory = memory
@@ -49,7 +49,7 @@ class Execution:
         self._handlers: dict[Any, Handler] = {}
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``func`` and follow it."""
+        """Run ``func`` and compute its values."""
         tensors = list(tensors_in((args, kwargs)))
         kinds = {tensor.__class__ for tensor in tensors} - raw.PLAIN
         if kinds and any(kind.__torch_dispatch__ is not _DISABLED for kind in kinds):
@@ -104,7 +104,7 @@ class Execution:
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if storages.on_host and self._is_lost((args, kwargs)):
                 return self._of_lost(operator, args, kwargs)
-            # A graph draws when it is replayed.
+            # A graph draws at its replay.
             if operator.random and not torch.cuda.is_current_stream_capturing():
                 values.begin_drawing(kwargs.get("generator"))
             result = func(*args, **kwargs)
@@ -119,7 +119,7 @@ class Execution:
         return handle
 
     def _is_followed(self, result: Any, args: Any) -> bool:
-        """Whether something of a GPU, and of no other kind of tensor, is made or written to."""
+        """Return whether tensors of a GPU, and of no other kind, are made or written to."""
         for tensor in tensors_in((result, args)):
             if tensor.is_cuda:
                 return tensor.__class__ in raw.PLAIN
@@ -128,13 +128,13 @@ class Execution:
     def _captured(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """A graph writes when it is replayed, and its kernels compute nothing."""
+        """Forget captured results: a graph writes at its replay, and computes nothing."""
         for tensor in tensors_in((result, operator.targets(args, kwargs))):
             if tensor.is_cuda:
                 self._values.lost(tensor)
 
     def _sized(self, func: Any, answers: sizes.Answers) -> Handler:
-        """An operator whose kernel counts what it finds, and tells the host."""
+        """Handle an operator whose kernel counts elements and returns the number to the host."""
         operator = Operator.of(func)
         values = self._values
         otherwise = self._computing(func)
@@ -154,7 +154,7 @@ class Execution:
         return handle
 
     def _sparse(self, func: Any, computed: sparse.Computed) -> Handler:
-        """An operator that makes a sparse tensor, as large as it finds elements."""
+        """Handle an operator that makes a sparse tensor of a size that depends on values."""
         values, memory = self._values, self._memory
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,7 +177,7 @@ class Execution:
         return handle
 
     def _reading(self, func: Any) -> Handler:
-        """An operator that yields a number of Python."""
+        """Handle an operator that returns a Python number."""
         operator = Operator.of(func)
         reads = self._reads
 
@@ -204,7 +204,7 @@ class Execution:
         return handle
 
     def _unknown(self, func: Any, tensor: torch.Tensor, value: Any) -> Any:
-        """A number that is not known, for who sees that, or for torch's own code."""
+        """Return an unknown number if its caller detects that, else a stand-in."""
         here = self._reads.here
         here.unknown += 1
         if here.expected:
@@ -214,7 +214,7 @@ class Execution:
         return self._reads.neutral(tensor, value, "item()")
 
     def _copying(self, func: Any) -> Handler:
-        """``copy_`` and ``_to_copy``: between host and GPU, and on each."""
+        """Handle ``copy_`` and ``_to_copy``: between host and GPU, and on each."""
         otherwise = self._computing(func)
         operator = Operator.of(func)
         to_existing = func._schema.name == "aten::copy_"
@@ -258,7 +258,7 @@ class Execution:
         target: torch.Tensor,
         source: torch.Tensor,
     ) -> None:
-        """A copy from the host has written to ``target``."""
+        """Record a copy from the host to ``target``."""
         values = self._values
         if self._storages.is_on_host(source):
             values.lost(target)
@@ -270,7 +270,7 @@ class Execution:
         return any(map(self._storages.is_on_host, tensors_in(given)))
 
     def _of_lost(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator of CPU tensors, some of which hold values that are not known."""
+        """Run an operator of CPU tensors, some of which hold unknown values."""
         func = operator.func
         if sizes.DATA_DEPENDENT & set(func.tags):
             self._reads.refuse(f"{shown_operator(operator.name)}()")
@@ -290,9 +290,9 @@ class Execution:
 
 
 class _Parts:
-    """An operator whose own operators are seen: of another library, or made of others.
+    """An operator composed of others that are followed: of another library, or of torch.
 
-    What the kernels of a library write is not known; ``values`` are told so.
+    Results of a library's kernels are marked as unknown in ``values``.
     """
 
     def __init__(self, func: Any, values: DryValues | None) -> None:
@@ -314,7 +314,7 @@ class _Parts:
 
 
 def _key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The backend that runs an operator of other libraries."""
+    """Return the backend that runs an operator of other libraries."""
     on_gpu = any(tensor.is_cuda for tensor in tensors_in((args, kwargs)))
     device = kwargs.get("device")
     on_gpu = on_gpu or (isinstance(device, torch.device) and device.type == "cuda")

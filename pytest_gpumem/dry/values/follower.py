@@ -1,4 +1,4 @@
-"""The values of a dry device: how many are known, and what a test's run has made of them."""
+"""The values of a dry device: the known ones, and their use in a test's run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pytest_gpumem.simulated.machine.values.work import Work
 
 
 class Follower:
-    """Follows the values of the tests on one device, one after the other."""
+    """A follower of the values of the tests on one device, one after the other."""
 
     def __init__(self, *, follows: bool, everything: bool) -> None:
         self._notes = Notes()
@@ -38,7 +38,7 @@ class Follower:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Follow what runs inside."""
+        """Follow the values inside."""
         if self._depth:
             yield
             return
@@ -63,24 +63,24 @@ class Follower:
 
     @property
     def work(self) -> Work:
-        """What computing all values of the present test takes."""
+        """The work of computing all values of the present test."""
         return self._values.work
 
     @property
     def notes(self) -> Sequence[str]:
-        """What readers of the numbers have to know."""
+        """Notes for readers of the numbers."""
         return tuple(self._notes.notes)
 
     def note(self, sentence: str) -> None:
-        """Say ``sentence`` with the numbers of the present test."""
+        """Add ``sentence`` to the notes of the present test."""
         self._notes.note(sentence)
 
     @property
     def decided(self) -> str | None:
-        """What the present test has decided by although it is not known; ``None`` for nothing."""
+        """The decision of the present test by an unknown value; ``None`` for none."""
         return self._reads.decided
 
     @property
     def made_up(self) -> bool:
-        """Whether the present test has read a value that is not known."""
+        """Whether the present test has read an unknown value."""
         return self._reads.made_up or self._notes.granted

@@ -1,4 +1,4 @@
-"""Known values of the dry device: those of the simulated one, kept in the device's memory."""
+"""Known values of the dry device, as on the simulated one, kept in the device's memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from pytest_gpumem.sizes import MIB
 
 
 class DryValues(Values):
-    """What operators yield, written where torch's own code finds it.
+    """The results of operators, written to memory that torch's own code reads.
 
-    What is known of all elements at once (``facts``) is written when somebody reads it.
+    Facts on all elements at once (``facts``) are written when they are read.
     """
 
     def __init__(
@@ -32,15 +32,15 @@ class DryValues(Values):
         super().__init__(storages, notes, _Here(), everything=everything)
         self._memory = memory
         self._places: dict[int, Place] = {}
-        """By key: where the runtime has been told of values."""
+        """Places of values known to the runtime, by key."""
         self._watched: dict[int, tuple[int, int]] = {}
-        """By address of a block: the key of the storage that it belongs to, and its number."""
+        """Key of a block's storage and the block's number, by address."""
         self._empty: list[int] = []
         self.ranges = _WatchedRanges(self)
         self._random = RandomNumbers()
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Know what copies have brought to ``tensors``, which no operator here has written."""
+        """Record the values of ``tensors`` that copies, and no followed operator, have written."""
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 continue
@@ -53,19 +53,19 @@ class DryValues(Values):
                     self._bases[key] = seen_by_cpu((start, 0), tensor.dtype)
                     self._empty.append(key)
                 continue
-            # The end of a block is nobody's: no copy brings it.
+            # The end of a block belongs to no tensor: no copy writes it.
             end = _end_of(tensor)
             if _is_nearly(end, size) and self._memory.knows((start, end)):
                 self._hold_in(tensor, seen_by_cpu((start, size), tensor.dtype))
 
     def end(self) -> None:
-        """Forget what has died since, and tensors without elements, whose death nothing tells."""
+        """Forget dead storages, and tensors without elements, whose death is not reported."""
         self.forget_dead()
         while self._empty:
             self._bases.pop(self._empty.pop(), None)
 
     def forget_dead(self) -> None:
-        """Forget what has died since."""
+        """Forget storages that have died since."""
         while (start := self._memory.dead()) is not None:
             key, _ = self._watched.pop(start, (None, 0))
             if key is not None:
@@ -73,7 +73,7 @@ class DryValues(Values):
                 self.forget(key)
 
     def resume(self) -> None:
-        """Forget what has died while others were told of deaths."""
+        """Forget storages that died while others received the deaths."""
         for start, (key, number) in list(self._watched.items()):
             if self._memory.watch(start) != number:
                 del self._watched[start]
@@ -81,9 +81,9 @@ class DryValues(Values):
                 self.forget(key)
 
     def adopt_whole(self, tensor: torch.Tensor, infinite: Infinity) -> bool:
-        """Whether ``tensor``, to which a copy has written, is now known with all of its storage.
+        """Record the values of ``tensor``, a copy's target; return whether all are known.
 
-        ``infinite`` is what the copy has brought.
+        ``infinite`` is the infinity in the copied values.
         """
         key = storage_key(tensor)
         if key in self._bases:
@@ -95,17 +95,17 @@ class DryValues(Values):
         return key in self._bases
 
     def note_read_of(self, values: Iterable[Any]) -> None:
-        """Say what is taken for granted of ``values``, which are read."""
+        """Note the assumptions on ``values``, which are read."""
         self._note_read(values)
 
     def lost(self, tensor: torch.Tensor) -> None:
-        """Know nothing of ``tensor``, nor of what its storage holds beside."""
+        """Forget the values of ``tensor`` and of its storage."""
         self.forget(storage_key(tensor))
         if tensor.layout is torch.strided and raw.is_on_device(tensor):
             self._memory.forget(self._memory.place_of(tensor))
 
     def write_facts(self, tensor: torch.Tensor) -> None:
-        """Write what is known of all elements of ``tensor`` where reads find it."""
+        """Write known facts on all elements of ``tensor`` to its memory, for reads."""
         key = storage_key(tensor)
         uniform = self.facts.uniform(tensor) if key and key not in self._bases else None
         if uniform is not None:
@@ -122,11 +122,11 @@ class DryValues(Values):
         super().forget(key)
 
     def watch(self, tensor: torch.Tensor) -> None:
-        """Forget what is known of the storage of ``tensor`` when it dies."""
+        """Forget the values of the storage of ``tensor`` when it dies."""
         self._watch(tensor)
 
     def begin_drawing(self, generator: torch.Generator | None) -> None:
-        """Let an operator draw next from ``generator``, or from the current device's own."""
+        """Set the generator of the next operator: ``generator``, or the current device's own."""
         self._random.begin(generator or torch.cuda.default_generators[self._here.current_index])
 
     def source_of(self, generator: torch.Generator) -> torch.Generator:
@@ -142,11 +142,11 @@ class DryValues(Values):
         self._hold_in(tensor, seen_by_cpu(self._memory.place_of(tensor), tensor.dtype))
 
     def _hold_in(self, tensor: torch.Tensor, held: torch.Tensor) -> None:
-        """Let ``held``, of the memory of ``tensor``, be what its storage holds."""
+        """Set ``held``, a view of the memory of ``tensor``, as the values of its storage."""
         key = storage_key(tensor)
         place = self._memory.place_of(tensor)
         if not place[1]:
-            return  # without elements, which :meth:`adopt` knows
+            return  # without elements, which :meth:`adopt` handles
         self.put(key, held)
         self._places[key] = place
         self._memory.know(place)
@@ -182,9 +182,9 @@ def _end_of(tensor: torch.Tensor) -> int:
 
 
 def _is_nearly(size: int, block: int) -> bool:
-    """Whether ``size`` bytes are all of ``block``, which the allocator has rounded up.
+    """Return whether ``size`` bytes are all of ``block``, which the allocator has rounded up.
 
-    By 512 B, and where it does not cut off what is left of a larger one, by up to 1 MiB
+    By 512 B, and where it does not split off the rest of a larger one, by up to 1 MiB
     (``should_split`` of c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15).
     """
     left = block - size
@@ -192,11 +192,11 @@ def _is_nearly(size: int, block: int) -> bool:
 
 
 class _Here(ThreadState):
-    """The current device, which torch itself keeps here."""
+    """The current device, which torch itself keeps."""
 
     @property
     def current_index(self) -> int:  # type: ignore[override]  # it is not set here
-        """The current device, as ``cudaGetDevice`` says."""
+        """The current device by ``cudaGetDevice``."""
         return torch.cuda.current_device()
 
 
@@ -208,6 +208,6 @@ class _WatchedRanges(Ranges):
         self._values = values
 
     def remember(self, tensor: torch.Tensor, found: Range) -> None:
-        """Know the range of ``tensor`` until its storage dies."""
+        """Record the range of ``tensor`` until its storage dies."""
         super().remember(tensor, found)
         self._values.watch(tensor)

@@ -1,4 +1,4 @@
-"""Launches of Triton's kernels, which compute nothing: what they are given is not known after."""
+"""Launches of Triton's kernels, which compute nothing: their tensors are unknown afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ torch 2.6 to 2.15)."""
 
 @contextmanager
 def launches_seen(values: DryValues) -> Iterator[None]:
-    """Let ``values`` hear inside of tensors that kernels of Triton are given."""
+    """Mark the tensors given to Triton's kernels inside as unknown in ``values``."""
     patches = Patches()
     for module, name in _LAUNCHERS:
         kind = getattr(sys.modules.get(module), name, None)

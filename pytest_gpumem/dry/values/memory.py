@@ -1,4 +1,4 @@
-"""The device's memory as the CPU sees it, and what the runtime knows of its values."""
+"""The device's memory as CPU tensors, and the runtime's record of known values."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ Place = tuple[int, int]
 _Told = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
 
 _listening: list[tuple[Any, bool]] = []
-"""Who is told of reads, and whether copies of any size bring values; the last one counts."""
+"""Listeners of reads, and whether copies of any size bring values; the last one is active."""
 
 
 class Memory:
     """The functions of ``source/values.c``."""
 
     def __init__(self, told: Callable[[int], type[BaseException] | None]) -> None:
-        """Let ``told`` hear of each read of values that are not known, with its bytes.
+        """Call ``told`` for each read of unknown values, with its bytes.
 
-        What it returns is raised where the thread comes back to Python. Keep hold of it.
+        The error class that it returns is raised where the thread comes back to Python. Keep a
+        reference to it.
         """
         library = ctypes.CDLL(None)
         self._knows = library.pytest_gpumem_dry_knows
@@ -48,12 +49,12 @@ class Memory:
         self._told = _Told(told_in_c)
 
     def begin(self, *, everything: bool) -> None:
-        """Tell from now on of reads; copies of any size bring values where ``everything`` does."""
+        """Listen to reads from now on; with ``everything``, copies of any size bring values."""
         _listening.append((self._told, everything))
         self._listen()
 
     def end(self) -> None:
-        """Tell who was told before."""
+        """Return to the listener before."""
         _listening.pop()
         self._listen()
 
@@ -67,12 +68,12 @@ class Memory:
         return bool(place[1] and self._knows(*place))
 
     def know(self, place: Place) -> None:
-        """Let what ``place`` holds now be its values."""
+        """Mark the present content of ``place`` as its values."""
         if place[1]:
             self._know(*place)
 
     def forget(self, place: Place) -> None:
-        """Let the values of ``place`` be unknown."""
+        """Mark the values of ``place`` as unknown."""
         if place[1]:
             self._forget(*place)
 
@@ -84,19 +85,19 @@ class Memory:
         return start, int(self._block(start))
 
     def watch(self, start: int) -> int:
-        """Let :meth:`dead` tell when the block at ``start`` has been given back.
+        """Make :meth:`dead` return the block at ``start`` once it has been freed.
 
         Returns the number of the block, 0 where there is none.
         """
         return int(self._watch(start))
 
     def dead(self) -> int | None:
-        """Return the address of a watched block that has been given back; ``None`` for none."""
+        """Return the address of a watched block that has been freed; ``None`` for none."""
         found: int | None = self._dead()
         return found
 
     def answer(self, numbers: Sequence[int]) -> int:
-        """Let the thread's next reads of unknown values yield ``numbers``, one after the other.
+        """Set ``numbers`` as the results of the thread's next reads of unknown values, in order.
 
         Returns how many of the earlier ones have not been read.
         """

@@ -1,4 +1,4 @@
-"""Random numbers of CUDA's generators, which one of the CPU draws.
+"""Random numbers of CUDA's generators, drawn by one of the CPU.
 
 The numbers are those of the simulated device: a generator of the CPU with the same seed draws them
 one after the other. A CUDA generator is its seed and an offset that each operator moves on
@@ -13,7 +13,7 @@ from collections import OrderedDict
 import torch
 
 MOST_STATES = 1_000
-"""States that are remembered, of 5 KB each; one that is put back later draws other numbers."""
+"""The most states that are kept, of 5 KB each; a dropped one draws other numbers when restored."""
 
 _State = tuple[int, int]
 """Seed and offset."""
@@ -24,14 +24,14 @@ class RandomNumbers:
 
     def __init__(self) -> None:
         self._states: OrderedDict[_State, torch.Tensor] = OrderedDict()
-        """By the state of a CUDA generator: that of the CPU's."""
+        """States of the CPU's generator by state of CUDA's."""
         self._before: _State | None = None
         self._source = torch.Generator("cpu")
         self._end: _State | None = None
         """The state in which the last operator has left its generator."""
 
     def begin(self, generator: torch.Generator) -> None:
-        """Let an operator draw next from ``generator``."""
+        """Set ``generator`` for the next operator's numbers."""
         self._before = _state_of(generator)
         if self._end is not None:
             self._remember(self._end)

@@ -1,7 +1,7 @@
 """Reads of values that the dry device does not have: what each yields, and which end a run.
 
-A number that is only printed or stored reads as zero, and a note names its line. Who decides by one
-is told that it is not known, as on the simulated device: the test then runs again with values.
+A number that is only printed or stored reads as zero, and a note names its line. Code that decides
+by one gets an error, as on the simulated device: the test then runs again with values.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat, Neutral
 from pytest_gpumem.values.errors import UnknownValueError
 
 MOST_DECIDED_BY = 1 << 20
-"""Bytes of a copy to the host that somebody may decide by; what is longer is data on its way."""
+"""Bytes of a copy to the host up to which it may be a decision; longer ones are mere data."""
 
 _item, _bool, _tolist, _numpy = (base(n) for n in ("item", "__bool__", "tolist", "numpy"))
 _array: Any = torch.Tensor.__array__
 _NUMBERS = ("__float__", "__int__", "__index__", "__complex__")
 _OWN = os.path.join("dry", "values", "dispatch.py")  # noqa: PTH118 - as frames write it
 _SCALER = "torch.amp.grad_scaler"
-"""Reads what it found of infinities, and nothing else, by ``item()``."""
+"""Module that uses ``item()`` only to read whether it found infinities."""
 
 _Truth = bool
 
 
 class Here(threading.local):
-    """What a thread reads at the moment."""
+    """The present reads of a thread."""
 
     expected = 0
-    """Above zero where who asked for the read sees whether it was answered."""
+    """Above zero where the caller checks whether the value was known."""
     unknown = 0
-    """Reads of unknown values so far."""
+    """Number of reads of unknown values."""
 
 
 class _UnknownError(UnknownValueError):
-    """Raised in a thread of Python's from outside, which can hand over no sentence."""
+    """An error raised asynchronously in a Python thread, which cannot pass a sentence."""
 
     sentence = ""
 
@@ -73,12 +73,12 @@ class Reads:
         followed: bool,
         everything: bool,
     ) -> None:
-        """Let ``uncomputed`` name the first operator or kernel that the CPU could not compute."""
+        """Keep ``uncomputed``, which names the first call that the CPU could not compute."""
         self.here = Here()
         self.decided: str | None = None
-        """Why the run that goes on is not to be believed: somebody decides by an unknown value."""
+        """The reason why the present run is invalid: it decides by an unknown value."""
         self.made_up = False
-        """Whether a number that is not known has been read."""
+        """Whether an unknown number has been read."""
         self._storages = storages
         self._notes = notes
         self._uncomputed = uncomputed
@@ -89,7 +89,7 @@ class Reads:
         self._plan()
 
     def _plan(self) -> None:
-        # Functions, and not methods of this object: those would not be told their tensor.
+        # Functions, not methods of this object, which would not receive their tensor.
         plan = functools.partial(self._patches.plan, torch.Tensor)
         plan("item", lambda tensor: self._read(_item, tensor, "item()"))
         plan("__bool__", lambda tensor: self._condition(tensor))
@@ -101,7 +101,7 @@ class Reads:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Let tensors answer inside whether what they hold is known."""
+        """Check inside whether the values that tensors return are known."""
         self._patches.apply()
         try:
             yield
@@ -119,7 +119,7 @@ class Reads:
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """Read inside, and see by ``here.unknown`` whether the values were known."""
+        """Allow reads of unknown values inside; ``here.unknown`` counts them."""
         self.here.expected += 1
         try:
             yield
@@ -127,9 +127,9 @@ class Reads:
             self.here.expected -= 1
 
     def told(self, size: int) -> type[BaseException] | None:
-        """Hear from the runtime that ``size`` bytes that are not known have been read.
+        """Handle a read of ``size`` unknown bytes, reported by the runtime.
 
-        Returns what the thread is to raise.
+        Returns the error that the thread is to raise.
         """
         self.here.unknown += 1
         if self.here.expected:
@@ -143,13 +143,13 @@ class Reads:
         return self._interrupt(self.refusal(f"a read in torch's own code at {_where()}"))
 
     def refuse(self, read: str) -> None:
-        """Raise :class:`UnknownValueError` for ``read``, and remember that."""
+        """Raise :class:`UnknownValueError` for ``read``, and record it."""
         sentence = self.refusal(f"{read} at {_where()}")
         self.decided = self.decided or sentence
         raise UnknownValueError(sentence)
 
     def refusal(self, read: str) -> str:
-        """Say that ``read``, with its line, is of a value that is not known."""
+        """Return the sentence that ``read``, with its line, is of an unknown value."""
         depends = f"{read} depends on a value of a CUDA tensor"
         uncomputed = self._uncomputed()
         if uncomputed is not None:
@@ -164,7 +164,7 @@ class Reads:
         )
 
     def neutral(self, tensor: torch.Tensor, value: Any, read: str) -> Any:
-        """Return what ``read`` of an unknown number yields; raises :class:`UnknownValueError`."""
+        """Return the result of ``read`` of an unknown number; raises :class:`UnknownValueError`."""
         self.made_up = True
         if not tensor.dtype.is_floating_point:
             seed = drawn_seed(torch.cuda.current_device()) if read == "item()" else None
@@ -238,7 +238,7 @@ class Reads:
         return self._none("numpy()") if self._is_lost(tensor) else _array(tensor, *args, **kwargs)
 
     def _is_lost(self, tensor: torch.Tensor) -> _Truth:
-        """Whether ``tensor`` is a CPU tensor of unknown values."""
+        """Return whether ``tensor`` is a CPU tensor of unknown values."""
         return self._storages.is_on_host(tensor)
 
     def _has_integers(self, tensor: torch.Tensor) -> _Truth:
@@ -261,14 +261,14 @@ class Reads:
         return kind
 
     def _take_back(self) -> None:
-        """Let no thread be interrupted any more that has not come back to Python."""
+        """Cancel pending errors of threads that have not come back to Python."""
         while self._interrupted:
             thread, _ = self._interrupted.popitem()
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 
 
 def _where() -> str:
-    """The user's line, which autograd's threads do not have."""
+    """Return the user's line, which autograd's threads do not have."""
     line = user_line()
     return "a line of a backward pass" if line.rpartition(":")[0].endswith(_OWN) else line
 

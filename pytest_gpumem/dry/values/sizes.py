@@ -1,7 +1,7 @@
-"""Operators whose kernels tell the host how much they have found, and what they tell.
+"""Operators whose kernels return the number of elements found to the host, and these numbers.
 
-Each function returns the numbers that torch's own code then reads, in order; ``None`` where values
-that decide are not known. Where a kernel tells nothing, it returns none.
+Each function returns the numbers that torch's own code then reads, in order; ``None`` where
+deciding values are unknown. Where a kernel returns nothing, the sequence is empty.
 
 Source, torch 2.6 to 2.15: aten/src/ATen/native/cuda/Nonzero.cu (nonzero_cuda_out_impl),
 Unique.cu (compute_unique, unique_dim_cuda_template), Repeat.cu and native/Repeat.cpp
@@ -31,7 +31,7 @@ _MASKS = (torch.bool, torch.uint8)
 def _length(
     values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Sequence[int] | None:
-    """The length of the first result."""
+    """Return the length of the first result."""
     computed = values.computed(operator, args, kwargs)
     if computed is None:
         return None
@@ -42,7 +42,7 @@ def _length(
 def _length_along(
     values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Sequence[int] | None:
-    """That of ``unique_dim`` in the dimension that it looks at."""
+    """Return the length of ``unique_dim``'s result in the dimension that it compares."""
     computed = values.computed(operator, args, kwargs)
     return None if computed is None else [computed[0].shape[args[1]]]
 
@@ -53,12 +53,12 @@ def _repeated(
     if kwargs.get("output_size") is not None:
         return []
     known = values.known(args[0])
-    # Up to 2.13 it then asks whether none is negative.
+    # Up to 2.13 it then checks that none is negative.
     return None if known is None else [int(known.sum()), int((known >= 0).all())]
 
 
 def _counted(values: Values, masks: Sequence[Any]) -> Sequence[int] | None:
-    """How many elements each of the ``masks`` sets."""
+    """Return the number of elements that each of the ``masks`` sets."""
     counts = []
     for mask in masks:
         if not isinstance(mask, torch.Tensor) or mask.dtype not in _MASKS or not mask.is_cuda:
@@ -96,7 +96,7 @@ def _binned(
 def _valid(
     values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Sequence[int] | None:
-    """They are valid, and not all of them are zero."""
+    """Return the checks of valid probabilities, not all of them zero."""
     return [1, 0]
 
 

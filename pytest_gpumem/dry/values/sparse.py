@@ -1,4 +1,4 @@
-"""Sparse tensors, whose elements values count.
+"""Sparse tensors, the number of whose elements depends on values.
 
 Source, torch 2.6 to 2.15: aten/src/ATen/native/sparse/cuda/SparseCUDATensor.cu
 (_coalesce_sparse_cuda reads how many indices differ), native/TensorConversions.cpp (dense_to_sparse
@@ -18,7 +18,7 @@ Parts = tuple[torch.Tensor, "torch.Tensor | None"]
 """Indices, and values where they are known, on the CPU."""
 
 Computed = Callable[[Values, tuple[Any, ...]], "Parts | None"]
-"""What an operator makes of its arguments; ``None`` where what decides is not known."""
+"""Function that computes an operator's result; ``None`` where deciding values are unknown."""
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,8 +26,8 @@ def write_html(
 ) -> Path:
     """Write the page of ``records`` to ``path``, whole or not at all; return the file written.
 
-    ``asked_by`` is what named the file. ``past`` has the peaks of earlier runs and at its end those
-    of this one, ``usage`` is how tests shared devices, as in a JSON report. Raises
+    ``asked_by`` is the option that named the file. ``past`` has the peaks of earlier runs and at
+    its end those of this one, ``usage`` is the use of shared devices, as in a JSON report. Raises
     :class:`~pytest_gpumem.report.json_report.ReportError` where it cannot be written.
     """
     return write_file(path, render(records, past, usage).encode(), asked_by)

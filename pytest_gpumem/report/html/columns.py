@@ -10,15 +10,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 _WIDTHS = {1: "B", 2: "H", 4: "I"}
-"""Bytes of a number, and what :mod:`array` calls it."""
+"""Bytes of a number, and its type code in :mod:`array`."""
 _EXACT = 8
-"""Bytes of a float, the one number that a browser reads and that holds 2^53 bytes exactly."""
+"""Bytes of a float, a browser's only number, which holds 2^53 bytes exactly."""
 
 
 class Columns:
-    """Columns that stand in the page one after the other, as one packed text.
+    """Columns of numbers in the page, one after the other, as one packed text.
 
-    What a program repeats stays a repetition: packed, a loop of a thousand steps is little larger
+    Repeated events stay repeated data: packed, a loop of a thousand steps is little larger
     than one of ten.
     """
 
@@ -26,7 +26,7 @@ class Columns:
         self._bytes = bytearray()
 
     def add(self, values: Iterable[int]) -> dict[str, int]:
-        """Add ``values`` as numbers of the different ones; return how to read them.
+        """Add ``values`` as indices of the distinct ones; return how to read them.
 
         ``begin`` is where the ``count`` numbers of ``width`` bytes begin, and ``values`` is where
         the ``distinct`` values that they stand for do, each a float.
@@ -45,7 +45,7 @@ class Columns:
         return {"begin": begin, "count": len(values), "width": width}
 
     def packed(self) -> str:
-        """Return all columns, deflated, as text that may stand in a page."""
+        """Return all columns, deflated, as text for a page."""
         return b64encode(zlib.compress(bytes(self._bytes), 6)).decode("ascii")
 
     def _append(self, column: array[Any], width: int) -> int:

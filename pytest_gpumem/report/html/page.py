@@ -1,6 +1,6 @@
-"""Puts the page together: template, style, scripts and what the run measured, in one text.
+"""The assembly of the page: template, style, scripts and the run's data, in one text.
 
-The page asks the network for nothing, and its content security policy forbids it to: only the two
+The page makes no network requests, and its content security policy forbids them: only the two
 scripts whose hashes it names may run, so that a test's name never can.
 """
 
@@ -32,7 +32,7 @@ DRAWING = (
     "chart.js",
     "segments.js",
 )
-"""What all pages draw with."""
+"""Scripts that all pages use for drawing."""
 TESTS = (*DRAWING, "timeline.js", "trend.js", "usage.js", "detail.js", "table.js")
 RECORDING = (*DRAWING, "tape.js", "recording.js")
 STYLES = ("vendor/uPlot.min.css", "page.css")
@@ -40,7 +40,7 @@ TOGETHER = 20
 """Tests whose details are packed, and unpacked, together."""
 
 _UNUSUAL = re.compile(r'\\[^"]|\x7f')
-"""What JSON writes for characters that may have to be shown as escapes: most reports have none."""
+"""Escapes in JSON for characters that may have to be shown as escapes: most reports have none."""
 
 
 def render(
@@ -55,12 +55,12 @@ def render(
 
 
 def render_recording(data: Any, packed: Iterable[str]) -> str:
-    """Return the page of what :func:`~pytest_gpumem.report.html.recording.recording_of` tells."""
+    """Return the page of the data of :func:`~pytest_gpumem.report.html.recording.recording_of`."""
     return assembled("recording.html", RECORDING, shown(data), packed)
 
 
 def assembled(template: str, scripts: Sequence[str], data: Any, packed: Iterable[str]) -> str:
-    """Return the page that ``scripts`` make of ``data``, and of ``packed`` texts when asked to."""
+    """Return the page with ``scripts`` and ``data``, and ``packed`` texts for later use."""
     libraries = "\n".join(_file(f"vendor/{name}") for name in LIBRARIES)
     script = "\n".join(["'use strict';", *map(_file, scripts)])
     parts = {
@@ -73,14 +73,14 @@ def assembled(template: str, scripts: Sequence[str], data: Any, packed: Iterable
             f'<script type="text/plain" class="details">{text}</script>' for text in packed
         ),
     }
-    # What stands in a part is never read as a placeholder, whatever it says.
+    # The content of a part is never read as a placeholder.
     page = _file(template).split("@@")
     page[1::2] = [parts[name] for name in page[1::2]]
     return "".join(page)
 
 
 def embedded(data: Any) -> str:
-    """Return ``data`` as JSON that may stand in a script element: nothing in it can end one."""
+    """Return ``data`` as JSON for a script element: nothing in it can end one."""
     text = compact(data)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,4 +1,4 @@
-"""What the page says of a recorded memory snapshot: every event, and what a replay made of it."""
+"""The page's data on a recorded memory snapshot: every event, and the result of its replay."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from pytest_gpumem.report.html.columns import Columns
 Json = Mapping[str, Any]
 
 FREE, ELSEWHERE = -1, len(CATEGORIES) - 1
-"""Of a part of a segment that no block uses, and of a block of which nothing is known."""
+"""Numbers of a free part of a segment, and of the category of an unknown block."""
 
 
 class Watcher:
-    """Follows one run: what is allocated, reserved and split after every event, as changes."""
+    """An observer of one run: changes of allocated, reserved and split bytes after every event."""
 
     def __init__(self, trace: Sequence[Json], start: Sequence[Json]) -> None:
         self.trace, self.start = trace, start
@@ -46,7 +46,7 @@ class Watcher:
         self._last = (0, 0, 0)
 
     def after(self, index: int, allocator: Readings) -> None:
-        """Note what the event ``index`` changed."""
+        """Record the changes of the event ``index``."""
         now = allocator.allocated, allocator.reserved, allocator.inactive_split
         last, self._last = self._last, now
         if index == START:
@@ -82,7 +82,7 @@ class _Block:
     told: Told
     born: int
     stretch: int
-    """Of events of one phase: what is freed within the one it was made in was needed for it."""
+    """Number of a range of events in one phase: a block freed in its own range is temporary."""
     died: int = FOREVER
     kept: bool = True
 
@@ -96,7 +96,7 @@ class _Places:
     kinds: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def kind(self, block: _Block) -> int:
-        """Return the number of what ``block`` has in common with others: bytes and place."""
+        """Return the number of the key that ``block`` shares with others: bytes and place."""
         of = block.told
         key = (category(of, kept=block.kept), of.site, of.function, of.operator)
         place = self.numbers.setdefault(key, len(self.numbers))
@@ -105,7 +105,7 @@ class _Places:
         return self.kinds.setdefault((block.bytes, place), len(self.kinds))
 
     def to_list(self) -> list[dict[str, Any]]:
-        """The JSON form, in the order of their numbers."""
+        """Return the JSON form, in the order of their numbers."""
         names = ("category", "site", "function", "operator")
         return [
             {**dict(zip(names, key, strict=True)), "stack": list(stack)}
@@ -121,7 +121,7 @@ def recording_of(
     notes: Sequence[str],
     used_elsewhere: int,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return what the page needs of a replay, and one packed text of columns for each device.
+    """Return the page's data on a replay, and one packed text of columns for each device.
 
     Sizes are bytes. ``notes`` are sentences that the command prints of the replay.
     """
@@ -185,7 +185,7 @@ def _run(usage: Usage, watcher: Watcher, columns: Columns, known: Any) -> dict[s
 
 
 def _blocks(watcher: Watcher) -> list[_Block]:
-    """Return every block of a recording, with what its stack tells."""
+    """Return every block of a recording, with the data of its stack."""
     stacks = _Stacks(watcher.trace)
     live = {
         address: _Block(address, size, EARLIER, START, 0) for address, size in _held(watcher.start)
@@ -215,7 +215,7 @@ def _held(segments: Iterable[Json]) -> Iterator[tuple[int, int]]:
 
 
 def _numbered(blocks: Sequence[_Block], places: _Places, events: int) -> array[int]:
-    """Return by event what it did: 0 nothing, 1 + 2n allocated a block of kind n, 2 + 2n freed."""
+    """Return by event its effect: 0 nothing, 1 + 2n allocated a block of kind n, 2 + 2n freed."""
     numbers = array("q", bytes(8 * events))
     for block in blocks:
         number = 2 * places.kind(block)
@@ -227,7 +227,7 @@ def _numbered(blocks: Sequence[_Block], places: _Places, events: int) -> array[i
 
 
 def _known(blocks: Sequence[_Block], position: int) -> dict[int, int]:
-    """Return by address the number of the category of what is live after an event."""
+    """Return the numbers of the categories of live blocks after an event, by address."""
     return {
         block.address: CATEGORIES.index(category(block.told, kept=block.kept))
         for block in blocks
@@ -264,7 +264,7 @@ def _parts(segment: Json, known: Mapping[int, int]) -> list[list[int]]:
 
 
 class _Stacks:
-    """What stacks tell, each read once."""
+    """The data of stacks, each read once."""
 
     def __init__(self, trace: Sequence[Json]) -> None:
         stacks = {}
@@ -279,7 +279,7 @@ class _Stacks:
         }
 
     def of(self, event: Json) -> Told:
-        """Return what the stack of ``event``, one of the trace's, tells."""
+        """Return the data of the stack of ``event``, one of the trace's."""
         return self._told[_key(event)]
 
 
@@ -297,5 +297,6 @@ def _root(files: Iterable[str]) -> str:
 
 
 def _is_installed(path: PurePath) -> bool:
-    """Whether a file is no part of the program; a simulated GPU's stacks have the plugin's own."""
+    """Return whether a file is not the program's: on a simulated GPU, stacks have the plugin's
+    own."""
     return not {"site-packages", "dist-packages", "lib", "pytest_gpumem"}.isdisjoint(path.parts)

@@ -1,4 +1,4 @@
-"""What the page says of each test: a row for the first view, and all that opens on a click."""
+"""The page's data on each test: a row for the first view, and details opened on a click."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATUSES = {
     "skipped": "skipped",
     "ok": "within what it may use",
 }
-"""What a test came to and what that means, in the order of the first view."""
+"""Outcomes of a test and their meaning, in the order of the first view."""
 
 _STATUS_OF = {"FAIL": "failed", "xfail": "xfail", "better": "improved", "new": "new", "ok": "ok"}
 
@@ -35,7 +35,7 @@ _STATUS_OF = {"FAIL": "failed", "xfail": "xfail", "better": "improved", "new": "
 def overview_of(
     records: Sequence[TestRecord], together: int, past: Past | None = None
 ) -> dict[str, Any]:
-    """Return what the first view needs of all tests; sizes in bytes, times in seconds.
+    """Return the data of the first view on all tests; sizes in bytes, times in seconds.
 
     ``together`` is how many tests' details are packed into one piece; ``past`` are the peaks of
     earlier runs and of this one.
@@ -75,7 +75,7 @@ def detail_of(record: TestRecord) -> dict[str, Any]:
 
 
 def status_of(record: TestRecord) -> str:
-    """Return the key of :data:`STATUSES` that says what the test came to."""
+    """Return the test's key in :data:`STATUSES`."""
     known = _STATUS_OF.get(test_status(record))
     if known is not None:
         return known
@@ -85,7 +85,7 @@ def status_of(record: TestRecord) -> str:
 
 
 def _trends(past: Past | None) -> Mapping[tuple[str, str], dict[str, Any]]:
-    """Return by test what its row says of its history: moment and peak of each point, and steps."""
+    """Return the history in each test's row: moment and peak of each point, and steps."""
     if past is None:
         return {}
     found: dict[tuple[str, str], dict[str, Any]] = {}
@@ -141,20 +141,20 @@ def _causes(records: Sequence[TestRecord]) -> list[dict[str, Any]]:
 
 
 def _over(record: TestRecord) -> int | None:
-    """Return by how many bytes a test failed, ``None`` where no number says that."""
+    """Return the bytes by which a test failed, ``None`` where no number is the reason."""
     first = chief(record.broken) if record.broken else None
     compared = first is not None and (first.limit, first.reference) != (None, None)
     return abs(first.excess) if first is not None and compared else None
 
 
 def _ordered(record: TestRecord) -> list[Verdict]:
-    """Return the verdicts of a test, those that broke as every report tells them first."""
+    """Return the verdicts of a test, the failed ones first, in the order of every report."""
     broken = [verdict for one in told(record.broken) for verdict in (one.verdict, *one.others)]
     return [*broken, *(verdict for verdict in record.verdicts if verdict.passed)]
 
 
 def _why(record: TestRecord) -> str | None:
-    """Return in a few words how a test failed; the cards above the table say why."""
+    """Return in a few words how a test failed; the cards above the table contain the reason."""
     if record.broken:
         return brief_text(record.broken)
     return "out of memory" if record.out_of_memory is not None else None

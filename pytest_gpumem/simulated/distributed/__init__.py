@@ -1,7 +1,7 @@
-"""One rank of many: ``torch.distributed`` as the rank finds it, alone in its process.
+"""A rank of many: ``torch.distributed`` in a process whose other ranks do not exist.
 
 May use: ``common``, ``gpu``, ``machine``, ``operators``, ``execution``,
-``surface``, ``compiled``, ``stand_ins``. ``world`` says which rank of how many and what torchrun
-tells it, ``process_groups`` connects it with ranks that are not there, ``collectives`` runs what it
-does with them, ``refusals`` names what needs a world where there is none.
+``surface``, ``compiled``, ``stand_ins``. ``world`` holds rank, size and torchrun's variables,
+``process_groups`` connects it with ranks that do not exist, ``collectives`` runs their operators,
+``refusals`` raises where a world is needed and none is given.
 """

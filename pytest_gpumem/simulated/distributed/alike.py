@@ -1,4 +1,4 @@
-"""What a collective writes, where what every rank sends is known."""
+"""The results of collectives where the tensors that every rank sends are known."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ import torch
 
 
 class Sent(NamedTuple):
-    """What one rank sends and receives."""
+    """The tensors that one rank sends and receives."""
 
     written: Sequence[torch.Tensor]
     read: Sequence[torch.Tensor]
     rank: int
     size: int
     operation: str
-    """How values are reduced: ``SUM``, ``MAX``; empty where nobody knows."""
+    """The reduction: ``SUM``, ``MAX``; empty if unknown."""
     splits: Sequence[int]
-    """How much goes to each rank, where these are not equal parts."""
+    """Elements for each rank, where these are not equal parts."""
 
 
 def unchanged(sent: Sent) -> None:
-    """A broadcast: the root has the same values."""
+    """Broadcast: the root has the same values."""
 
 
 def reduced(sent: Sent) -> None:
-    """Equal values are added up; other reductions leave them as they are."""
+    """Multiply sums by the number of ranks; other reductions leave equal values as they are."""
     for tensor in sent.written:
         if sent.operation == "SUM":
             tensor.mul_(sent.size)
 
 
 def exchanged(sent: Sent) -> None:
-    """Every rank sends this one what it sends itself."""
+    """Write for each rank's part what this rank sends itself."""
     for source, target in zip(sent.read, sent.written, strict=True):
         own = (source.split(sent.splits) if sent.splits else source.chunk(sent.size))[sent.rank]
         target.view(sent.size, *own.shape).copy_(own)
 
 
 def gathered(sent: Sent) -> None:
-    """Every part is what this rank sends."""
+    """Write to every part what this rank sends."""
     parts = len(sent.written) // len(sent.read)
     for position, tensor in enumerate(sent.written):
         source = sent.read[position // parts]
@@ -48,6 +48,6 @@ def gathered(sent: Sent) -> None:
 
 
 def kept(sent: Sent) -> None:
-    """What the only rank of a group sends it receives, whatever the collective."""
+    """Write what the only rank of a group sends to its own results, for any collective."""
     for source, target in zip(sent.read, sent.written, strict=False):
         target.view(source.shape).copy_(source)

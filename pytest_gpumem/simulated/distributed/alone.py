@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class Alone:
-    """The one rank of a machine's world; ``plan`` lists what is replaced while there is one."""
+    """The only rank of a machine's world; ``plan`` lists the replacements while it exists."""
 
     def __init__(self, plan: Callable[[Patches], None]) -> None:
         self._plan = plan
         self.patches = Patches()
-        """Of ``torch.distributed``, which few tests need."""
+        """Replacements in ``torch.distributed``, which few tests need."""
         self._groups: Groups | None = None
-        """This world's, while it is not the process's."""
+        """This world's groups, while they are not the process's."""
         self._others: Groups | None = None
-        """Those that the process has beside it, while it is."""
+        """The process's other groups, while this world has begun."""
         self._hook: Any = None
 
     @property
@@ -40,7 +40,7 @@ class Alone:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Be in this world inside if it had begun before, and in none afterwards."""
+        """Enter this world inside if it had begun before, and leave it afterwards."""
         if self._groups is not None and self._groups.tables["_pg_names"]:
             self.begin()
         try:
@@ -49,10 +49,10 @@ class Alone:
             self._end()
 
     def begin(self) -> None:
-        """Be in this world, until :meth:`kept` ends."""
+        """Enter this world, until :meth:`kept` ends."""
         if self.has_begun:
             return
-        # What a simulation without process groups need not import.
+        # Imported late: not needed without process groups.
         from pytest_gpumem.simulated.distributed.process_groups import Groups
 
         if not self.patches.planned:

@@ -1,7 +1,7 @@
 """Distributed checkpoints: a rank plans, writes and reads its own shards, and coordinates itself.
 
-Ranks send their plans to a coordinator, which makes one plan of all. Here that is made of this
-rank's plan: the checkpoint holds its shards, and what all ranks have.
+Ranks send their plans to a coordinator, which makes one plan of all. In the simulation it is made
+of this rank's plan: the checkpoint holds its shards, and tensors that all ranks have.
 
 Source: torch/distributed/checkpoint/utils.py (``_DistWrapper``), default_planner.py
 (``_validate_global_plan``), state_dict_saver.py, torch 2.6 to 2.15.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Let every rank be the coordinator of the checkpoints that it has a part of."""
+    """Make every rank the coordinator of the checkpoints that it has a part of."""
     init = _DistWrapper.__init__
 
     def initialize(wrapper: Any, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +59,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 def _of_whole_tensors(validate: Callable[..., Any]) -> Callable[..., Any]:
-    """Validate what this rank has all parts of: of others it cannot know whether any is missing."""
+    """Validate tensors with all parts on this rank: of others missing parts cannot be detected."""
 
     def call(global_plan: Any, metadata: Metadata) -> Any:
         known = {

@@ -1,4 +1,4 @@
-"""Collectives as ``ProcessGroupNCCL`` runs them: what they take, and what they keep until a wait.
+"""Collectives as ``ProcessGroupNCCL`` runs them: their memory, and the tensors kept until a wait.
 
 Nothing is moved. Where the values that a rank sends are known, those of the others are taken to be
 the same; all other results are unknown. A collective that is not asynchronous runs on
@@ -55,7 +55,7 @@ _create_work: Callable[[Future[Any]], Work] = vars(c10d)["_create_work_from_futu
 
 
 class _Collective(NamedTuple):
-    """What one operator of ``c10d`` does with its arguments, by the names in its schema."""
+    """The arguments that one operator of ``c10d`` writes and reads, by the names in its schema."""
 
     written: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class _Collective(NamedTuple):
     is_awaited: bool = False
     """Whether the host waits in ``wait()``."""
     alike: Callable[[Sent], None] | None = None
-    """What writes the results if all ranks send the same; ``None``: nobody knows them."""
+    """Function that writes the results if all ranks send the same; ``None`` if they are unknown."""
 
 
 _COLLECTIVES: Mapping[str, _Collective] = {
@@ -105,9 +105,9 @@ _FUNCTIONAL = (
     *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
     *("all_gather_into_tensor_out", "all_to_all_single", "broadcast", "broadcast_", "wait_tensor"),
 )
-"""Operators that are made of those above, and of tensors like those they are given."""
+"""Operators composed of those above and of tensors like their inputs."""
 _IN_CPP = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-"""Where their one kernel for all devices is found."""
+"""Keys under which their one kernel for all devices is found."""
 
 
 def _all_gathered(
@@ -143,17 +143,17 @@ _ALLOCATING: Mapping[str, Callable[..., Any]] = {
     "reduce_scatter_tensor": lambda input, *rest: _all_reduced_parts([input], *rest)[0],
     "reduce_scatter_tensor_coalesced": _all_reduced_parts,
 }
-"""Those that C++ allocates results for by a device, which it takes to be ``meta``."""
+"""Operators whose results C++ allocates by a device, which it takes to be ``meta``."""
 
 
 _TO_EACH = ("alltoall_", "alltoall_base_")
-"""Of these each rank sends to each other one."""
+"""Operators in which each rank sends to each other one."""
 
 
 class _Work(Work):
-    """An asynchronous collective, which keeps what it reads and writes until somebody waits.
+    """An asynchronous collective, which keeps its tensors alive until ``wait()`` is called.
 
-    C++ waits, too, and does not keep what is Python's alive: somebody has to, until then.
+    C++ waits, too, but does not keep Python objects alive: this object does until then.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class _Work(Work):
         self._waited = waited
 
     def wait(self, *_: Any) -> bool:
-        """Let later work of the current stream come after this; nothing is kept any more."""
+        """Order later work of the current stream after this one and drop the kept tensors."""
         self._tensors = ()
         self._scratch.free()
         self._waited(self)
@@ -183,16 +183,16 @@ class _Work(Work):
     block_current_stream = synchronize
 
     def get_future(self) -> Any:
-        """What is done as soon as it is asked for: the results."""
+        """Return a future that is already done, with the results."""
         self.wait()
         return _done(self._result)
 
     def result(self) -> list[torch.Tensor]:
-        """The results."""
+        """Return the results."""
         return list(self._result)
 
     def is_completed(self) -> bool:
-        """Whether it is done: always."""
+        """Return whether it is done: always."""
         return True
 
     is_success = is_completed
@@ -205,7 +205,7 @@ def _done(result: Sequence[torch.Tensor]) -> Future[list[torch.Tensor]]:
 
 
 class Collectives:
-    """The collectives of one machine; ``execution`` is what runs its operators."""
+    """The collectives of one machine; ``execution`` runs its operators."""
 
     def __init__(
         self,
@@ -220,15 +220,15 @@ class Collectives:
         self._has_result = True
         """Whether a work can be asked for its results: C++ may keep one that it has waited for."""
         self._communicators = communicators
-        """Those that NCCL would have made by now, at their first use, by name of the group."""
+        """Communicators that NCCL would have created by now, at their first use, by group name."""
         self._pending: set[_Work] = set()
-        """Works that nobody has waited for."""
+        """Works that have not been waited for."""
 
     def plan(self, patches: Patches) -> None:
-        """Let collectives know how they reduce: their operators do not tell Python.
+        """Plan hooks that record the reduction, which the operators do not pass to Python.
 
-        Those between the beginning and the end of coalescing are one to who waits for them, like
-        NCCL's; fake groups have learned neither.
+        Collectives between the beginning and the end of coalescing are one work to wait for, like
+        NCCL's; fake groups support neither.
         """
         reduce = ProcessGroup.allreduce
         earlier: set[_Work] = set()
@@ -257,7 +257,7 @@ class Collectives:
         return _Work((), (), Scratch(self._machine.current), waited)
 
     def bind(self) -> None:
-        """Let the operators run here."""
+        """Bind the operators to their handlers."""
         for name, collective in _COLLECTIVES.items():
             func = getattr(torch.ops.c10d, name).default
             self._execution.bind(func, self._handler(name, func, collective))
@@ -271,7 +271,8 @@ class Collectives:
     def _functional(
         self, func: Any, kernel: Callable[..., Any], first: tuple[Any, ...] = ()
     ) -> Handler:
-        """``func`` as its kernel in C++ runs it: the one for ``meta`` only makes a result."""
+        """Return a handler that runs ``func``'s C++ kernel: the one for ``meta`` only makes a
+        result."""
         names = [argument.name for argument in func._schema.arguments]
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -363,7 +364,7 @@ class Collectives:
         written: Sequence[torch.Tensor],
         read: Sequence[torch.Tensor],
     ) -> None:
-        """Know of the results what follows if every rank sends what this one does."""
+        """Write the results that follow if every rank sends the same as this one."""
         sent = read or written
         known = self._machine.values.of
         group = ProcessGroup.unbox(given["process_group"])
@@ -374,7 +375,7 @@ class Collectives:
         splits = given.get("input_split_sizes") or ()
         received = given.get("output_split_sizes") or ()
         known_as = Sent(written, read, group.rank(), group.size(), self._operation, splits)
-        # What it would send each of them is what it is to get from each.
+        # It receives from each rank what it would send to it.
         uneven = set(received) != {splits[group.rank()]} if splits and received else received
         uneven = uneven and alike is not kept
         if uneven or (alike is reduced and self._operation not in _KNOWN_REDUCTIONS):
@@ -407,14 +408,14 @@ class Collectives:
 
 
 _KNOWN_REDUCTIONS = ("SUM", "AVG", "MAX", "MIN", "BAND", "BOR")
-"""What becomes of equal values is known: all but the first leave them as they are."""
+"""Reductions of equal values with a known result: all but the first leave them as they are."""
 
 
 _FUNCTIONS = ("distributed_c10d.py", "c10d_logger.py")
 
 
 def _is_users_own() -> bool:
-    """Whether code outside torch called the function of a collective, and no part of torch."""
+    """Return whether code outside torch, not torch itself, called a collective's function."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename

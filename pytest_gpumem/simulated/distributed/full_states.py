@@ -1,7 +1,8 @@
-"""Whole state dictionaries: what other ranks would tell of theirs is told by what this one has.
+"""Whole state dictionaries: other ranks' answers are derived from this rank's state.
 
-Under FSDP a rank keeps the optimizer's state of those parameters of which it has a part, and learns
-from others what theirs consist of. Rank 0 says of a state that it sends to all which tensors come.
+Under FSDP a rank keeps the optimizer's state of those parameters of which it has a part, and
+receives descriptions of the others' states. Rank 0 announces the tensors of a state before it sends
+it.
 
 Source: torch/distributed/fsdp/_optim_utils.py (``_map_param_key_to_optim_keys``,
 ``_allgather_state_info``), torch/distributed/_state_dict_utils.py (``_broadcast_state_dict``),
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def plan(told_by_root: Told, patches: Patches) -> None:
-    """Let a rank know of the others' states what follows from its own."""
+    """Derive the states of other ranks from this rank's own."""
     states = _OptimizerStates()
     patches.plan(_optim_utils, "_map_param_key_to_optim_keys", states.keys)
     patches.plan(_optim_utils, "_allgather_state_info", states.gathered)
@@ -49,14 +50,14 @@ def plan(told_by_root: Told, patches: Patches) -> None:
 
 
 def _told(value: Any) -> Any:
-    """What rank 0 says of a value before it sends it."""
+    """Return rank 0's announcement of a value."""
     if not isinstance(value, torch.Tensor):
         return value
     return _state_dict_utils._TensorInfo(value.size(), value.dtype) if value.dim() else value.cpu()
 
 
 class _OptimizerStates:
-    """Parameters of which other ranks have a part have a state there like those here."""
+    """The optimizer states: a parameter with a part on other ranks has a state like one here."""
 
     def __init__(self) -> None:
         self._map = _optim_utils._map_param_key_to_optim_keys

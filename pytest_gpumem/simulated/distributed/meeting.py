@@ -1,8 +1,8 @@
-"""What processes tell each other that torchrun has started, one for each rank.
+"""The exchange of results between processes that torchrun has started, one for each rank.
 
-Numbers and verdicts travel, no tensors: each rank computes alone, or by groups of its own. They
-meet in the store that torchrun serves at ``MASTER_ADDR:MASTER_PORT``; where nobody serves one, rank
-0 does, as for ``init_process_group("nccl")``.
+Numbers and verdicts are exchanged, no tensors: each rank computes by itself, or by groups of its
+own. They use the store that torchrun serves at ``MASTER_ADDR:MASTER_PORT``; without one, rank 0
+serves it, as for ``init_process_group("nccl")``.
 
 Source: torch/distributed/rendezvous.py (``_env_rendezvous_handler``, ``_create_c10d_store``), torch
 2.6 to 2.15.
@@ -27,27 +27,27 @@ from pytest_gpumem.sharing.processes import Process, is_alive, this_process
 from pytest_gpumem.values.world import Address, World
 
 JOINING = timedelta(minutes=5)
-"""How long a rank may take to start."""
+"""The time that a rank may take to start."""
 WAITING = timedelta(minutes=30)
-"""How long one may take for what the others wait for: torch's ``default_pg_timeout``."""
+"""The time that a rank may take for a value others wait for: torch's ``default_pg_timeout``."""
 _LOOKED_EVERY = 1.0
-"""Seconds between two looks whether a process still runs."""
+"""Seconds between two checks whether a process still runs."""
 
 
 class MeetingError(RuntimeError):
-    """A rank is gone, or somewhere else in the program; the message is one sentence."""
+    """A rank has ended, or is at another point of the program; the message is one sentence."""
 
 
 class Meeting:
-    """One rank's way to tell the others.
+    """A rank's end of the exchange.
 
-    All ranks call the same methods in the same order. ``store`` is theirs in common.
+    All ranks call the same methods in the same order. ``store`` is shared by all.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = PrefixStore("pytest-gpumem", store)
         self.store = PrefixStore("more", self._store)
-        """For what else the ranks have in common."""
+        """A store for other values that the ranks share."""
         self.rank, self.size = rank, size
         self._count = 0
         self._members: dict[int, tuple[str, Process]] = {}
@@ -55,7 +55,7 @@ class Meeting:
         self._store.set(f"member/{rank}", _packed([socket.gethostname(), *this_process()]))
 
     def gather(self, topic: str, value: Any) -> Sequence[Any]:
-        """Return what each rank says of ``topic``, by rank, to rank 0; to others only their own.
+        """Return every rank's value of ``topic`` on rank 0, by rank; on others only their own.
 
         ``value`` is JSON. Raises :class:`MeetingError`.
         """
@@ -64,12 +64,12 @@ class Meeting:
         if self.rank:
             return [value]
         told = [self._heard(f"{key}/{rank}", rank, topic) for rank in range(self.size)]
-        for rank in range(self.size):  # nobody else reads them, and a run has many
+        for rank in range(self.size):  # not read again, and a run has many
             self._store.delete_key(f"{key}/{rank}")
         return told
 
     def hear(self, topic: str, value: Any) -> Any:
-        """Return what rank 0 says of ``topic``; ``value`` is that, and counts nowhere else."""
+        """Return rank 0's value of ``topic``; ``value`` is used on rank 0 only."""
         key = f"{self._next()}/0"
         if self.rank == 0:
             self._set(key, [topic, value])
@@ -111,7 +111,7 @@ class Meeting:
                 if now - looked < _LOOKED_EVERY:
                     continue
                 looked = now
-                # It may have said it between the two questions.
+                # It may have written it between the two checks.
                 if self._is_gone(rank) and not self._store.check([key]):
                     raise MeetingError(gone(rank, topic))
                 self._limit(rank, topic, now - began)
@@ -141,12 +141,12 @@ class Meeting:
     def _is_gone(self, rank: int) -> bool:
         member = self._member(rank)
         if member is None or member[0] != socket.gethostname():
-            return False  # nobody can tell
+            return False  # it cannot be determined
         return not is_alive(member[1])
 
 
 def gone(rank: int, topic: str) -> str:
-    """Return the sentence that says that a rank has ended."""
+    """Return the sentence that reports that a rank has ended."""
     return f"rank {rank} has ended, and had said nothing of {topic}"
 
 
@@ -158,7 +158,7 @@ def meeting_of(world: World, address: Address) -> Meeting:
 @lru_cache(maxsize=1)
 def _meeting(world: World, address: Address, pid: int) -> Meeting:
     try:
-        # As _create_c10d_store does; what the code under test asks for may be the same server.
+        # Like _create_c10d_store; the code under test may use the same server.
         store = TCPStore(
             address.host,
             address.port,

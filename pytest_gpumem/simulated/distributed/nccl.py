@@ -1,4 +1,4 @@
-"""What NCCL takes outside of PyTorch's allocator: an estimate, which is in no total.
+"""An estimate of NCCL's memory outside of PyTorch's allocator, which is in no total.
 
 For each channel and each peer that it is connected with in its machine, a rank has a buffer to
 receive by each protocol and a flag to be sent by, each in whole blocks of 2 MiB: 10 MiB and 2 MiB.
@@ -6,11 +6,11 @@ These are the two sizes that NCCL's log of allocations shows on eight H100 (NVID
 the receiver reads, as A100 do over NVLink, the same 12 MiB lie 6 and 6. By rings and chains of
 trees a rank is connected with two neighbours, by an all-to-all with all ranks of its machine.
 
-How many channels there are depends on GPUs and their links: those here are what logs of HGX H100
-show, 16 for collectives (NVIDIA/nccl#1453) and 32 to each peer of an all-to-all (#1685). On four
-A100 the third GPU of a communicator takes 144 MB more than two (#964): 12 channels. By the formula
-the all-to-all of #1685 takes 2.6 GiB, and 3.28 GB were seen: NVLS, proxies and the code of kernels
-are in no formula.
+The number of channels depends on GPUs and their links: those used are from logs of HGX H100, 16 for
+collectives (NVIDIA/nccl#1453) and 32 to each peer of an all-to-all (#1685). On four A100 the third
+GPU of a communicator takes 144 MB more than two (#964): 12 channels. By the formula the all-to-all
+of #1685 takes 2.6 GiB, and 3.28 GB were seen: NVLS, proxies and the code of kernels are in no
+formula.
 
 Source: NCCL's src/init.cc (``computeBuffSizes``), src/include/device.h, whose constants are those
 of 2020 until 2026, and src/transport/p2p.cc (``p2pSendSetup``, ``p2pRecvSetup``:
@@ -40,16 +40,16 @@ COLLECTIVE_CHANNELS, PEER_CHANNELS = 16, 32
 
 
 class Communicator(NamedTuple):
-    """One communicator of a rank."""
+    """A communicator of a rank."""
 
     size: int
-    """How many ranks it connects."""
+    """The number of ranks that it connects."""
     to_each: bool = False
     """Whether the rank sends to each of them, as in an all-to-all."""
 
 
 def connection() -> int:
-    """Bytes of one channel to and from one peer of the same machine."""
+    """Return the bytes of one channel to and from one peer of the same machine."""
     received = -(-(_SIMPLE + _LL + _LL128) // _BLOCK) * _BLOCK
     return received + _BLOCK
 
@@ -60,7 +60,7 @@ def estimate(communicators: Iterable[Communicator]) -> int:
 
 
 def sentence(communicators: Iterable[Communicator]) -> str:
-    """Return what a reader of a rank's numbers has to know of NCCL's; empty without any."""
+    """Return the remark on NCCL's memory for a rank's numbers; empty without communicators."""
     known = [one for one in communicators if one.size > 1]
     if not known:
         return ""

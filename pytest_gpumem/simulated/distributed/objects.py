@@ -1,6 +1,6 @@
-"""Python objects that ranks send each other: those of others are taken to be this rank's own.
+"""Python objects that ranks send each other: other ranks' objects are taken to equal this one's.
 
-On a GPU they travel as bytes in small tensors, which are left out here.
+On a GPU they travel as bytes in small tensors, which are left out.
 
 Source: torch/distributed/distributed_c10d.py (``all_gather_object`` and those that follow it).
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 Told = Callable[[Any], AbstractContextManager[None]]
-"""Inside, the root broadcasts this object, unless it is ``None``."""
+"""The object that the root broadcasts inside, unless it is ``None``."""
 _FUNCTIONS = (
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list"),
@@ -73,7 +73,7 @@ class _Objects:
             object_gather_list[:size] = _each(obj, size)
 
     def broadcast_object_list(self, object_list: list[Any], *_: Any, **__: Any) -> None:
-        """What the root sends is what this rank would, if nobody knows better."""
+        """Return what this rank would send, unless the root's object is set."""
         if self._told is not None:
             object_list[0] = self._told
             return
@@ -93,7 +93,7 @@ class _Objects:
         scatter_object_output_list[0] = scatter_object_input_list[rank]
 
     def send_object_list(self, *_: Any, **__: Any) -> None:
-        """Nobody receives it."""
+        """Send nothing."""
 
     def recv_object_list(self, *_: Any, **__: Any) -> NoReturn:
         _refuse("recv_object_list")

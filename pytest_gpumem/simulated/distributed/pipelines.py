@@ -1,9 +1,9 @@
-"""Pipeline schedules: what stages tell each other beforehand is this rank's own word.
+"""Pipeline schedules: messages between stages are derived from this rank's own.
 
-Whether shapes are known they vote by numbers that they send each other. What a stage receives has
-the shapes that it was told. Without them gradients are like the outputs that they are of, and what
-comes from a stage on another rank is like what an earlier stage on this rank has sent; where there
-is none, only another rank knows, and that is refused.
+Stages vote by exchanged numbers whether shapes are known. A stage's inputs have the shapes given to
+it. Without them gradients are like their outputs, and inputs from a stage on another rank are like
+the outputs that an earlier stage on this rank has sent; without such a stage they are unknown, and
+an error is raised.
 
 Source: torch/distributed/pipelining/stage.py (``_warmup_forward_vote``, ``_recv_meta``), torch
 2.13.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Let a stage be alone in its vote."""
+    """Replace a pipeline stage's votes and metadata exchanges with other ranks."""
     if hasattr(stages.PipelineStage, "_warmup_forward_vote"):
         patches.plan(stages.PipelineStage, "_warmup_forward_vote", _vote)
         patches.plan(stages.PipelineStage, "_warmup_backward_result", _result)
@@ -46,7 +46,7 @@ def _result(stage: Any, received_result: Any = None) -> Any:
 
 
 class _Shapes:
-    """What the stages of one rank have sent, and would receive."""
+    """The shapes that the stages of one rank have sent, and would receive."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine

@@ -1,4 +1,4 @@
-"""What is replaced of ``torch.distributed``: another set where a process is a rank of several."""
+"""The replacements in ``torch.distributed``: another set where a process is a rank of several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.world import World
 
 Communicators = MutableMapping[str, "Communicator"]
-"""Those that NCCL would have made, by name of their group."""
+"""The communicators that NCCL would have created, by group name."""
 
 
 def plan(
@@ -28,10 +28,10 @@ def plan(
     patches: Patches,
     communicators: Communicators,
 ) -> Alone:
-    """Let ``machine`` be that of one rank of ``world``, or refuse what needs several.
+    """Plan ``machine`` as one rank of ``world``, or refuse calls that need several.
 
-    Returns the world of one rank that code without a ``world`` may begin. ``communicators`` are
-    told those that NCCL would have made.
+    Returns the world of one rank that code without a ``world`` may begin. ``communicators``
+    receives those that NCCL would have created.
     """
     alone = Alone(lambda late: _plan_rank(machine, execution, None, late, communicators))
     if world is None or not torch.distributed.is_available():
@@ -48,7 +48,7 @@ def _plan_rank(
     patches: Patches,
     communicators: Communicators,
 ) -> None:
-    # What a simulation of one process need not import.
+    # Imported late: not needed to simulate one process.
     from pytest_gpumem.simulated.distributed import (
         checkpoints,
         full_states,

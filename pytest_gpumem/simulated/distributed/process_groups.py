@@ -1,7 +1,7 @@
-"""Process groups whose other ranks are not there: torch's own fake ones, under the usual names.
+"""Process groups whose other ranks do not exist: torch's own fake ones, under the usual names.
 
 ``init_process_group("nccl")``, ``"gloo"`` and what is built on them find ``World.size`` ranks at
-once, whatever address or store they are given: nothing waits for anybody.
+once, whatever address or store they are given: no call waits.
 
 Source: torch/distributed/distributed_c10d.py (``init_process_group``,
 ``_new_process_group_helper``), torch 2.6 to 2.15; the fake group is FakeProcessGroup.hpp of
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.world import World
 
 _LOST = timedelta(seconds=1)
-"""How long a read of a key waits that no other rank will write."""
+"""The time that a read waits for a key that no other rank will write."""
 _NCCL = (2, 27, 5)
 """``torch.cuda.nccl.version()`` of torch 2.8 to 2.10's wheels."""
 _TOLD = (
@@ -49,7 +49,7 @@ _RENDEZVOUS = ("init_method", "store", "rank", "world_size")
 
 
 class _Kind(type):
-    """Instances of a backend's class are fake groups that C++ has made."""
+    """A metaclass by which fake groups made by C++ are instances of a backend's class."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, FakeProcessGroup)
@@ -88,7 +88,7 @@ def _fake_group(rank: int, size: int) -> Any:
 
 
 def plan(world: World, patches: Patches) -> None:
-    """Let every process group be a fake one, whose ranks are those of ``world``."""
+    """Make every process group a fake one, whose ranks are those of ``world``."""
     for owner in (dist, c10d):
         init = _initializing(world, c10d.init_process_group)
         patches.plan(owner, "init_process_group", init)
@@ -96,7 +96,7 @@ def plan(world: World, patches: Patches) -> None:
 
 
 def plan_groups(patches: Patches) -> None:
-    """Let NCCL be there, and every process group be a fake one of the size that it is told."""
+    """Make NCCL available, and every process group a fake one of the size that it is given."""
     for owner in (dist, c10d):
         for name in ("is_nccl_available", "is_gloo_available"):
             patches.plan(owner, name, _yes)
@@ -108,14 +108,14 @@ def plan_groups(patches: Patches) -> None:
         if hasattr(owner, "split_group"):
             patches.plan(owner, "split_group", split_group)
     patches.plan(c10d, "default_pg_nccl_timeout", NCCL_TIMEOUT)
-    # What NCCL's groups are told, and fake ones do not know in each release.
+    # Methods of NCCL's groups that fake ones lack in some releases.
     for name in _TOLD:
         patches.plan(FakeProcessGroup, name, lambda group, *_: None)
     patches.plan(FakeProcessGroup, "supports_coalescing", property(_yes))
     # A part of a group is a fake one, too: C++ would make it of options that are none of NCCL's.
     patches.plan(FakeProcessGroup, "supports_splitting", property(_no))
-    # Of a device that it does not know, DDP's logger complains; and of Gloo's group it reads how
-    # many threads it has, which a fake one has not (logger.cpp, set_construction_data_and_log).
+    # DDP's logger warns of an unknown device, and reads the number of threads of Gloo's group,
+    # which a fake one lacks (logger.cpp, set_construction_data_and_log).
     patches.plan(Logger, "set_runtime_stats_and_log", lambda logger: None)
     patches.plan(Logger, "set_construction_data_and_log", lambda logger, *_: None)
     patches.plan(torch.cuda.nccl, "is_available", _yes)
@@ -138,7 +138,7 @@ def split_group(
     group_desc: str | None = None,
     backend: Any = None,
 ) -> Any:
-    """What meshes are made by where ``init_process_group`` is told a ``device_id``."""
+    """Return a part of a group; meshes use it where ``init_process_group`` has a ``device_id``."""
     if not split_ranks:
         raise ValueError("split_ranks cannot be None or empty")
     parents = dist.get_process_group_ranks(parent_pg)
@@ -160,7 +160,7 @@ def _initializing(world: World, init: Callable[..., Any]) -> Callable[..., Any]:
         backend: Any = None, init_method: Any = None, timeout: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         if _OWN in vars(c10d._world) and dist.is_initialized():
-            # The one that was there before the code under test has asked for any.
+            # The group that existed before the code under test asked for any.
             dist.destroy_process_group()
             delattr(c10d._world, _OWN)
         names = ("world_size", "rank", "store", "group_name", "pg_options", "device_id")
@@ -178,19 +178,19 @@ def _store() -> Any:
 
 
 _OWN = "_pytest_gpumem_own"
-"""Of torch's world: its default group was there before anybody has asked for one."""
+"""Attribute of torch's world: its default group existed before the test asked for one."""
 _TABLES = (
     *("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg"),
     "_pg_to_tag",
 )
-"""What distributed_c10d keeps of groups, whichever world is theirs."""
+"""The tables of process groups in distributed_c10d, for any world."""
 _SETTINGS = ("_world", "_group_count", "_default_pg_init_method")
 
 
 class Membership:
-    """One rank's groups, which last as long as this; any number of times they are the process's.
+    """The groups of a rank, for as long as this object lives; they can be entered repeatedly.
 
-    To be taken while a simulation of ``world`` is active.
+    Enter :meth:`taken` while a simulation of ``world`` is active.
     """
 
     def __init__(self, world: World) -> None:
@@ -199,9 +199,9 @@ class Membership:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Be the rank inside, as under torchrun, with the default group initialised.
+        """Enter the rank, as under torchrun, with the default group initialised.
 
-        Groups, meshes and variables of the environment are as before afterwards.
+        Groups, meshes and environment variables are restored afterwards.
         """
         hook = sys.excepthook
         outer = Groups.of_process()
@@ -220,7 +220,7 @@ class Membership:
 
     @contextmanager
     def for_good(self) -> Iterator[None]:
-        """Be the rank inside, and leave no group behind."""
+        """Enter the rank, and destroy its groups at the end."""
         with self.taken():
             try:
                 yield
@@ -230,28 +230,28 @@ class Membership:
 
 
 class Groups(NamedTuple):
-    """What torch knows of process groups."""
+    """Torch's record of process groups."""
 
     tables: Mapping[str, dict[Any, Any]]
     settings: tuple[Any, ...]
 
     @classmethod
     def of_new_process(cls) -> Groups:
-        """Return what it knows in a process that has no group yet."""
+        """Return the record of a process that has no group yet."""
         return cls({name: {} for name in _TABLES}, (c10d._World(), 0, None))
 
     @classmethod
     def of_process(cls) -> Groups:
-        """Return what it knows now."""
+        """Return the present record."""
         return cls(
             {name: dict(getattr(c10d, name)) for name in _TABLES},
             tuple(getattr(c10d, name) for name in _SETTINGS),
         )
 
     def take_over(self, present: Groups) -> None:
-        """Let it know these in place of ``present``."""
+        """Install these groups in place of ``present``."""
         for name in present.tables["_pg_names"].values():
-            _unregister_process_group(name)  # C++ knows groups by name, each of them once
+            _unregister_process_group(name)  # C++ registers groups by name, each of them once
         for name, content in self.tables.items():
             table = getattr(c10d, name)
             table.clear()
@@ -263,7 +263,7 @@ class Groups(NamedTuple):
 
 @contextmanager
 def environment_of(world: World) -> Iterator[None]:
-    """Have the variables that torchrun sets inside."""
+    """Set the variables that torchrun sets, inside the context."""
     before = {name: os.environ.get(name) for name in world.environment}
     os.environ.update(world.environment)
     try:
@@ -277,7 +277,7 @@ def environment_of(world: World) -> Iterator[None]:
 
 
 def forget_meshes() -> None:
-    """Drop what DTensor remembers of meshes: an equal one has groups of its own."""
+    """Drop DTensor's caches of meshes: an equal mesh has groups of its own."""
     tensor = sys.modules.get("torch.distributed.tensor")
     if tensor is None:
         return

@@ -27,7 +27,7 @@ _OF_LISTS = "aten::_foreach_"
 
 
 def plan(patches: Patches) -> None:
-    """Let the sharding of a list's elements be worked out once for equal ones."""
+    """Compute the sharding of a list's elements once for equal ones."""
     patches.plan(ShardingPropagator, _NAME, _once_for_equal(vars(ShardingPropagator)[_NAME]))
 
 
@@ -63,7 +63,7 @@ def _is_of_tensors(value: Any) -> bool:
 
 
 def _with(schema: OpSchema, length: int, positions: Sequence[int]) -> OpSchema:
-    """The same call with the elements at ``positions`` of its lists of this ``length``."""
+    """Return the call with the elements at ``positions`` of its lists of this ``length``."""
     args = tuple(
         _chosen(arg, positions) if _is_list(arg) and len(arg) == length else arg  # type: ignore[arg-type]  # a list
         for arg in schema.args_schema

@@ -1,4 +1,4 @@
-"""What sharding and data parallelism allocate, by name: operators would only say ``torch.empty``.
+"""Names for allocations of sharding and data parallelism: operators only show ``torch.empty``.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _flat_param.py and
 _runtime_utils.py of torch/distributed/fsdp, torch/nn/parallel/distributed.py, torch 2.6 to 2.13.
@@ -29,7 +29,7 @@ def _named(name: str, kind: str) -> _Named:
 
 
 def _of_module(name: str) -> _Named:
-    """A purpose that says of which module, by its path from the root."""
+    """Return a purpose that includes the module's path from the root."""
     return lambda group: Purpose(f"{name} of {group._module_fqn or 'the root'}", _BUFFER)
 
 
@@ -46,7 +46,7 @@ _PURPOSES: tuple[tuple[Any, str, _Named], ...] = (
 
 
 def plan(patches: Patches) -> None:
-    """Let what is allocated in these functions be known by its purpose."""
+    """Attach its purpose to every allocation in these functions."""
     for owner, name, purpose in _PURPOSES:
         if hasattr(owner, name):
             patches.plan(owner, name, _doing(getattr(owner, name), purpose))

@@ -1,4 +1,4 @@
-"""What needs other ranks, refused by name where nobody has said how many there are."""
+"""Refusals of calls that need other ranks, where the number of ranks is not given."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 _Applies = Callable[..., bool]
 
 _OF_GPUS = ("none", "undefined", "nccl")
-"""What is in the names of backends that connect GPUs: without a name that of each device does."""
+"""Names in backends that connect GPUs: an empty backend selects each device's own."""
 _FOLLOWED = (*_OF_GPUS, "gloo")
-"""Of these a group of one rank is a fake one; all others are torch's own."""
+"""Backends of which a group of one rank is a fake one; all others are torch's own."""
 
 
 def plan(alone: Alone, patches: Patches) -> None:
@@ -34,7 +34,7 @@ def plan(alone: Alone, patches: Patches) -> None:
     ]
     if torch.distributed.is_available():
         c10d = torch.distributed.distributed_c10d
-        # What fully_shard and tensor parallelism begin with.
+        # The first call of fully_shard and tensor parallelism.
         mesh = torch.distributed.device_mesh.DeviceMesh
         refused += [
             (mesh, "__init__", "DeviceMesh of GPUs", _of_gpus),
@@ -71,7 +71,7 @@ def _by_nccl(
 
 
 def _size_of(init_method: str | None) -> int | None:
-    """How many ranks the address or the environment tells of; ``None`` where neither does.
+    """Return the number of ranks in the address or the environment; ``None`` where neither has it.
 
     Source: torch/distributed/rendezvous.py (``_query_to_dict``, ``_env_rendezvous_handler``).
     """
@@ -88,7 +88,7 @@ _INIT = 'torch.distributed.init_process_group("nccl")'
 
 
 def _grouping(alone: Alone, make: Callable[..., Any]) -> Callable[..., Any]:
-    """What makes each group, with all that has been found out of it: NCCL would end the process."""
+    """Wrap the function that makes a group from final arguments; NCCL would end the process."""
 
     @wraps(make)
     def call(

@@ -1,8 +1,8 @@
-"""``fully_shard``: what its own operators are made of is seen, as CUDA runs it.
+"""``fully_shard``: its own operators are decomposed as CUDA runs them.
 
-To a dispatch mode they are operators of a library, whose shape-only kernels would hide what the
-copies inside take. The ``ShardedTensor`` of FSDP's state dictionaries is where its shards are; one
-that asks every rank where its shards lie is refused.
+To a dispatch mode they are operators of a library, whose shape-only kernels would hide the memory
+of the copies inside. The ``ShardedTensor`` of FSDP's state dictionaries is on the device of its
+shards; one that queries the shards of every rank is refused.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.6 to 2.13;
 torch/distributed/_shard/sharded_tensor/_ops/tensor_ops.py (``tensor_device``) and
@@ -33,7 +33,7 @@ _COMPARING = (
     *("torch.distributed.fsdp.", "torch.distributed._state_dict_utils"),
     "torch.distributed.checkpoint.",
 )
-"""Modules that ask for an address to tell memory from none, and from other memory."""
+"""Modules that use an address to tell memory from none, and from other memory."""
 _KERNELS: dict[str, str] = {
     "all_gather_copy_in": "all_gather_copy_in_cuda",
     "split_with_sizes_copy": "split_with_sizes_copy",
@@ -43,14 +43,14 @@ _KERNELS: dict[str, str] = {
 
 
 def bind(execution: ShapeExecution) -> None:
-    """Let ``execution`` run the kernels for CUDA, and each operator in them for itself."""
+    """Make ``execution`` run the kernels for CUDA, and each operator in them separately."""
     for operator, name in _KERNELS.items():
         kernel = getattr(collectives, name)
         execution.bind(getattr(torch.ops.fsdp, operator).default, _in_view(execution, kernel))
 
 
 def plan(patches: Patches) -> None:
-    """Let these modules compare where memory of the host lies, whose values nobody knows."""
+    """Give these modules comparable host addresses, where values of the memory are unknown."""
     for owner in (torch.UntypedStorage, torch.Tensor):
         planned = [
             value for each, name, value in patches.planned if each is owner and name == "data_ptr"

@@ -1,7 +1,7 @@
-"""``torch.multiprocessing.spawn``: of the processes that it would start, this is the rank's own.
+"""``torch.multiprocessing.spawn``: of the processes that it would start, only the rank's own runs.
 
-Its function runs here, with the index that it would have in that process, and leaves no process
-group behind. An error is raised as it is.
+Its function runs in this process, with the index that it would have in that process, and leaves no
+process group behind. An error is raised as it is.
 
 Source: torch/multiprocessing/spawn.py (``start_processes``), torch 2.6 to 2.13.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def plan(world: World, patches: Patches) -> None:
-    """Let ``spawn`` and ``start_processes`` start nothing."""
+    """Replace ``spawn`` and ``start_processes``, which start no process."""
 
     def start_processes(
         fn: Callable[..., object],

@@ -1,4 +1,4 @@
-"""Which rank of several takes most, found by running few of them; imports no torch.
+"""The search for the rank that takes most, by running few of them; imports no torch.
 
 A rank that allocates the same as another takes the same memory. So the first and the last one run;
 where they differ, one between them does, and so on, until neighbours that have run are alike or
@@ -23,9 +23,9 @@ def worst_of(peaks: Mapping[int, int]) -> int:
 
 
 def imbalance(peaks: Mapping[int, int]) -> str:
-    """Return the sentence that says how evenly ranks take memory; their peaks are in bytes.
+    """Return a sentence on how evenly ranks take memory; their peaks are in bytes.
 
-    How far the largest is over the mean is what load balancing calls percent imbalance (Pearce et
+    The excess of the largest over the mean is called percent imbalance (Pearce et
     al., Quantifying the Effectiveness of Load Balance Algorithms, ICS 2012).
     """
     most, least = worst_of(peaks), min(peaks, key=lambda rank: (peaks[rank], rank))
@@ -40,24 +40,24 @@ def imbalance(peaks: Mapping[int, int]) -> str:
 
 
 class Taken(NamedTuple):
-    """What one rank took."""
+    """The memory and events of one rank."""
 
     peak_allocated: int
     events: int
-    """A hash of what its allocator did."""
+    """A hash of its allocator's events."""
 
 
 class Worst:
-    """Which of ``size`` ranks have run, and which is next."""
+    """The ranks of ``size`` that have run, and the next one."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.rank = 0
-        """The one that runs now."""
+        """The rank that runs now."""
         self._taken: dict[int, Taken] = {}
 
     def note(self, taken: Taken) -> None:
-        """Take what the present rank took."""
+        """Record the numbers of the present rank."""
         self._taken[self.rank] = taken
 
     def next(self) -> int | None:
@@ -73,7 +73,7 @@ class Worst:
 
     @property
     def sentence(self) -> str:
-        """What was done to find the worst."""
+        """The sentence on the ranks that ran to find the worst."""
         ran = sorted(self._taken)
         listed = ", ".join(map(str, ran))
         if len(ran) == self.size:
