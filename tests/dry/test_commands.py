@@ -85,8 +85,10 @@ def test_predict_is_the_same(project: Path, target: str) -> None:
 
 
 def test_layers_are_the_same(project: Path) -> None:
-    dry = gpumem(project, "layers", "train.py:model", "--device", "dry:A10G")
-    simulated = gpumem(project, "layers", "train.py:model", "--gpu", "A10G", dry_process=True)
+    dry = gpumem(project, "predict", "train.py:model", "--by", "layer", "--device", "dry:A10G")
+    simulated = gpumem(
+        project, "predict", "train.py:model", "--by", "layer", "--gpu", "A10G", dry_process=True
+    )
 
     assert [layer["kind"] for layer in dry] == ["Sequential", "Conv2d", "ReLU", "Conv2d"]
     assert dry == simulated
@@ -94,8 +96,8 @@ def test_layers_are_the_same(project: Path) -> None:
 
 def test_lines_take_the_same(project: Path) -> None:
     """The history of a real allocator tells no shapes."""
-    dry = gpumem(project, "lines", "train.py:step", "--device", "dry")
-    simulated = gpumem(project, "lines", "train.py:step", dry_process=True)
+    dry = gpumem(project, "predict", "train.py:step", "--by", "line", "--device", "dry")
+    simulated = gpumem(project, "predict", "train.py:step", "--by", "line", dry_process=True)
 
     def bytes_of(lines: Any) -> list[Any]:
         names = ("number", "source", "times", "before", "after", "peak")
@@ -130,7 +132,7 @@ def test_plan_runs_tests_on_each_runner(project: Path) -> None:
     [
         (["predict", "train.py:step", "--device", "tpu"], "'tpu' is no device"),
         (["predict", "train.py:step", "--device", "dry:Z9"], "Z9"),
-        (["lines", "train.py:step", "--device", "dry:T4", "--gpu", "L4"], "leave one out"),
+        (["predict", "train.py:step", "--device", "dry:T4", "--gpu", "L4"], "leave one out"),
         (["predict", "train.py:step", "--device", "dry:T4", "--ranks", "2"], "leave --device dry"),
         (["plan", "--runner", "T4:1", "--device", "cuda", "."], "write --device sim or dry"),
         (["predict", "train.py:missing", "--device", "dry:T4"], "train has no missing"),

@@ -50,7 +50,8 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     patches.plan(torch._C, "_cuda_get_cudnn_benchmark_limit", limit.get)
     patches.plan(torch._C, "_cuda_set_cudnn_benchmark_limit", limit.set)
     patches.plan(torch.backends.cuda, "cufft_plan_cache", _PlanCaches())
-    if version >= STATIC_SIZE:
+    # A build with CUDA has them, whatever release is simulated.
+    if version >= STATIC_SIZE or hasattr(torch._C, "_cuda_getCublasWorkspaceSize"):
         for name, library in {"Cublas": "cublas", "CublasLt": "cublaslt"}.items():
             sizes = _WorkspaceSize(machine, library)
             patches.plan(torch._C, f"_cuda_get{name}WorkspaceSize", sizes.get)
