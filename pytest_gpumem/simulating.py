@@ -237,7 +237,9 @@ def simulate(
         own.simulation.numbering.begin()
         for gpu in gpus:
             gpu.restart_collector(collector)
-        statistics = CudaStatistics()
+        statistics = CudaStatistics(
+            lambda: frozenset(block for gpu in gpus for block in workspaces_of(gpu))
+        )
         tracker = PhaseTracker(statistics, SimulatedRecorder(own.simulation).positions)
         runs = tuple(SimulatedRun(gpu, statistics, tracker) for gpu in gpus)
         for run in runs:
