@@ -101,6 +101,13 @@ def skip_unsimulated(
         setattr(report, SNIPPET, (error.kernel, error.snippet))
 
 
+def of_builtin_types(properties: list[tuple[str, object]]) -> list[tuple[str, object]]:
+    """Return ``properties`` as pytest-xdist can send them: unknown numbers become floats."""
+    return [
+        (name, float(value) if isinstance(value, float) else value) for name, value in properties
+    ]
+
+
 def status_of(report: Any) -> tuple[str, str, tuple[str, dict[str, bool]]] | None:
     """Return how pytest shows the report of a test that comes again."""
     if not hasattr(report, RESCHEDULED):

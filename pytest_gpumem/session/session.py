@@ -15,6 +15,7 @@ from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
 from pytest_gpumem.paths import relative
+from pytest_gpumem.report import pytest_reports
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, HARMLESS, SKIPPED_AT_IMPORT
 from pytest_gpumem.session.early import AMBIENT, Ambient, begin
 from pytest_gpumem.session.expected import MARKER_NAME
@@ -396,11 +397,7 @@ class GpumemSession(Parts):
     def complete(self, report: pytest.TestReport, *, raised: bool) -> None:
         """Put the current test's record on its final call report."""
         if self.current is not None:
-            # pytest-xdist sends builtin types only: no number that stands for an unknown one.
-            report.user_properties = [
-                (name, float(value) if isinstance(value, float) else value)
-                for name, value in report.user_properties
-            ]
+            report.user_properties = pytest_reports.of_builtin_types(report.user_properties)
             self.current.complete(report, raised=raised)
             record = getattr(report, ATTRIBUTE, None)
             if record is not None and self.settings.share and self.sharing.passage:

@@ -30,10 +30,13 @@ def test_a_wrong_wrapping_policy_fails_as_shown() -> None:
         check=False,
     )
     shown = re.findall(
-        r"^    ((?:examples/|the test peaked|forward: ).*|  [+-] ?\d.*)$", README, re.MULTILINE
+        r"^    ((?:unsharded|the test peaked|forward: ).*|  [+-] ?\d.*)$", README, re.MULTILINE
     )
     printed = [" ".join(line.split()) for line in ran.stdout.splitlines()]
     assert ran.returncode == 1, ran.stdout
     assert len(shown) == 7
     for line in shown:
-        assert any(found.startswith(" ".join(line.split())) for found in printed), line
+        assert any(found.startswith(" ".join(line.split())) for found in printed), (
+            line,
+            ran.stdout,
+        )

@@ -24,6 +24,7 @@ from pytest_gpumem.simulated.operators.attention_choice import (
     EFFICIENT,
     FLASH,
     AttentionCall,
+    splits_of,
 )
 from pytest_gpumem.simulated.operators.layout import HALVES, copied
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, first_of, passing
@@ -259,27 +260,6 @@ def _flash_parts(gpu: GPU, query: Tensor, key: Tensor, dropout_p: float) -> tupl
     return (rows * 4, rows * head_size_rounded(size) * 4) if splits > 1 else ()
 
 
-def splits_of(processors: int, blocks: int, size: int, keys: int) -> int:
-    """num_splits_heuristic: over how many blocks the keys are split, on so many ``processors``.
-
-    ``blocks`` are batch times heads times blocks of 64 queries; set_params_splitkv doubles the
-    processors, because a block has 128 threads.
-    """
-    processors *= 2
-    block_keys = 256 if size <= 64 else 128 if size <= 128 else 64
-    key_blocks = -(-keys // block_keys)
-    if blocks >= 0.8 * processors:
-        return 1
-    most = min(128, processors, key_blocks)
-    efficiency: dict[int, float] = {}
-    for splits in range(1, most + 1):
-        if splits == 1 or -(-key_blocks // splits) != -(-key_blocks // (splits - 1)):
-            waves = blocks * splits / processors
-            efficiency[splits] = waves / math.ceil(waves)
-    best = max(efficiency.values(), default=0.0)
-    return next((n for n, value in efficiency.items() if value >= 0.85 * best), 1)
-
-
 def _copied_by_length(*tensors: Tensor) -> list[int]:
     return copied(*(tensor.transpose(1, 2) for tensor in tensors))
 
@@ -438,11 +418,6 @@ def _workspace(
     return pairs * round_up(elements, 4) * 4
 
 
-def _safe_softmax(gpu: GPU, dim: int, result: Tensor) -> None:
-    rows = result.numel() // max(result.shape[dim], 1) if result.dim() else 1
-    passing(gpu, result.numel(), rows, result.element_size())
-
-
 RULES = {
     "aten::_scaled_dot_product_flash_attention": Rule(placed=_flash_outputs),
     "aten::_scaled_dot_product_flash_attention_backward": Rule(
@@ -456,5 +431,4 @@ RULES = {
     ),
     "aten::_scaled_dot_product_cudnn_attention": Rule(placed=_cudnn_outputs),
     "aten::_scaled_dot_product_cudnn_attention_backward": Rule(after=_cudnn_backward),
-    "aten::_safe_softmax": Rule(after=_safe_softmax),
 }

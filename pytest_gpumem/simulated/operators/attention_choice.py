@@ -171,3 +171,24 @@ def chosen_kernel(gpu: GPU, query: Tensor, key: Tensor, value: Tensor) -> str:
 
 def _math() -> bool:
     return bool(torch.backends.cuda.math_sdp_enabled())
+
+
+def splits_of(processors: int, blocks: int, size: int, keys: int) -> int:
+    """num_splits_heuristic: over how many blocks the keys are split, on so many ``processors``.
+
+    ``blocks`` are batch times heads times blocks of 64 queries; set_params_splitkv doubles the
+    processors, because a block has 128 threads.
+    """
+    processors *= 2
+    block_keys = 256 if size <= 64 else 128 if size <= 128 else 64
+    key_blocks = -(-keys // block_keys)
+    if blocks >= 0.8 * processors:
+        return 1
+    most = min(128, processors, key_blocks)
+    efficiency: dict[int, float] = {}
+    for splits in range(1, most + 1):
+        if splits == 1 or -(-key_blocks // splits) != -(-key_blocks // (splits - 1)):
+            waves = blocks * splits / processors
+            efficiency[splits] = waves / math.ceil(waves)
+    best = max(efficiency.values(), default=0.0)
+    return next((n for n, value in efficiency.items() if value >= 0.85 * best), 1)

@@ -36,6 +36,12 @@ def _backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
     passing(gpu, product, *again, *copied(output))
 
 
+def _safe(gpu: GPU, dim: int, result: Tensor) -> None:
+    """Allocate for ``_safe_softmax`` of native/transformers/attention.cpp."""
+    rows = result.numel() // max(result.shape[dim], 1) if result.dim() else 1
+    passing(gpu, result.numel(), rows, result.element_size())
+
+
 def _is_product_contiguous(gradient: Tensor, output: Tensor) -> bool:
     """Return whether the product is contiguous; its strides are in the order of its factors'."""
     if gradient.is_contiguous() and output.is_contiguous():
@@ -73,4 +79,5 @@ RULES = {
     "aten::_log_softmax": Rule(after=_forward),
     "aten::_softmax_backward_data": Rule(after=_backward),
     "aten::_log_softmax_backward_data": Rule(after=_log_backward),
+    "aten::_safe_softmax": Rule(after=_safe),
 }

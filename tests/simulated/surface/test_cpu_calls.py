@@ -694,7 +694,7 @@ def _encoded() -> Any:
         return layer(torch.ones(1, 3, 8))
 
 
-_LEAF = torch.ones(3, requires_grad=True)
+_LEAF: torch.Tensor = torch.ones(3, requires_grad=True)
 
 
 def _doubled() -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pytest_gpumem.simulated.operators.attention import splits_of
+from pytest_gpumem.simulated.operators.attention_choice import splits_of
 from pytest_gpumem.simulated.operators.layout import HALVES
 from pytest_gpumem.simulated.stand_ins.flash_attn import values
 from pytest_gpumem.simulated.stand_ins.registering import register
