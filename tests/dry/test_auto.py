@@ -20,7 +20,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (torch / "__init__.py").touch()
     monkeypatch.setattr(auto, "TAKES_DRY", True)
     monkeypatch.setattr(auto, "DRIVERS", (str(tmp_path / "nvidiactl"),))
-    monkeypatch.setattr(auto, "has_compiler", lambda: True)
+    monkeypatch.setattr("pytest_gpumem.dry.build.has_compiler", lambda: True)
     monkeypatch.setattr("sys.platform", "linux")
     spec = type("Spec", (), {"origin": str(torch / "__init__.py")})
     monkeypatch.setattr(auto, "find_spec", lambda name: spec)
@@ -47,7 +47,7 @@ def test_a_cpu_build_is_simulated(machine: Path) -> None:
 
 
 def test_without_a_compiler_it_is_simulated(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "has_compiler", lambda: False)
+    monkeypatch.setattr("pytest_gpumem.dry.build.has_compiler", lambda: False)
     assert chosen().kind == "auto"
 
 
