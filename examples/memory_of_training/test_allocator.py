@@ -64,7 +64,8 @@ def test_nvml_sees_the_whole_device() -> None:
     if isinstance(use, NvmlAbsent):
         pytest.skip(use.reason)
     assert 0 < use.used <= use.total
-    if torch.cuda.is_initialized() and use.process_used is not None:
+    is_in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+    if is_in_use and use.process_used is not None:
         # The CUDA context alone takes hundreds of megabytes.
         assert use.used >= use.process_used > torch.cuda.memory_reserved()
 
