@@ -8,7 +8,7 @@ from concurrent.futures.thread import _worker
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
-_LIBRARIES = frozenset({"torch", "tqdm"})
+_LIBRARIES = frozenset({"multiprocessing", "torch", "tqdm"})
 
 
 class LeftThreads:
@@ -43,9 +43,10 @@ class LeftThreads:
 
 
 def _is_of_library(thread: threading.Thread) -> bool:
-    """Return whether ``thread`` is a helper of torch's or tqdm's, or was started by C++.
+    """Return whether ``thread`` is a helper of a library's, or was started by C++.
 
-    Inductor's compile workers and tqdm's monitor keep such threads permanently.
+    Inductor's compile workers and tqdm's monitor keep such threads permanently, and the queues of a
+    ``DataLoader``'s workers for a moment.
     """
     if isinstance(thread, threading._DummyThread):
         return True
