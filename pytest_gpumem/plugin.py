@@ -275,7 +275,7 @@ class Summaries:
 
 def pytest_terminal_summary(config: pytest.Config) -> None:
     """Write the section "gpumem"."""
-    config.stash[SESSION].results.summarize()
+    config.stash[SESSION].summarize()
 
 
 class IsolationHooks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -27,19 +27,25 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.hooks import Hooks
     from pytest_gpumem.session.judge import Judge
     from pytest_gpumem.session.run import Run
-    from pytest_gpumem.session.sharing import Sharing
+    from pytest_gpumem.sharing.refusal import Refusal
     from pytest_gpumem.values.measurement import Measurement
+
+    RunsAgain = Callable[[Refusal | None, int | None, Exception], bool]
 
 
 class MeasuredItem:
-    """An attempt at a test; ``sharing`` tells whether one that ran out of memory runs again."""
+    """An attempt at a test.
 
-    def __init__(self, run: Run, judge: Judge, hooks: Hooks, sharing: Sharing | None) -> None:
+    ``runs_again`` returns, where devices are shared, whether a test that ran out of memory is run
+    once more, so that this failure need not be explained.
+    """
+
+    def __init__(self, run: Run, judge: Judge, hooks: Hooks, runs_again: RunsAgain | None) -> None:
         self.run = run
         self._item = run.prepared.item
         self._judge = judge
         self._hooks = hooks
-        self._sharing = sharing
+        self._runs_again = runs_again
         self.body_raised = False
         """Whether the body failed, rather than its measurement."""
         self._subtest_failed = False
@@ -139,9 +145,8 @@ class MeasuredItem:
 
     def _will_run_again(self, error: Exception) -> bool:
         run = self.run
-        return self._sharing is not None and self._sharing.runs_again(
-            run.shortage, run.prepared.quota, error
-        )
+        asked = self._runs_again
+        return asked is not None and asked(run.shortage, run.prepared.quota, error)
 
     def _finish(self) -> None:
         """Measure the last run, and judge it unless it is for all ranks to judge."""

@@ -79,7 +79,8 @@ class Preparation:
         except QuotaError as error:
             problem = str(error)
         else:
-            return MeasuredItem(run, self._judge, parts.hooks, parts.sharing)
+            runs_again = parts.sharing.runs_again if parts.sharing else None
+            return MeasuredItem(run, self._judge, parts.hooks, runs_again)
         pytest.fail(problem, pytrace=False)
 
     def _check_ranks(self, asked: int) -> None:

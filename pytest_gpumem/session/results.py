@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.options import Settings
     from pytest_gpumem.report.record import TestRecord
-    from pytest_gpumem.session.conclusion import Conclusion
     from pytest_gpumem.sharing.learned import Learned
     from pytest_gpumem.sharing.usage import Usage
     from pytest_gpumem.values.environment import Environment
@@ -73,7 +72,6 @@ class Results:
         """The simulated needs of tests, as far as they were requested."""
         self.shard = ""
         """The sentence on the part of the tests that this run was."""
-        self._conclusion: Conclusion | None = None
         self.any_marked = False
         """Whether any collected test is marked."""
 
@@ -162,14 +160,12 @@ class Results:
             self.incomplete.update(worker["incomplete"])
             self.skipped_modules.update(worker["skipped"])
 
-    def finish(self, exitstatus: int) -> bool:
-        """Write baselines and reports; return whether everything could be written."""
-        settings = self.settings
-        asked = any(not target.unasked for target in settings.reports)
-        changes = settings.update or settings.prune
-        if self.by_run or asked or changes or settings.share or settings.shard:
-            return self._concluded().finish(exitstatus)
-        return True
+    @property
+    def has_notes(self) -> bool:
+        """Whether there is something to say beside records."""
+        is_off = self.settings.device.kind == "off" and self.any_marked
+        skipped = self.skipped_at_import or self.skipped_modules or self.unsimulated
+        return bool(is_off or skipped or self.notes or self.broken_plugins or self.shard)
 
     def failures_told_once(self, reporter: pytest.TerminalReporter) -> AbstractContextManager[None]:
         """Return the context in which pytest writes its summary, with each cause once."""
@@ -181,16 +177,3 @@ class Results:
         records = {nodeid: record for (nodeid, _), record in self.by_run.items()}
         failures = failures_of(records, self.sentences)
         return told_once(reporter, failures, Command.of(self.config), self.config.get_verbosity())
-
-    def summarize(self) -> None:
-        """Write the terminal's section, where there is something to say."""
-        is_off = self.settings.device.kind == "off" and self.any_marked
-        skipped = self.skipped_at_import or self.skipped_modules or self.unsimulated
-        if self._conclusion or is_off or skipped or self.notes or self.broken_plugins or self.shard:
-            self._concluded().summarize()
-
-    def _concluded(self) -> Conclusion:
-        from pytest_gpumem.session.conclusion import Conclusion
-
-        self._conclusion = self._conclusion or Conclusion(self)
-        return self._conclusion

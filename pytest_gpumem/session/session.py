@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_gpumem.session.collection import Collection
+    from pytest_gpumem.session.conclusion import Conclusion
     from pytest_gpumem.session.controller import Controller
     from pytest_gpumem.session.course import Course
     from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
@@ -93,11 +94,24 @@ class GpumemSession(Parts):
             self.results.usages = self.controller.usages() or self.sharing.usages()
             self.results.foreseen = self.controller.hosts.learned
         speaks = self.launched is None or self.launched.speaks
-        fails = speaks and not self.results.finish(session.exitstatus)
+        fails = speaks and self._writes and not self.conclusion.finish(session.exitstatus)
         if fails and session.exitstatus in HARMLESS:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.launched is not None:
             self.launched.finish(session, self.results)
+
+    def summarize(self) -> None:
+        """Write the terminal's section, where there is something to say."""
+        if self._writes or self.results.has_notes:
+            self.conclusion.summarize()
+
+    @property
+    def _writes(self) -> bool:
+        """Whether files are written at the end, or may have to be."""
+        settings = self.settings
+        asked = any(not target.unasked for target in settings.reports)
+        changes = settings.update or settings.prune
+        return bool(self.results.by_run or asked or changes or settings.share or settings.shard)
 
     def fixture(self) -> Gpumem | IdleGpumem:
         """Return the value of the ``gpumem`` fixture for the current test."""
@@ -126,6 +140,13 @@ class GpumemSession(Parts):
         from pytest_gpumem.session.collection import Collection
 
         return Collection(self)
+
+    @cached_property
+    def conclusion(self) -> Conclusion:
+        """What is written at the end."""
+        from pytest_gpumem.session.conclusion import Conclusion
+
+        return Conclusion(self.results)
 
     @cached_property
     def controller(self) -> Controller:
