@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.sharing.database import default_folder
 from pytest_gpumem.sharing.learned import Learned
 from pytest_gpumem.sharing.ledger import Entry
-from pytest_gpumem.sharing.need import Need
-from pytest_gpumem.sharing.place import NOWHERE, Place
+from pytest_gpumem.sharing.need import NOWHERE, Need, Place
 from pytest_gpumem.sharing.usage import Usage, usages
 
 if TYPE_CHECKING:
