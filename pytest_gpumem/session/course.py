@@ -13,7 +13,7 @@ from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, of_builtin_types
 from pytest_gpumem.session.affinity import FixtureDevices
 from pytest_gpumem.session.kept import process_kept
-from pytest_gpumem.session.stopwatch import BESIDE
+from pytest_gpumem.session.results import BESIDE
 from pytest_gpumem.session.used_fixtures import taken_back
 
 if TYPE_CHECKING:

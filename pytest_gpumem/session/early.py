@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -27,19 +27,19 @@ _OF_TORCH = ("PYTORCH_", "CUBLAS", "TORCH_")
 """Prefixes of variables that a device reads when it is made."""
 
 
-class Ambient(NamedTuple):
-    """The device of code that is not measured, active."""
+class Ambient:
+    """The device of code that is not measured, active until its resources are closed."""
 
-    selector: DeviceSelector
-    device: Device
-    resources: ExitStack
-    variables: dict[str, str]
-    """The environment variables when the device was made."""
+    def __init__(self, selector: DeviceSelector, device: Device) -> None:
+        self.selector = selector
+        self.device = device
+        self.resources = ExitStack()
+        self._variables = _variables()
 
     @property
     def is_current(self) -> bool:
         """Whether a device made now would be the same: a conftest may have set variables."""
-        return self.variables == _variables()
+        return self._variables == _variables()
 
 
 AMBIENT = pytest.StashKey[Ambient]()
@@ -107,7 +107,7 @@ def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -
     """
     computed = Computed.ALL if settings.sim_values == "always" else Computed.AT_FIRST
     device = selector.select(None, computed=computed, seat=selector.seat)
-    ambient = Ambient(selector, device, ExitStack(), _variables())
+    ambient = Ambient(selector, device)
     config.stash[AMBIENT] = ambient
     config.add_cleanup(ambient.resources.close)
     ambient.resources.enter_context(device.active())
