@@ -79,9 +79,7 @@ def begin_early(config: pytest.Config) -> None:
         return
     from pytest_gpumem.device.errors import DeviceError
 
-    selector = config.stash.get(SELECTOR, None) or DeviceSelector(settings.device)
-    selector.stand_ins = settings.stand_ins
-    selector.compile = settings.sim_compile
+    selector = selector_of(config, settings)
     with suppress(pytest.UsageError):  # reported when pytest configures itself
         selector.world = world_of_run(config)
     with suppress(DeviceError):
@@ -98,6 +96,16 @@ def current_ambient(config: pytest.Config) -> Ambient | None:
     ambient.resources.close()
     del config.stash[AMBIENT]
     return None
+
+
+def selector_of(config: pytest.Config, settings: Settings) -> DeviceSelector:
+    """Return the selector of the process's devices: another plugin's, else one by the settings."""
+    if ambient := current_ambient(config):
+        return ambient.selector
+    selector = config.stash.get(SELECTOR, None) or DeviceSelector(settings.device)
+    selector.stand_ins = settings.stand_ins
+    selector.compile = settings.sim_compile
+    return selector
 
 
 def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -> Ambient:
