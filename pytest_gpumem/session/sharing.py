@@ -7,34 +7,31 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from pytest_gpumem.baseline.store import BaselineError, BaselineStore, split_nodeid
-from pytest_gpumem.marker import GUARANTEED
+from pytest_gpumem.device.device import Device
+from pytest_gpumem.marker import GUARANTEED, Expectation
+from pytest_gpumem.options import Settings
 from pytest_gpumem.report.pytest_reports import without_group
 from pytest_gpumem.session.hosts import Line
 from pytest_gpumem.session.learning import learned_before
 from pytest_gpumem.session.passage import Passage
+from pytest_gpumem.session.predictions import Predictions
 from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again
 from pytest_gpumem.session.waiting import Waiting
 from pytest_gpumem.session.yielding import interruptible
 from pytest_gpumem.sharing.database import SharingError, default_folder
 from pytest_gpumem.sharing.gate import Admission, Gate
 from pytest_gpumem.sharing.learned import Learned, Lesson
-from pytest_gpumem.sharing.ledger import Entry, Ledger
+from pytest_gpumem.sharing.ledger import Ledger
 from pytest_gpumem.sharing.need import Need
 from pytest_gpumem.sharing.reach import Reach
 from pytest_gpumem.sharing.refusal import Refusal
-
-if TYPE_CHECKING:
-    from pytest_gpumem.device.device import Device
-    from pytest_gpumem.marker import Expectation
-    from pytest_gpumem.options import Settings
-    from pytest_gpumem.session.predictions import Predictions
-    from pytest_gpumem.sharing.usage import Usage
-    from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.sharing.usage import Usage
+from pytest_gpumem.values.measurement import Measurement
 
 MARGIN = 1.1
 """The factor on allocated bytes of a limit or baseline that estimates the reserved ones."""
@@ -154,7 +151,7 @@ class Sharing:
         if admission is None or self._ledger is None or admission.need.exclusive:
             return False
         self._ledger.suspect(self._run, admission.nodeid)
-        self._line.leaves(admission.nodeid)
+        self._line.tell(suspect=admission.nodeid)
         return True
 
     def plan(self, tests: Iterable[tuple[pytest.Item, Expectation | None, Device]]) -> None:
@@ -197,7 +194,7 @@ class Sharing:
         for nodeid, size in answer.items():
             learned.learn(device.environment.key, without_group(nodeid), Lesson(predicted=size))
         self._learned.merge(learned)
-        self._line.has_learned(learned)
+        self._line.tell(learned=learned.to_dict())
 
     def usages(self) -> list[Usage]:
         """Return the usage of the devices that this process shared."""
@@ -211,11 +208,13 @@ class Sharing:
     def _has_left(self, admission: Admission, granted: float) -> None:
         """Send the controller the bytes that a finished test had, and since when."""
         who = (self._run, self._name, os.getpid(), admission.nodeid)
-        self._line.has_run(
-            Entry(at, event, *who, device, size)
+        events = (granted, "granted"), (time.time(), "released")
+        entries = [
+            [*event, *who, device, size]
             for device, size in admission.reserved.items()
-            for at, event in ((granted, "granted"), (time.time(), "released"))
-        )
+            for event in events
+        ]
+        self._line.tell(entries=entries)
 
     def beside(self) -> int | None:
         """Return the number of other tests that the current one has shared its devices with."""
