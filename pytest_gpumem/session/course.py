@@ -12,6 +12,7 @@ import pytest
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, of_builtin_types
 from pytest_gpumem.session.affinity import FixtureDevices
+from pytest_gpumem.session.faults import Faults
 from pytest_gpumem.session.kept import process_kept
 from pytest_gpumem.session.results import BESIDE
 from pytest_gpumem.session.used_fixtures import taken_back
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from _pytest.fixtures import FixtureDef
 
     from pytest_gpumem.device.device import Device
-    from pytest_gpumem.session.faults import Faults
     from pytest_gpumem.session.item import MeasuredItem
     from pytest_gpumem.session.parts import Parts
     from pytest_gpumem.session.prepare import Preparation
@@ -39,6 +39,7 @@ class Course:
         """The test that is measured now."""
         self._worst: WorstOfTest | None = None
         self._fixture_devices = FixtureDevices()
+        self._faults = Faults(parts.config)
         self._preparation: Preparation | None = None
         """The preparation of tests, once one of them is measured."""
 
@@ -186,12 +187,6 @@ class Course:
             beside = sharing.beside()
             if beside is not None:
                 setattr(report, BESIDE, beside)
-
-    @cached_property
-    def _faults(self) -> Faults:
-        from pytest_gpumem.session.faults import Faults
-
-        return Faults(self._parts.config)
 
     @cached_property
     def _watched(self) -> Watched:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.device.dry import DryDevice
-from pytest_gpumem.device.simulated import SimulatedDevice
-from pytest_gpumem.session.item import MeasuredItem
 from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again
+from pytest_gpumem.session.second_run import with_values
 from pytest_gpumem.simulated.distributed.worst import Taken, Worst
 
 
@@ -31,7 +29,9 @@ class WorstOfTest(Worst):
         failed = error is not None and not isinstance(error, pytest.fail.Exception)
         if failed or not can_run_again(item):
             return None
-        self.note(Taken(current.measurement.peak_allocated, _device(current).events))
+        device = with_values(current.device)
+        assert device is not None
+        self.note(Taken(current.measurement.peak_allocated, device.events))
         rank = self.next()
         if rank is None:
             current.note(self.sentence)
@@ -43,11 +43,3 @@ class WorstOfTest(Worst):
             course.begin(item)
 
         return Rerun(course, item, begin)
-
-
-def _device(current: MeasuredItem) -> SimulatedDevice | DryDevice:
-    from pytest_gpumem.device.dry import DryDevice
-    from pytest_gpumem.device.simulated import SimulatedDevice
-
-    assert isinstance(current.device, SimulatedDevice | DryDevice)
-    return current.device

@@ -17,18 +17,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from pytest_gpumem.device.computed import Computed
+from pytest_gpumem.device.device import Device
+from pytest_gpumem.device.dry import DryDevice
+from pytest_gpumem.device.simulated import SimulatedDevice
 from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again, collected_error
 from pytest_gpumem.values.errors import HostMemoryError, UnknownValueError, WorkLimitError
-
-if TYPE_CHECKING:
-    from pytest_gpumem.device.device import Device
-    from pytest_gpumem.device.dry import DryDevice
-    from pytest_gpumem.device.simulated import SimulatedDevice
 
 
 class _WithValues:
@@ -144,11 +142,7 @@ def _let_go(error: BaseException) -> None:
 
 def with_values(device: Device) -> SimulatedDevice | DryDevice | None:
     """Return ``device`` if it is one that the CPU can compute values for, else ``None``."""
-    # Not before: an unmarked test must not import torch.
-    from pytest_gpumem.device.dry import DryDevice
-    from pytest_gpumem.device.simulated import SimulatedDevice
-
-    return device if isinstance(device, (SimulatedDevice, DryDevice)) else None
+    return device if isinstance(device, SimulatedDevice | DryDevice) else None
 
 
 @contextmanager
