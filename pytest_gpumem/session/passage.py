@@ -13,7 +13,7 @@ import torch
 from pytest_gpumem.device.device import Device
 from pytest_gpumem.session.yielding import YieldedError
 from pytest_gpumem.sharing.database import SharingError
-from pytest_gpumem.sharing.gate import Admission, Gate, NotAdmittedError, TooLargeError
+from pytest_gpumem.sharing.gate import Admission, Gate
 from pytest_gpumem.sharing.need import Need
 from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
 from pytest_gpumem.sizes import format_size
@@ -40,7 +40,7 @@ class Passage:
     """The entries of a test to its devices, and its exits.
 
     ``elastic`` is whether its quota may grow as long as the device has room; ``left`` is called at
-    each exit with the admission, and its time in seconds since the epoch.
+    each exit with the admission.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Passage:
         device: Device,
         *,
         elastic: bool,
-        left: Callable[[Admission, float], None],
+        left: Callable[[Admission], None],
     ) -> None:
         self._gate = gate
         self._nodeid = nodeid
@@ -59,7 +59,6 @@ class Passage:
         self._device = device
         self._elastic = elastic
         self._left = left
-        self._granted = 0.0
         self._inside = ExitStack()
         self._waited = 0.0
         self._waited_for = ""
@@ -78,10 +77,9 @@ class Passage:
         try:
             passing = self._gate.admitted(self._nodeid, self._need)
             self.admission = self._inside.enter_context(passing)
-        except (SharingError, TooLargeError, NotAdmittedError) as error:
+        except SharingError as error:
             self.refusal = str(error)
             return
-        self._granted = time.time()
         self._inside.callback(self._device.empty_cache)
         self._waited += self.admission.waited
         self._waited_for = self.admission.waited_for or self._waited_for
@@ -90,7 +88,7 @@ class Passage:
         """Release the memory to other tests."""
         self._inside.close()
         if self.admission is not None:
-            self._left(self.admission, self._granted)
+            self._left(self.admission)
             self.admission = None
 
     def enter_again(self, run: NextRun) -> None:
@@ -155,7 +153,8 @@ class Passage:
 
     def _by_itself(self, refusal: Refusal) -> NextRun:
         # Other processes' memory may come and go: as long as the test took, and a second at least.
-        calm = min(max(time.time() - self._granted, 1.0), MOST_CALM)
+        granted = self.admission.granted if self.admission else 0.0
+        calm = min(max(time.time() - granted, 1.0), MOST_CALM)
         return NextRun(
             self._need.alone(refusal.wanted, calm),
             f"run again alone: other processes held {format_size(refusal.of_others)} of the "

@@ -205,10 +205,10 @@ class Sharing:
         capacity = max(gate.capacity for gate in self._gates.values())
         return usages(self._ledger.log(), self._run, capacity)
 
-    def _has_left(self, admission: Admission, granted: float) -> None:
+    def _has_left(self, admission: Admission) -> None:
         """Send the controller the bytes that a finished test had, and since when."""
         who = (self._run, self._name, os.getpid(), admission.nodeid)
-        events = (granted, "granted"), (time.time(), "released")
+        events = (admission.granted, "granted"), (time.time(), "released")
         entries = [
             [*event, *who, device, size]
             for device, size in admission.reserved.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from pytest_gpumem.sharing.admission import Device
@@ -54,14 +54,12 @@ class Admission:
     """Bytes by device that are the test's while it runs."""
     alone: bool
     """Whether nothing else runs on its devices."""
+    granted: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
 
 
-class TooLargeError(Exception):
-    """A test needs more than the empty device has; the message is one sentence."""
-
-
-class NotAdmittedError(Exception):
-    """A test waited too long; the message is one sentence that names the holders of the memory."""
+class NotAdmittedError(SharingError):
+    """A test waited too long, or needs more than the empty device has; one sentence on it."""
 
 
 def _say_nothing(nodeid: str, waited: float, holders: str) -> None:
@@ -127,8 +125,7 @@ class Gate:
     def admitted(self, nodeid: str, need: Need) -> Iterator[Admission]:
         """Wait until the test may run, run it inside the context, then release its memory.
 
-        Raises :class:`TooLargeError` for a test that cannot fit the empty device and
-        :class:`NotAdmittedError` for one that has waited too long.
+        Raises :class:`NotAdmittedError`.
         """
         test = self._ledger.ask(
             self._worker,
@@ -244,7 +241,7 @@ class Gate:
         name, device = next(iter(state.devices.items()))
         contexts = sum(device.contexts.values())
         if need.bytes > device.capacity - contexts:
-            raise TooLargeError(
+            raise NotAdmittedError(
                 f"{nodeid} needs {format_size(need.bytes)} by its {need.source}, and {name} has "
                 f"{format_size(device.capacity - contexts)} for tests"
             )
