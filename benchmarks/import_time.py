@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from os import environ
 from pathlib import Path
 
-BUDGET_MS = 10.0
+BUDGET_MS = 8.0
 RUNS = 9
 
 REPOSITORY = Path(__file__).parent.parent

@@ -64,7 +64,9 @@ class Judge:
             judged=False,
             nvml=prepared.device.nvml(),
         )
-        return self._judged(record, expectation, predicted) if expectation and passed else record
+        if expectation is None or not passed:
+            return record
+        return self._with_verdicts(record, expectation, predicted)
 
     def failure_text(self, record: TestRecord) -> str:
         """Return the text that a test fails with."""
@@ -72,12 +74,12 @@ class Judge:
         every = self._config.get_verbosity() > 1
         return failure_text(record.broken, update, every=every)
 
-    def _judged(
+    def _with_verdicts(
         self, record: TestRecord, expectation: Expectation, predicted: PredictedTest | None
     ) -> TestRecord:
         assert record.measurement is not None
         baseline = self._baseline(record.nodeid, record.environment, expectation)
-        judgement = self._judge(
+        judgement = self._compared(
             record,
             expectation,
             record.measurement,
@@ -91,7 +93,7 @@ class Judge:
             )
         for other in record.other_devices:
             elsewhere = replace(expectation, baseline=False)
-            verdicts += self._judge(record, elsewhere, other, None, used_elsewhere=True).verdicts
+            verdicts += self._compared(record, elsewhere, other, None, used_elsewhere=True).verdicts
         return replace(
             record,
             judged=True,
@@ -101,7 +103,7 @@ class Judge:
             missing_baseline=judgement.missing_baseline,
         )
 
-    def _judge(
+    def _compared(
         self,
         record: TestRecord,
         expectation: Expectation,
