@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from pytest_gpumem.dry.values.dispatch import followed
 from pytest_gpumem.dry.values.execution import Execution
+from pytest_gpumem.dry.values.frames import snapshots_without_own
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.launches import launches_seen
 from pytest_gpumem.dry.values.memory import Memory
@@ -48,7 +49,7 @@ class Follower:
         try:
             with self._reads.patched(), launches_seen(self._values):
                 if self._follows:
-                    with followed(self._execution):
+                    with followed(self._execution), snapshots_without_own():
                         yield
                 else:
                     yield
