@@ -44,11 +44,10 @@ def without_own(snapshot: dict[str, Any]) -> dict[str, Any]:
     seen: dict[int, list[Frame]] = {}
     for holder in _holders(snapshot):
         frames = holder.get("frames")
-        if frames:
-            if id(frames) not in seen:
-                # Entries of the same stack have one list between them, which must not be freed.
-                seen[id(frames)] = frames
-                frames[:] = _programs(frames)
+        if frames and id(frames) not in seen:
+            # Entries of the same stack have one list between them, which must not be freed.
+            seen[id(frames)] = frames
+            frames[:] = _programs(frames)
     return snapshot
 
 
