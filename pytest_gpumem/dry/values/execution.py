@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pytest_gpumem.dry.values import sizes, sparse
 from pytest_gpumem.dry.values.dispatch import unseen
+from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.memory import Memory
 from pytest_gpumem.dry.values.reads import Reads
@@ -41,8 +42,16 @@ _DISABLED = torch._C._disabled_torch_dispatch_impl
 class Execution:
     """The execution of operators on a dry device, with their values."""
 
-    def __init__(self, memory: Memory, storages: Storages, values: DryValues, reads: Reads) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        storages: Storages,
+        values: DryValues,
+        reads: Reads,
+        graphs: Graphs,
+    ) -> None:
         self._memory = memory
+        self._graphs = graphs
         self._storages = storages
         self._values = values
         self._reads = reads
@@ -128,7 +137,8 @@ class Execution:
     def _captured(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Forget captured results: a graph writes at its replay, and computes nothing."""
+        """Remember a captured call: a graph writes at its replay, and nothing before."""
+        self._graphs.add(operator, args, kwargs, result)
         for tensor in tensors_in((result, operator.targets(args, kwargs))):
             if tensor.is_cuda:
                 self._values.lost(tensor)
@@ -260,7 +270,9 @@ class Execution:
     ) -> None:
         """Record a copy from the host to ``target``."""
         values = self._values
-        if self._storages.is_on_host(source):
+        if torch.cuda.is_current_stream_capturing():
+            self._captured(operator, args, kwargs, target)
+        elif self._storages.is_on_host(source):
             values.lost(target)
         elif not values.adopt_whole(target, finite.held(source)):
             follow = values.follow if operator.written else values.make

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from pytest_gpumem.dry.values.dispatch import followed
 from pytest_gpumem.dry.values.execution import Execution
+from pytest_gpumem.dry.values.frames import snapshots_without_own
+from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.launches import launches_seen
 from pytest_gpumem.dry.values.memory import Memory
@@ -33,7 +35,10 @@ class Follower:
         )
         self._memory = Memory(self._reads.told)
         self._values = DryValues(self._memory, self._storages, self._notes, everything=everything)
-        self._execution = Execution(self._memory, self._storages, self._values, self._reads)
+        self._graphs = Graphs(self._memory, self._values)
+        self._execution = Execution(
+            self._memory, self._storages, self._values, self._reads, self._graphs
+        )
         self._depth = 0
 
     @contextmanager
@@ -48,7 +53,11 @@ class Follower:
         try:
             with self._reads.patched(), launches_seen(self._values):
                 if self._follows:
-                    with followed(self._execution):
+                    with (
+                        followed(self._execution),
+                        snapshots_without_own(),
+                        self._graphs.replays_computed(),
+                    ):
                         yield
                 else:
                     yield

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class DryValues(Values):
                     self._empty.append(key)
                 continue
             # The end of a block belongs to no tensor: no copy writes it.
-            end = _end_of(tensor)
+            end = end_of(tensor)
             if _is_nearly(end, size) and self._memory.knows((start, end)):
                 self._hold_in(tensor, seen_by_cpu((start, size), tensor.dtype))
 
@@ -125,6 +126,23 @@ class DryValues(Values):
         """Forget the values of the storage of ``tensor`` when it dies."""
         self._watch(tensor)
 
+    def replayed(self, start: int) -> None:
+        """Drop the record of the storage at ``start``, where a graph has written.
+
+        Numbers that are known are read from memory anew.
+        """
+        key, _ = self._watched.get(start, (None, 0))
+        if key is not None:
+            self._places.pop(key, None)
+            super().forget(key)
+
+    @contextmanager
+    def replaying(self, generators: Iterable[torch.Generator | None]) -> Iterator[None]:
+        """Draw inside, one after the other, the numbers of a graph that uses ``generators``."""
+        default = torch.cuda.default_generators[self._here.current_index]
+        with self._random.replaying([each or default for each in generators]):
+            yield
+
     def begin_drawing(self, generator: torch.Generator | None) -> None:
         """Set the generator of the next operator: ``generator``, or the current device's own."""
         self._random.begin(generator or torch.cuda.default_generators[self._here.current_index])
@@ -171,7 +189,7 @@ class DryValues(Values):
             self._watched[start] = storage_key(tensor), self._memory.watch(start)
 
 
-def _end_of(tensor: torch.Tensor) -> int:
+def end_of(tensor: torch.Tensor) -> int:
     """Return where ``tensor`` ends, in bytes from the beginning of its storage."""
     steps = (
         max(size - 1, 0) * stride
