@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pytest_gpumem.attribution.composition import Site
-from pytest_gpumem.attribution.deeds import DEEDS, carried_sentence, unfused_sentence
+from pytest_gpumem.attribution.deeds import DEEDS, carried_sentence, steady_step, unfused_sentence
+from pytest_gpumem.attribution.explain import Change, block_size
 from pytest_gpumem.attribution.growth import (
     MOST,
     Growth,
@@ -47,9 +48,9 @@ def cause_of(growth: Growth) -> str:
 def absolute_cause(now: Side, excess: int) -> str:
     """Return the reason why a number is over a limit, by the run's facts; else empty."""
     carried, attention = now.fact("carried") or {}, now.fact("attention") or {}
-    amounts: Sequence[int] = carried.get("held", ())
-    if len(amounts) > 1 and amounts[-1] > amounts[-2] and amounts[-1] >= MOST * excess:
-        return carried_sentence(carried)
+    for holder in carried.get("holders", ()):
+        if steady_step(holder["held"]) and holder["held"][-1] >= MOST * excess:
+            return carried_sentence(holder)
     if attention.get("unfused"):
         scores = sum(site.bytes for site in now.sites if "softmax" in (site.operator or ""))
         if scores >= MOST * excess:
@@ -143,10 +144,19 @@ def _inputs(growth: Growth) -> str | None:
             return f"the inputs are larger: {shape_text(was)} before, {shape_text(shape)} now"
     if growth.is_most(growth.gained(INPUTS)):
         new = [one for one in growth.changes if one.site.category == INPUTS and one.bytes > 0]
-        where = f": {place(new[0].site)} is {new[0].change}" if new else ""
+        where = f": {place(new[0].site)} holds {_more(new[0])}" if new else ""
         held = [side.categories.get(INPUTS, 0) for side in (growth.now, growth.before)]
         return f"the inputs hold {format_size(held[0])}, {format_size(held[1])} before{where}"
     return None
+
+
+def _more(change: Change) -> str:
+    """Return by how many tensors a line holds more, where these are of one shape, else by how
+    much."""
+    site = change.site
+    if site.shape and block_size(site) == change.bytes // site.count:
+        return f"{site.count} × {shape_text(site.shape)} more"
+    return f"{format_size(change.bytes)} more"
 
 
 def _plain(growth: Growth) -> str | None:
@@ -162,7 +172,8 @@ def _plain(growth: Growth) -> str | None:
     count = f"{site.count} × " if site.count > 1 else ""
     shape = f"{count}{shape_text(site.shape)} " if site.shape else ""
     told = f" ({shape}{site.dtype})" if shape and site.dtype else ""
-    return f"{where} takes {size} of {what} that were not there before{told}"
+    verb = "were" if what.endswith("s") else "was"
+    return f"{where} takes {size} of {what} that {verb} not there before{told}"
 
 
 DETECTORS: tuple[Detector, ...] = (*DEEDS, _inputs, _dtype, _plain)

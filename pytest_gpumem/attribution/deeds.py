@@ -7,13 +7,19 @@ Each returns its sentence where the facts differ and account for most of the dif
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from pytest_gpumem.attribution.composition import Site
+from pytest_gpumem.attribution.explain import Change
 from pytest_gpumem.attribution.growth import (
     MOST,
     Facts,
     Growth,
+    Side,
     largest_gain,
+    listed,
     names_text,
     place,
     shape_text,
@@ -126,27 +132,50 @@ def _zeroed_gradients(growth: Growth) -> str | None:
 
 
 def _carried(growth: Growth) -> str | None:
-    now, before = (side.fact("carried") or {} for side in (growth.now, growth.before))
-    if not growth.compares_facts or "holder" not in now:
+    now, before = (_by_variable(side.fact("carried") or {}) for side in (growth.now, growth.before))
+    if not growth.compares_facts:
         return None
-    held = now["held"][-1]
-    same = all(now.get(key) == before.get(key) for key in ("holder", "where"))
-    gained = held - (before["held"][-1] if same else 0)
-    if not growth.is_most(gained):
-        return None
-    return carried_sentence(now)
+    gains = {
+        variable: holder["held"][-1] - (before[variable]["held"][-1] if variable in before else 0)
+        for variable, holder in now.items()
+    }
+    for variable in sorted(gains, key=lambda one: -gains[one]):
+        if growth.is_most(gains[variable]) and (sentence := carried_sentence(now[variable])):
+            return sentence
+    return None
 
 
-def carried_sentence(carried: Facts) -> str:
-    """Return the bytes that each step leaves, and their place, as a sentence."""
-    amounts = carried["held"]
-    step = amounts[-1] - amounts[-2] if len(amounts) > 1 else 0
-    kind = f"the {carried['kind']} " if carried["kind"] else ""
-    holder = f"{kind}{carried['holder']} of {carried['where']}"
-    graph = ", with the graph that computed it" if carried["graph"] else ""
-    if step > 0:
-        return f"each step leaves {format_size(step)} in {holder}{graph}"
-    return f"{holder} still holds {format_size(amounts[-1])} of earlier steps{graph}"
+def _by_variable(carried: Facts) -> dict[tuple[str, str], Facts]:
+    return {(one["holder"], one["where"]): one for one in carried.get("holders", ())}
+
+
+def carried_sentence(holder: Facts) -> str:
+    """Return what each step leaves in a variable, or that it keeps tensors of earlier steps.
+
+    Empty where neither is certain: a batch may be of a step to come.
+    """
+    amounts: Sequence[int] = holder["held"]
+    kind = f"the {holder['kind']} " if holder["kind"] else ""
+    name = f"{kind}{holder['holder']} of {holder['where']}"
+    step = steady_step(amounts)
+    mostly_graph = holder["graph"] > MOST * amounts[-1]
+    if step and mostly_graph:
+        return f"each step leaves its graph ({format_size(step)} a step), held by {name}"
+    if step:
+        return f"each step leaves {format_size(step)} in {name}"
+    if holder["batches"]:
+        return ""
+    graph = ", most of it by the graph that computed it" if mostly_graph else ""
+    return f"{name} still holds {format_size(amounts[-1])} of earlier steps{graph}"
+
+
+def steady_step(amounts: Sequence[int]) -> int:
+    """Return the bytes that each step adds to ``amounts``; 0 unless the last two added some.
+
+    Two are the least that tell a growth from what one step keeps for the next one.
+    """
+    steps = [after - before for before, after in pairwise([0, *amounts])][-2:]
+    return steps[-1] if len(steps) == 2 and min(steps) > 0 else 0
 
 
 def _optimizer_state(growth: Growth) -> str | None:
@@ -181,15 +210,61 @@ def _optimizer_kind(growth: Growth) -> str | None:
 
 def _copied_model(growth: Growth) -> str | None:
     now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
-    held = growth.before.categories.get(PARAMETERS, 0)
-    gained = growth.gained(PARAMETERS)
     grown = [name for name in now if name in before and now[name] != before[name]]
-    if not before or grown or not growth.is_most(gained) or gained < MOST * held:
+    if not before or grown:
         return None
-    new = [change for change in growth.changes if change.site.category == PARAMETERS]
-    made = max(new, key=lambda change: change.bytes).site if new else None
-    where = f", made at {place(made)}" if made and made.site else ""
-    return f"the parameters are there a second time: {format_size(gained)} more{where}"
+    copied = _second_parameters(growth) or _clones(growth)
+    if copied is None or not growth.is_most(copied.bytes):
+        return None
+    where = f", made at {place(copied.site)}" if copied.site.site else ""
+    return f"the parameters are there a second time: {format_size(copied.bytes)} more{where}"
+
+
+def _second_parameters(growth: Growth) -> Change | None:
+    """Return what a copied module added: as many parameters again, not the same ones in more
+    bytes."""
+    now, before = (_blocks_of(side, PARAMETERS) for side in (growth.now, growth.before))
+    new = [one for one in growth.changes if one.site.category == PARAMETERS and one.bytes > 0]
+    if not new or now < 2 * before:
+        return None
+    first = max(new, key=lambda change: change.bytes)
+    return replace(first, bytes=growth.gained(PARAMETERS))
+
+
+def _clones(growth: Growth) -> Change | None:
+    """Return a line that made a tensor of each parameter's size, in their dtype or in float32 of
+    half of it."""
+    blocks, held = _blocks_of(growth.now, PARAMETERS), growth.now.categories.get(PARAMETERS, 0)
+    for change in growth.changes:
+        several = change.change == "new" and change.site.category == OTHER and blocks > 1
+        if several and change.site.count == blocks and change.bytes in (held, 2 * held):
+            return change
+    return None
+
+
+def _blocks_of(side: Side, category: str) -> int:
+    return sum(site.count for site in side.sites if site.category == category)
+
+
+def _trained(growth: Growth) -> str | None:
+    now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
+    gradients, states = growth.gained(GRADIENTS), growth.gained(OPTIMIZER_STATE)
+    for name, model in now.items():
+        was = before.get(name, {}).get("trained")
+        trained = model.get("trained")
+        if was is None or trained is None or trained <= was:
+            continue
+        if growth.is_most(gradients + states):
+            sizes = [
+                f"{format_size(nbytes)} of {word}"
+                for nbytes, word in ((gradients, GRADIENTS), (states, OPTIMIZER_STATE))
+                if nbytes > 0
+            ]
+            return (
+                f"{trained:,} parameters of {name} are trained now, {was:,} before "
+                f"(requires_grad): {listed(sizes)} more"
+            )
+    return None
 
 
 def _larger_model(growth: Growth) -> str | None:
@@ -304,6 +379,7 @@ DEEDS = (
     _sharding,
     _copied_model,
     _larger_model,
+    _trained,
     _optimizer_state,
     _optimizer_kind,
     _unfused_attention,

@@ -26,8 +26,8 @@ def train(model, optimizer, text, length=32):
         loss = F.cross_entropy(logits.flatten(0, 1), chunk.flatten())
         loss.backward()
         hidden = tuple(part.detach() for part in hidden)
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
 """
 
 LSTM_TESTS = """
@@ -76,7 +76,9 @@ class Encoder(nn.Module):
             else:
                 x = layer(x)
         logits = self.head(x)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) if labels is not None else None
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return {"loss": loss, "logits": logits}
 
 

@@ -56,6 +56,13 @@ def validate(model, loader):
     return right
 
 
+def difficulty(model, loader):
+    found = []
+    for images, labels in loader:
+        found.append(F.cross_entropy(model(normalize(images)), labels).item())
+    return found
+
+
 def batches(count, size=16, side=64):
     for _ in range(count):
         images = torch.zeros(size, 3, side, side).cuda()
@@ -63,7 +70,7 @@ def batches(count, size=16, side=64):
 """
 
 CNN_TESTS = """
-from cnn import CNN, batches, epoch, validate
+from cnn import CNN, batches, difficulty, epoch, validate
 
 
 @pytest.mark.gpumem(baseline=True)
@@ -76,6 +83,11 @@ def test_epoch():
 def test_normalized():
     model = CNN().cuda()
     validate(model, batches(3))
+
+
+@pytest.mark.gpumem(baseline=True)
+def test_difficulty():
+    difficulty(CNN().cuda(), batches(4))
 """
 
 VIT = """
@@ -89,7 +101,8 @@ class Layer(nn.Module):
         self.before = nn.LayerNorm(width)
         self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
         self.between = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        wide = 4 * width
+        self.mlp = nn.Sequential(nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width))
 
     def forward(self, x):
         y = self.before(x)
