@@ -24,7 +24,15 @@ from pytest_gpumem.attribution.growth import (
     place,
     shape_text,
 )
-from pytest_gpumem.attribution.history import ACTIVATIONS, INPUTS, OTHER, TEMPORARIES
+from pytest_gpumem.attribution.history import (
+    ACTIVATIONS,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER_STATE,
+    OTHER,
+    PARAMETERS,
+    TEMPORARIES,
+)
 from pytest_gpumem.sizes import format_size
 
 __all__ = ["Growth", "Side", "absolute_cause", "cause_of", "leak_cause"]
@@ -159,6 +167,35 @@ def _more(change: Change) -> str:
     return f"{format_size(change.bytes)} more"
 
 
+def _larger_model(growth: Growth) -> str | None:
+    now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
+    own = growth.gained(PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
+    if growth.now.fact("inputs") == growth.before.fact("inputs"):
+        # Of the same inputs, what grew at the same places grew with the model.
+        own += sum(
+            change.bytes
+            for change in growth.changes
+            if change.change == "grown" and change.site.category in (ACTIVATIONS, TEMPORARIES)
+        )
+    for name in now:
+        if name not in before or now[name]["parameters"] <= before[name]["parameters"]:
+            continue
+        if not growth.is_most(own):
+            continue
+        shapes, were = now[name]["largest"], before[name]["largest"]
+        grown = [one for one in shapes if one in were and shapes[one] != were[one]]
+        if grown:
+            first = grown[0]
+            more = f" (and {len(grown) - 1} more)" if len(grown) > 1 else ""
+            shown = (
+                f"{first}{more}: {shape_text(were[first])} before, {shape_text(shapes[first])} now"
+            )
+        else:
+            shown = f"{before[name]['parameters']:,} before, {now[name]['parameters']:,} now"
+        return f"{name} has more parameters, {shown}"
+    return None
+
+
 def _plain(growth: Growth) -> str | None:
     largest = largest_gain(growth)
     if largest is None:
@@ -176,5 +213,6 @@ def _plain(growth: Growth) -> str | None:
     return f"{where} takes {size} of {what} that {verb} not there before{told}"
 
 
-DETECTORS: tuple[Detector, ...] = (*DEEDS, _inputs, _dtype, _plain)
-"""The detectors in order: differences in the program's calls come before those in its tensors."""
+DETECTORS: tuple[Detector, ...] = (*DEEDS, _inputs, _dtype, _larger_model, _plain)
+"""The detectors in order: differences in the program's calls come before those in its tensors, and
+of these the ones whose evidence is a tensor before those that count all that grew."""

@@ -35,10 +35,6 @@ from pytest_gpumem.attribution.history import (
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.operator_names import FUSED
 
-LEAST_OF_PARAMETERS = 0.1
-"""The least part of a difference that parameters, with their gradients and states, make up where a
-larger model is its cause."""
-
 
 def _compiled(growth: Growth) -> str | None:
     fused = {name for site in growth.before.sites for name in _fused_operators(site)}
@@ -267,29 +263,6 @@ def _trained(growth: Growth) -> str | None:
     return None
 
 
-def _larger_model(growth: Growth) -> str | None:
-    now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
-    for name in now:
-        if name not in before or now[name]["parameters"] <= before[name]["parameters"]:
-            continue
-        # Activations grow with them, too, by an unknown amount.
-        own = growth.gained(PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
-        if own < LEAST_OF_PARAMETERS * growth.bytes:
-            continue
-        shapes, were = now[name]["largest"], before[name]["largest"]
-        grown = [one for one in shapes if one in were and shapes[one] != were[one]]
-        if grown:
-            first = grown[0]
-            more = f" (and {len(grown) - 1} more)" if len(grown) > 1 else ""
-            shown = (
-                f"{first}{more}: {shape_text(were[first])} before, {shape_text(shapes[first])} now"
-            )
-        else:
-            shown = f"{before[name]['parameters']:,} before, {now[name]['parameters']:,} now"
-        return f"{name} has more parameters, {shown}"
-    return None
-
-
 def _sharding(growth: Growth) -> str | None:
     now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
     for name in now:
@@ -378,7 +351,6 @@ DEEDS = (
     _carried,
     _sharding,
     _copied_model,
-    _larger_model,
     _trained,
     _optimizer_state,
     _optimizer_kind,

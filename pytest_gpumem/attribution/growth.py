@@ -12,9 +12,10 @@ from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import Change
 
 MOST = 0.5
-"""The part of a difference that evidence has to explain."""
+"""The part of a difference that evidence has to exceed: of causes that share no bytes, one alone can
+be most of it. Any smaller part would let the order of the detectors decide between two."""
 MOST_NAMED = 3
-"""Modules, places and tensors that a sentence names."""
+"""Modules that a sentence names, for it to fit into two lines of 80 columns."""
 
 Facts = Mapping[str, Any]
 
@@ -61,7 +62,7 @@ class Growth:
 
     def is_most(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` account for most of the difference."""
-        return nbytes > 0 and nbytes >= MOST * self.bytes
+        return nbytes > 0 and nbytes > MOST * self.bytes
 
     @property
     def compares_facts(self) -> bool:

@@ -24,7 +24,8 @@ MadeSince = Callable[[Positions], Iterable[int]]
 """A function returning the addresses of blocks that were allocated after a position."""
 
 LOOKS = 5
-"""The number of forwards at whose beginning live blocks are inspected."""
+"""The number of forwards at whose beginning live blocks are inspected: one to know what was there
+before, one more for what a first step alone makes, and three for two growths."""
 MOST_ITEMS = 10_000
 """The most items of a container that are inspected."""
 MOST_HOLDERS = 3

@@ -13,9 +13,10 @@ from pytest_gpumem.measurement.phases import Positions
 from pytest_gpumem.values.errors import SimulationError
 
 MOST_NAMES = 20
-"""The most modules that are named of each kind."""
+"""The most modules that are named of each kind: baselines keep them, a sentence names three."""
 MOST_LARGEST = 8
-"""The number of a model's parameters whose shapes are kept."""
+"""The number of a model's parameters whose shapes are kept: the kinds of weights of a transformer's
+block with its embedding and head, whose numbers are one name."""
 
 _SHARDING = ("FSDPModule", "FullyShardedDataParallel")
 """Classes of torch that a module has where its parameters are sharded."""

@@ -1,7 +1,7 @@
-"""Regressions of other programs, each with a sentence that was written before the first run.
+"""Regressions of other programs, and changes with a decoy.
 
-``said`` is that sentence; ``sentence`` is what of it must be found: the mechanism, and the variable,
-module or line.
+``said`` is a maintainer's sentence, ``sentence`` what of it must be found: the mechanism, and the
+variable, module or line.
 """
 
 from __future__ import annotations
