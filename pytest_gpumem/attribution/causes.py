@@ -57,11 +57,11 @@ def absolute_cause(now: Side, excess: int) -> str:
     """Return the reason why a number is over a limit, by the run's facts; else empty."""
     carried, attention = now.fact("carried") or {}, now.fact("attention") or {}
     for holder in carried.get("holders", ()):
-        if steady_step(holder["held"]) and holder["held"][-1] >= MOST * excess:
+        if steady_step(holder["held"]) and holder["held"][-1] > MOST * excess:
             return carried_sentence(holder)
     if attention.get("unfused"):
-        scores = sum(site.bytes for site in now.sites if "softmax" in (site.operator or ""))
-        if scores >= MOST * excess:
+        scores = sum(site.bytes for site in now.sites if "softmax" in (site.operator or "").lower())
+        if scores > MOST * excess:
             return unfused_sentence(attention)
     return ""
 
@@ -78,7 +78,7 @@ def leak_cause(sites: Sequence[Site]) -> str:
     total = sum(site.bytes for site in sites)
     for found in (held, _containers(held)):
         name = max(found, key=found.__getitem__, default="")
-        if name and found[name] >= MOST * total:
+        if name and found[name] > MOST * total:
             share = graphs[name] if found is held else sum(graphs.values())
             graph = (
                 ", most of it by the graph of what it holds" if share > MOST * found[name] else ""

@@ -22,7 +22,6 @@ from pytest_gpumem.attribution.growth import (
     listed,
     names_text,
     place,
-    shape_text,
 )
 from pytest_gpumem.attribution.history import (
     ACTIVATIONS,
@@ -128,7 +127,8 @@ def _zeroed_gradients(growth: Growth) -> str | None:
 
 
 def _carried(growth: Growth) -> str | None:
-    now, before = (_by_variable(side.fact("carried") or {}) for side in (growth.now, growth.before))
+    carried = [side.fact("carried") or {} for side in (growth.now, growth.before)]
+    now, before = map(_by_variable, carried)
     if not growth.compares_facts:
         return None
     gains = {
@@ -136,9 +136,20 @@ def _carried(growth: Growth) -> str | None:
         for variable, holder in now.items()
     }
     for variable in sorted(gains, key=lambda one: -gains[one]):
-        if growth.is_most(gains[variable]) and (sentence := carried_sentence(now[variable])):
+        holder, gain = now[variable], gains[variable]
+        until_the_end = gain + _later_steps(carried[0], holder)
+        found = growth.is_most(gain) or (
+            growth.is_most(until_the_end) and MOST * until_the_end < growth.bytes
+        )
+        if found and (sentence := carried_sentence(holder)):
             return sentence
     return None
+
+
+def _later_steps(carried: Facts, holder: Facts) -> int:
+    """Return what ``holder`` gained after the last inspection, if its steps went on as before."""
+    inspected = len(holder["held"]) + 1
+    return steady_step(holder["held"]) * max(carried.get("forwards", 0) - inspected, 0)
 
 
 def _by_variable(carried: Facts) -> dict[tuple[str, str], Facts]:
@@ -294,17 +305,17 @@ def _written_attention(growth: Growth) -> str | None:
     now, before = (side.fact("attention") or {} for side in (growth.now, growth.before))
     if not before.get("fused") or now.get("fused", 0) >= before["fused"] or now.get("unfused"):
         return None
-    formula = [
-        change
-        for change in growth.changes
-        if change.bytes > 0 and "softmax" in (change.site.operator or "")
-    ]
-    if not growth.compares_facts or not growth.is_most(sum(change.bytes for change in formula)):
+    gains = [change for change in growth.changes if change.bytes > 0]
+    softmax = [one for one in gains if "softmax" in (one.site.operator or "").lower()]
+    lines = {one.site.site for one in softmax}
+    formula = [one for one in gains if one in softmax or (one.site.site in lines and one.site.site)]
+    total = sum(change.bytes for change in formula)
+    if not growth.compares_facts or not softmax or not growth.is_most(total):
         return None
-    first = max(formula, key=lambda change: change.bytes)
+    first = max(softmax, key=lambda change: (change.site.category == ACTIVATIONS, change.bytes))
     return (
-        f"scaled_dot_product_attention is no longer called: {place(first.site)} keeps "
-        f"{format_size(first.bytes)} of {first.site.category} that the fused kernel does not need"
+        f"scaled_dot_product_attention is no longer called: the formula at {place(first.site)} "
+        f"takes {format_size(total)} that the fused kernel does not need"
     )
 
 

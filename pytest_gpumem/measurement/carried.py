@@ -124,6 +124,7 @@ class Carried:
         largest = sorted(last, key=lambda one: (-last[one].nbytes, not one.kind, one))
         return {
             "bytes": list(self._bytes),
+            "forwards": self._forwards,
             "holders": [
                 {
                     **holder._asdict(),

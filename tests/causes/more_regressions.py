@@ -102,7 +102,7 @@ ELSEWHERE = {
         "layers.*.attention no longer runs fused attention: vit.py:18 keeps the attention weights",
         "test_fit",
         edit("vit", "need_weights=False", "need_weights=True"),
-        r"attention is no longer called: vit\.py:\d+",
+        r"attention is no longer called: the formula at vit\.py:\d+",
     ),
     "larger images": planted(
         "vit",

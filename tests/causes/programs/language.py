@@ -127,7 +127,7 @@ def test_train():
 
 @pytest.mark.gpumem(baseline=True)
 def test_evaluate():
-    Trainer(Encoder(), Arguments()).evaluate()
+    Trainer(Encoder(), Arguments()).evaluate(12)
 """
 
 LORA = """
