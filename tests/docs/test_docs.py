@@ -138,7 +138,7 @@ PREAMBLES = {
 
 
 FAILING = {
-    "test_limit.py": ("test_first_number", "gpumem\n", 'gpumem(max="40MB")\n'),
+    "test_limit.py": ("test_first_number", "gpumem\n", 'gpumem(max="40MiB")\n'),
     "test_leak.py": ("test_that_a_cache", "gpumem\n", "gpumem(max_leak=0)\n"),
 }
 """Tests that fail, to be shown: each a block with a word in it, and one piece of it replaced."""
