@@ -1,11 +1,11 @@
-"""The pytest hooks, which call the functions of the packages."""
+"""The pytest hooks, a few lines each, which call the parts of the session."""
 
 from __future__ import annotations
 
 import os
 import shlex
 from collections.abc import Generator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from pytest_gpumem.options import MARKER, add_options
 from pytest_gpumem.report.pytest_reports import (
     ARGUMENTS,
+    LOST,
     hide_own_frames,
     leave_the_sentence,
     skip_unsimulated,
@@ -21,7 +22,6 @@ from pytest_gpumem.report.pytest_reports import (
 from pytest_gpumem.session.early import begin_early
 from pytest_gpumem.session.expected import MODEL_PARAMETER, RANKS_PARAMETER
 from pytest_gpumem.session.host import leave_if_refused
-from pytest_gpumem.session.results import Results
 from pytest_gpumem.session.session import GpumemSession
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Read the settings, and register the session and the hooks that depend on it."""
     config.addinivalue_line("markers", MARKER)
     session = config.stash[SESSION] = GpumemSession(config)
-    config.pluginmanager.register(ReportHooks(session.results), "gpumem-reports")
+    config.pluginmanager.register(ReportHooks(session), "gpumem-reports")
     config.pluginmanager.register(IsolationHooks(), "gpumem-isolation")
     if session.launched is not None:
         config.pluginmanager.register(session.launched, "gpumem-ranks")
@@ -88,7 +88,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test of each GPU model and number of ranks, which come last in the id."""
-    metafunc.config.stash[SESSION].parametrize(metafunc)
+    metafunc.config.stash[SESSION].expectations.parametrize(metafunc)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -97,8 +97,9 @@ def pytest_make_collect_report(
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     """Report wrong markers as errors of collection."""
     report = yield
-    collector.config.stash[SESSION].check(report)
-    collector.config.stash[SESSION].note_module(collector, report)
+    collection = collector.config.stash[SESSION].collection
+    collection.check(report)
+    collection.note_module(collector, report)
     return report
 
 
@@ -114,7 +115,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     This runs before pytest-xdist tells the controller, which then hands out the first of them.
     """
-    session.config.stash[SESSION].selected(session.items)
+    session.config.stash[SESSION].collection.selected(session.items)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -128,13 +129,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
     """Return the scheduler that starts tests together which fit beside each other."""
-    return config.stash[SESSION].scheduler(config, log)
+    return config.stash[SESSION].controller.scheduler(config, log)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Wait for memory on a shared device."""
-    with item.config.stash[SESSION].admitted(item):
+    course = item.config.stash[SESSION].course_of(item)
+    with nullcontext() if course is None else course.admitted(item):
         return (yield)
 
 
@@ -144,16 +146,18 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
 
     This is the innermost wrapper, because it may skip: the set-up of outer ones has run by then.
     """
-    session = item.config.stash[SESSION]
-    with session.settling(item, called=False):
-        session.begin(item, first=True)
+    course = item.config.stash[SESSION].course_of(item)
+    if course is None:
+        return (yield)
+    with course.settling(item, called=False):
+        course.begin(item, first=True)
         try:
             return (yield)
         except BaseException as error:
-            again = session.again(item, error)
+            again = course.again(item, error)
             if again is None:
                 raise
-        session.repeat(item, again, lambda again: again.set_up())
+        return course.repeat(item, again, lambda again: again.set_up())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -161,7 +165,8 @@ def pytest_fixture_setup(
     fixturedef: FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Generator[None, object, object]:
     """Meter the memory of the fixture."""
-    with request.config.stash[SESSION].setting_up(fixturedef, request):
+    course = request.config.stash[SESSION].course
+    with nullcontext() if course is None else course.setting_up(fixturedef, request):
         return (yield)
 
 
@@ -169,24 +174,27 @@ def pytest_fixture_post_finalizer(
     fixturedef: FixtureDef[Any], request: pytest.FixtureRequest
 ) -> None:
     """Drop the records of the fixture."""
-    request.config.stash[SESSION].forget(fixturedef)
+    if (course := request.config.stash[SESSION].course) is not None:
+        course.forget(fixturedef)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Measure and judge the body."""
-    session = item.config.stash[SESSION]
-    with session.settling(item, called=True):
+    course = item.config.stash[SESSION].course
+    if course is None:
+        return (yield)
+    with course.settling(item, called=True):
         try:
-            with session.calling():
+            with course.calling():
                 yield
-            again = session.again(item)
+            again = course.again(item)
         except BaseException as error:
-            again = session.again(item, error)
+            again = course.again(item, error)
             if again is None:
                 raise
         if again is not None:
-            session.repeat(item, again, lambda again: again.call())
+            course.repeat(item, again, lambda again: again.call())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -195,7 +203,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     try:
         return (yield)
     finally:
-        item.config.stash[SESSION].end()
+        if (course := item.config.stash[SESSION].course) is not None:
+            course.end()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -206,14 +215,15 @@ def pytest_runtest_makereport(
     if call.excinfo is not None:
         hide_own_frames()
     report = yield
+    session = item.config.stash[SESSION]
+    course = session.course
     if call.excinfo is not None:
-        unmeasured = item.config.stash[SESSION].current is None
+        unmeasured = course is None or course.current is None
         skip_unsimulated(item, report, call.excinfo.value, unmeasured=unmeasured)
         leave_the_sentence(report, call.excinfo.value)
-    item.config.stash[SESSION].note_skip(item, report)
-    item.config.stash[SESSION].complete(report, raised=call.excinfo is not None)
-    item.config.stash[SESSION].look_for_fault(item, report)
-    item.config.stash[SESSION].note_company(report)
+    session.collection.note_skip(item, report)
+    if course is not None:
+        course.complete(item, report, raised=call.excinfo is not None)
     return report
 
 
@@ -228,10 +238,10 @@ def pytest_configure_node(node: Any) -> None:
     """Send a worker of pytest-xdist the arguments that pytest was started with."""
     from pytest_gpumem.report.commands import COMMAND, Command
 
-    node.config.stash[SESSION].host.tell(node)
+    session = node.config.stash[SESSION]
+    session.controller.tell(node, session.sharding and session.sharding.weights)
     node.workerinput[COMMAND] = Command.of(node.config).to_dict()
     node.workerinput[ARGUMENTS] = list(map(os.fspath, node.config.invocation_params.args))
-    node.config.stash[SESSION].tell(node)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -243,7 +253,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(crashitem: str, report: Any, sched: Any) -> None:
     """Reschedule the next test of a worker that left on purpose."""
-    report.node.config.stash[SESSION].reschedule(crashitem, report, sched)
+    report.node.config.stash[SESSION].controller.reschedule(crashitem, report, sched)
 
 
 def pytest_report_teststatus(report: Any) -> object | None:
@@ -265,7 +275,7 @@ class Summaries:
 
 def pytest_terminal_summary(config: pytest.Config) -> None:
     """Write the section "gpumem"."""
-    config.stash[SESSION].results.summarize()
+    config.stash[SESSION].summarize()
 
 
 class IsolationHooks:
@@ -274,25 +284,28 @@ class IsolationHooks:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
         """Run the test in its own process."""
-        return item.config.stash[SESSION].isolated(item, nextitem) or None
+        course = item.config.stash[SESSION].course
+        return (course is not None and course.isolated(item, nextitem)) or None
 
 
 class ReportHooks:
     """The hooks that receive neither session nor config."""
 
-    def __init__(self, results: Results) -> None:
-        self._results = results
+    def __init__(self, session: GpumemSession) -> None:
+        self._session = session
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect the record that a report carries."""
-        self._results.take(report)
+        if hasattr(report, LOST):
+            self._session.controller.take(report)
+        self._session.results.take(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Record a module that could not be collected."""
         leave_if_refused(report)
         if report.failed:
-            self._results.not_collected(report.nodeid)
+            self._session.results.not_collected(report.nodeid)
 
 
 @pytest.fixture

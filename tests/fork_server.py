@@ -47,7 +47,7 @@ REWRITTEN = (
     *("pytest_gpumem.session.faults", "pytest_gpumem.session.hooks"),
     *("pytest_gpumem.session.hosts", "pytest_gpumem.session.isolated"),
     *("pytest_gpumem.session.item", "pytest_gpumem.session.learning"),
-    *("pytest_gpumem.session.measuring", "pytest_gpumem.session.missing"),
+    *("pytest_gpumem.session.prepare", "pytest_gpumem.session.missing"),
     *("pytest_gpumem.session.passage", "pytest_gpumem.session.placement"),
     *("pytest_gpumem.session.sharing", "pytest_gpumem.session.waiting"),
     *("pytest_gpumem.session.watched", "pytest_gpumem.session.yielding"),

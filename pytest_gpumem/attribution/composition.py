@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import PurePath
-from typing import Any
 
 from pytest_gpumem.attribution.history import (
     ACTIVATIONS,
@@ -24,6 +23,7 @@ from pytest_gpumem.attribution.history import (
     Life,
     Origin,
 )
+from pytest_gpumem.values.plain import OMITTED, Plain
 
 MOST_VIEWS = 8
 """The most consecutive nodes without allocations in forward."""
@@ -34,7 +34,7 @@ an origin of its own (torch/_functorch/_aot_autograd/runtime_wrappers.py)."""
 
 
 @dataclass(frozen=True)
-class Site:
+class Site(Plain):
     """Blocks of one kind from one place; ``bytes`` is the sum of all ``count`` blocks."""
 
     category: str
@@ -49,24 +49,10 @@ class Site:
     shape: tuple[int, ...] | None = None
     """Shape of the largest of them."""
     dtype: str | None = None
-    held_by: str | None = None
+    held_by: str | None = field(default=None, metadata=OMITTED)
     """The variable that keeps them, where a search was made."""
-    each: int | None = None
+    each: int | None = field(default=None, metadata=OMITTED)
     """Bytes of one block, where all are of one size."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        data = {**vars(self), "shape": None if self.shape is None else list(self.shape)}
-        for name in ("held_by", "each"):
-            if data[name] is None:
-                del data[name]
-        return data
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Site:
-        """Rebuild what :meth:`to_dict` wrote."""
-        shape = data.get("shape")
-        return cls(**{**data, "shape": None if shape is None else tuple(shape)})
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.echo import quoted_for_shell
 from pytest_gpumem.sizes import exactly, format_apart, format_size, is_decimal, parse_size
+from pytest_gpumem.values.plain import Plain
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(Plain):
     """A judged number.
 
     ``limit`` is the highest value that passes and ``actual`` what was measured, both in bytes.
@@ -113,20 +114,6 @@ class Verdict:
             return []
         return [f"{'record it' if self._no_baseline else 'accept it'}: {update}"]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: builtin types only, to be sent between pytest-xdist processes."""
-        return {
-            **vars(self),
-            "explanation": [dict(line) for line in self.explanation],
-            "notes": list(self.notes),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
-        """Rebuild what :meth:`to_dict` wrote."""
-        sequences = {"explanation": tuple(data["explanation"]), "notes": tuple(data["notes"])}
-        return cls(**{**data, **sequences})
-
     @property
     def _no_baseline(self) -> bool:
         return self.kind == "baseline" and self.limit is None
@@ -182,7 +169,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Improvement:
+class Improvement(Plain):
     """A number below its baseline by more than the tolerance; sizes in bytes.
 
     Reported and never a failure; unrecorded, it would let the memory grow back unseen.
@@ -212,15 +199,6 @@ class Improvement:
     def long(self, nodeid: str, command: str = "pytest") -> str:
         """Return the text for the test ``nodeid``, with the command that locks the gain in."""
         return f"{self.short}\nlock it in: {update_command(nodeid, command)}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: builtin types only, to be sent between pytest-xdist processes."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Improvement:
-        """Rebuild what :meth:`to_dict` wrote."""
-        return cls(**data)
 
 
 def measured_text(metric: str, phase: str | None, nbytes: int, text: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_gpumem.sizes import GIB, format_size
+from pytest_gpumem.values.plain import Plain
 
 MPS_DIRECTORY = "/tmp/nvidia-mps"
 """The directory of MPS's pipes unless CUDA_MPS_PIPE_DIRECTORY names another (NVIDIA's MPS guide,
@@ -23,7 +24,7 @@ _HAMI_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 @dataclass(frozen=True)
-class NvmlMode:
+class NvmlMode(Plain):
     """The partition of a device and the processes that may use it."""
 
     mig_profile: str | None = None

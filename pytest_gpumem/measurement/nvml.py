@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from pytest_gpumem.measurement.nvml_library import (
     reason_of,
 )
 from pytest_gpumem.measurement.visible import visible_devices
+from pytest_gpumem.values.plain import Plain
 
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ class NvmlAbsent:
 
 
 @dataclass(frozen=True)
-class NvmlProcess:
+class NvmlProcess(Plain):
     """A process on the device; ``used`` in bytes, ``None`` where NVML does not report it."""
 
     pid: int
@@ -58,7 +59,7 @@ class NvmlProcess:
 
 
 @dataclass(frozen=True)
-class NvmlReading:
+class NvmlReading(Plain):
     """A reading of one device (or MIG instance) by NVML; memory in bytes."""
 
     uuid: str
@@ -82,11 +83,6 @@ class NvmlReading:
     memory_percent: int | None = None
     """The share of the last sample period in which device memory was read or written."""
     process_gpu_percent: int | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: builtin types only."""
-        others = None if self.others is None else [asdict(other) for other in self.others]
-        return {**asdict(self), "others": others}
 
 
 def read_device(

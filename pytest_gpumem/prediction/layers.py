@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pytest_gpumem.prediction.lines import MEASURED
 from pytest_gpumem.prediction.operations import operations_of
 from pytest_gpumem.simulating import simulate
+from pytest_gpumem.values.plain import Plain
 
 
 class NoModelError(ValueError):
@@ -24,7 +25,7 @@ class NoModelError(ValueError):
 
 
 @dataclass
-class Run:
+class Run(Plain):
     """The memory of one call of a module, the modules inside it included; sizes in bytes."""
 
     kept: int = 0
@@ -35,7 +36,7 @@ class Run:
 
 
 @dataclass
-class Layer:
+class Layer(Plain):
     """A call of a module."""
 
     path: str
@@ -57,24 +58,6 @@ class Layer:
     """Bytes of those outputs that have memory of their own: not views, nor in place."""
     training: Run = field(default_factory=Run)
     inference: Run = field(default_factory=Run)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {
-            "path": self.path,
-            "kind": self.kind,
-            "depth": self.depth,
-            "inputs": [list(shape) for shape in self.inputs],
-            "outputs": [list(shape) for shape in self.outputs],
-            "parameters": self.parameters,
-            "flops": self.flops,
-            "multiply_adds": self.multiply_adds,
-            "read": self.read,
-            "written": self.written,
-            "outputs_held": self.outputs_held,
-            "training": vars(self.training),
-            "inference": vars(self.inference),
-        }
 
 
 def layers_of(

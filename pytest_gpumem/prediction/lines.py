@@ -31,13 +31,14 @@ from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.simulated_recorder import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.simulated.simulation import SimulatedGPU
+from pytest_gpumem.values.plain import Plain
 
 MEASURED = "cuda"
 """Stands for the present CUDA device in place of a model to simulate."""
 
 
 @dataclass(frozen=True)
-class Group:
+class Group(Plain):
     """Equal tensors; ``bytes`` are those of all ``count``."""
 
     count: int
@@ -47,13 +48,9 @@ class Group:
     """``Parameter``, ``gradient``, ``optimizer state``, ``workspace`` or ``Tensor``."""
     bytes: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {**vars(self), "shape": None if self.shape is None else list(self.shape)}
-
 
 @dataclass
-class Line:
+class Line(Plain):
     """A line of a function, all its executions together; sizes in bytes."""
 
     path: str
@@ -73,14 +70,6 @@ class Line:
     reserved. ``None`` where NVML cannot read it."""
     added: tuple[Group, ...] = ()
     removed: tuple[Group, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        groups = {
-            name: [group.to_dict() for group in getattr(self, name)]
-            for name in ("added", "removed")
-        }
-        return {**vars(self), **groups}
 
 
 @dataclass

@@ -114,10 +114,10 @@ class Plan:
         """Return the data that ``--gpumem-shard-by`` reads, with a matrix of CI jobs."""
         homes = {nodeid: job.runner.name for job in self.jobs for nodeid in job.tests}
         placed = [test for test in self.tests if test.nodeid in homes]
-        shards = [
+        shards = tuple(
             Shard(job.runner.name, job.runner.memory, job.runner.price, job.tests)
             for job in self.jobs
-        ]
+        )
         weights = Weights(
             {test.nodeid: test.seconds[homes[test.nodeid]] for test in placed if test.seconds},
             {test.nodeid: test.bytes[homes[test.nodeid]] for test in placed if test.bytes},

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.echo import quoted_for_shell
 from pytest_gpumem.paths import relative
+from pytest_gpumem.values.plain import Plain
 
 if TYPE_CHECKING:
     import pytest
@@ -71,7 +72,7 @@ _LETTERS = re.compile(r"-[vqxsl]+|-r[A-Za-z]+|-n\w+|-pno:.*")
 
 
 @dataclass(frozen=True)
-class Command:
+class Command(Plain):
     """The command line of pytest, as far as it matters for starting it again."""
 
     program: tuple[str, ...] = ("pytest",)
@@ -92,7 +93,7 @@ class Command:
         """Return how the pytest of ``config`` was started: in a worker of xdist, its controller."""
         known: dict[str, Any] | None = getattr(config, "workerinput", {}).get(COMMAND)
         if known is not None:
-            return cls(**{key: _frozen(value) for key, value in known.items()})
+            return cls.from_dict(known)
         given = [os.fspath(argument) for argument in config.invocation_params.args]
         options, choosing, paths = _sorted_out(given, _given_paths(config))
         return cls(
@@ -105,13 +106,6 @@ class Command:
             inipath=str(config.inipath or ""),
             cached=config.pluginmanager.hasplugin("lfplugin"),
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the form that travels to a worker of pytest-xdist: builtin types only."""
-        return {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in vars(self).items()
-        }
 
     def records(self, *nodeids: str) -> str:
         """Return the line that records the numbers of the tests ``nodeids`` as their baselines."""
@@ -218,7 +212,3 @@ def _sorted_out(
 def _next(words: Iterator[str]) -> Iterable[str]:
     word = next(words, None)
     return () if word is None else (word,)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

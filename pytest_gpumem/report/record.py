@@ -10,10 +10,11 @@ from pytest_gpumem.baseline.store import split_nodeid
 from pytest_gpumem.baseline.verdict import Improvement, Verdict
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.values.plain import Plain
 
 
 @dataclass(frozen=True)
-class TestRecord:
+class TestRecord(Plain):
     """A test that ran, with its expectation, measurement and verdicts; sizes in bytes."""
 
     __test__: ClassVar[bool] = False  # pytest would take the name for a test class
@@ -74,40 +75,3 @@ class TestRecord:
     def measurements(self) -> tuple[Measurement, ...]:
         """The measurements of all devices, the judged one first."""
         return (() if self.measurement is None else (self.measurement,)) + self.other_devices
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: builtin types only, to be sent between pytest-xdist processes."""
-        return {
-            "nodeid": self.nodeid,
-            "outcome": self.outcome,
-            "environment": self.environment.to_dict(),
-            "measurement": self.measurement and self.measurement.to_dict(),
-            "other_devices": [measurement.to_dict() for measurement in self.other_devices],
-            "expectation": dict(self.expectation),
-            "baseline": None if self.baseline is None else dict(self.baseline),
-            "prediction": None if self.prediction is None else dict(self.prediction),
-            "verdicts": [verdict.to_dict() for verdict in self.verdicts],
-            "improvements": [improvement.to_dict() for improvement in self.improvements],
-            "missing_baseline": self.missing_baseline,
-            "judged": self.judged,
-            "out_of_memory": None if self.out_of_memory is None else dict(self.out_of_memory),
-            "sharing": None if self.sharing is None else dict(self.sharing),
-            "duration": self.duration,
-            "beside": self.beside,
-            "nvml": None if self.nvml is None else dict(self.nvml),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> TestRecord:
-        """Rebuild what :meth:`to_dict` wrote."""
-        measurement = data["measurement"]
-        return cls(
-            **{
-                **data,
-                "environment": Environment.from_dict(data["environment"]),
-                "measurement": None if measurement is None else Measurement.from_dict(measurement),
-                "other_devices": tuple(map(Measurement.from_dict, data["other_devices"])),
-                "verdicts": tuple(map(Verdict.from_dict, data["verdicts"])),
-                "improvements": tuple(map(Improvement.from_dict, data["improvements"])),
-            }
-        )

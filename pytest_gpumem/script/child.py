@@ -30,13 +30,13 @@ from pytest_gpumem.values.errors import (
 
 def main(path: str) -> None:
     """Run the request in the file ``path``, and write the answer."""
-    request = Request.read(Path(path))
+    request = Request.from_file(Path(path))
     sys.path.pop(0)  # where this package was found; Python puts the script's folder there
     resources = ExitStack()
     atexit.register(resources.close)  # behind whatever the script registers
     if request.gpu == endings.MEASURED and not torch.cuda.is_available():
         why = "--gpu cuda: torch sees no CUDA device; name a model to be simulated"
-        Answer(endings.NOT_RUN, why).write(request.answer)
+        Answer(endings.NOT_RUN, why).to_file(request.answer)
         return
     device = _device(request)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
@@ -57,7 +57,7 @@ def main(path: str) -> None:
         show_traceback(run.error or AssertionError())
     elif answer.ending in (endings.EXITED, endings.ENDED) and run.error is not None:
         _say_why(run.error)
-    answer.write(request.answer)
+    answer.to_file(request.answer)
 
 
 def _device(request: Request) -> Device:

@@ -16,6 +16,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from pytest_gpumem.echo import quoted
+from pytest_gpumem.values.plain import Plain
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _STARTERS = ("<frozen runpy>", runpy.__file__)
@@ -34,7 +35,7 @@ class ScriptError(ValueError):
 
 
 @dataclass(frozen=True)
-class Script:
+class Script(Plain):
     """The arguments of ``python``: a file, or ``-m`` and a module, and what follows."""
 
     name: str

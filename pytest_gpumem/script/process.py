@@ -91,7 +91,7 @@ def _answered(request: Request, *, quiet: bool) -> Answer:
     with tempfile.TemporaryDirectory() as folder:
         request = replace(request, answer=Path(folder) / "answer.json")
         path = Path(folder) / "request.json"
-        request.write(path)
+        request.to_file(path)
         command = [sys.executable, "-c", _PROGRAM, str(_PACKAGE), str(path)]
         environment = {**os.environ, **_variables(request.gpu)}
         output = STDERR if quiet else None
@@ -99,7 +99,7 @@ def _answered(request: Request, *, quiet: bool) -> Answer:
             code = _waited(process, request)
         if not request.answer.is_file():
             raise ScriptError(_without_answer(request, code))
-        answer = Answer.read(request.answer)
+        answer = Answer.from_file(request.answer)
     if answer.ending == endings.INTERRUPTED:
         raise KeyboardInterrupt
     return answer

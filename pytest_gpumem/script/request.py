@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pytest_gpumem.script.entry import Script
 from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.values.plain import Plain
 
 MEASURED = "cuda"
 """The name of the real CUDA device, in place of a model to simulate."""
@@ -38,7 +38,7 @@ INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(Plain):
     """The request for one run; ``gpu`` is a machine of the catalogue or :data:`MEASURED`."""
 
     script: Script
@@ -51,22 +51,9 @@ class Request:
     again: str = ""
     """The reason why the CPU computes values; empty where it does not."""
 
-    def write(self, path: Path) -> None:
-        """Write the request for :meth:`read`."""
-        data = {**vars(self), "script": asdict(self.script), "answer": str(self.answer)}
-        path.write_text(json.dumps(data), encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: Path) -> Request:
-        """Read a request that :meth:`write` wrote."""
-        data = json.loads(path.read_text(encoding="utf-8"))
-        script = data["script"]
-        script["arguments"] = tuple(script["arguments"])
-        return cls(**{**data, "script": Script(**script), "answer": Path(data["answer"])})
-
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(Plain):
     """The result of one run; sizes in bytes."""
 
     ending: str
@@ -98,16 +85,3 @@ class Answer:
         """Whether another run, with real values, may get further."""
         failed = self.ending in (RAISED, EXITED) and self.made_up
         return self.ending == UNKNOWN or failed
-
-    def write(self, path: Path) -> None:
-        """Write the answer for :meth:`read`."""
-        measurements = [one.to_dict() for one in self.measurements]
-        path.write_text(json.dumps({**vars(self), "measurements": measurements}), encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: Path) -> Answer:
-        """Read an answer that :meth:`write` wrote."""
-        data = json.loads(path.read_text(encoding="utf-8"))
-        measurements = tuple(map(Measurement.from_dict, data["measurements"]))
-        lines = tuple(data["post_mortem"])
-        return cls(**{**data, "measurements": measurements, "post_mortem": lines})

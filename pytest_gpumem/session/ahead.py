@@ -6,6 +6,6 @@ the tests that are over.
 
 from pytest_gpumem.baseline import store, update
 from pytest_gpumem.report import json_report, record, terminal
-from pytest_gpumem.session import affinity, second_run
+from pytest_gpumem.session import affinity, conclusion, second_run
 
-USED_AFTERWARDS = (affinity, json_report, record, second_run, store, terminal, update)
+USED_AFTERWARDS = (affinity, conclusion, json_report, record, second_run, store, terminal, update)

@@ -90,6 +90,16 @@ def begin_early(config: pytest.Config) -> None:
             begin(config, settings, selector)
 
 
+def current_ambient(config: pytest.Config) -> Ambient | None:
+    """Return the device that exists already, ``None`` where it would not be the same now."""
+    ambient = config.stash.get(AMBIENT, None)
+    if ambient is None or ambient.is_current:
+        return ambient
+    ambient.resources.close()
+    del config.stash[AMBIENT]
+    return None
+
+
 def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -> Ambient:
     """Activate the ambient device until pytest is unconfigured.
 

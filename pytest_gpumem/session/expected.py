@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from pytest_gpumem.device.select import DeviceSelector
     from pytest_gpumem.marker import Expectation
@@ -30,14 +30,9 @@ RANKS_PARAMETER = "_gpumem_ranks"
 
 
 class Expectations:
-    """The memory expectations of tests.
+    """The memory expectations of tests."""
 
-    Args:
-        settings: of this run.
-        selector: returns the selector of devices, which the start of the session may replace.
-    """
-
-    def __init__(self, settings: Settings, selector: Callable[[], DeviceSelector]) -> None:
+    def __init__(self, settings: Settings, selector: DeviceSelector) -> None:
         self._settings = settings
         self._selector = selector
 
@@ -65,13 +60,13 @@ class Expectations:
     def is_measured(self, item: pytest.Item) -> bool:
         """Return whether ``item`` is measured; one with an error in its markers is not."""
         expectation, problem = self._read(item)
-        if problem or self._selector().off or item.get_closest_marker("skip"):
+        if problem or self._selector.off or item.get_closest_marker("skip"):
             return False
         return expectation is not None or self._measures_unmarked(_fixture_names(item))
 
     def models(self, item: pytest.Item) -> tuple[str | None, tuple[str, ...]]:
         """Return the model that ``item`` runs on, ``None`` for any, and all that it names."""
-        models = self._selector().models(self.of(item))
+        models = self._selector.models(self.of(item))
         return model_of(item) or (models[0] if models else None), tuple(models)
 
     def seat(self, item: pytest.Item, rank: int = 0) -> Seat | None:
@@ -80,8 +75,8 @@ class Expectations:
         For an item that runs as several ranks, it is ``rank``, the first one to begin with.
         """
         expectation, size = self.of(item), self.ranks(item)
-        if expectation is None or size is None or self._selector().world is not None:
-            return self._selector().seat
+        if expectation is None or size is None or self._selector.world is not None:
+            return self._selector.seat
         from pytest_gpumem.marker import WORST
         from pytest_gpumem.values.world import Seat
 
@@ -95,7 +90,7 @@ class Expectations:
         There are several where there is a GPU for each of its ranks.
         """
         expectation = self.of(item)
-        if expectation is None or self._selector().off or item.get_closest_marker("skip"):
+        if expectation is None or self._selector.off or item.get_closest_marker("skip"):
             return None
         alone = 1 if expectation.isolate else None
         size = self.ranks(item)
@@ -104,7 +99,7 @@ class Expectations:
         from pytest_gpumem.device.errors import DeviceError
 
         try:
-            if self._selector().real() is None:
+            if self._selector.real() is None:
                 return alone
         except DeviceError:
             return alone  # reported where the test begins
@@ -135,7 +130,7 @@ class Expectations:
             return  # reported when the module has been collected, with the test's id
         if expectation is None and not self._measures_unmarked(metafunc.fixturenames):
             return
-        models = self._selector().models(expectation)
+        models = self._selector.models(expectation)
         if len(models) > 1:
             metafunc.fixturenames.append(MODEL_PARAMETER)
             metafunc.parametrize(MODEL_PARAMETER, models, indirect=True, ids=models)
@@ -151,13 +146,13 @@ class Expectations:
         from pytest_gpumem.device.errors import DeviceError
 
         try:
-            self._selector().check_torch()
+            self._selector.check_torch()
         except DeviceError:
             return False
         return True
 
     def _measures_unmarked(self, fixture_names: Iterable[str]) -> bool:
-        if self._selector().off:
+        if self._selector.off:
             return False
         return FIXTURE_NAME in fixture_names or (self._settings.all and self.torch_is_there)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.report.pytest_reports import LOST, RESCHEDULED
+from pytest_gpumem.report.pytest_reports import LOST
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device
@@ -68,40 +68,3 @@ class Faults:
         sys.stderr.flush()
         # Destructors would call CUDA; the driver frees the memory of the process.
         os._exit(EXIT_CODE)
-
-
-class Crashes:
-    """The controller's handling of pytest-xdist workers that have left."""
-
-    def __init__(self) -> None:
-        self._lost: dict[str, str] = {}
-        """The test in which the context was lost, by worker."""
-
-    def take(self, report: Any) -> None:
-        """Take in a test's report."""
-        if (lost := getattr(report, LOST, None)) and (worker := _worker_of(report)):
-            self._lost[worker] = lost
-
-    def reschedule(self, nodeid: str, report: Any, scheduler: Any, *, is_suspect: bool) -> None:
-        """Reschedule the next test of a worker that left on purpose; leave real crashes."""
-        culprit = self._lost.get(_worker_of(report) or "")
-        if is_suspect:
-            why = "a fault of the GPU hit all that ran on it: it is run again by itself"
-        elif culprit is not None:
-            why = f"its worker lost the CUDA context in {culprit}: another worker runs it"
-        else:
-            return
-        try:
-            scheduler.mark_test_pending(nodeid)
-        except NotImplementedError:
-            report.longrepr = f"{nodeid} was not run: {why.partition(':')[0]}; run it again"
-            return
-        report.outcome = "rerun"
-        report.longrepr = why
-        setattr(report, RESCHEDULED, why)
-
-
-def _worker_of(report: Any) -> str | None:
-    """Return the worker that a report comes from; ``None`` for one of this process."""
-    node = getattr(report, "node", None)
-    return None if node is None else node.gateway.id

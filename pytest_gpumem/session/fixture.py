@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.prediction.batch import BatchFit
-    from pytest_gpumem.session.item import MeasuredItem
+    from pytest_gpumem.session.run import Run
     from pytest_gpumem.values.measurement import PhaseRecord
 
 
 class Gpumem:
     """The interface of a test to its measurement."""
 
-    def __init__(self, measured: MeasuredItem) -> None:
-        self._measured = measured
+    def __init__(self, run: Run) -> None:
+        self._run = run
 
     @property
     def device(self) -> str:
         """The device that the test is measured on, as torch names it: ``cuda:0``."""
-        return f"cuda:{self._measured.device.index}"
+        return f"cuda:{self._run.prepared.device.index}"
 
     @property
     def phases(self) -> Mapping[str, PhaseRecord]:
@@ -35,7 +35,7 @@ class Gpumem:
 
         Which cuBLAS workspaces were live in them is known only when the test is over.
         """
-        return _Phases(self._measured.phases())
+        return _Phases(self._run.phases())
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context manager: the code inside is the phase ``name``.
@@ -44,7 +44,7 @@ class Gpumem:
         is empty or reserved by the plugin, and where it is left before a phase begun inside it.
         """
         _check_name(name)
-        return self._measured.phase(name)
+        return self._run.phase(name)
 
     def watch(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Declare the owner of bytes: parameters and gradients, and the optimizer's state.
@@ -62,9 +62,9 @@ class Gpumem:
             raise TypeError(
                 f"gpumem.watch(optimizer={quoted(optimizer)}): give a torch.optim.Optimizer"
             )
-        self._measured.watch(model)
+        self._run.watch(model)
         if optimizer is not None:
-            self._measured.watch(optimizer)
+            self._run.watch(optimizer)
 
     def fit_batch(
         self,
@@ -86,8 +86,13 @@ class Gpumem:
 class IdleGpumem:
     """A stand-in for :class:`Gpumem` where nothing is measured: code in phases just runs."""
 
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
+    def __init__(self, *, off: bool) -> None:
+        self._reason = (
+            "--gpumem-device=off measures nothing"
+            if off
+            else "a test that asks for gpumem by getfixturevalue() is not measured: name it among "
+            "the test's arguments"
+        )
 
     @property
     def device(self) -> str:

@@ -1,4 +1,4 @@
-"""The record of a test from its measurement: expected, stored and measured numbers."""
+"""Judge a test: its record, from expected, stored and measured numbers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pytest_gpumem.report.record import TestRecord
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pytest_gpumem.device.device import Device
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.options import Settings
+    from pytest_gpumem.session.run import Prepared
     from pytest_gpumem.values.environment import Environment
     from pytest_gpumem.values.measurement import Measurement
     from pytest_gpumem.values.prediction import PredictedTest
@@ -39,29 +39,26 @@ class Judge:
 
     def record(
         self,
-        nodeid: str,
-        expectation: Expectation | None,
-        device: Device,
+        prepared: Prepared,
         measurement: Measurement,
         others: Sequence[Measurement],
         *,
         passed: bool,
-        predicted: PredictedTest | None = None,
         ranks: str = "",
     ) -> TestRecord | None:
         """Return the record of a test whose body ``passed`` or not.
 
-        ``predicted`` is the reference of a test with ``predict=``; none on a simulated device.
         ``ranks`` names the rank of ``measurement`` among several. ``None`` where an unmarked
         test used no device. Raises :class:`BaselineError` where the stored baseline cannot be read.
         """
+        expectation, predicted = prepared.expectation, prepared.predicted
         if expectation is None and measurement.peak_allocated <= 0 and not others:
             return None
         if expectation and expectation.predict and measurement.simulated and not self._predicts:
             measurement = replace(measurement, notes=(*measurement.notes, CHECKED_ON_A_GPU))
-        environment = device.environment
+        environment = prepared.device.environment
         record = TestRecord(
-            nodeid=nodeid,
+            nodeid=prepared.item.nodeid,
             outcome="passed" if passed else "failed",
             environment=replace(environment, ranks=ranks) if ranks else environment,
             measurement=measurement,
@@ -69,7 +66,7 @@ class Judge:
             expectation=expectation.to_dict() if expectation else {},
             prediction=predicted.to_dict() if predicted else None,
             judged=False,
-            nvml=device.nvml(),
+            nvml=prepared.device.nvml(),
         )
         return self._judged(record, expectation, predicted) if expectation and passed else record
 

@@ -116,7 +116,7 @@ class Launched:
     def settling(
         self,
         item: pytest.Item,
-        session: Measured,
+        course: Measured,
         expectation: Expectation | None,
         *,
         called: bool,
@@ -127,10 +127,10 @@ class Launched:
                 self._ensure_group()
             yield
         except BaseException as error:
-            self._settle(item, session.current, expectation, error)
+            self._settle(item, course.current, expectation, error)
             raise
         if called:
-            self._settle(item, session.current, expectation, collected_error(item))
+            self._settle(item, course.current, expectation, collected_error(item))
 
     def _ensure_group(self) -> None:
         """Initialise ``torch.distributed``, as is automatic in a simulated rank."""

@@ -23,13 +23,13 @@ class WorstOfTest(Worst):
     """The ranks of a test that have run, and the next one."""
 
     def next_run(
-        self, session: Measured, item: pytest.Item, error: BaseException | None
-    ) -> RankRun | None:
+        self, course: Measured, item: pytest.Item, error: BaseException | None
+    ) -> Rerun | None:
         """Return the run of ``item`` as the next rank, ``None`` where the current one is the last.
 
         An ``error`` about memory is the worst rank's; a body that fails is not run again.
         """
-        current = session.current
+        current = course.current
         if current is None or current.body_raised or current.measurement is None:
             return None
         failed = error is not None and not isinstance(error, pytest.fail.Exception)
@@ -40,19 +40,13 @@ class WorstOfTest(Worst):
         if rank is None:
             current.note(self.sentence)
             return None
-        return RankRun(session, item, self, rank)
+        following = rank
 
+        def begin() -> None:
+            self.rank = following
+            course.begin(item)
 
-class RankRun(Rerun):
-    """A run of a test as another rank."""
-
-    def __init__(self, session: Measured, item: pytest.Item, worst: Worst, rank: int) -> None:
-        super().__init__(session, item)
-        self._worst, self._rank = worst, rank
-
-    def _begin(self) -> None:
-        self._worst.rank = self._rank
-        super()._begin()
+        return Rerun(course, item, begin)
 
 
 def _device(current: MeasuredItem) -> SimulatedDevice | DryDevice:

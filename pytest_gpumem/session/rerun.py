@@ -5,8 +5,8 @@ It is torn down and set up again, as between any two tests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Measured(Protocol):
-    """The measuring part of a session, for one test at a time."""
+    """The part of the course of tests that further runs need."""
 
     settings: Settings
     current: MeasuredItem | None
@@ -33,22 +33,23 @@ class Measured(Protocol):
         """Stop measuring the current test."""
 
 
-class Again(Protocol):
-    """The interface of a further run."""
-
-    def set_up(self) -> None:
-        """Set the test up, as pytest would for a test that follows it."""
-
-    def call(self) -> None:
-        """Set the test up and call it."""
-
-
 class Rerun:
-    """A further run of one test; subclasses add what is different about it."""
+    """A further run of one test.
 
-    def __init__(self, session: Measured, item: Any) -> None:
-        self._session = session
+    ``begin`` begins to measure it, between the two runs; the further one is inside ``bounded``.
+    """
+
+    def __init__(
+        self,
+        course: Measured,
+        item: Any,
+        begin: Callable[[], None],
+        bounded: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._course = course
         self._item = item
+        self._begin = begin
+        self._bounded = bounded
 
     def set_up(self) -> None:
         """Set the test up, as pytest would for a test that follows it."""
@@ -61,29 +62,20 @@ class Rerun:
             self._item._excinfo.clear()
         with self._bounded():
             self._set_up()
-            assert self._session.current is not None
-            with self._session.current.calling():
+            assert self._course.current is not None
+            with self._course.current.calling():
                 self._item.runtest()
 
     def _set_up(self) -> None:
-        session, item = self._session, self._item
+        item = self._item
         state = item.session._setupstate
         _expect_results(item)
         state.teardown_exact(item.parent)
         _expect_results(item)
         item._initrequest()
-        session.end()
+        self._course.end()
         self._begin()
         state.setup(item)
-
-    def _begin(self) -> None:
-        """Begin to measure, between the two runs."""
-        self._session.begin(self._item)
-
-    @contextmanager
-    def _bounded(self) -> Iterator[None]:
-        """Surround the further run; subclasses override this."""
-        yield
 
 
 def collected_error(item: Any) -> BaseException | None:

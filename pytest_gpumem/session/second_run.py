@@ -30,24 +30,26 @@ if TYPE_CHECKING:
     from pytest_gpumem.device.simulated import SimulatedDevice
 
 
-class SecondRun(Rerun):
+class _WithValues:
     """The second run of one test, for the given ``reason``.
 
     ``expected`` are the least seconds of computing that it takes, where all is ``computed``.
     """
 
     def __init__(
-        self, session: Measured, item: Any, reason: str, computed: Computed, *, expected: float
+        self, course: Measured, item: Any, reason: str, computed: Computed, *, expected: float
     ) -> None:
-        super().__init__(session, item)
+        self._course = course
+        self._item = item
         self._computed = computed
         self._reason = reason
         self._expected = expected
-        self._limit = session.settings.sim_values_limit
+        self._limit = course.settings.sim_values_limit
         self._shown: Callable[[str], None] | None = None
 
-    def _begin(self) -> None:
-        self._session.begin(self._item, computed=self._computed)
+    def begin(self) -> None:
+        """Begin to measure on a device that has the values."""
+        self._course.begin(self._item, computed=self._computed)
         if self._computed is not Computed.ALL:
             return
         device = self._device
@@ -55,7 +57,7 @@ class SecondRun(Rerun):
         device.note(f"run again with real values on the CPU: {self._why}")
 
     @contextmanager
-    def _bounded(self) -> Iterator[None]:
+    def bounded(self) -> Iterator[None]:
         """Compute inside, within the limits of time and memory."""
         if self._computed is not Computed.ALL:
             yield
@@ -91,8 +93,8 @@ class SecondRun(Rerun):
 
     @property
     def _device(self) -> SimulatedDevice | DryDevice:
-        assert self._session.current is not None
-        device = with_values(self._session.current.device)
+        assert self._course.current is not None
+        device = with_values(self._course.current.device)
         assert device is not None
         return device
 
@@ -101,21 +103,19 @@ def _rounded(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:,.0f} s"
 
 
-def second_run(
-    session: Measured, item: pytest.Item, error: BaseException | None
-) -> SecondRun | None:
+def second_run(course: Measured, item: pytest.Item, error: BaseException | None) -> Rerun | None:
     """Return the run that ``item`` needs after ``error``, or after none that pytest would see.
 
     ``None`` where the test's outcome stands.
     """
-    current = session.current
+    current = course.current
     if current is None:
         return None
     device = with_values(current.device)
     computed = None if device is None else device.following
     if device is None or computed is None or not can_run_again(item):
         return None
-    if computed is Computed.ALL and session.settings.sim_values != "auto":
+    if computed is Computed.ALL and course.settings.sim_values != "auto":
         return None
     error = collected_error(item) if error is None else error
     failed = isinstance(error, (Exception, pytest.fail.Exception)) and current.body_raised
@@ -129,7 +129,8 @@ def second_run(
         return None
     if error is not None:
         _let_go(error)
-    return SecondRun(session, item, reason, computed, expected=device.work.seconds)
+    run = _WithValues(course, item, reason, computed, expected=device.work.seconds)
+    return Rerun(course, item, run.begin, run.bounded)
 
 
 def _let_go(error: BaseException) -> None:

@@ -16,7 +16,7 @@ from pytest_gpumem.marker import GUARANTEED
 from pytest_gpumem.report.pytest_reports import without_group
 from pytest_gpumem.session.hosts import Line
 from pytest_gpumem.session.learning import learned_before
-from pytest_gpumem.session.passage import NextRun, Passage
+from pytest_gpumem.session.passage import Passage
 from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again
 from pytest_gpumem.session.waiting import Waiting
 from pytest_gpumem.session.yielding import interruptible
@@ -96,19 +96,28 @@ class Sharing:
         return self.passage is not None and bool(self.passage.next_run(error, refusal, quota))
 
     def again(
-        self, session: Measured, item: pytest.Item, error: BaseException | None
-    ) -> SharedRerun | None:
+        self, course: Measured, item: pytest.Item, error: BaseException | None
+    ) -> Rerun | None:
         """Return the run that the current test needs after ``error``, if it needs another.
 
         Raises pytest's ``Failed`` for a test for which there was no room even alone.
         """
-        passage, current = self.passage, session.current
+        passage, current = self.passage, course.current
         if passage is None or current is None or not can_run_again(item):
             return None
-        run = passage.next_run(error, current.shortage, current.quota)
-        if run is not None:
-            return SharedRerun(session, item, error, passage, run)
-        if error is not None and (problem := passage.crowded_out(current.shortage, current.quota)):
+        refused = current.run.shortage, current.run.prepared.quota
+        following = passage.next_run(error, *refused)
+        if following is not None:
+            if error is not None:
+                # Memory that the frames hold would be missing from the device.
+                traceback.clear_frames(error.__traceback__)
+
+            def begin() -> None:
+                passage.enter_again(following)
+                course.begin(item)
+
+            return Rerun(course, item, begin)
+        if error is not None and (problem := passage.crowded_out(*refused)):
             pytest.fail(problem, pytrace=False)
         return None
 
@@ -297,29 +306,6 @@ def reserved_bytes(measured: Measurement | None) -> int:
     if measured is None:
         return 0
     return max(measured.peak_reserved, round(measured.peak_allocated * MARGIN))
-
-
-class SharedRerun(Rerun):
-    """A further run of the current test, when its device has room for what it needs now."""
-
-    def __init__(
-        self,
-        session: Measured,
-        item: Any,
-        error: BaseException | None,
-        passage: Passage,
-        run: NextRun,
-    ) -> None:
-        super().__init__(session, item)
-        self._passage = passage
-        self._run = run
-        if error is not None:
-            # Memory that the frames hold would be missing from the device.
-            traceback.clear_frames(error.__traceback__)
-
-    def _begin(self) -> None:
-        self._passage.enter_again(self._run)
-        super()._begin()
 
 
 def _worker(config: Any) -> tuple[str, str]:

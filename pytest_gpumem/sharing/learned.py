@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from pytest_gpumem.values.plain import OMITTED, Plain
 
 FILE_NAME = "learned.json"
 
@@ -35,23 +37,19 @@ class LearnedError(Exception):
 
 
 @dataclass(frozen=True)
-class Lesson:
+class Lesson(Plain):
     """The measurements of one test in one environment."""
 
-    seconds: float | None = None
+    seconds: float | None = field(default=None, metadata=OMITTED)
     """Set-up, call and teardown, with nothing else on its device."""
-    reserved: int | None = None
+    reserved: int | None = field(default=None, metadata=OMITTED)
     """Peak reserved bytes on its device."""
-    predicted: int | None = None
+    predicted: int | None = field(default=None, metadata=OMITTED)
     """Peak reserved bytes by simulation; 0 where the test cannot be simulated."""
 
     def updated(self, newer: Lesson) -> Lesson:
         """Return a copy with the values of ``newer`` in place of its own."""
         return replace(self, **newer.to_dict())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: the known values."""
-        return {name: value for name, value in vars(self).items() if value is not None}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Lesson:

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from pytest_gpumem.sharing.processes import Process, is_alive
+from pytest_gpumem.values.plain import Plain
 
 WATCHERS = "watchers"
 RUNS = "watched"
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Plain):
     """A process that runs tests; times as ``time.time()`` gives them, sizes in bytes."""
 
     process: Process
@@ -42,11 +42,6 @@ class Run:
     last_peak: int | None = None
     """Its peak allocated bytes, ``None`` where it was not measured to its end."""
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Run:
-        """Rebuild what :func:`show` wrote."""
-        return cls(**{**data, "process": Process(*data["process"])})
-
 
 def is_watched(folder: Path) -> bool:
     """Return whether a watcher looks at the runs that use ``folder``."""
@@ -62,7 +57,7 @@ def show(folder: Path, run: Run) -> None:
         path = folder / RUNS / f"{run.process.pid}.json"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(run)))
+        draft.write_text(json.dumps(run.to_dict()))
         draft.replace(path)
 
 

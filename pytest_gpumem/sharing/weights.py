@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pytest_gpumem.jsonfile import decoded
+from pytest_gpumem.values.plain import Plain
 
 PLAN_VERSION = 1
 
@@ -21,7 +22,7 @@ class WeightsError(ValueError):
 
 
 @dataclass(frozen=True)
-class Shard:
+class Shard(Plain):
     """The tests of one machine."""
 
     runner: str
@@ -33,18 +34,13 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Weights:
+class Weights(Plain):
     """Durations and memory of tests, by node id."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     bytes: Mapping[str, int] = field(default_factory=dict)
-    shards: Sequence[Shard] = ()
+    shards: tuple[Shard, ...] = ()
     """The shards of a plan: the tests of each machine."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: builtin types only."""
-        shards = [{**asdict(shard), "tests": list(shard.tests)} for shard in self.shards]
-        return {"seconds": dict(self.seconds), "bytes": dict(self.bytes), "shards": shards}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Weights:

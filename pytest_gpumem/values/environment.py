@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+
+from pytest_gpumem.values.plain import OMITTED, Plain
 
 
 def alloc_conf_of_process(version: tuple[int, int]) -> str:
@@ -36,7 +37,7 @@ _PLAIN_WORD, _MOST_WORD = re.compile(r"[A-Za-z0-9_.]+"), 40
 
 
 @dataclass(frozen=True)
-class Environment:
+class Environment(Plain):
     """The environment in which a number was measured.
 
     ``driver`` is recorded for the reader but does not enter :attr:`key`: the caching allocator's
@@ -57,11 +58,11 @@ class Environment:
     """CUBLAS_WORKSPACE_CONFIG; empty for the library's default."""
     partition: str = ""
     """MIG profile, MPS, vGPU or exclusive mode, HAMi, cGPU or cgroup; empty for a whole device."""
-    ranks: str = ""
+    ranks: str = field(default="", metadata=OMITTED)
     """Which of several ranks it is, as ``rank 3 of 8``; empty for a process of its own."""
-    dry: bool = False
+    dry: bool = field(default=False, metadata=OMITTED)
     """Whether torch's own CUDA code ran without a GPU, over a runtime whose kernels do nothing."""
-    extra: tuple[tuple[str, str], ...] = ()
+    extra: tuple[tuple[str, str], ...] = field(default=(), metadata=OMITTED)
     """The entries that other plugins add: names and words that numbers depend on, sorted."""
 
     @cached_property
@@ -111,19 +112,3 @@ class Environment:
     def with_extra(self, extra: Mapping[str, str]) -> Environment:
         """Return the environment with the entries of other plugins replaced by ``extra``."""
         return replace(self, extra=tuple(sorted(extra.items())))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: builtin types only."""
-        data = {**vars(self)}
-        data.pop("key", None)
-        extra = dict(data.pop("extra"))
-        if not self.ranks:
-            del data["ranks"]
-        if not self.dry:
-            del data["dry"]
-        return {**data, "extra": extra} if extra else data
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Environment:
-        """Rebuild an environment from :meth:`to_dict`'s result."""
-        return cls(**{**data, "extra": tuple(sorted(data.get("extra", {}).items()))})

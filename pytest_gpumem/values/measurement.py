@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from pytest_gpumem.values.plain import KEY, OMITTED, Plain
+
 SETUP = "setup"
 """The phase in which a test's fixtures are set up."""
 
@@ -15,14 +17,14 @@ CALL = "call"
 
 
 @dataclass(frozen=True)
-class PhaseRecord:
+class PhaseRecord(Plain):
     """A named window of a test; all numbers in bytes, charged to the test.
 
     A phase entered several times is one record: peaks are the highest of all entries,
     ``allocated_before`` belongs to the first and ``allocated_after`` to the last.
     """
 
-    name: str
+    name: str = field(metadata=KEY)
     peak_allocated: int
     peak_reserved: int
     allocated_before: int
@@ -37,20 +39,9 @@ class PhaseRecord:
     sites: tuple[Mapping[str, Any], ...] = ()
     """The blocks live at the peak, by source line and operator, most bytes first."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, without the name."""
-        data = {key: value for key, value in vars(self).items() if key != "name"}
-        sites = [dict(site) for site in self.sites]
-        return {**data, "composition": dict(self.composition), "sites": sites}
-
-    @classmethod
-    def from_dict(cls, name: str, data: Mapping[str, Any]) -> PhaseRecord:
-        """Rebuild a record from :meth:`to_dict`'s result."""
-        return cls(name=name, **{**data, "sites": tuple(data.get("sites", ()))})
-
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Plain):
     """The effect of one test on the memory of one device; all numbers in bytes.
 
     ``peak_allocated``, ``allocated_before`` and ``allocated_after`` are charged bytes: those that
@@ -72,56 +63,21 @@ class Measurement:
     phases: Mapping[str, PhaseRecord] = field(default_factory=dict)
     composition: Mapping[str, int] = field(default_factory=dict)
     """Bytes by category at the peak; empty where nothing was recorded."""
-    sites: tuple[Mapping[str, Any], ...] = ()
-    """The blocks live at the peak, by source line and operator, most bytes first."""
     expected: Mapping[str, int] = field(default_factory=dict)
     """The bytes of objects given to ``gpumem.watch``, by closed forms and category."""
+    sites: tuple[Mapping[str, Any], ...] = ()
+    """The blocks live at the peak, by source line and operator, most bytes first."""
     leaks: tuple[Mapping[str, Any], ...] = ()
     """The leaked blocks, by source line and operator."""
     notes: tuple[str, ...] = ()
     """Sentences that a reader of the numbers needs, e.g. on neutral values that were read."""
-    timeline: Mapping[str, Any] | None = None
+    timeline: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
     """The allocated bytes over time, where a report shows them; see ``attribution.timeline``."""
-    dry: bool = False
+    dry: bool = field(default=False, metadata=OMITTED)
     """Whether torch's own CUDA code ran without a GPU."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict, metadata=OMITTED)
     """The events of the body that memory depends on; see ``measurement.facts``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
         object.__setattr__(self, "composition", MappingProxyType(dict(self.composition)))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: builtin types only, to be sent between pytest-xdist processes."""
-        return {
-            "device": self.device,
-            "simulated": self.simulated,
-            "peak_allocated": self.peak_allocated,
-            "peak_reserved": self.peak_reserved,
-            "allocated_before": self.allocated_before,
-            "allocated_after": self.allocated_after,
-            "leaked": self.leaked,
-            "cublas_workspace": self.cublas_workspace,
-            "stray": self.stray,
-            "phases": {name: phase.to_dict() for name, phase in self.phases.items()},
-            "composition": dict(self.composition),
-            "expected": dict(self.expected),
-            "sites": [dict(site) for site in self.sites],
-            "leaks": [dict(site) for site in self.leaks],
-            "notes": list(self.notes),
-            **({} if self.timeline is None else {"timeline": dict(self.timeline)}),
-            **({"dry": True} if self.dry else {}),
-            **({"facts": dict(self.facts)} if self.facts else {}),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
-        """Rebuild a measurement from :meth:`to_dict`'s result."""
-        values = dict(data)
-        values["phases"] = {
-            name: PhaseRecord.from_dict(name, phase) for name, phase in data["phases"].items()
-        }
-        for key in ("sites", "leaks"):
-            values[key] = tuple(data.get(key, ()))
-        values["notes"] = tuple(data["notes"])
-        return cls(**values)

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.values.plain import OMITTED, Plain
+
 if TYPE_CHECKING:
     from pytest_gpumem.values.measurement import Measurement
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(Plain):
     """The memory that a program needs on one model of GPU; sizes in bytes."""
 
     gpu: str
@@ -24,9 +26,9 @@ class Prediction:
     phases: Mapping[str, int] = field(default_factory=dict)
     """Peak allocated by phase."""
     notes: tuple[str, ...] = ()
-    ranks: str = ""
+    ranks: str = field(default="", metadata=OMITTED)
     """The rank and their number, as ``rank 0 of 8``; empty for a process of its own."""
-    code: str = ""
+    code: str = field(default="", metadata=OMITTED)
     """``eager`` or ``compiled``, where both are predicted."""
     sites: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """Bytes by source line at the peak of each phase, and under an empty name at the peak of all,
@@ -39,20 +41,15 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        data = {**vars(self), "left": self.left, "phases": dict(self.phases)}
-        if not self.ranks:
-            del data["ranks"]
-        if self.code:
-            data["sites"] = [dict(site) for site in self.sites[""]]
-        else:
-            del data["code"], data["sites"]
-        return {**data, "notes": list(self.notes)}
+        data = super().to_dict()
+        del data["sites"]
+        sites = {"sites": [dict(site) for site in self.sites[""]]} if self.code else {}
+        return {**data, **sites, "left": self.left}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
         """Rebuild a prediction from :meth:`to_dict`'s result, without code or ranks."""
-        known = {name: value for name, value in data.items() if name != "left"}
-        return cls(**{**known, "notes": tuple(data["notes"])})
+        return super().from_dict({name: data[name] for name in data if name != "left"})
 
 
 @dataclass(frozen=True)

@@ -294,8 +294,8 @@ def pytest_unconfigure(config):
     rooms = (
         "device device.auto device.computed device.host_gpus device.select hookspecs ini_names"
         " option_values options paths plugin report report.header report.pytest_reports session"
-        " session.early session.expected session.host session.parts session.results"
-        " session.session session.stopwatch session.used_fixtures"
+        " session.collection session.early session.expected session.host session.parts"
+        " session.results session.session session.stopwatch"
     )
     names = " ".join(f"pytest_gpumem.{name}" for name in rooms.split())
     result.stdout.fnmatch_lines([f"*imported: {names}"])

@@ -1,4 +1,4 @@
-"""The start of a test's measurement: its device, its quota, the numbers it is compared with."""
+"""Prepare a test: its device, its quota, the numbers it is compared with."""
 
 from __future__ import annotations
 
@@ -15,124 +15,88 @@ from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.session.expected import model_of
 from pytest_gpumem.session.item import MeasuredItem
 from pytest_gpumem.session.judge import Judge
+from pytest_gpumem.session.run import Prepared, Run
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pytest_gpumem.device.device import Device
-    from pytest_gpumem.device.select import DeviceSelector
     from pytest_gpumem.marker import Expectation
-    from pytest_gpumem.options import Settings
-    from pytest_gpumem.session.expected import Expectations
-    from pytest_gpumem.session.hooks import Hooks
-    from pytest_gpumem.session.predictions import Predictions
-    from pytest_gpumem.session.ranks import WorstOfTest
-    from pytest_gpumem.session.sharing import Sharing
+    from pytest_gpumem.session.parts import Parts
     from pytest_gpumem.values.prediction import PredictedTest
     from pytest_gpumem.values.world import Seat
 
 
-class Measuring:
-    """A starter of the measurements of one process's tests.
+class Preparation:
+    """The preparation of the tests of one process."""
 
-    Args:
-        config: of this run.
-        settings: of this run.
-        selector: chooses devices.
-        expectations: the expectations of tests.
-        predictions: returns the needs of tests by simulation.
-        sharing: admits tests beside others, ``None`` where devices are not shared.
-        hooks: the implementations of other plugins.
-    """
-
-    def __init__(
-        self,
-        config: pytest.Config,
-        settings: Settings,
-        selector: DeviceSelector,
-        expectations: Expectations,
-        predictions: Callable[[], Predictions],
-        sharing: Sharing | None,
-        hooks: Hooks,
-    ) -> None:
-        self._config = config
-        self._settings = settings
-        self._selector = selector
-        self._expectations = expectations
-        self._predictions = predictions
-        self._sharing = sharing
-        self._hooks = hooks
-        self._judge = Judge(config, settings)
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._judge = Judge(parts.config, parts.settings)
         self._said: set[str] = set()
         """Reasons why there is no device, which are the same for every test."""
         self.ledger = FixtureLedger()
         """The memory of living fixtures."""
 
-    def device_of(
-        self, item: pytest.Item, worst: WorstOfTest | None = None, *, computed: Computed
-    ) -> Device:
+    def device_of(self, item: pytest.Item, rank: int, *, computed: Computed) -> Device:
         """Return the device of ``item``; skip or fail it with a sentence where there is none.
 
         A simulated or dry device computes the values that this or the options request. For a test
-        that runs as several ranks it is the device of the current one.
+        that runs as several ranks it is the device of ``rank``.
         """
-        model, models = self._expectations.models(item)
-        if (only := self._selector.only_model) and model not in (None, only):
+        expectations, selector = self._parts.expectations, self._parts.selector
+        model, models = expectations.models(item)
+        if (only := selector.only_model) and model not in (None, only):
             _skip(
                 f"is for {model}, and the dry device of this run is {only}: run it with "
                 f"--gpumem-device=dry:{model}"
             )
-        if (asked := self._expectations.ranks(item)) is not None:
+        if (asked := expectations.ranks(item)) is not None:
             self._check_ranks(asked)
-        seat = self._expectations.seat(item, worst.rank if worst else 0)
-        device = self._reported(model, computed, seat)
-        if self._selector.real() and model not in (*models[:1], only, None):
+        device = self._reported(model, computed, expectations.seat(item, rank))
+        if selector.real() and model not in (*models[:1], only, None):
             pytest.skip(
                 f"measured on a real GPU, once, as [{models[0]}]: {model} is for simulation"
             )
-        expectation = self._expectations.of(item)
+        expectation = expectations.of(item)
         if expectation and expectation.min_memory is not None:
             _skip_below(expectation.min_memory, device)
         return device
 
     def begin(self, item: pytest.Item, device: Device) -> MeasuredItem:
         """Begin to measure ``item`` on ``device``."""
-        expectation = self._expectations.of(item)
-        predicted = self._predicted(item, expectation, device)
-        quota = self._quota(expectation, device)
+        parts = self._parts
+        expectation = parts.expectations.of(item)
+        prepared = Prepared(
+            item,
+            expectation,
+            device,
+            predicted=self._predicted(item, expectation, device),
+            quota=self._quota(expectation, device),
+            among_ranks=parts.selector.world is not None,
+        )
         try:
-            return MeasuredItem(
-                item,
-                expectation,
-                device,
-                self.ledger,
-                self._judge,
-                self._settings,
-                predicted,
-                quota,
-                self._sharing.runs_again if self._sharing else None,
-                hooks=self._hooks,
-                among_ranks=self._selector.world is not None,
-            )
+            run = Run(prepared, self.ledger, parts.settings, parts.hooks)
         except QuotaError as error:
             problem = str(error)
+        else:
+            runs_again = parts.sharing.runs_again if parts.sharing else None
+            return MeasuredItem(run, self._judge, parts.hooks, runs_again)
         pytest.fail(problem, pytrace=False)
 
     def _check_ranks(self, asked: int) -> None:
         """Skip or fail a test that requests a number of ranks which this run does not have."""
-        world = self._selector.world
-        if world is not None:
-            if asked != world.size:
-                _skip(f"is for {asked} ranks, and {world.size} have been started")
+        selector = self._parts.selector
+        if selector.world is not None:
+            if asked != selector.world.size:
+                _skip(f"is for {asked} ranks, and {selector.world.size} have been started")
             return
         try:
-            real = self._selector.real()
+            real = selector.real()
         except DeviceError:
             return  # reported when the device is chosen
         count = device_count()
         # A dry device is one of the ranks by itself; where there are as many, each has a process.
-        if real is None or (self._selector.only_model and count < asked):
+        if real is None or (selector.only_model and count < asked):
             return
         if count < asked:
             _skip(
@@ -146,10 +110,10 @@ class Measuring:
         )
 
     def _reported(self, model: str | None, computed: Computed, seat: Seat | None) -> Device:
-        if self._settings.sim_values == "always":
+        if self._parts.settings.sim_values == "always":
             computed = Computed.ALL
         try:
-            return self._selector.select(model, computed=computed, seat=seat)
+            return self._parts.selector.select(model, computed=computed, seat=seat)
         except DeviceError as error:
             problem = str(error)
         if problem in self._said:
@@ -159,13 +123,13 @@ class Measuring:
 
     def _quota(self, expectation: Expectation | None, device: Device) -> int | None:
         """Return the bytes that this process may reserve during the test, ``None`` for no limit."""
-        passage = self._sharing.passage if self._sharing else None
+        passage = self._parts.sharing.passage if self._parts.sharing else None
         if passage is not None and passage.quota is not None:
             return passage.quota
         if expectation is not None and expectation.quota is not None:
             return expectation.quota
-        workers = getattr(self._config, "workerinput", {}).get("workercount", 1)
-        quota = self._settings.quota
+        workers = getattr(self._parts.config, "workerinput", {}).get("workercount", 1)
+        quota = self._parts.settings.quota
         return None if quota is None else quota.of(device.total_memory, workers)
 
     def _predicted(
@@ -177,10 +141,10 @@ class Measuring:
         """
         if expectation is None or expectation.predict is None or not isinstance(device, CudaDevice):
             return None
-        return self._predictions().of(item, device, self._wants_prediction)
+        return self._parts.predictions.of(item, device, self._wants_prediction)
 
     def _wants_prediction(self, item: pytest.Item) -> bool:
-        expectation = self._expectations.of(item)
+        expectation = self._parts.expectations.of(item)
         if expectation is None or expectation.predict is None or item.get_closest_marker("skip"):
             return False
         return model_of(item) in (None, *expectation.gpu[:1])

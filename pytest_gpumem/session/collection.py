@@ -1,0 +1,149 @@
+"""The checks of collected tests: their markers, their devices, and conditions on a device."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.report.pytest_reports import SKIPPED_AT_IMPORT
+from pytest_gpumem.session.expected import MARKER_NAME
+
+if TYPE_CHECKING:
+    from pytest_gpumem.session.parts import Parts
+
+_DEVICE = re.compile(r"cuda|gpu|accelerator|is_available|device", re.IGNORECASE)
+"""Words in conditions on a device, and in their reasons."""
+
+
+class Collection:
+    """The checks of what one process collects."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def check(self, report: pytest.CollectReport) -> None:
+        """Turn an error in a test's marker into an error of its collection."""
+        items = [node for node in report.result or () if isinstance(node, pytest.Item)]
+        problems = ((item.nodeid, self._parts.expectations.problem(item)) for item in items)
+        errors = [f"{nodeid}: {problem}" for nodeid, problem in problems if problem]
+        host = self._parts.host
+        if errors:
+            report.outcome = "failed"
+            report.longrepr = "\n".join(errors)
+            report.result = []
+        # A question that imports torch is asked only where its answer matters.
+        elif items and (why := host.refusal) and any(map(self._runs_on_gpu, items)):
+            host.refuse(report, why)
+
+    def _runs_on_gpu(self, item: pytest.Item) -> bool:
+        shares = self._parts.shares(item)
+        return shares is not None and shares[1] is self._parts.selector.real()
+
+    def note_module(self, collector: pytest.Collector, report: pytest.CollectReport) -> None:
+        """Record a module that skipped itself by a condition on the device."""
+        if (
+            report.skipped
+            and self._imports_without_gpu
+            and isinstance(collector, pytest.Module)
+            and skipped_for_its_device(
+                collector.path, report.longrepr, everything=self._parts.settings.all
+            )
+        ):
+            self._parts.results.module_skipped(report.nodeid)
+
+    def note_skip(self, item: pytest.Item, report: pytest.TestReport) -> None:
+        """Record a marked test that a condition skipped when its module was imported."""
+        if (
+            report.skipped
+            and report.when != "teardown"
+            and self._imports_without_gpu
+            and (self._parts.settings.all or item.get_closest_marker(MARKER_NAME))
+            and is_skipped_at_import(item)
+        ):
+            setattr(report, SKIPPED_AT_IMPORT, True)
+
+    @property
+    def _imports_without_gpu(self) -> bool:
+        """Whether modules are imported before the GPU of their tests is simulated."""
+        settings = self._parts.settings
+        return (
+            settings.sim_scope == "test"
+            and not self._parts.selector.off
+            and settings.device.kind != "cuda"
+        )
+
+    def selected(self, items: Sequence[pytest.Item]) -> None:
+        """Prepare for the tests that are left, and send their needs to the controller."""
+        parts = self._parts
+        self._check_device(items)
+        if not (parts.selector.off or parts.is_one_of_several):
+            asks = (found for item in items if (found := parts.expectations.of(item)))
+            if any(expectation.isolate for expectation in asks):
+                parts.isolation.prepare()
+        if parts.launched is not None:
+            parts.launched.meet(items, parts.expectations)
+        if parts.sharing is not None and parts.is_worker:
+            shared = ((item, parts.shares(item)) for item in items)
+            parts.sharing.plan((item, *found) for item, found in shared if found)
+
+    def _check_device(self, items: Sequence[pytest.Item]) -> None:
+        """Raise ``pytest.UsageError`` where no GPU is present, in a run that requests ``cuda``.
+
+        A worker of pytest-xdist cannot end a run: in it the first test fails instead.
+        """
+        config, selector = self._parts.config, self._parts.selector
+        if (
+            self._parts.settings.device.kind != "cuda"
+            or self._parts.is_worker
+            or config.option.collectonly
+            or selector.world is not None
+            or not any(item.get_closest_marker(MARKER_NAME) for item in items)
+        ):
+            return
+        from pytest_gpumem.device.errors import DeviceError
+
+        try:
+            selector.real()
+        except DeviceError as error:
+            raise pytest.UsageError(str(error)) from None
+
+
+def skipped_for_its_device(path: Path, longrepr: object, *, everything: bool) -> bool:
+    """Return whether ``pytest.skip()`` skipped the module at ``path`` for want of a CUDA device.
+
+    ``longrepr`` is that of its report. A module without the word gpumem would not be measured,
+    unless ``everything`` is.
+    """
+    if not isinstance(longrepr, tuple):
+        return False
+    _, line, reason = longrepr
+    try:
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return False
+    if not everything and "gpumem" not in source:
+        return False
+    return any(_DEVICE.search(text) for text in (str(reason), *_conditions(tree, int(line))))
+
+
+def _conditions(tree: ast.AST, line: int) -> Iterator[str]:
+    """Yield the conditions under which ``line`` runs."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and node.lineno <= line <= (node.end_lineno or 0):
+            yield ast.unparse(node.test)
+
+
+def is_skipped_at_import(item: pytest.Item) -> bool:
+    """Return whether a condition evaluated when the module was imported skips ``item``."""
+    if any(mark.args[:1] == (True,) for mark in item.iter_markers("skipif")):
+        return True
+    # unittest's decorators, as ``skipUnless(torch_device == "cuda", ...)``.
+    cls = getattr(item, "cls", None)
+    holders = cls, getattr(cls, getattr(item, "originalname", None) or item.name, None)
+    return any(getattr(holder, "__unittest_skip__", False) for holder in holders)

@@ -1,0 +1,268 @@
+"""What is written at the end of a run: baselines, reports, and the terminal's section."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.baseline.collected import Collected
+from pytest_gpumem.baseline.store import BaselineStore
+from pytest_gpumem.baseline.update import MeasuredTest, UpdateReport, update_baselines
+from pytest_gpumem.paths import relative
+from pytest_gpumem.report.commands import Command
+from pytest_gpumem.report.remarks import Missing, leaks, unmarked
+from pytest_gpumem.report.terminal import section, write_section
+
+if TYPE_CHECKING:
+    from pytest_gpumem.session.results import Results
+
+AT_IMPORT = "there a GPU that is simulated exists only with --gpumem-sim-scope=session"
+
+_COLLECTING = (
+    *("python_files", "python_classes", "python_functions", "norecursedirs", "testpaths"),
+    *("collect_imported_tests", "consider_namespace_packages"),
+)
+"""Settings of pytest that determine the collected tests."""
+
+
+class Conclusion:
+    """The end of a run, written from the results of its tests."""
+
+    def __init__(self, results: Results) -> None:
+        self._results = results
+        self._config = results.config
+        self._settings = results.settings
+        self._update: UpdateReport | None = None
+        self._missing: Missing | None = None
+        self._annotations: list[str] = []
+        """Lines that the CI system reads from the terminal."""
+
+    def finish(self, exitstatus: int) -> bool:
+        """Write baselines and reports; return whether everything could be written."""
+        # An interrupted session has not seen all tests, so no baseline can be called unused.
+        complete = exitstatus not in (
+            pytest.ExitCode.INTERRUPTED,
+            pytest.ExitCode.INTERNAL_ERROR,
+            pytest.ExitCode.USAGE_ERROR,
+        )
+        errors = [*self._write_baselines(prune=complete), *self._write_reports()]
+        if complete:
+            errors += self._look_for_missing()
+        self._results.notes += errors
+        if self._results.by_run or self._settings.share or self._settings.shard:
+            from pytest_gpumem.session.learning import keep
+
+            lessons = self._results.stopwatch.lessons(self._results.by_run)
+            if self._results.foreseen is not None:
+                lessons.merge(self._results.foreseen)
+            in_shard = self._settings.shard is not None
+            self._results.notes += filter(None, [keep(self._config, lessons, in_shard=in_shard)])
+        return not errors
+
+    def summarize(self) -> None:
+        """Write the terminal's section, after the lines that the CI system reads."""
+        for line in self._annotations:
+            self._config.get_terminal_writer().line(line)
+        notes = [
+            *self._results.notes,
+            *self._results.broken_plugins,
+            *filter(None, [self._results.shard]),
+            *self._hosts(),
+            *self._uses(),
+            *self._waits(),
+            *self._skips(),
+        ]
+        if count := self._results.skipped_at_import:
+            notes.append(
+                f"{count} test{'s' * (count > 1)} that would be measured {_were(count)} skipped by "
+                f"a condition that was evaluated at import: {AT_IMPORT}"
+            )
+        if count := len(self._results.skipped_modules):
+            notes.append(
+                f"{count} module{'s' * (count > 1)} {_were(count)} skipped by pytest.skip() as "
+                f"{'they were' if count > 1 else 'it was'} imported: {AT_IMPORT}"
+            )
+        if self._settings.device.kind == "off" and self._results.any_marked:
+            notes.append("--gpumem-device=off: marked tests ran without being measured")
+        if not self._results.by_run and not notes and self._update is None:
+            return
+        notes += leaks(self._results.records)
+        if not self._settings.all:
+            notes += unmarked(self._results.records)
+
+        writer = self._config.get_terminal_writer()
+        verbosity = self._config.get_verbosity()
+        lines = section(
+            self._results.records,
+            verbosity=verbosity,
+            width=writer.fullwidth,
+            update=self._update,
+            notes=notes,
+            command=Command.of(self._config),
+            told_above=self._failures_are_shown,
+            missing=self._missing,
+            rows=self._settings.rows,
+            sort=self._settings.sort,
+            snippets=self._results.snippets,
+        )
+        write_section(writer, lines, verbosity=verbosity)
+
+    def _skips(self) -> Iterator[str]:
+        """Yield why tests could not be simulated; tests of one cause as one, unless verbose."""
+        causes: dict[str, list[str]] = {}
+        for nodeid, why in self._results.unsimulated.items():
+            cause = self._results.undescribed.get(nodeid, why)
+            causes.setdefault(cause, []).append(nodeid)
+        verbose = self._config.get_verbosity() > 0
+        for first, *others in causes.values():
+            told = [first, *others] if verbose else [first]
+            for nodeid in told:
+                more = 0 if verbose else len(others)
+                also = f" and {more} more test{'s' * (more > 1)}" if more else ""
+                why = self._results.unsimulated[nodeid]
+                yield f"{nodeid}{also} {_were(more + 1)} skipped: {why}"
+
+    def _uses(self) -> list[str]:
+        """Return the lines on the usage of the devices that tests shared."""
+        if not self._results.usages:
+            return []
+        from pytest_gpumem.sharing.usage import lines
+
+        return lines(self._results.usages)
+
+    def _waits(self) -> list[str]:
+        """Return the lines on tests' waits for shared devices."""
+        tests = {
+            record.nodeid: record.sharing for record in self._results.records if record.sharing
+        }
+        if not tests:
+            return []
+        from pytest_gpumem.sharing.usage import waits
+
+        return waits(tests)
+
+    def _hosts(self) -> Iterable[str]:
+        if len(self._results.environments) < 2:
+            return ()
+        from pytest_gpumem.session.hosts import differing
+
+        return differing(self._results.environments)
+
+    @property
+    def _failures_are_shown(self) -> bool:
+        option = self._config.option
+        hidden = getattr(option, "no_summary", False) or getattr(option, "tbstyle", "") == "no"
+        return not hidden
+
+    def _write_baselines(self, *, prune: bool) -> Iterator[str]:
+        settings = self._settings
+        prune = prune and settings.prune
+        if settings.update is None and not prune:
+            return
+        self._update = update_baselines(
+            BaselineStore(settings.baselines),
+            list(self._measured_tests()),
+            mode=settings.update,
+            prune=prune,
+            collected=self._collection(),
+        )
+        yield from self._update.errors
+
+    def _look_for_missing(self) -> Iterator[str]:
+        """Find baselines that no test uses; yield the errors where baselines are required."""
+        settings = self._settings
+        if settings.prune or not any(record.expectation for record in self._results.records):
+            return
+        from pytest_gpumem.session.missing import find_missing
+
+        self._missing = find_missing(
+            self._config, settings, list(self._measured_tests()), self._collection()
+        )
+        moved = self._missing.moved
+        if moved and settings.require_baselines and settings.update is None:
+            yield (
+                f"{moved} test{'s' * (moved > 1)} {_were(moved)} compared with nothing, because "
+                "what is stored has another name, which fails this run as baselines are required"
+            )
+
+    def _measured_tests(self) -> Iterator[MeasuredTest]:
+        for run, record in self._results.by_run.items():
+            if record.measurement is not None and record.expectation:
+                yield MeasuredTest(
+                    nodeid=record.nodeid,
+                    environment=record.environment,
+                    measurement=record.measurement,
+                    passed=record.outcome == "passed" and run not in self._results.failed,
+                    rerun=run in self._results.reruns,
+                    subtest_failed=run in self._results.subtest_failed,
+                    wanted=record.expectation["baseline"] is not False,
+                    tolerance=record.expectation["tolerance"],
+                )
+
+    def _collection(self) -> Collected:
+        """Return the tests that exist, as far as this session can determine."""
+        option = self._config.option
+        root = self._config.rootpath
+        if getattr(option, "lf", False):  # it leaves tests out while a module is collected
+            return Collected.of(root, (), partial="--lf was given")
+        given = getattr(option, "override_ini", None) or ()
+        overridden = {setting.partition("=")[0] for setting in given}
+        narrowed = next((f"-o {name} was given" for name in _COLLECTING if name in overridden), "")
+        partial = ""
+        if self._config.args_source is pytest.Config.ArgsSource.ARGS:
+            partial = "paths were given"
+        elif getattr(option, "ignore", None) or getattr(option, "ignore_glob", None):
+            partial = "--ignore was given"
+        incomplete = {**self._results.incomplete, **dict(self._given_by_id())}
+        return Collected.of(root, self._results.existing, incomplete, partial, narrowed)
+
+    def _given_by_id(self) -> Iterator[tuple[str, str]]:
+        for arg in self._config.args:
+            path, separator, _ = arg.partition("::")
+            if separator:
+                full = (self._config.invocation_params.dir / path).resolve()
+                module = relative(full, self._config.rootpath).replace(os.sep, "/")
+                yield module, "tests of it were given by id"
+
+    def _write_reports(self) -> Iterator[str]:
+        records, thinned = self._results.records, False
+        for target in self._settings.reports:
+            if target.unasked and not records:
+                continue
+            if target.path is not None and not target.unasked and not target.path.parent.exists():
+                folder = target.path.parent
+                self._results.notes.append(
+                    f"{folder} did not exist and was made for the report in it"
+                )
+            from pytest_gpumem.report.reported_run import ReportedRun
+            from pytest_gpumem.report.thinned import thin
+            from pytest_gpumem.report.written import write
+
+            if not thinned:
+                records, thinned = thin(records), True
+
+            run = ReportedRun(
+                records,
+                root=self._config.rootpath,
+                lines=self._results.lines,
+                skipped=self._results.unsimulated,
+                usage=[usage.to_dict() for usage in self._results.usages],
+                command=_from_anywhere(self._config),
+            )
+            try:
+                self._annotations += write(target, run)
+            except ValueError as error:
+                yield str(error)
+
+
+def _from_anywhere(config: pytest.Config) -> str:
+    """Return the command of pytest where a report is read: at the rootdir, on another machine."""
+    device = config.getoption("gpumem_device", None)
+    return f"pytest --gpumem-device={device}" if device else "pytest"
+
+
+def _were(count: int) -> str:
+    return "were" if count > 1 else "was"

@@ -1,0 +1,212 @@
+"""The course of each test of a process, as pytest's hooks tell it: docs/how_a_test_runs.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpumem.device.computed import Computed
+from pytest_gpumem.report.pytest_reports import ATTRIBUTE, of_builtin_types
+from pytest_gpumem.session.affinity import FixtureDevices
+from pytest_gpumem.session.kept import process_kept
+from pytest_gpumem.session.stopwatch import BESIDE
+from pytest_gpumem.session.used_fixtures import taken_back
+
+if TYPE_CHECKING:
+    from _pytest.fixtures import FixtureDef
+
+    from pytest_gpumem.device.device import Device
+    from pytest_gpumem.session.faults import Faults
+    from pytest_gpumem.session.item import MeasuredItem
+    from pytest_gpumem.session.parts import Parts
+    from pytest_gpumem.session.prepare import Preparation
+    from pytest_gpumem.session.ranks import WorstOfTest
+    from pytest_gpumem.session.rerun import Rerun
+    from pytest_gpumem.session.watched import Watched
+
+
+class Course:
+    """The tests of one process, one after the other; made for the first one that is measured."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.settings = parts.settings
+        self.current: MeasuredItem | None = None
+        """The test that is measured now."""
+        self._worst: WorstOfTest | None = None
+        self._fixture_devices = FixtureDevices()
+        self._preparation: Preparation | None = None
+        """The preparation of tests, once one of them is measured."""
+
+    def admitted(self, item: pytest.Item) -> AbstractContextManager[None]:
+        """Return the context in which ``item`` may run beside the tests of other processes."""
+        self._faults.leave_if_lost(item)
+        sharing = self._parts.sharing
+        found = self._parts.shares(item) if sharing is not None else None
+        if sharing is None or found is None:
+            return nullcontext()
+        return sharing.admitted(item, *found)
+
+    def isolated(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        """Run ``item`` in a process of its own if it requests that; return whether it did."""
+        parts = self._parts
+        if parts.is_one_of_several or (parts.sharing is not None and parts.sharing.refusal):
+            return False
+        if (processes := parts.expectations.processes(item)) is None:
+            return False
+        parts.isolation.run(item, nextitem, processes)
+        return True
+
+    def begin(
+        self, item: pytest.Item, *, computed: Computed = Computed.AT_FIRST, first: bool = False
+    ) -> None:
+        """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence.
+
+        The device computes the values that this or the options request. The ``first`` run may
+        request others.
+        """
+        self.current = None
+        parts, expectations = self._parts, self._parts.expectations
+        self._worst = expectations.worst(item) if first else self._worst
+        if parts.selector.off or item.get_closest_marker("skip"):
+            return
+        problem = parts.sharing.refusal if parts.sharing is not None else None
+        # Of a marker, too, that was added after collection.
+        if problem := problem or expectations.problem(item):
+            pytest.fail(problem, pytrace=False)
+        if expectations.is_measured(item):
+            preparation = self._prepared
+            rank = self._worst.rank if self._worst else 0
+            device = preparation.device_of(item, rank, computed=computed)
+            self._fixture_devices.renew(item, self._machine(device))
+            self.current = preparation.begin(item, device)
+            self._watched.begins(self.current)
+        else:
+            self._fixture_devices.renew(item, self._machine(parts.ambient))
+            if parts.ambient is not None:
+                parts.ambient.begin_unmeasured()
+
+    def end(self) -> None:
+        """Stop measuring the current test."""
+        measured, self.current = self.current, None
+        if measured is not None:
+            self._watched.ended(measured)
+            measured.close()
+
+    @contextmanager
+    def setting_up(
+        self, fixture: FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Iterator[None]:
+        """Set ``fixture`` up inside, metered."""
+        with ExitStack() as contexts:
+            if self._parts.results.any_marked:
+                device = self.current.device if self.current else self._parts.ambient
+                machine = self._machine(device)
+                contexts.enter_context(self._fixture_devices.setting_up(fixture, machine))
+                if device is not None:
+                    contexts.enter_context(device.setting_up(fixture))
+            if self.current:
+                contexts.enter_context(self.current.run.setting_up(fixture, request))
+            contexts.enter_context(taken_back(fixture, request))
+            yield
+
+    def forget(self, fixture: FixtureDef[Any]) -> None:
+        """Drop the records of a fixture that has been torn down."""
+        self._fixture_devices.forget(fixture)
+        self._parts.selector.forget(fixture)
+        if self._preparation is not None:
+            self._preparation.ledger.forget(fixture)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Measure the current test's call inside."""
+        measured, sharing = self.current, self._parts.sharing
+        if measured is None and not self._parts.results.any_marked:
+            yield
+            return
+        with ExitStack() as inside:
+            inside.enter_context(measured.calling() if measured else process_kept())
+            if sharing is not None and measured:
+                inside.enter_context(sharing.interruptible())
+            yield
+
+    @contextmanager
+    def settling(self, item: pytest.Item, *, called: bool) -> Iterator[None]:
+        """Set up ``item`` inside, or call it if ``called``, with one outcome on all ranks."""
+        launched, expectations = self._parts.launched, self._parts.expectations
+        if launched is None or not expectations.is_measured(item):
+            yield
+            return
+        with launched.settling(item, self, expectations.of(item), called=called):
+            yield
+
+    def again(self, item: pytest.Item, error: BaseException | None = None) -> Rerun | None:
+        """Return the run that ``item`` needs after ``error``, ``None`` where it needs no other."""
+        if self.current is None:
+            return None
+        sharing = self._parts.sharing
+        if sharing is not None and (shared := sharing.again(self, item, error)):
+            return shared
+        from pytest_gpumem.session.second_run import second_run
+
+        again = second_run(self, item, error)
+        return self._worst.next_run(self, item, error) if self._worst and not again else again
+
+    def repeat(self, item: pytest.Item, again: Rerun, run: Callable[[Rerun], None]) -> None:
+        """Call ``run`` with ``again`` and with further runs that are needed after it."""
+        following: Rerun | None = again
+        while following is not None:
+            try:
+                run(following)
+                following = self.again(item)
+            except BaseException as error:
+                following = self.again(item, error)
+                if following is None:
+                    raise
+
+    def complete(self, item: pytest.Item, report: pytest.TestReport, *, raised: bool) -> None:
+        """Put the current test's record on its final call report, and what it found elsewhere."""
+        sharing = self._parts.sharing
+        if self.current is not None:
+            report.user_properties = of_builtin_types(report.user_properties)
+            self.current.complete(report, raised=raised)
+            record = getattr(report, ATTRIBUTE, None)
+            if record is not None and sharing is not None and sharing.passage:
+                record["sharing"] = sharing.passage.to_dict()
+                sharing.learn(record)
+            if report.failed:
+                self._faults.look(item, report, self.current.device, sharing)
+        if report.when == "teardown" and sharing is not None:
+            beside = sharing.beside()
+            if beside is not None:
+                setattr(report, BESIDE, beside)
+
+    @cached_property
+    def _faults(self) -> Faults:
+        from pytest_gpumem.session.faults import Faults
+
+        return Faults(self._parts.config)
+
+    @cached_property
+    def _watched(self) -> Watched:
+        from pytest_gpumem.session.watched import Watched
+
+        watched = Watched(self._parts.config)
+        self._parts.closing.callback(watched.close)
+        return watched
+
+    @property
+    def _prepared(self) -> Preparation:
+        if self._preparation is None:
+            from pytest_gpumem.session.prepare import Preparation
+
+            self._preparation = Preparation(self._parts)
+        return self._preparation
+
+    def _machine(self, device: Device | None) -> Device | None:
+        """Return the simulated device that stands for a machine, ``None`` for the real one."""
+        return None if device is None or device is self._parts.selector.real() else device

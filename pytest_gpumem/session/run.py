@@ -1,0 +1,218 @@
+"""Run a test: its body on its device, metered from the set-up of its fixtures to their teardown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pytest_gpumem.measurement.composition import Account
+from pytest_gpumem.measurement.leaks import values_given
+from pytest_gpumem.measurement.meter import Meter, values_of
+from pytest_gpumem.measurement.recorded import RecordedHistory
+from pytest_gpumem.measurement.statistics import CudaStatistics
+from pytest_gpumem.measurement.unmeasured import pausable
+from pytest_gpumem.prediction.expected import Expected
+from pytest_gpumem.session import used_fixtures
+from pytest_gpumem.session.kept import process_kept
+from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
+
+if TYPE_CHECKING:
+    from _pytest.fixtures import FixtureDef
+
+    from pytest_gpumem.attribution.out_of_memory import OutOfMemory
+    from pytest_gpumem.device.device import Device
+    from pytest_gpumem.marker import Expectation
+    from pytest_gpumem.measurement.fixtures import FixtureLedger
+    from pytest_gpumem.measurement.recorder import Recorder
+    from pytest_gpumem.options import Settings
+    from pytest_gpumem.session.hooks import Hooks
+    from pytest_gpumem.values.measurement import Measurement, PhaseRecord
+    from pytest_gpumem.values.prediction import PredictedTest
+
+EXPLAINED_BY = "all"
+"""The stacks recorded to explain a failure: Python's, and C++'s, which name operators."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is known of a test before it begins."""
+
+    item: pytest.Item
+    expectation: Expectation | None
+    """``None`` for a test that is measured without being judged."""
+    device: Device
+    predicted: PredictedTest | None
+    """The reference of a test with ``predict=``; none on a simulated device."""
+    quota: int | None
+    """The bytes that the process may reserve while the test runs; ``None`` for no limit."""
+    among_ranks: bool
+    """Whether it is one of several ranks, which are judged when all of them have run."""
+
+    @property
+    def runs(self) -> int:
+        """How often the body runs; the last one counts."""
+        return self.expectation.warmup + self.expectation.repeat if self.expectation else 1
+
+
+class Run:
+    """One attempt at a test: its device is active until it is closed."""
+
+    def __init__(
+        self, prepared: Prepared, ledger: FixtureLedger, settings: Settings, hooks: Hooks
+    ) -> None:
+        self.prepared = prepared
+        self.settings = settings
+        self._hooks = hooks
+        item, device = prepared.item, prepared.device
+        self.in_body = False
+        self._expected_before = Expected()
+        """The expected bytes of objects that fixtures name."""
+        self._expected = Expected()
+        """The expected bytes of these and objects that the body names, in its last run."""
+        with ExitStack() as starting:
+            starting.enter_context(device.active())
+            starting.enter_context(device.measuring(item.nodeid))
+            statistics = CudaStatistics(device.workspaces)
+            starting.enter_context(statistics.screened())
+            recorder = device.recorder
+            # A rank cannot run once more without the others.
+            always = ("always", "failed") if prepared.among_ranks else ("always",)
+            if recorder is None and (settings.history or settings.explain in always):
+                recorder = RecordedHistory()
+                starting.enter_context(recorder.during(settings.history or EXPLAINED_BY))
+            self.is_recorded = recorder is not None
+            account = None if recorder is None else self._account(recorder)
+            numbered = settings.loop_phases == "numbered"
+            self._meter = Meter(statistics, ledger, account, numbered=numbered)
+            starting.enter_context(pausable(self._meter.unmeasured))
+            starting.enter_context(pausable(device.unmeasured))
+            fixtures = ledger.with_nested(used_fixtures.expected_fixtures(item))
+            device.begin_test(item.nodeid, fixtures, ledger.renewed)
+            self._refusals: Sequence[Refusal] = ()
+            if prepared.quota is not None or settings.share:
+                self._refusals = starting.enter_context(device.refusals())
+            if prepared.quota is not None:
+                # Its key is computed from the settings before a quota adds one for child processes.
+                assert device.environment
+                starting.enter_context(device.limited(prepared.quota))
+            self._meter.begin_set_up()
+            self._resources = starting.pop_all()
+
+    def close(self) -> None:
+        """Restore the state of the process."""
+        self._resources.close()
+
+    @contextmanager
+    def setting_up(
+        self, fixture: FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Iterator[None]:
+        """Meter the set-up of one fixture."""
+        found = set(used_fixtures.active_fixtures(request).values())
+        if self.in_body:
+            self._bring_fixtures()
+        else:
+            self.prepared.device.restart_collector()
+        with self._meter.setting_up(fixture) as nested:
+            try:
+                yield
+            finally:
+                asked_for = set(used_fixtures.active_fixtures(request).values()) - found - {fixture}
+                nested.extend(asked_for - set(nested))
+
+    def _bring_fixtures(self) -> None:
+        """Put fixtures into this test's memory that its body requests and earlier tests set up."""
+        device = self.prepared.device
+        for fixture in device.absent(used_fixtures.fixtures_of(self.prepared.item)):
+            self._meter.found(fixture, partial(device.bring, fixture))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Enter the phase ``name`` inside."""
+        with self._meter.tracker.window(name):
+            yield
+
+    def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
+        """Attribute the memory of ``holder`` to it."""
+        self._meter.watch(holder)
+        (self._expected if self.in_body else self._expected_before).add(holder)
+
+    def phases(self) -> Mapping[str, PhaseRecord]:
+        """Return the phases left so far, on the test's device."""
+        return self._meter.phases(self.prepared.device.index)
+
+    @contextmanager
+    def body(self) -> Iterator[None]:
+        """Run the body inside."""
+        item, device = self.prepared.item, self.prepared.device
+        device.begin_body()
+        with self._meter.running(used_fixtures.fixtures_of(item)):
+            self.in_body = True
+            self._expected = Expected(self._expected_before)
+            try:
+                with (
+                    self._meter.watching(),
+                    used_fixtures.fixtures_found(item, self._bring_fixtures),
+                ):
+                    device.restart_collector()
+                    with process_kept():
+                        yield
+                device.end_body()
+            finally:
+                self.in_body = False
+
+    def record_again(self, recorder: RecordedHistory) -> None:
+        """Record the blocks of the following runs of the body."""
+        self._meter.account_by(self._account(recorder))
+
+    def measured(self, *, passed: bool) -> tuple[Measurement, tuple[Measurement, ...]]:
+        """Return the measurements of the last run: of the test's device, and all others."""
+        item, device = self.prepared.item, self.prepared.device
+        expectation = self.prepared.expectation
+        fixtures = used_fixtures.fixtures_of(item)
+        found = self._meter.measurements(
+            fixtures,
+            values_given(values_of(fixtures), item),
+            device=device.index,
+            passed=passed,
+            max_leak=expectation.max_leak if expectation else None,
+        )
+        measured = {one.device: one for one in map(device.complete, found.values())}
+        own = measured.pop(f"cuda:{device.index}")
+        return replace(own, expected=dict(self._expected.categories)), tuple(measured.values())
+
+    @property
+    def shortage(self) -> Refusal | None:
+        """The last allocation that the allocator refused, preferably one caused by a neighbour.
+
+        ``None`` where none was refused, or where refusals are not observed.
+        """
+        quota = self.prepared.quota
+        crowded = [one for one in self._refusals if cause_of(one, quota) is Cause.NEIGHBOUR]
+        found = crowded or self._refusals
+        return found[-1] if found else None
+
+    def out_of_memory(self) -> OutOfMemory | None:
+        """Return who held the memory when it ran out, ``None`` where that is not known."""
+        device = self.prepared.device
+        release = device.environment.torch.split(".")
+        return self._meter.out_of_memory(
+            device.index,
+            total=device.total_memory,
+            version=(int(release[0]), int(release[1])),
+        )
+
+    def _account(self, recorder: Recorder) -> Account:
+        item = self.prepared.item
+        return Account(
+            recorder,
+            str(item.config.rootpath),
+            timelines=any(target.kind == "html" for target in self.settings.reports),
+            classify=self._hooks.classify_for(item),
+            locate=self._hooks.locate_for(item),
+        )
