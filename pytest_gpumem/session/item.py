@@ -29,7 +29,7 @@ from pytest_gpumem.session import used_fixtures
 from pytest_gpumem.session.kept import process_kept
 from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
 from pytest_gpumem.sharing.refusal import sentence as sentence_of
-from pytest_gpumem.sizes import format_size
+from pytest_gpumem.sizes import format_size, in_words
 from pytest_gpumem.values.errors import SimulationError
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ class MeasuredItem:
         """Yield the sentence that the test exceeded its own limit before it ran out of memory."""
         limit = self._expectation.max if self._expectation else None
         if limit is not None and found.allocated > limit:
-            written = getattr(limit, "written", "") or format_size(limit)
+            written = in_words(limit) or format_size(limit)
             text = format_size(found.allocated)
             yield f"  its limit max={written} was passed before: {text} were allocated"
 
