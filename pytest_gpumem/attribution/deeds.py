@@ -149,7 +149,8 @@ def _carried(growth: Growth) -> str | None:
 def _later_steps(carried: Facts, holder: Facts) -> int:
     """Return what ``holder`` gained after the last inspection, if its steps went on as before."""
     inspected = len(holder["held"]) + 1
-    return steady_step(holder["held"]) * max(carried.get("forwards", 0) - inspected, 0)
+    later: int = max(carried.get("forwards", 0) - inspected, 0)
+    return steady_step(holder["held"]) * later
 
 
 def _by_variable(carried: Facts) -> dict[tuple[str, str], Facts]:

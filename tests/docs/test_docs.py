@@ -87,32 +87,12 @@ NOT_COMPARED = {
     "docs/replay.md": "shows a recording of a GPU that is too large to be kept here",
 }
 
-NET = """\
-import torch
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(256, 1024)
-        self.second = nn.Linear(1024, 128)
-
-    def forward(self, x):
-        return self.second(self.first(x).relu())
-
-
-def step():
-    \"\"\"Train for one step.\"\"\"
-    net = Net().cuda()
-    x = torch.randn(64, 256, device="cuda")
-    loss = net(x).sum()
-    loss.backward()
-
+MODEL = """
 
 def model():
     return Net().cuda(), torch.randn(64, 256, device="cuda")
 """
+"""What other pages take of ``net.py``, which one page shows."""
 
 KERNEL = """\
 import pytest
@@ -161,8 +141,9 @@ pytestmark = pytest.mark.usefixtures("forgotten_imports", "forked_python")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's project: the files that the documentation talks of."""
     folder = tmp_path_factory.mktemp("project")
-    (folder / "net.py").write_text(NET)
-    (folder / "train.py").write_text(NET)
+    net = _block("# net.py").source + MODEL
+    (folder / "net.py").write_text(net)
+    (folder / "train.py").write_text(net)
     (folder / "finetune.py").write_text(_block("# finetune.py").source)
     (folder / "test_model.py").write_text(_block("test_training_step").source)
     (folder / "test_first.py").write_text(_block("test_first_number").source)
