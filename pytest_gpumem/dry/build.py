@@ -84,6 +84,8 @@ def build(torch: TorchBuild, folder: Path) -> None:
         options = [f"-Wl,-soname,{name}", *versions]
         empty = ["-x", "c", os.devnull, "-x", "none"]
         _run([compiler, "-shared", "-fPIC", *options, "-o", str(folder / name), *empty, *linked])
+    # For -lcuda, with which Triton up to 3.2 links its launcher.
+    (folder / "libcuda.so").symlink_to("libcuda.so.1")
 
 
 def _stubs(names: Iterable[str]) -> str:

@@ -61,6 +61,7 @@ def test_the_libraries_have_the_names_and_versions_that_torch_asks_for() -> None
     assert {"cudaMalloc", "cublasSgemm_v2"} <= exported
     assert "memory_take" not in exported, "only NVIDIA's names are seen from outside"
     assert RUNTIME in imports_of(folder / "libcuda.so.1").libraries
+    assert (folder / "libcuda.so").resolve() == folder / "libcuda.so.1"
     assert "libcudart.so.13" in imports_of(folder / "libcudart.so.13").exported
 
 
