@@ -88,7 +88,7 @@ class Execution:
 
     def _bind(self, func: Any) -> Handler:
         if func.namespace not in _OWN:
-            return _Parts(func, self._values)
+            return _Parts(func, self._graphs)
         name = func._schema.name
         if func.has_kernel_for_dispatch_key(_COMPOSITE):
             return _Parts(func, None)
@@ -120,7 +120,7 @@ class Execution:
             if self._is_followed(result, args):
                 values.forget_dead()
                 if torch.cuda.is_current_stream_capturing():
-                    self._captured(operator, args, kwargs, result)
+                    self._graphs.add(operator, args, kwargs, result)
                 else:
                     follow(operator, args, kwargs, result)
             return result
@@ -133,15 +133,6 @@ class Execution:
             if tensor.is_cuda:
                 return tensor.__class__ in raw.PLAIN
         return False
-
-    def _captured(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
-        """Remember a captured call: a graph writes at its replay, and nothing before."""
-        self._graphs.add(operator, args, kwargs, result)
-        for tensor in tensors_in((result, operator.targets(args, kwargs))):
-            if tensor.is_cuda:
-                self._values.lost(tensor)
 
     def _sized(self, func: Any, answers: sizes.Answers) -> Handler:
         """Handle an operator whose kernel counts elements and returns the number to the host."""
@@ -271,7 +262,7 @@ class Execution:
         """Record a copy from the host to ``target``."""
         values = self._values
         if torch.cuda.is_current_stream_capturing():
-            self._captured(operator, args, kwargs, target)
+            self._graphs.add(operator, args, kwargs, target)
         elif self._storages.is_on_host(source):
             values.lost(target)
         elif not values.adopt_whole(target, finite.held(source)):
@@ -304,13 +295,13 @@ class Execution:
 class _Parts:
     """An operator composed of others that are followed: of another library, or of torch.
 
-    Results of a library's kernels are marked as unknown in ``values``.
+    Results of a library's kernels are marked as unknown in ``graphs``.
     """
 
-    def __init__(self, func: Any, values: DryValues | None) -> None:
+    def __init__(self, func: Any, graphs: Graphs | None) -> None:
         self._func = func
         is_python = func._schema.name in OPDEFS
-        self._values = None if is_python else values
+        self._graphs = None if is_python else graphs
         self._operator = Operator.of(func)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,10 +309,10 @@ class _Parts:
         func = self._func
         key = _COMPOSITE if func.has_kernel_for_dispatch_key(_COMPOSITE) else _key_of(args, kwargs)
         result = func._op_dk(key, *args, **kwargs)
-        if self._values is not None:
+        if self._graphs is not None:
             for tensor in tensors_in((result, self._operator.targets(args, kwargs))):
                 if tensor.is_cuda:
-                    self._values.lost(tensor)
+                    self._graphs.lost(tensor)
         return result
 
 

@@ -51,7 +51,7 @@ class Follower:
         self._memory.begin(everything=self._everything)
         self._values.resume()
         try:
-            with self._reads.patched(), launches_seen(self._values):
+            with self._reads.patched(), launches_seen(self._values, self._graphs):
                 if self._follows:
                     with (
                         followed(self._execution),

@@ -130,9 +130,11 @@ class Graphs:
             _Step(operator, described(args), described(kwargs), described(result), targets)
         )
 
-    def wrote(self, tensor: torch.Tensor) -> None:
-        """Remember a kernel that writes unknown values to ``tensor``."""
-        if self._under_way and tensor.layout is torch.strided:
+    def lost(self, tensor: torch.Tensor) -> None:
+        """Forget the values of ``tensor``, to which a kernel writes unknown ones now, or later."""
+        if not torch.cuda.is_current_stream_capturing():
+            self._values.lost(tensor)
+        elif self._under_way and tensor.layout is torch.strided:
             self._under_way[-1].append(_Step(None, (), {}, None, (self._described(tensor),)))
 
     def _described(self, value: Any) -> Any:
