@@ -6,7 +6,7 @@ they are marked as exact, and there is neither a driver nor timing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.collector import GROWTH, Collector
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.cuda import CudaDevice
-from pytest_gpumem.dry import scope, workspaces
+from pytest_gpumem.dry import compiling, scope, workspaces
 from pytest_gpumem.dry.blocks import Blocks, Strays
 from pytest_gpumem.dry.load import begin_placing_anew
 from pytest_gpumem.dry.values.follower import Follower
@@ -85,7 +85,13 @@ class DryDevice(CudaDevice):
     @contextmanager
     def active(self) -> Iterator[None]:
         """Make the dry devices visible inside; a rank also has its process groups."""
-        with scope.opened(), super().active(), self._follower.active(), ExitStack() as inside:
+        with (
+            scope.opened(),
+            super().active(),
+            self._follower.active(),
+            compiling.served(self._follower.following),
+            ExitStack() as inside,
+        ):
             if self._membership is not None:
                 inside.enter_context(self._membership.taken())
             yield
@@ -123,6 +129,11 @@ class DryDevice(CudaDevice):
                 yield
             finally:
                 self._strays.release()
+
+    @property
+    def apart(self) -> Callable[[], AbstractContextManager[object]] | None:
+        """A pool of its own: a cache on disk changes what compilers allocate."""
+        return compiling.apart
 
     def restart_collector(self) -> None:
         """Clear the garbage collector's state of earlier code."""

@@ -115,7 +115,7 @@ class MeasuredItem:
             self._explained = recorder is not None
             account = _account(recorder, item, settings, hooks) if recorder is not None else None
             numbered = settings.loop_phases == "numbered"
-            self._meter = Meter(statistics, ledger, account, numbered=numbered)
+            self._meter = Meter(statistics, ledger, account, numbered=numbered, apart=device.apart)
             starting.enter_context(pausable(self._meter.unmeasured))
             starting.enter_context(pausable(device.unmeasured))
             fixtures = ledger.with_nested(used_fixtures.expected_fixtures(item))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from pytest_gpumem.dry.values.dispatch import followed
 from pytest_gpumem.dry.values.execution import Execution
@@ -55,6 +55,10 @@ class Follower:
         finally:
             self._memory.end()
             self._depth -= 1
+
+    def following(self) -> AbstractContextManager[None]:
+        """Return a context in which values are followed, even where the test's are not."""
+        return nullcontext() if self._follows else followed(self._execution)
 
     def begin(self) -> None:
         """Begin a test."""
