@@ -34,7 +34,10 @@ def served(following: Context) -> Iterator[None]:
     Inductor computes constants in a context of ``following``, where small tensors have values.
     """
     made: list[Patches] = []
-    plans = {**_PLANS, "torch._inductor.constant_folding": partial(_of_constants, following)}
+    plans: dict[str, Plan] = {
+        **_PLANS,
+        "torch._inductor.constant_folding": partial(_of_constants, following),
+    }
     changes = {name: partial(_change, made, plan) for name, plan in plans.items()}
     with when_imported(changes):
         try:
