@@ -73,6 +73,13 @@ class Device(Protocol):
     def unmeasured(self) -> AbstractContextManager[None]:
         """Keep code inside from adding notes to the test's numbers."""
 
+    @property
+    def apart(self) -> Callable[[], AbstractContextManager[object]] | None:
+        """A function returning a context in which torch compiles, and leaves nothing reserved.
+
+        ``None`` where it compiles in the test's own memory.
+        """
+
     def restart_collector(self) -> None:
         """Clear the garbage collector's state of earlier code."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
 
 from pytest_gpumem.dry.values.dispatch import followed
 from pytest_gpumem.dry.values.execution import Execution
@@ -64,6 +66,14 @@ class Follower:
         finally:
             self._memory.end()
             self._depth -= 1
+
+    def moving(self, starts: Sequence[int]) -> Callable[[Mapping[int, torch.Tensor]], None]:
+        """Keep values over a change of addresses; see :meth:`DryValues.moving`."""
+        return self._values.moving(starts)
+
+    def following(self) -> AbstractContextManager[None]:
+        """Return a context in which values are followed, even where the test's are not."""
+        return nullcontext() if self._follows else followed(self._execution)
 
     def begin(self) -> None:
         """Begin a test."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,6 +80,29 @@ class DryValues(Values):
                 del self._watched[start]
                 self._places.pop(key, None)
                 self.forget(key)
+
+    def moving(self, starts: Iterable[int]) -> Callable[[Mapping[int, torch.Tensor]], None]:
+        """Keep the values of blocks at ``starts``, which are given back and taken elsewhere.
+
+        Returns a function of the tensors in these blocks, by the old addresses.
+        """
+        watched = {start for start in starts if self._watched.pop(start, None) is not None}
+
+        def moved(tensors: Mapping[int, torch.Tensor]) -> None:
+            self.forget_dead()
+            for start in watched:
+                self._moved(tensors[start])
+
+        return moved
+
+    def _moved(self, tensor: torch.Tensor) -> None:
+        key = storage_key(tensor)
+        base = self._bases.get(key)
+        if base is not None:
+            self._hold_in(tensor, seen_by_cpu(self._memory.place_of(tensor), base.dtype))
+        elif key in self._places:
+            self._places[key] = self._memory.place_of(tensor)
+        self._watch(tensor)
 
     def adopt_whole(self, tensor: torch.Tensor, infinite: Infinity) -> bool:
         """Record the values of ``tensor``, a copy's target; return whether all are known.
