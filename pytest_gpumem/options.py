@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import pytest
 
 from pytest_gpumem.device.auto import settled
-from pytest_gpumem.ini_names import check_names
 from pytest_gpumem.option_values import (
     DEVICE_FORMS,
     REPORT_FORMS,
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.sizes import Tolerance
 
 T = TypeVar("T")
+
+_PREFIX = "gpumem_"
 
 MARKER = (
     "gpumem(max, *, max_reserved, max_leak, phases, baseline, predict, tolerance, warmup, repeat, "
@@ -153,7 +154,7 @@ _FURTHER = ("gpumem_report", "gpumem_baseline", "gpumem_phases")
 """Settings that are registered one by one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Settings:
     """The settings of command line and ini file; paths are absolute."""
 
@@ -245,7 +246,7 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
     Raises ``pytest.UsageError`` with one sentence that names the option or ini key, the value and
     the accepted ones.
     """
-    check_names(config, {*_VALUES, *_FLAGS, *_VALUE_FLAGS, *_MARKER_DEFAULTS, *_FURTHER})
+    _check_names(config, {*_VALUES, *_FLAGS, *_VALUE_FLAGS, *_MARKER_DEFAULTS, *_FURTHER})
     reader = _Reader(config, options or config.option)
     tolerance = reader.one("gpumem_tolerance", as_marker("tolerance"))
     required = reader.flag("gpumem_require_baselines")
@@ -276,6 +277,29 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
         loop_phases=reader.one("gpumem_loop_phases", one_of("folded", "numbered")) or "folded",
         defaults=_marker_defaults(reader, tolerance),
     )
+
+
+def _check_names(config: pytest.Config, known: Collection[str]) -> None:
+    """Raise ``pytest.UsageError`` for a setting of ours that is not ``known``.
+
+    A misspelt limit would check nothing, and its tests would pass.
+    """
+    # pytest 9 has made it private, and there is no other way to see names that are not registered.
+    given: Iterable[str] | None = getattr(config, "_inicfg", None)
+    for name in config.inicfg if given is None else given:
+        if name.startswith(_PREFIX) and name not in known:
+            from difflib import get_close_matches
+
+            from pytest_gpumem.echo import quoted
+
+            # Without the common prefix, which makes any two alike.
+            words = [word.removeprefix(_PREFIX) for word in known]
+            close = get_close_matches(name.removeprefix(_PREFIX), words, n=1)
+            meant = f"did you mean {_PREFIX}{close[0]}?" if close else "see pytest --help"
+            where = config.inipath or "--override-ini"
+            raise pytest.UsageError(
+                f"{where}: {quoted(name)} is no setting of pytest-gpumem; {meant}"
+            )
 
 
 def _marker_defaults(reader: _Reader, tolerance: Tolerance | None) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pytest_gpumem.collector import collect_young
+from pytest_gpumem.device.device import Renewed
 from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.device.fault import fault_of
 from pytest_gpumem.device.imports import imports_watched
@@ -27,9 +28,6 @@ from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuModel, Machine
 from pytest_gpumem.values.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.values.measurement import Measurement
-
-if TYPE_CHECKING:
-    from pytest_gpumem.device.device import Renewed
 
 
 def find_device(

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.option_values import DEFAULT_GPU, DeviceChoice
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, SNIPPET
-from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine
+from pytest_gpumem.simulated.gpu.catalogue import Machine
+from pytest_gpumem.values.plain import Plain
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device
@@ -75,7 +76,7 @@ INI = (
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(Plain):
     """The request to the process."""
 
     tests: tuple[str, ...]
@@ -94,31 +95,11 @@ class Request:
     dry: bool = False
     """Whether the process has a dry device, which is its only machine."""
 
-    def write(self, path: Path) -> None:
-        """Write the request for :meth:`read`."""
-        machines = [asdict(machine) for machine in self.machines]
-        data = {**vars(self), "machines": machines, "answer": str(self.answer)}
-        path.write_text(json.dumps(data), encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: Path) -> Request:
-        """Read a request written by :meth:`write`."""
-        data = json.loads(path.read_text(encoding="utf-8"))
-        machines = tuple(_machine(machine) for machine in data["machines"])
-        rest = {"tests": tuple(data["tests"]), "answer": Path(data["answer"])}
-        return cls(**{**data, **rest, "machines": machines})
-
-
-def _machine(data: dict[str, Any]) -> Machine:
-    model = data["model"]
-    capability = tuple(model["compute_capability"])
-    return Machine(GpuModel(**{**model, "compute_capability": capability}), data["count"])
-
 
 @pytest.hookimpl(wrapper=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
     """Choose the machine before the plugin needs one."""
-    request = Request.read(Path(os.environ[REQUEST]))
+    request = Request.from_file(Path(os.environ[REQUEST]))
     early_config.stash[SELECTOR] = Simulations(request.machines[0], dry=request.dry)
     return (yield)
 
@@ -126,7 +107,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Replace the command line's options on tests, workers and reports."""
-    request = Request.read(Path(os.environ[REQUEST]))
+    request = Request.from_file(Path(os.environ[REQUEST]))
     options = {**_OPTIONS, "basetemp": request.basetemp, **(request.options or {})}
     for name, value in options.items():
         if hasattr(config.option, name):

@@ -15,6 +15,7 @@ from typing import Any
 from pytest_gpumem.prediction.child import INI, RAN_OUT, REQUEST, UNBOUNDED, Request
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.simulated.gpu.catalogue import Machine
+from pytest_gpumem.values.plain import Plain
 
 
 class PredictionError(ValueError):
@@ -33,7 +34,7 @@ class PredictionError(ValueError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(Plain):
     """The result of one test on one simulated machine."""
 
     nodeid: str
@@ -151,7 +152,7 @@ def _run(
             modules_compiled,
             dry=variables is not None,
         )
-        request.write(own / "request.json")
+        request.to_file(own / "request.json")
         try:
             ran = subprocess.run(
                 [sys.executable, "-m", "pytest", *_arguments(arguments, own)],
@@ -171,7 +172,7 @@ def _run(
         answers = json.loads(request.answer.read_text(encoding="utf-8"))
         if not answers:
             raise PredictionError(_last_words(ran))
-    return [_answer(answer) for answer in answers]
+    return [Answer.from_dict(answer) for answer in answers]
 
 
 def _arguments(given: Sequence[str], folder: Path) -> list[str]:
@@ -188,8 +189,3 @@ def _last_words(ran: subprocess.CompletedProcess[str]) -> str:
     said = [line.strip() for line in lines if line.strip(" =")]
     errors = [line for line in said if line.startswith(("ERROR", "E  "))]
     return (errors or said[-1:] or [f"pytest ended with code {ran.returncode}"])[0].strip("= ")
-
-
-def _answer(data: Mapping[str, Any]) -> Answer:
-    record = data["record"]
-    return Answer(**{**data, "record": None if record is None else TestRecord.from_dict(record)})

@@ -16,7 +16,7 @@ from pytest_gpumem.session.expected import MARKER_NAME
 if TYPE_CHECKING:
     from pytest_gpumem.session.parts import Parts
 
-_DEVICE = re.compile(r"cuda|gpu|accelerator|is_available|device", re.IGNORECASE)
+_DEVICE = r"(?i)cuda|gpu|accelerator|is_available|device"
 """Words in conditions on a device, and in their reasons."""
 
 
@@ -129,7 +129,7 @@ def skipped_for_its_device(path: Path, longrepr: object, *, everything: bool) ->
         return False
     if not everything and "gpumem" not in source:
         return False
-    return any(_DEVICE.search(text) for text in (str(reason), *_conditions(tree, int(line))))
+    return any(re.search(_DEVICE, text) for text in (str(reason), *_conditions(tree, int(line))))
 
 
 def _conditions(tree: ast.AST, line: int) -> Iterator[str]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_gpumem.baseline.collected import Collected
-from pytest_gpumem.baseline.store import BaselineStore
+from pytest_gpumem.baseline.store import BaselineError, BaselineStore, split_nodeid
+from pytest_gpumem.baseline.unused import unused_baselines
 from pytest_gpumem.baseline.update import MeasuredTest, UpdateReport, update_baselines
 from pytest_gpumem.paths import relative
 from pytest_gpumem.report.commands import Command
@@ -176,10 +178,11 @@ class Conclusion:
         settings = self._settings
         if settings.prune or not any(record.expectation for record in self._results.records):
             return
-        from pytest_gpumem.session.missing import find_missing
-
-        self._missing = find_missing(
-            self._config, settings, list(self._measured_tests()), self._collection()
+        store, tests = BaselineStore(settings.baselines), list(self._measured_tests())
+        self._missing = Missing(
+            unused_baselines(store, tests, self._collection()),
+            _elsewhere(store, tests),
+            relative(settings.baselines, self._config.invocation_params.dir).replace(os.sep, "/"),
         )
         moved = self._missing.moved
         if moved and settings.require_baselines and settings.update is None:
@@ -266,3 +269,18 @@ def _from_anywhere(config: pytest.Config) -> str:
 
 def _were(count: int) -> str:
     return "were" if count > 1 else "was"
+
+
+def _elsewhere(store: BaselineStore, tests: Sequence[MeasuredTest]) -> Counter[str]:
+    """Return the number of tests without a baseline that have one elsewhere, by environment."""
+    found: Counter[str] = Counter()
+    for test in tests:
+        module, test_id = split_nodeid(test.nodeid)
+        try:
+            if not test.wanted or store.entry(test.environment, module, test_id) is not None:
+                continue
+            known = store.elsewhere(module, test_id, test.environment)
+        except BaselineError:
+            continue
+        found.update(environment.key for environment, _ in known)
+    return found

@@ -13,7 +13,7 @@ from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, of_builtin_types
 from pytest_gpumem.session.affinity import FixtureDevices
 from pytest_gpumem.session.kept import process_kept
-from pytest_gpumem.session.stopwatch import BESIDE
+from pytest_gpumem.session.results import BESIDE
 from pytest_gpumem.session.used_fixtures import taken_back
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.prepare import Preparation
     from pytest_gpumem.session.ranks import WorstOfTest
     from pytest_gpumem.session.rerun import Rerun
-    from pytest_gpumem.session.watched import Watched
+    from pytest_gpumem.sharing.watched import Watched
 
 
 class Course:
@@ -84,7 +84,8 @@ class Course:
             device = preparation.device_of(item, rank, computed=computed)
             self._fixture_devices.renew(item, self._machine(device))
             self.current = preparation.begin(item, device)
-            self._watched.begins(self.current)
+            environment = device.environment
+            self._watched.begins(item.nodeid, f"{environment.kind}{environment.gpu}")
         else:
             self._fixture_devices.renew(item, self._machine(parts.ambient))
             if parts.ambient is not None:
@@ -94,7 +95,8 @@ class Course:
         """Stop measuring the current test."""
         measured, self.current = self.current, None
         if measured is not None:
-            self._watched.ended(measured)
+            found = measured.measurement
+            self._watched.ended(measured.nodeid, found.peak_allocated if found else None)
             measured.close()
 
     @contextmanager
@@ -193,9 +195,11 @@ class Course:
 
     @cached_property
     def _watched(self) -> Watched:
-        from pytest_gpumem.session.watched import Watched
+        from pytest_gpumem.sharing.watched import Watched
 
-        watched = Watched(self._parts.config)
+        config = self._parts.config
+        worker = getattr(config, "workerinput", {}).get("workerid", "")
+        watched = Watched(str(config.rootpath), worker)
         self._parts.closing.callback(watched.close)
         return watched
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -27,19 +27,19 @@ _OF_TORCH = ("PYTORCH_", "CUBLAS", "TORCH_")
 """Prefixes of variables that a device reads when it is made."""
 
 
-class Ambient(NamedTuple):
-    """The device of code that is not measured, active."""
+class Ambient:
+    """The device of code that is not measured, active until its resources are closed."""
 
-    selector: DeviceSelector
-    device: Device
-    resources: ExitStack
-    variables: dict[str, str]
-    """The environment variables when the device was made."""
+    def __init__(self, selector: DeviceSelector, device: Device) -> None:
+        self.selector = selector
+        self.device = device
+        self.resources = ExitStack()
+        self._variables = _variables()
 
     @property
     def is_current(self) -> bool:
         """Whether a device made now would be the same: a conftest may have set variables."""
-        return self.variables == _variables()
+        return self._variables == _variables()
 
 
 AMBIENT = pytest.StashKey[Ambient]()
@@ -79,9 +79,7 @@ def begin_early(config: pytest.Config) -> None:
         return
     from pytest_gpumem.device.errors import DeviceError
 
-    selector = config.stash.get(SELECTOR, None) or DeviceSelector(settings.device)
-    selector.stand_ins = settings.stand_ins
-    selector.compile = settings.sim_compile
+    selector = selector_of(config, settings)
     with suppress(pytest.UsageError):  # reported when pytest configures itself
         selector.world = world_of_run(config)
     with suppress(DeviceError):
@@ -100,6 +98,16 @@ def current_ambient(config: pytest.Config) -> Ambient | None:
     return None
 
 
+def selector_of(config: pytest.Config, settings: Settings) -> DeviceSelector:
+    """Return the selector of the process's devices: another plugin's, else one by the settings."""
+    if ambient := current_ambient(config):
+        return ambient.selector
+    selector = config.stash.get(SELECTOR, None) or DeviceSelector(settings.device)
+    selector.stand_ins = settings.stand_ins
+    selector.compile = settings.sim_compile
+    return selector
+
+
 def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -> Ambient:
     """Activate the ambient device until pytest is unconfigured.
 
@@ -107,7 +115,7 @@ def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -
     """
     computed = Computed.ALL if settings.sim_values == "always" else Computed.AT_FIRST
     device = selector.select(None, computed=computed, seat=selector.seat)
-    ambient = Ambient(selector, device, ExitStack(), _variables())
+    ambient = Ambient(selector, device)
     config.stash[AMBIENT] = ambient
     config.add_cleanup(ambient.resources.close)
     ambient.resources.enter_context(device.active())

@@ -9,23 +9,20 @@ import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from pytest_gpumem.attribution.out_of_memory import OutOfMemory
+from pytest_gpumem.marker import Expectation
 from pytest_gpumem.measurement.composition import explained_by
 from pytest_gpumem.measurement.history import write_snapshot
 from pytest_gpumem.measurement.recorded import RecordedHistory
+from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.session.run import EXPLAINED_BY, Run
 from pytest_gpumem.sharing.refusal import sentence as sentence_of
 from pytest_gpumem.sizes import format_size, in_words
-
-if TYPE_CHECKING:
-    from pytest_gpumem.attribution.out_of_memory import OutOfMemory
-    from pytest_gpumem.marker import Expectation
-    from pytest_gpumem.report.record import TestRecord
-    from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.values.measurement import Measurement
 
 _OUTCOMES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 """Exceptions of a second run that do not replace the first one's failure."""

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.sharing.database import default_folder
 from pytest_gpumem.sharing.learned import Learned
 from pytest_gpumem.sharing.ledger import Entry
-from pytest_gpumem.sharing.need import Need
-from pytest_gpumem.sharing.place import NOWHERE, Place
+from pytest_gpumem.sharing.need import NOWHERE, Need, Place
 from pytest_gpumem.sharing.usage import Usage, usages
 
 if TYPE_CHECKING:
@@ -38,23 +37,10 @@ class Line:
         """Send the needs of the worker's tests on ``device``, which has ``capacity`` bytes."""
         told = {nodeid: list(astuple(need)) for nodeid, need in needs.items()}
         host = [socket.gethostname(), str(default_folder())]
-        self._tell(
-            {"host": host, "device": device, "capacity": capacity, "needs": told, "real": real}
-        )
+        self.tell(host=host, device=device, capacity=capacity, needs=told, real=real)
 
-    def has_run(self, entries: Iterable[Entry]) -> None:
-        """Send the bytes that a test had on each device, and when."""
-        self._tell({"entries": [list(astuple(entry)) for entry in entries]})
-
-    def leaves(self, nodeid: str) -> None:
-        """Send that the worker leaves because of a fault that ``nodeid`` may not have caused."""
-        self._tell({"suspect": nodeid})
-
-    def has_learned(self, learned: Learned) -> None:
-        """Send the data that is to be kept for later runs."""
-        self._tell({"learned": learned.to_dict()})
-
-    def _tell(self, message: dict[str, Any]) -> None:
+    def tell(self, **message: Any) -> None:
+        """Send ``entries`` of the ledger, a ``suspect`` or what is ``learned``: builtin types."""
         if self._channel is not None:
             with suppress(OSError):  # of a controller that is gone
                 self._channel.send(message)

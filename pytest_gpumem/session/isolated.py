@@ -28,7 +28,7 @@ import pytest
 
 from pytest_gpumem.values.world import World
 
-PRELOADED = ("pytest", "torch", "pytest_gpumem.session.isolated", "pytest_gpumem.session.ahead")
+PRELOADED = ("pytest", "torch", "pytest_gpumem.session.isolated", "pytest_gpumem.session.prepare")
 
 _GRACE = 10.0
 """Seconds that a process has to end when another has ended during the test."""

@@ -5,32 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from pytest_gpumem.baseline.store import BaselineError
+from pytest_gpumem.device.device import Device
 from pytest_gpumem.report.junit import set_user_properties
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, BROKEN_PLUGINS, SENTENCE, with_outcome
+from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.session.explain import (
     explained_again,
     needs_second_run,
     out_of_memory,
     snapshot_of,
 )
+from pytest_gpumem.session.hooks import Hooks
+from pytest_gpumem.session.judge import Judge
+from pytest_gpumem.session.run import Run
+from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.values.errors import SimulationError
+from pytest_gpumem.values.measurement import Measurement
 
-if TYPE_CHECKING:
-    from pytest_gpumem.device.device import Device
-    from pytest_gpumem.report.record import TestRecord
-    from pytest_gpumem.session.hooks import Hooks
-    from pytest_gpumem.session.judge import Judge
-    from pytest_gpumem.session.run import Run
-    from pytest_gpumem.sharing.refusal import Refusal
-    from pytest_gpumem.values.measurement import Measurement
-
-    RunsAgain = Callable[[Refusal | None, int | None, Exception], bool]
+RunsAgain = Callable[[Refusal | None, int | None, Exception], bool]
 
 
 class MeasuredItem:

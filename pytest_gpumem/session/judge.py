@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,18 +11,14 @@ from pytest_gpumem.baseline.compare import Judgement, judge, judge_prediction
 from pytest_gpumem.baseline.failure import failure_text
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, split_nodeid
 from pytest_gpumem.device.select import SELECTOR
+from pytest_gpumem.marker import Expectation
+from pytest_gpumem.options import Settings
 from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.record import TestRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pytest_gpumem.marker import Expectation
-    from pytest_gpumem.options import Settings
-    from pytest_gpumem.session.run import Prepared
-    from pytest_gpumem.values.environment import Environment
-    from pytest_gpumem.values.measurement import Measurement
-    from pytest_gpumem.values.prediction import PredictedTest
+from pytest_gpumem.session.run import Prepared
+from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.values.prediction import PredictedTest
 
 CHECKED_ON_A_GPU = "predict= is checked on a GPU; simulated, a prediction is the measurement itself"
 

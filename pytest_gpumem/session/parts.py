@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
-from pytest_gpumem.session.early import current_ambient, world_of_run
+from pytest_gpumem.session.early import selector_of, world_of_run
 from pytest_gpumem.session.expected import Expectations
 from pytest_gpumem.session.results import Results
 
@@ -38,14 +37,7 @@ class Parts:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.settings = settings = settings_from(config)
-        early = current_ambient(config)
-        self.selector = (
-            early.selector
-            if early
-            else config.stash.get(SELECTOR, None) or DeviceSelector(settings.device)
-        )
-        self.selector.stand_ins = settings.stand_ins
-        self.selector.compile = settings.sim_compile
+        self.selector = selector_of(config, settings)
         self.selector.extra = lambda device: self.hooks.environment(device)
         self.results = Results(config, settings)
         self.expectations = Expectations(settings, self.selector)

@@ -34,10 +34,6 @@ class NextRun:
     """A note for the record; empty where the numbers suffice."""
     quota: int | None = None
     """The bytes that it may reserve then, where that limit has grown."""
-    alone: bool = False
-    """Whether it is to run alone because it was crowded out, which cannot happen again."""
-    yielded: bool = False
-    """Whether it made room for another test."""
 
 
 class Passage:
@@ -68,7 +64,6 @@ class Passage:
         self._waited = 0.0
         self._waited_for = ""
         self._yields = 0
-        self._alone = False
         self._notes: list[str] = []
         self._own_quota: int | None = None
         self.quota: int | None = None
@@ -101,9 +96,8 @@ class Passage:
     def enter_again(self, run: NextRun) -> None:
         """Leave, and wait for the memory that the test needs now."""
         self.leave()
-        self._need, self._alone = run.need, self._alone or run.alone
+        self._need = run.need
         self._notes += filter(None, [run.note])
-        self._yields += run.yielded
         self.quota = run.quota or self.quota
         self.enter()
 
@@ -120,7 +114,7 @@ class Passage:
         if refusal is None:
             return None
         cause = cause_of(refusal, quota)
-        if cause is Cause.NEIGHBOUR and not self._alone:
+        if cause is Cause.NEIGHBOUR and not self._need.calm:
             return self._by_itself(refusal)
         if cause is Cause.QUOTA and isinstance(error, torch.OutOfMemoryError):
             return self._with_more(refusal, quota)
@@ -128,7 +122,11 @@ class Passage:
 
     def crowded_out(self, refusal: Refusal | None, quota: int | None) -> str | None:
         """Return the sentence on a test for which there was no room even alone."""
-        if refusal is None or not self._alone or cause_of(refusal, quota) is not Cause.NEIGHBOUR:
+        if (
+            refusal is None
+            or not self._need.calm
+            or cause_of(refusal, quota) is not Cause.NEIGHBOUR
+        ):
             return None
         holders = self._gate.strangers() or "they are gone by now"
         return (
@@ -151,9 +149,9 @@ class Passage:
         }
 
     def _after_yielding(self) -> NextRun:
-        last = self._yields + 1 >= MOST_YIELDS
-        need = self._need.as_guaranteed() if last else self._need
-        return NextRun(need, "made room for a guaranteed test, and was run again", yielded=True)
+        self._yields += 1
+        need = self._need.as_guaranteed() if self._yields >= MOST_YIELDS else self._need
+        return NextRun(need, "made room for a guaranteed test, and was run again")
 
     def _by_itself(self, refusal: Refusal) -> NextRun:
         # Other processes' memory may come and go: as long as the test took, and a second at least.
@@ -162,7 +160,6 @@ class Passage:
             self._need.alone(refusal.wanted, calm),
             f"run again alone: other processes held {format_size(refusal.of_others)} of the "
             f"device when {format_size(refusal.asked)} were asked for",
-            alone=True,
         )
 
     def _with_more(self, refusal: Refusal, quota: int | None) -> NextRun | None:

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import pytest
 
-import pytest_gpumem.session.ahead  # noqa: F401  # for its imports
+from pytest_gpumem.baseline import store, update
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.cuda import CudaDevice, device_count
+from pytest_gpumem.device.device import Device
 from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.device.quota import QuotaError
+from pytest_gpumem.marker import Expectation
 from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.report import json_report, record, terminal
+from pytest_gpumem.session import affinity, conclusion, second_run
 from pytest_gpumem.session.expected import model_of
 from pytest_gpumem.session.item import MeasuredItem
 from pytest_gpumem.session.judge import Judge
+from pytest_gpumem.session.parts import Parts
 from pytest_gpumem.session.run import Prepared, Run
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.values.prediction import PredictedTest
+from pytest_gpumem.values.world import Seat
 
-if TYPE_CHECKING:
-    from pytest_gpumem.device.device import Device
-    from pytest_gpumem.marker import Expectation
-    from pytest_gpumem.session.parts import Parts
-    from pytest_gpumem.values.prediction import PredictedTest
-    from pytest_gpumem.values.world import Seat
+USED_AFTERWARDS = (affinity, conclusion, json_report, record, second_run, store, terminal, update)
+"""Modules used after bodies, imported before: a body may empty ``sys.path``, or leave a folder that
+is deleted, and must not cost the reports of the tests that are over."""
 
 
 class Preparation:

@@ -6,17 +6,13 @@ highest peak runs last, and is judged.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
+from pytest_gpumem.device.dry import DryDevice
+from pytest_gpumem.device.simulated import SimulatedDevice
+from pytest_gpumem.session.item import MeasuredItem
 from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again
 from pytest_gpumem.simulated.distributed.worst import Taken, Worst
-
-if TYPE_CHECKING:
-    from pytest_gpumem.device.dry import DryDevice
-    from pytest_gpumem.device.simulated import SimulatedDevice
-    from pytest_gpumem.session.item import MeasuredItem
 
 
 class WorstOfTest(Worst):

@@ -6,34 +6,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from _pytest.fixtures import FixtureDef
 
+from pytest_gpumem.attribution.out_of_memory import OutOfMemory
+from pytest_gpumem.device.device import Device
+from pytest_gpumem.marker import Expectation
 from pytest_gpumem.measurement.composition import Account
+from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.measurement.leaks import values_given
 from pytest_gpumem.measurement.meter import Meter, values_of
 from pytest_gpumem.measurement.recorded import RecordedHistory
+from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.measurement.unmeasured import pausable
+from pytest_gpumem.options import Settings
 from pytest_gpumem.prediction.expected import Expected
 from pytest_gpumem.session import used_fixtures
+from pytest_gpumem.session.hooks import Hooks
 from pytest_gpumem.session.kept import process_kept
 from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
-
-if TYPE_CHECKING:
-    from _pytest.fixtures import FixtureDef
-
-    from pytest_gpumem.attribution.out_of_memory import OutOfMemory
-    from pytest_gpumem.device.device import Device
-    from pytest_gpumem.marker import Expectation
-    from pytest_gpumem.measurement.fixtures import FixtureLedger
-    from pytest_gpumem.measurement.recorder import Recorder
-    from pytest_gpumem.options import Settings
-    from pytest_gpumem.session.hooks import Hooks
-    from pytest_gpumem.values.measurement import Measurement, PhaseRecord
-    from pytest_gpumem.values.prediction import PredictedTest
+from pytest_gpumem.values.measurement import Measurement, PhaseRecord
+from pytest_gpumem.values.prediction import PredictedTest
 
 EXPLAINED_BY = "all"
 """The stacks recorded to explain a failure: Python's, and C++'s, which name operators."""

@@ -7,34 +7,31 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from pytest_gpumem.baseline.store import BaselineError, BaselineStore, split_nodeid
-from pytest_gpumem.marker import GUARANTEED
+from pytest_gpumem.device.device import Device
+from pytest_gpumem.marker import GUARANTEED, Expectation
+from pytest_gpumem.options import Settings
 from pytest_gpumem.report.pytest_reports import without_group
 from pytest_gpumem.session.hosts import Line
 from pytest_gpumem.session.learning import learned_before
 from pytest_gpumem.session.passage import Passage
+from pytest_gpumem.session.predictions import Predictions
 from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again
 from pytest_gpumem.session.waiting import Waiting
 from pytest_gpumem.session.yielding import interruptible
 from pytest_gpumem.sharing.database import SharingError, default_folder
 from pytest_gpumem.sharing.gate import Admission, Gate
 from pytest_gpumem.sharing.learned import Learned, Lesson
-from pytest_gpumem.sharing.ledger import Entry, Ledger
+from pytest_gpumem.sharing.ledger import Ledger
 from pytest_gpumem.sharing.need import Need
 from pytest_gpumem.sharing.reach import Reach
 from pytest_gpumem.sharing.refusal import Refusal
-
-if TYPE_CHECKING:
-    from pytest_gpumem.device.device import Device
-    from pytest_gpumem.marker import Expectation
-    from pytest_gpumem.options import Settings
-    from pytest_gpumem.session.predictions import Predictions
-    from pytest_gpumem.sharing.usage import Usage
-    from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.sharing.usage import Usage
+from pytest_gpumem.values.measurement import Measurement
 
 MARGIN = 1.1
 """The factor on allocated bytes of a limit or baseline that estimates the reserved ones."""
@@ -46,7 +43,10 @@ class Sharing:
     def __init__(
         self, config: pytest.Config, settings: Settings, predictions: Callable[[], Predictions]
     ) -> None:
-        self._config = config
+        worker: Mapping[str, str] = getattr(config, "workerinput", {})
+        self._run = worker.get("testrunuid", f"{os.getpid()}")
+        self._name = worker.get("workerid", "main")
+        self._workers = int(worker.get("workercount", 1))
         self._predictions = predictions
         self._settings = settings
         self._store = BaselineStore(settings.baselines)
@@ -150,8 +150,8 @@ class Sharing:
         admission = self.passage.admission if self.passage else None
         if admission is None or self._ledger is None or admission.need.exclusive:
             return False
-        self._ledger.suspect(_worker(self._config)[0], admission.nodeid)
-        self._line.leaves(admission.nodeid)
+        self._ledger.suspect(self._run, admission.nodeid)
+        self._line.tell(suspect=admission.nodeid)
         return True
 
     def plan(self, tests: Iterable[tuple[pytest.Item, Expectation | None, Device]]) -> None:
@@ -170,7 +170,7 @@ class Sharing:
 
     def _foresee(self, tests: Sequence[tuple[pytest.Item, Expectation | None, Device]]) -> None:
         """Simulate unknown needs of tests on a real GPU, where that saves its time."""
-        from pytest_gpumem.session.foresight import PATIENCE, foreseen, is_worth_it
+        from pytest_gpumem.session.predictions import PATIENCE, foreseen, is_worth_it
 
         unknown = [
             (item, device)
@@ -179,8 +179,7 @@ class Sharing:
             and self._lesson(item.nodeid, device).predicted is None
             and self._known(item.nodeid, expectation, device)[0] is None
         ]
-        workers: int = getattr(self._config, "workerinput", {}).get("workercount", 1)
-        if not is_worth_it(len(unknown), workers):
+        if not is_worth_it(len(unknown), self._workers):
             return
         device: Any = unknown[0][1]
 
@@ -190,12 +189,12 @@ class Sharing:
 
         answer: Mapping[str, int] = {}
         with suppress(OSError):  # for a folder that cannot be used, which the gate reports
-            answer = foreseen(default_folder(), _worker(self._config)[0], simulate)
+            answer = foreseen(default_folder(), self._run, simulate)
         learned = Learned()
         for nodeid, size in answer.items():
             learned.learn(device.environment.key, without_group(nodeid), Lesson(predicted=size))
         self._learned.merge(learned)
-        self._line.has_learned(learned)
+        self._line.tell(learned=learned.to_dict())
 
     def usages(self) -> list[Usage]:
         """Return the usage of the devices that this process shared."""
@@ -204,16 +203,18 @@ class Sharing:
         if self._ledger is None:
             return []
         capacity = max(gate.capacity for gate in self._gates.values())
-        return usages(self._ledger.log(), _worker(self._config)[0], capacity)
+        return usages(self._ledger.log(), self._run, capacity)
 
     def _has_left(self, admission: Admission, granted: float) -> None:
         """Send the controller the bytes that a finished test had, and since when."""
-        who = (*_worker(self._config), os.getpid(), admission.nodeid)
-        self._line.has_run(
-            Entry(at, event, *who, device, size)
+        who = (self._run, self._name, os.getpid(), admission.nodeid)
+        events = (granted, "granted"), (time.time(), "released")
+        entries = [
+            [*event, *who, device, size]
             for device, size in admission.reserved.items()
-            for at, event in ((granted, "granted"), (time.time(), "released"))
-        )
+            for event in events
+        ]
+        self._line.tell(entries=entries)
 
     def beside(self) -> int | None:
         """Return the number of other tests that the current one has shared its devices with."""
@@ -241,7 +242,7 @@ class Sharing:
             folder = default_folder()
             if self._ledger is None:
                 self._ledger = Ledger(folder)
-                self._worker = self._ledger.join(*_worker(self._config))
+                self._worker = self._ledger.join(self._run, self._name)
             shared = device.share(folder)
             self._reach.remember(len(shared))
             self._gates[device] = Gate(
@@ -262,8 +263,7 @@ class Sharing:
         if quota is not None and (size is None or size > quota):
             size, source = int(quota), "quota"
         duration = self._lesson(item.nodeid, device).seconds
-        run = _worker(self._config)[0]
-        alone = self._ledger is not None and self._ledger.is_suspect(run, item.nodeid)
+        alone = self._ledger is not None and self._ledger.is_suspect(self._run, item.nodeid)
         if expectation is None:
             return Need(size, source, duration, exclusive=alone)
         self._reach.declare(item.nodeid, expectation.gpu)
@@ -306,9 +306,3 @@ def reserved_bytes(measured: Measurement | None) -> int:
     if measured is None:
         return 0
     return max(measured.peak_reserved, round(measured.peak_allocated * MARGIN))
-
-
-def _worker(config: Any) -> tuple[str, str]:
-    """Return the run's name and this worker's in it."""
-    given: Mapping[str, str] = getattr(config, "workerinput", {})
-    return given.get("testrunuid", f"{os.getpid()}"), given.get("workerid", "main")

@@ -12,13 +12,15 @@ from pytest_gpumem.sharing.admission import Device
 from pytest_gpumem.sharing.database import SharingError
 from pytest_gpumem.sharing.ledger import Answer, Ledger, State
 from pytest_gpumem.sharing.need import Need
-from pytest_gpumem.sharing.processes import descends_from, name_of
-from pytest_gpumem.sharing.strangers import NOBODY, claims_of, without_hidden
+from pytest_gpumem.sharing.processes import Process, descends_from, name_of
 from pytest_gpumem.sizes import format_size
 
 FIRST_PAUSE = 0.005
 """Seconds between two requests of a waiting test, doubled up to :data:`LONGEST_PAUSE`."""
 LONGEST_PAUSE = 0.1
+
+NOBODY = 0
+"""The key of bytes that the driver assigns to no process."""
 
 
 class HostDevice(Protocol):
@@ -278,3 +280,30 @@ def _strangers_of(found: Mapping[str, Mapping[int, int]]) -> str:
 
 def _amount(need: Need) -> str:
     return "a device alone" if need.bytes is None else format_size(need.bytes)
+
+
+def without_hidden(taken: Mapping[int, int], claims: Mapping[int, int]) -> dict[int, int]:
+    """Return ``taken`` without those of :data:`NOBODY`'s bytes that may be the workers'.
+
+    Args:
+        taken: bytes by process, from the driver.
+        claims: bytes by process that each worker may hold, by its own account. Workers that the
+            driver does not list may hold as many of :data:`NOBODY`'s.
+    """
+    hidden = sum(claim for pid, claim in claims.items() if not taken.get(pid))
+    return {**taken, NOBODY: max(taken.get(NOBODY, 0) - hidden, 0)}
+
+
+def claims_of(state: State, device: str, owners: Mapping[int, Process]) -> dict[int, int]:
+    """Return the bytes that each worker may hold of ``device``, by process: held and granted."""
+    found = state.devices[device]
+    claims = dict.fromkeys((process.pid for process in owners.values()), 0)
+    for worker, process in owners.items():
+        held = found.contexts.get(worker, 0) + found.fixtures.get(worker, 0)
+        granted = sum(
+            lease.request.needs.get(device, 0)
+            for lease in state.running
+            if lease.request.owner == worker
+        )
+        claims[process.pid] += held + granted
+    return claims

@@ -162,14 +162,14 @@ class Ledger:
                 (worker, nodeid, self._clock(), duration, exclusive, priority, guaranteed),
             )
             assert asked.lastrowid is not None
-            self._need(asked.lastrowid, needs)
+            _need(self._database, asked.lastrowid, needs)
             return asked.lastrowid
 
     def ask_anew(self, test: int, needs: Mapping[str, int]) -> None:
         """Change the needs of a waiting test; it keeps its place."""
         with self._database.transaction():
             self._database.execute("DELETE FROM need WHERE test = ?", (test,))
-            self._need(test, needs)
+            _need(self._database, test, needs)
 
     def try_grant(self, test: int, devices: Mapping[str, Device]) -> Answer:
         """Grant ``test`` its memory if it may run now.
@@ -184,7 +184,7 @@ class Ledger:
             return answer
 
     def _answer(self, test: int, devices: Mapping[str, Device]) -> Answer:
-        state = self._state(devices)
+        state = _state(self._database, devices)
         now = self._clock()
         requests = {lease.request.id: lease for lease in state.waiting}
         asked = requests[test]
@@ -209,7 +209,7 @@ class Ledger:
     def release(self, test: int) -> None:
         """Remove a test, whether it runs or waits."""
         with self._database.transaction():
-            for lease in self._leases():
+            for lease in _leases(self._database):
                 if lease.request.id == test:
                     self._log("released" if lease.is_running else "withdrawn", lease)
             self._database.execute("DELETE FROM test WHERE id = ?", (test,))
@@ -220,7 +220,7 @@ class Ledger:
         ``None`` where it runs none.
         """
         with self._database.transaction():
-            leases = list(self._leases())
+            leases = list(_leases(self._database))
             running = [one for one in leases if one.is_running and one.request.owner == worker]
             if not running:
                 return None
@@ -243,7 +243,7 @@ class Ledger:
         """Return the tests that hold memory and those that wait for it now."""
         with self._database.transaction():
             self._void_dead()
-            return self._state(devices)
+            return _state(self._database, devices)
 
     def suspect(self, run: str, nodeid: str) -> None:
         """Record a test of ``run`` that was on a device when it failed: it or another is the
@@ -265,28 +265,19 @@ class Ledger:
 
         Some may be dead; those hold nothing any more.
         """
-        return self._processes()
+        rows = self._database.execute("SELECT id, pid, started FROM worker")
+        return {worker: Process(pid, started) for worker, pid, started in rows}
 
     def log(self, since: float = 0.0) -> list[Entry]:
         """Return the grants and releases, in order."""
         rows = self._database.execute("SELECT * FROM log WHERE time >= ? ORDER BY rowid", (since,))
         return [Entry(*row) for row in rows]
 
-    def _need(self, test: int, needs: Mapping[str, int]) -> None:
-        self._database.executemany(
-            "INSERT INTO need VALUES (?, ?, ?)",
-            [(test, device, need) for device, need in needs.items()],
-        )
-
-    def _processes(self) -> dict[int, Process]:
-        rows = self._database.execute("SELECT id, pid, started FROM worker")
-        return {worker: Process(pid, started) for worker, pid, started in rows}
-
     def _void_dead(self) -> bool:
         """Remove the workers whose process has ended; return whether there were any."""
         dead = [
             worker
-            for worker, one in self._processes().items()
+            for worker, one in self.owners().items()
             if one != self._own and not is_alive(one)
         ]
         for worker in dead:
@@ -294,7 +285,7 @@ class Ledger:
         return bool(dead)
 
     def _take_out(self, worker: int, event: str = "released") -> None:
-        for lease in self._leases():
+        for lease in _leases(self._database):
             if lease.request.owner == worker and lease.is_running:
                 self._log(event, lease)
         self._database.execute("DELETE FROM worker WHERE id = ?", (worker,))
@@ -309,46 +300,47 @@ class Ledger:
             ],
         )
 
-    def _state(self, devices: Mapping[str, Device]) -> State:
-        contexts: dict[str, dict[int, int]] = {name: {} for name in devices}
-        fixtures: dict[str, dict[int, int]] = {name: {} for name in devices}
-        for worker, device, context, held in self._database.execute("SELECT * FROM held"):
-            if device in devices:
-                contexts[device][worker] = context
-                fixtures[device][worker] = held
-        known = {
-            name: replace(device, contexts=contexts[name], fixtures=fixtures[name])
-            for name, device in devices.items()
-        }
-        leases = list(self._leases())
-        return State(
-            known,
-            tuple(lease for lease in leases if lease.is_running),
-            tuple(lease for lease in leases if not lease.is_running),
-        )
 
-    def _leases(self) -> Iterator[Lease]:
-        needs: dict[int, dict[str, int]] = {}
-        for test, device, need in self._database.execute("SELECT test, device, bytes FROM need"):
-            needs.setdefault(test, {})[device] = need
-        rows = self._database.execute(
-            "SELECT test.id, worker, nodeid, since, granted, duration, exclusive, priority, "
-            "guaranteed, pid, started, run, name FROM test JOIN worker ON worker.id = test.worker "
-            "ORDER BY test.id"
-        ).fetchall()
-        for row in rows:
-            test, worker, nodeid, since, granted, duration, exclusive, priority, guaranteed = row[
-                :9
-            ]
-            pid, started, run, name = row[9:]
-            request = Request(
-                id=test,
-                owner=worker,
-                needs=needs.get(test, {}),
-                since=since if granted is None else granted,
-                duration=duration,
-                exclusive=bool(exclusive),
-                priority=priority,
-                guaranteed=bool(guaranteed),
-            )
-            yield Lease(nodeid, run, name, Process(pid, started), request, granted is not None)
+def _need(database: Database, test: int, needs: Mapping[str, int]) -> None:
+    database.executemany(
+        "INSERT INTO need VALUES (?, ?, ?)",
+        [(test, device, need) for device, need in needs.items()],
+    )
+
+
+def _state(database: Database, devices: Mapping[str, Device]) -> State:
+    contexts: dict[str, dict[int, int]] = {name: {} for name in devices}
+    fixtures: dict[str, dict[int, int]] = {name: {} for name in devices}
+    for worker, device, context, held in database.execute("SELECT * FROM held"):
+        if device in devices:
+            contexts[device][worker] = context
+            fixtures[device][worker] = held
+    known = {
+        name: replace(device, contexts=contexts[name], fixtures=fixtures[name])
+        for name, device in devices.items()
+    }
+    leases = list(_leases(database))
+    return State(
+        known,
+        tuple(lease for lease in leases if lease.is_running),
+        tuple(lease for lease in leases if not lease.is_running),
+    )
+
+
+def _leases(database: Database) -> Iterator[Lease]:
+    needs: dict[int, dict[str, int]] = {}
+    for test, device, need in database.execute("SELECT test, device, bytes FROM need"):
+        needs.setdefault(test, {})[device] = need
+    rows = database.execute(
+        "SELECT test.id, worker, nodeid, since, granted, duration, exclusive, priority, "
+        "guaranteed, pid, started, run, name FROM test JOIN worker ON worker.id = test.worker "
+        "ORDER BY test.id"
+    ).fetchall()
+    for test, worker, nodeid, since, granted, duration, *flags, pid, started, run, name in rows:
+        exclusive, priority, guaranteed = flags
+        asked = since if granted is None else granted
+        request = Request(
+            *(test, worker, needs.get(test, {}), asked, duration),
+            *(bool(exclusive), priority, bool(guaranteed)),
+        )
+        yield Lease(nodeid, run, name, Process(pid, started), request, granted is not None)

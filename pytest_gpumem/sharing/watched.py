@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
-from pytest_gpumem.sharing.processes import Process, is_alive
+from pytest_gpumem.sharing.database import default_folder
+from pytest_gpumem.sharing.processes import Process, is_alive, this_process
 from pytest_gpumem.values.plain import Plain
 
 WATCHERS = "watchers"
@@ -96,3 +98,31 @@ def watching(folder: Path) -> Iterator[None]:
         yield
     finally:
         mine.unlink(missing_ok=True)
+
+
+class Watched:
+    """The published state of this process."""
+
+    def __init__(self, rootdir: str, worker: str) -> None:
+        self._folder = default_folder()
+        self._shown = False
+        self._run = Run(this_process(), rootdir, worker, device="")
+
+    def begins(self, test: str, device: str) -> None:
+        """Publish that a measured test begins."""
+        self._say(device=device, test=test, since=time.time())
+
+    def ended(self, test: str, peak: int | None) -> None:
+        """Publish that the test is over."""
+        self._say(finished=self._run.finished + 1, test=None, last=test, last_peak=peak)
+
+    def close(self) -> None:
+        """Remove the published state."""
+        if self._shown:
+            hide(self._folder)
+
+    def _say(self, **changes: object) -> None:
+        self._run = replace(self._run, **changes)  # type: ignore[arg-type]  # each of its own
+        if is_watched(self._folder):
+            show(self._folder, self._run)
+            self._shown = True

@@ -292,10 +292,10 @@ def pytest_unconfigure(config):
     result = project.run_anew("-s", device="--gpumem-device=auto")
 
     rooms = (
-        "device device.auto device.computed device.host_gpus device.select hookspecs ini_names"
+        "device device.auto device.computed device.host_gpus device.select hookspecs"
         " option_values options paths plugin report report.header report.pytest_reports session"
         " session.collection session.early session.expected session.host session.parts"
-        " session.results session.session session.stopwatch"
+        " session.results session.session"
     )
     names = " ".join(f"pytest_gpumem.{name}" for name in rooms.split())
     result.stdout.fnmatch_lines([f"*imported: {names}"])

@@ -7,8 +7,7 @@ from typing import Any
 
 from pytest_gpumem.session.hosts import Hosts, differing
 from pytest_gpumem.sharing.learned import Learned, Lesson
-from pytest_gpumem.sharing.need import Need
-from pytest_gpumem.sharing.place import NOWHERE
+from pytest_gpumem.sharing.need import NOWHERE, Need
 from pytest_gpumem.values.environment import Environment
 
 T4 = Environment(True, "T4", "7.5", "2.13")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.session.foresight import foreseen, is_worth_it
+from pytest_gpumem.session.predictions import foreseen, is_worth_it
 
 
 def test_it_is_worth_it_where_workers_would_wait_for_several_tests() -> None:

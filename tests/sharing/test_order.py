@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from pytest_gpumem.sharing.need import NO_MEMORY, Need
+from pytest_gpumem.sharing.need import NO_MEMORY, Need, Place
 from pytest_gpumem.sharing.order import MemoryScheduling, next_test
-from pytest_gpumem.sharing.place import Place
 
 
 def need(size: int | None, duration: float | None = None, **more: bool | int) -> Need:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.sizes import KIB, MIB
+from pytest_gpumem.values.plain import Plain
 
 
 class GpuError(ValueError):
@@ -15,7 +16,7 @@ class GpuError(ValueError):
 
 
 @dataclass(frozen=True)
-class GpuModel:
+class GpuModel(Plain):
     """Properties of one GPU model that a program can read; sizes in bytes."""
 
     name: str
@@ -85,7 +86,7 @@ MOST_GPUS = 120
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(Plain):
     """Equal GPUs in one machine, written ``"A100-80GB*2"``; one of them needs no ``*1``."""
 
     model: GpuModel
