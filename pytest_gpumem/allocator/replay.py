@@ -29,6 +29,7 @@ from pytest_gpumem.allocator.recording import (
     recorded_conf,
     release_of,
 )
+from pytest_gpumem.allocator.releases import Version
 from pytest_gpumem.allocator.replayed import (
     START,
     DeviceReplay,
@@ -37,7 +38,7 @@ from pytest_gpumem.allocator.replayed import (
     Shortage,
     Usage,
 )
-from pytest_gpumem.allocator.settings import AllocatorSettings, Version
+from pytest_gpumem.allocator.settings import AllocatorSettings
 from pytest_gpumem.allocator.start import PENDING, starting_segments
 
 _UNBOUNDED = 1 << 48
