@@ -47,7 +47,7 @@ def test_an_option_is_shown_as_it_is_written() -> None:
 def test_every_keyword_of_the_marker_is_there() -> None:
     page = PAGES["marker.md"]
     assert all(f"| `{keyword}` | " in page for keyword in marker.Expectation.__dataclass_fields__)
-    assert "| `warmup` | An int from 0 up. | `0` | How often the body" in page
+    assert "| `warmup` | An int from 0 up. | `0` | Number of runs" in page
     assert '| `qos` | `"guaranteed"` or `"opportunistic"`. | `"guaranteed"` |' in page
 
 
