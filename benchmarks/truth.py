@@ -43,9 +43,10 @@ CORPORA = {
     "optim": "steps of optimizers",
     "scenario": "programs of the twin run",
     "program": "small programs",
+    "stranger": "programs of strangers",
 }
 """The name of each on the page."""
-DTYPES = "f32,bf16,f16,i64"
+DTYPES = "f32,bf16,f16,i64,amp"
 
 Json = dict[str, Any]
 

@@ -19,6 +19,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from truth_programs import programs
 
+from pytest_gpumem.values.world import World
+
 Record = Callable[[str, Callable[[], Any]], Any]
 """Runs one pass under a name, and returns what it returns."""
 
@@ -53,6 +55,8 @@ class Group:
     name: str
     """``corpus/what``."""
     cases: Callable[[], Iterator[Case]]
+    world: World | None = None
+    """The rank that its cases run as."""
 
 
 def groups(corpora: Sequence[str], dtypes: Sequence[str], samples: int) -> Iterator[Group]:
@@ -232,6 +236,30 @@ def _programs(dtypes: Sequence[str], samples: int) -> Iterator[Group]:
         yield Group(f"program/{name}", partial(_one_pass, f"program/{name}", run))
 
 
+def _strangers(dtypes: Sequence[str], samples: int) -> Iterator[Group]:
+    """Yield the programs of ``strangers``, each in those of its ways that are asked for."""
+    del samples
+    import strangers
+
+    for program in strangers.programs():
+        name = f"stranger/{program.name}"
+        ways = [way for way in program.ways if way in dtypes]
+        yield Group(name, partial(_in_ways, name, program.run, ways), program.world)
+
+
+def _in_ways(name: str, run: Callable[[], Any], ways: Sequence[str]) -> Iterator[Case]:
+    """Yield a program as a case of one pass for each way."""
+    from strangers import set_way
+
+    def passes(way: str, record: Record) -> None:
+        _seed()
+        with set_way(way):
+            record("run", run)
+
+    for way in ways:
+        yield Case(f"{name}/{way}", partial(passes, way))
+
+
 def _one_pass(name: str, run: Callable[[], Any]) -> Iterator[Case]:
     """Yield a program as one case of one pass."""
 
@@ -248,6 +276,7 @@ _CORPORA: dict[str, Callable[[Sequence[str], int], Iterator[Group]]] = {
     "optim": _optimizers,
     "scenario": _scenarios,
     "program": _programs,
+    "stranger": _strangers,
 }
 CORPORA = tuple(_CORPORA)
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from truth_corpora import Case, Group, groups
 
-from pytest_gpumem import simulate
+from pytest_gpumem import SimulatedRun, simulate
 
 PATIENCE = 120
 """Seconds for the cases of one group."""
@@ -35,7 +35,7 @@ SIGNS = {"alloc": "+", "free_requested": "-"}
 OTHERS = ("segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom")
 """What is compared besides: what the allocator asks of the driver."""
 
-PROGRAMS = ("scenario/", "program/")
+PROGRAMS = ("scenario/", "program/", "stranger/")
 """What takes longer: of a sample, one to ten others."""
 
 WORKSPACES = ("cuDNN", "cuFFT", "cuSOLVER", "cuSPARSE", "MAGMA")
@@ -101,8 +101,7 @@ def _run(
 ) -> None:
     """Run the cases of ``group``; with a ``seed`` one of them."""
     try:
-        entered: Any = simulate(gpu) if device == "simulated" else contextlib.nullcontext()
-        with entered as simulated:
+        with _entered(group, device, gpu) as simulated:
             cases = group.cases()
             if seed is not None:
                 found = list(cases)
@@ -113,6 +112,22 @@ def _run(
                 _tell(out, _made(case, simulated, stacks))
     except BaseException as error:
         _tell(out, {"case": group.name, "error": _said(error)})
+
+
+def _entered(
+    group: Group, device: str, gpu: str
+) -> contextlib.AbstractContextManager[SimulatedRun | None]:
+    """Return the device that ``group`` runs on, as the rank that it is."""
+    world = group.world
+    if device == "simulated":
+        if world is None:
+            return simulate(gpu)
+        return simulate(f"{gpu}*{world.local_size}", world_size=world.size, rank=world.rank)
+    if world is None:
+        return contextlib.nullcontext()
+    from pytest_gpumem.dry.ranks import Membership
+
+    return Membership(world).taken()
 
 
 def _made(case: Case, simulated: Any, stacks: str | None) -> Json:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 
 # Imported by name, because code under test may replace the module's functions.
 from gc import disable, enable, get_objects, get_stats, isenabled
+from inspect import CO_GENERATOR
 from itertools import chain
 from types import FrameType
 
@@ -54,6 +55,37 @@ class FramesLetGo:
         if caller is not None and kind is None:
             is_young = get_stats()[-1]["collections"] == self._collections
             _let_go_of(caller, _YOUNG if is_young else (*_YOUNG, _OLDEST))
+
+
+class LeftFrames:
+    """Frames of code between :meth:`begin` and :meth:`end`, two calls from below one function.
+
+    Like :class:`FramesLetGo`, where that function is another's and has no ``with`` statement.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[FrameType] = []
+
+    def begin(self) -> None:
+        """Record the functions that run."""
+        self._before = list(_running())
+
+    def end(self) -> None:
+        """Clear the frames that have been left below the innermost of them that still runs."""
+        before, self._before = self._before, []
+        caller = next((frame for frame in _running() if frame in before), None)
+        before.clear()
+        if caller is not None:
+            _let_go_of(caller, (*_YOUNG, _OLDEST))
+
+
+def _running() -> Iterator[FrameType]:
+    """Yield the frames of the caller's callers, innermost first, without generators."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if not frame.f_code.co_flags & CO_GENERATOR:
+            yield frame
+        frame = frame.f_back
 
 
 def _let_go_of(caller: FrameType, generations: Sequence[int]) -> None:

@@ -47,21 +47,21 @@ class Expectation:
     baseline: bool | None = None
     """True: a stored baseline must exist; None: one that exists counts; False: none counts."""
     predict: Tolerance | None = None
-    """How far a peak may be from what the simulated device of the same model takes."""
+    """Greatest distance of a peak from the one on the simulated device of the same model."""
     tolerance: Tolerance | None = None
-    """How far the baseline may be exceeded; else exact when simulated, 1% + 1MiB when measured."""
+    """Excess over the baseline that passes; by default none when simulated, 1% + 1MiB on a GPU."""
     warmup: int = 0
-    """How often the body runs before it is measured."""
+    """Number of runs of the body before it is measured."""
     repeat: int = 1
-    """How often the body runs then; the last run counts."""
+    """Number of runs after those; the last one counts."""
     gpu: tuple[str, ...] = ()
     """Names from the catalogue, to be simulated one by one."""
     min_memory: int | None = None
     """The test is skipped on a device with less total memory."""
     quota: int | None = None
-    """What the process may reserve of the device while the test runs."""
+    """Bytes of the device that the process may reserve while the test runs."""
     elastic: bool = False
-    """Where the quota is not enough, more is borrowed of a shared device."""
+    """More than the quota is borrowed of a shared device where it is not enough."""
     exclusive: bool = False
     """Nothing else may run on a shared device beside the test."""
     qos: str = GUARANTEED
@@ -71,7 +71,7 @@ class Expectation:
     isolate: bool = False
     """The test runs in a process of its own."""
     ranks: tuple[int, ...] = ()
-    """How many ranks there are, of which the test is one when simulated, and a process each where
+    """Numbers of ranks, of which the test is one when simulated, and a process each where
     there are as many GPUs; one test id for each number."""
     rank: int | str | None = None
     """Which rank the test is, or ``"worst"``: the one that takes most. ``None``: the first one of

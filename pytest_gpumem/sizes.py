@@ -79,6 +79,12 @@ def written_size(value: int | str) -> int:
     return Size(size, str(value).strip()) if named else size
 
 
+def in_words(size: int) -> str:
+    """Return the text that a size was written as, empty where it has none in powers of 1024."""
+    written: str = getattr(size, "written", "")
+    return "" if is_decimal(written) else written
+
+
 def is_decimal(written: str) -> bool:
     """Return whether a size is in powers of 1000: ``300KB``, not ``300KiB`` nor ``300K``."""
     return written.lower().endswith(("kb", "mb", "gb", "tb"))

@@ -17,6 +17,7 @@ class FakeStatistics:
         self.device = device
         self.listeners: list[Callable[[Readings], None]] = []
         self.snapshots = 0
+        self.counts_pools = False
         self._blocks: dict[int, int] = {}
         self._workspaces: set[int] = set()
         self._next = 1
@@ -48,8 +49,9 @@ class FakeStatistics:
 
     def harvest(self) -> Readings:
         reading = Reading(
-            self.allocated, self._reserved, self._peak, self._peak_reserved, self._handed_out
-        )
+            self.allocated, self._reserved, self._peak, self._peak_reserved, self._handed_out,
+            (len(self._blocks), self.allocated) if self.counts_pools else (),
+        )  # fmt: skip
         self._peak, self._peak_reserved = self.allocated, self._reserved
         readings = {self.device: reading}
         for listener in self.listeners:

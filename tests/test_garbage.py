@@ -6,10 +6,11 @@ import gc
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from pytest_gpumem.garbage import FramesLetGo
+from pytest_gpumem.garbage import FramesLetGo, LeftFrames
 
 
 class Anything:
@@ -80,3 +81,34 @@ def test_an_exception_keeps_its_traceback_where_it_is_raised() -> None:
     with pytest.raises(ValueError, match="no") as raised, FramesLetGo():
         raise ValueError("no")
     assert raised.traceback
+
+
+class Between:
+    """Calls ``begin`` and ``end`` as a context manager of another package does."""
+
+    def __init__(self) -> None:
+        self.frames = LeftFrames()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        self.frames.begin()
+        try:
+            yield
+        finally:
+            self.frames.end()
+
+
+@pytest.mark.parametrize("function", [keep_own_frame, keep_an_exception])
+def test_frames_are_found_between_two_calls_from_below_a_function(
+    function: Callable[[], None],
+) -> None:
+    def others() -> None:
+        with Between().watched():
+            function()
+
+    def called_by_others() -> weakref.ref[Anything]:
+        variable = Anything()
+        others()
+        return weakref.ref(variable)
+
+    assert called_by_others()() is None

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from pytest_gpumem.allocator.blocks import FIRST_OF_AGE, Block, FreeList, new_block
 from pytest_gpumem.allocator.constants import MIN_BLOCK, UNLIMITED
 from pytest_gpumem.allocator.private_pools import Pools
-from pytest_gpumem.allocator.settings import Version
+from pytest_gpumem.allocator.releases import OLD_SEGMENTS_FIRST, Version
 from pytest_gpumem.allocator.statistics import Counters, DeviceTally
 from pytest_gpumem.allocator.trace import RawEntry
 
@@ -141,7 +141,7 @@ class DeviceMemory:
         BlockComparatorSizeCounterAddress; before, the address decided.
         """
         address = self._place_segment(size)
-        if self._version < (2, 13):
+        if self._version < OLD_SEGMENTS_FIRST:
             return address, 0
         order, self._unused_order = self._unused_order, self._unused_order + size
         return address, order - address

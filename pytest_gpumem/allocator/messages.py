@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pytest_gpumem.allocator.releases import (
+    HINT_NAMES_ALLOC_CONF,
+    HINT_OF_RESERVE,
+    NO_HINT_IF_EXPANDABLE,
+)
+
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
@@ -128,12 +134,14 @@ def _reserve_hint(fields: OutOfMemoryFields) -> str:
 
 def _hint(fields: OutOfMemoryFields, version: tuple[int, int], *, expandable: bool) -> str:
     """Return the advice at the end: 2.10 and 2.11 changed its words, 2.14 when it is given."""
-    if expandable and version >= (2, 14):
-        return (_reserve_hint(fields) or _ADDRESS_SPACE_HINT) if version >= (2, 15) else ""
-    variable = "PYTORCH_ALLOC_CONF" if version == (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"
+    if expandable and version >= NO_HINT_IF_EXPANDABLE:
+        return (_reserve_hint(fields) or _ADDRESS_SPACE_HINT) if version >= HINT_OF_RESERVE else ""
+    variable = (
+        "PYTORCH_ALLOC_CONF" if version == HINT_NAMES_ALLOC_CONF else "PYTORCH_CUDA_ALLOC_CONF"
+    )
     page = (
         "https://pytorch.org/docs/stable/notes/cuda.html#environment-variables"
-        if version <= (2, 10)
+        if version <= HINT_NAMES_ALLOC_CONF
         else "https://docs.pytorch.org/docs/stable/notes/cuda.html"
         "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
     )

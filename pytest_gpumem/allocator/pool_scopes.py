@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pytest_gpumem.allocator.blocks import PoolId
 from pytest_gpumem.allocator.private_pools import Filter
+from pytest_gpumem.allocator.releases import REUSE_IN_CAPTURE
 from pytest_gpumem.allocator.state import AllocatorState
 
 
@@ -42,7 +43,7 @@ class PoolScopes(AllocatorState):
             AllocatorError: it was not begun, in torch's words.
         """
         self._pools.close(pool)
-        if self.settings.graph_capture_record_stream_reuse and self.version >= (2, 15):
+        if self.settings.graph_capture_record_stream_reuse and self.version >= REUSE_IN_CAPTURE:
             self._uses.end_capture(pool)
         self._route()
 

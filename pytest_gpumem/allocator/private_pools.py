@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from pytest_gpumem.allocator.blocks import SHARED_POOL, Pool, PoolId, split_threshold
 from pytest_gpumem.allocator.constants import UNLIMITED
 from pytest_gpumem.allocator.messages import AllocatorError
-from pytest_gpumem.allocator.settings import Version
+from pytest_gpumem.allocator.releases import LAST_SCOPE_FIRST, Version
 from pytest_gpumem.allocator.statistics import Stat
-
-LAST_SCOPE_FIRST: Version = (2, 10)
-"""Up to 2.9 the scope opened first decides, from then on the one opened last."""
 
 Filter = Callable[[int], bool]
 """Function that returns whether an allocation goes to the pool, by its stream."""

@@ -10,7 +10,7 @@ from typing import Any
 from pytest_gpumem.allocator.blocks import SHARED_POOL
 from pytest_gpumem.allocator.constants import SMALL_SEGMENT
 from pytest_gpumem.allocator.messages import AllocatorError
-from pytest_gpumem.allocator.settings import Version
+from pytest_gpumem.allocator.releases import OLDEST, Version
 from pytest_gpumem.garbage import paused
 
 Json = Mapping[str, Any]
@@ -50,7 +50,6 @@ _RELEASES: tuple[tuple[str, Version], ...] = (
     ("user_metadata", (2, 11)),
     ("compile_context", (2, 9)),
 )
-_OLDEST_RULES: Version = (2, 6)
 
 
 class SnapshotError(AllocatorError):
@@ -204,7 +203,7 @@ def release_of(snapshot: Json) -> Version:
     """
     events = (event for trace in snapshot["device_traces"] for event in trace)
     first: Json = next(events, {})
-    return next((version for key, version in _RELEASES if key in first), _OLDEST_RULES)
+    return next((version for key, version in _RELEASES if key in first), OLDEST)
 
 
 def line_of(event: Json) -> str:

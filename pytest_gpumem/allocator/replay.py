@@ -29,6 +29,7 @@ from pytest_gpumem.allocator.recording import (
     recorded_conf,
     release_of,
 )
+from pytest_gpumem.allocator.releases import Version
 from pytest_gpumem.allocator.replayed import (
     START,
     DeviceReplay,
@@ -37,7 +38,7 @@ from pytest_gpumem.allocator.replayed import (
     Shortage,
     Usage,
 )
-from pytest_gpumem.allocator.settings import AllocatorSettings, Version
+from pytest_gpumem.allocator.settings import AllocatorSettings
 from pytest_gpumem.allocator.start import PENDING, starting_segments
 
 _UNBOUNDED = 1 << 48
@@ -73,22 +74,8 @@ def replay(
 ) -> ReplayResult:
     """Run the recorded allocations and frees through a simulated allocator.
 
-    The counts and ``first_mismatch`` compare the recording with its replay under the recorded
-    settings. ``alloc_conf`` and ``gpu`` select a what-if: with other settings, blocks that were
-    live when recording began are allocated anew.
-
-    Args:
-        snapshot: a dict of ``torch.cuda.memory._snapshot()``, or the path of a pickled one.
-        alloc_conf: allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF.
-        gpu: a model whose memory must suffice.
-        version: the torch release whose rules hold, ``(2, 6)``; a snapshot does not contain it, so
-            by default one that writes such snapshots.
-        used_elsewhere: bytes of ``gpu`` outside the allocator: the CUDA context, other processes.
-        observed: called for an observer of each run, which gets every event.
-
-    Raises:
-        SnapshotError: ``snapshot`` is not a memory snapshot, or its history has gaps.
-        AllocatorError: a setting is not simulated.
+    Arguments, result and errors are those of :func:`pytest_gpumem.replay`; ``gpu`` need not be in
+    its catalogue.
     """
     data = checked(load_snapshot(snapshot) if isinstance(snapshot, str | Path) else snapshot)
     rules = release_of(data) if version is None else version

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pytest_gpumem.allocator.readings import Readings
-from pytest_gpumem.allocator.settings import Version
+from pytest_gpumem.allocator.releases import Version
 
 START = -1
 """Index of the moment before the first event."""

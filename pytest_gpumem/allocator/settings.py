@@ -14,17 +14,15 @@ from typing import Any, NamedTuple
 
 from pytest_gpumem.allocator.constants import LARGE_SEGMENT, MIN_LARGE_ALLOC
 from pytest_gpumem.allocator.messages import GIB, MIB, AllocatorError
+from pytest_gpumem.allocator.releases import (
+    GENERIC_CONFIG,
+    LARGE_SEGMENT_FIRST,
+    NEWEST,
+    OLDEST,
+    Version,
+)
 from pytest_gpumem.allocator.rounding import DIVISION_SLOTS
 from pytest_gpumem.echo import MOST, printable, quoted
-
-Version = tuple[int, int]
-
-OLDEST: Version = (2, 6)
-NEWEST: Version = (2, 15)
-"""Torch releases whose rules are implemented."""
-
-GENERIC_CONFIG: Version = (2, 10)
-"""From this release on, the device-independent configuration class reads the string."""
 
 
 class SettingsError(AllocatorError):
@@ -162,7 +160,7 @@ class _Parser:
 
     def _read_large_segment(self) -> None:
         """2.11 reads this key before all others: it is the minimum and default of two of them."""
-        if "large_segment_size_mb" not in self.tokens or self.result.version < (2, 11):
+        if "large_segment_size_mb" not in self.tokens or self.result.version < LARGE_SEGMENT_FIRST:
             return
         self.index = self.tokens.index("large_segment_size_mb") + 1
         self._expect(":")

@@ -7,7 +7,16 @@ from typing import Any
 
 from pytest_gpumem.allocator.blocks import SHARED_POOL, Block, PoolId
 from pytest_gpumem.allocator.readings import Readings
-from pytest_gpumem.allocator.settings import AllocatorSettings, Version
+from pytest_gpumem.allocator.releases import (
+    BYTES_BY_POOL,
+    COMPILE_CONTEXT,
+    HOST_MEMORY,
+    POOL_OF_EVENT,
+    REUSE_SETTING,
+    USER_METADATA,
+    Version,
+)
+from pytest_gpumem.allocator.settings import AllocatorSettings
 from pytest_gpumem.allocator.trace import Contexts, Recording, Trace, TraceEntry
 
 Json = dict[str, Any]
@@ -44,7 +53,7 @@ def snapshot(
         "allocator_settings": settings_dict(settings, allocators[0].version),
         "external_annotations": [],
     }
-    if allocators[0].version >= (2, 14):
+    if allocators[0].version >= HOST_MEMORY:
         result |= {"host_segments": [], "host_traces": []}
     return result
 
@@ -124,11 +133,11 @@ def trace_dicts(trace: Trace, version: Version) -> list[Json]:
     ``compile_context`` came with 2.8, ``user_metadata`` with 2.10 and ``pool_id`` with 2.12.
     """
     extra: Json = {}
-    if version >= (2, 8):
+    if version >= COMPILE_CONTEXT:
         extra["compile_context"] = "N/A"
-    if version >= (2, 10):
+    if version >= USER_METADATA:
         extra["user_metadata"] = ""
-    pools = version >= (2, 12)
+    pools = version >= POOL_OF_EVENT
     return [
         _trace_dict(time, entry, extra, pools, _frames_of_event(trace, index, entry))
         for time, (index, entry) in enumerate(trace.shown)
@@ -173,9 +182,9 @@ def settings_dict(settings: AllocatorSettings, version: Version) -> Json:
         "release_lock_on_cudamalloc": settings.release_lock_on_cudamalloc,
         "pinned_use_cuda_host_register": settings.pinned_use_cuda_host_register,
     }
-    if version >= (2, 9):
+    if version >= REUSE_SETTING:
         result["graph_capture_record_stream_reuse"] = settings.graph_capture_record_stream_reuse
-    if version >= (2, 13):
+    if version >= BYTES_BY_POOL:
         result["max_round_threshold"] = _or_unlimited(settings.pinned_max_round_threshold)
         result["max_cached_size"] = _or_unlimited(settings.pinned_max_cached_size)
     result["roundup_power2_divisions"] = {

@@ -15,7 +15,13 @@ from pytest_gpumem.allocator.device_memory import DeviceMemory, SharedDevice
 from pytest_gpumem.allocator.freeing import complete_free
 from pytest_gpumem.allocator.messages import AllocatorError
 from pytest_gpumem.allocator.private_pools import Pools
-from pytest_gpumem.allocator.settings import AllocatorSettings, SettingsError, Version
+from pytest_gpumem.allocator.releases import (
+    CAPTURE_OF_STREAM,
+    FRACTION_ROUNDED,
+    WHOLE_DEVICE_UNLIMITED,
+    Version,
+)
+from pytest_gpumem.allocator.settings import AllocatorSettings, SettingsError
 from pytest_gpumem.allocator.statistics import Counters, DeviceTally, PoolTally
 from pytest_gpumem.allocator.stream_uses import StreamUses
 from pytest_gpumem.allocator.supply import Supply
@@ -166,11 +172,13 @@ class AllocatorState:
         """
         if not 0.0 <= fraction <= 1.0:
             raise AllocatorError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-        if self.version >= (2, 10) and fraction >= 1.0:
+        if self.version >= WHOLE_DEVICE_UNLIMITED and fraction >= 1.0:
             self._memory.limit = None
             return
         exact = fraction * self.total_memory
-        self._memory.limit = math.floor(exact + 0.5) if self.version >= (2, 13) else int(exact)
+        self._memory.limit = (
+            math.floor(exact + 0.5) if self.version >= FRACTION_ROUNDED else int(exact)
+        )
 
     @property
     def memory_fraction(self) -> float:
@@ -214,6 +222,6 @@ class AllocatorState:
 
         Up to 2.12 any open scope counts, from 2.13 on only the capture of the current stream.
         """
-        if self.version <= (2, 12):
+        if self.version < CAPTURE_OF_STREAM:
             return bool(self._pools.scopes)
         return self._captures > 0 and self.is_capturing()

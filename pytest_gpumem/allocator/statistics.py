@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, Final
 
+from pytest_gpumem.allocator.releases import BYTES_BY_POOL, OOM_REJECTIONS
+
 _FIELDS: Final = {
     "allocation": "blocks",
     "segment": "segments",
@@ -311,7 +313,7 @@ def memory_stats(
         "num_device_alloc": counters.num_device_alloc,
         "num_device_free": counters.num_device_free,
     }
-    if version >= (2, 12):
+    if version >= OOM_REJECTIONS:
         result["num_oom_rejections"] = counters.num_oom_rejections
     for quantity, of_all, of_small, of_large, small_totals, large_totals in zip(
         _FIELDS,
@@ -328,7 +330,7 @@ def memory_stats(
             "small_pool": _stat(*of_small, *small_totals),
             "large_pool": _stat(*of_large, *large_totals),
         }
-    if version >= (2, 13):
+    if version >= BYTES_BY_POOL:
         result["reserved_bytes_by_private_pools"] = {
             pool_id: {scope: stat.to_dict() for scope, stat in scopes.items()}
             for pool_id, scopes in private.items()

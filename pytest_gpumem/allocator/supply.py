@@ -30,8 +30,9 @@ from pytest_gpumem.allocator.messages import (
     rejection_message,
 )
 from pytest_gpumem.allocator.private_pools import Pools
+from pytest_gpumem.allocator.releases import LENDS_FIRST, PEER_POOLS, Version
 from pytest_gpumem.allocator.rounding import segment_size
-from pytest_gpumem.allocator.settings import AllocatorSettings, Version
+from pytest_gpumem.allocator.settings import AllocatorSettings
 from pytest_gpumem.allocator.stream_uses import StreamUses
 
 
@@ -180,7 +181,7 @@ class Supply:
         Pools that lend their free blocks come first since 2.11, and last in 2.8 to 2.10.
         """
         memory = self._memory
-        block = self._find_lent(free_list, rounded) if self.version >= (2, 11) else None
+        block = self._find_lent(free_list, rounded) if self.version >= LENDS_FIRST else None
         if block is None:
             with memory.releasing(context):
                 released = self._release_enough(free_list, rounded)
@@ -191,7 +192,7 @@ class Supply:
                 self.empty_cache()
             memory.counters.num_alloc_retries += 1
             block = self._obtain(free_list, rounded, size, context)
-        if block is None and (2, 8) <= self.version <= (2, 10):
+        if block is None and PEER_POOLS <= self.version < LENDS_FIRST:
             block = self._find_lent(free_list, rounded)
         return block
 

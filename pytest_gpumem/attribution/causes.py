@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pytest_gpumem.attribution.composition import Site
-from pytest_gpumem.attribution.deeds import DEEDS, carried_sentence, unfused_sentence
+from pytest_gpumem.attribution.deeds import DEEDS, carried_sentence, steady_step, unfused_sentence
+from pytest_gpumem.attribution.explain import Change, block_size
 from pytest_gpumem.attribution.growth import (
     MOST,
     Growth,
@@ -23,7 +24,15 @@ from pytest_gpumem.attribution.growth import (
     place,
     shape_text,
 )
-from pytest_gpumem.attribution.history import ACTIVATIONS, INPUTS, OTHER, TEMPORARIES
+from pytest_gpumem.attribution.history import (
+    ACTIVATIONS,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER_STATE,
+    OTHER,
+    PARAMETERS,
+    TEMPORARIES,
+)
 from pytest_gpumem.sizes import format_size
 
 __all__ = ["Growth", "Side", "absolute_cause", "cause_of", "leak_cause"]
@@ -47,12 +56,12 @@ def cause_of(growth: Growth) -> str:
 def absolute_cause(now: Side, excess: int) -> str:
     """Return the reason why a number is over a limit, by the run's facts; else empty."""
     carried, attention = now.fact("carried") or {}, now.fact("attention") or {}
-    amounts: Sequence[int] = carried.get("held", ())
-    if len(amounts) > 1 and amounts[-1] > amounts[-2] and amounts[-1] >= MOST * excess:
-        return carried_sentence(carried)
+    for holder in carried.get("holders", ()):
+        if steady_step(holder["held"]) and holder["held"][-1] > MOST * excess:
+            return carried_sentence(holder)
     if attention.get("unfused"):
-        scores = sum(site.bytes for site in now.sites if "softmax" in (site.operator or ""))
-        if scores >= MOST * excess:
+        scores = sum(site.bytes for site in now.sites if "softmax" in (site.operator or "").lower())
+        if scores > MOST * excess:
             return unfused_sentence(attention)
     return ""
 
@@ -69,7 +78,7 @@ def leak_cause(sites: Sequence[Site]) -> str:
     total = sum(site.bytes for site in sites)
     for found in (held, _containers(held)):
         name = max(found, key=found.__getitem__, default="")
-        if name and found[name] >= MOST * total:
+        if name and found[name] > MOST * total:
             share = graphs[name] if found is held else sum(graphs.values())
             graph = (
                 ", most of it by the graph of what it holds" if share > MOST * found[name] else ""
@@ -143,9 +152,47 @@ def _inputs(growth: Growth) -> str | None:
             return f"the inputs are larger: {shape_text(was)} before, {shape_text(shape)} now"
     if growth.is_most(growth.gained(INPUTS)):
         new = [one for one in growth.changes if one.site.category == INPUTS and one.bytes > 0]
-        where = f": {place(new[0].site)} is {new[0].change}" if new else ""
+        where = f": {place(new[0].site)} holds {_more(new[0])}" if new else ""
         held = [side.categories.get(INPUTS, 0) for side in (growth.now, growth.before)]
         return f"the inputs hold {format_size(held[0])}, {format_size(held[1])} before{where}"
+    return None
+
+
+def _more(change: Change) -> str:
+    """Return by how many tensors a line holds more, where these are of one shape, else by how
+    much."""
+    site = change.site
+    if site.shape and block_size(site) == change.bytes // site.count:
+        return f"{site.count} × {shape_text(site.shape)} more"
+    return f"{format_size(change.bytes)} more"
+
+
+def _larger_model(growth: Growth) -> str | None:
+    now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
+    own = growth.gained(PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
+    if growth.now.fact("inputs") == growth.before.fact("inputs"):
+        # Of the same inputs, what grew at the same places grew with the model.
+        own += sum(
+            change.bytes
+            for change in growth.changes
+            if change.change == "grown" and change.site.category in (ACTIVATIONS, TEMPORARIES)
+        )
+    for name in now:
+        if name not in before or now[name]["parameters"] <= before[name]["parameters"]:
+            continue
+        if not growth.is_most(own):
+            continue
+        shapes, were = now[name]["largest"], before[name]["largest"]
+        grown = [one for one in shapes if one in were and shapes[one] != were[one]]
+        if grown:
+            first = grown[0]
+            more = f" (and {len(grown) - 1} more)" if len(grown) > 1 else ""
+            shown = (
+                f"{first}{more}: {shape_text(were[first])} before, {shape_text(shapes[first])} now"
+            )
+        else:
+            shown = f"{before[name]['parameters']:,} before, {now[name]['parameters']:,} now"
+        return f"{name} has more parameters, {shown}"
     return None
 
 
@@ -162,8 +209,10 @@ def _plain(growth: Growth) -> str | None:
     count = f"{site.count} × " if site.count > 1 else ""
     shape = f"{count}{shape_text(site.shape)} " if site.shape else ""
     told = f" ({shape}{site.dtype})" if shape and site.dtype else ""
-    return f"{where} takes {size} of {what} that were not there before{told}"
+    verb = "were" if what.endswith("s") else "was"
+    return f"{where} takes {size} of {what} that {verb} not there before{told}"
 
 
-DETECTORS: tuple[Detector, ...] = (*DEEDS, _inputs, _dtype, _plain)
-"""The detectors in order: differences in the program's calls come before those in its tensors."""
+DETECTORS: tuple[Detector, ...] = (*DEEDS, _inputs, _dtype, _larger_model, _plain)
+"""The detectors in order: differences in the program's calls come before those in its tensors, and
+of these the ones whose evidence is a tensor before those that count all that grew."""

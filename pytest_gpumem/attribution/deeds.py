@@ -7,16 +7,21 @@ Each returns its sentence where the facts differ and account for most of the dif
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from pytest_gpumem.attribution.composition import Site
+from pytest_gpumem.attribution.explain import Change
 from pytest_gpumem.attribution.growth import (
     MOST,
     Facts,
     Growth,
+    Side,
     largest_gain,
+    listed,
     names_text,
     place,
-    shape_text,
 )
 from pytest_gpumem.attribution.history import (
     ACTIVATIONS,
@@ -28,10 +33,6 @@ from pytest_gpumem.attribution.history import (
 )
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.operator_names import FUSED
-
-LEAST_OF_PARAMETERS = 0.1
-"""The least part of a difference that parameters, with their gradients and states, make up where a
-larger model is its cause."""
 
 
 def _compiled(growth: Growth) -> str | None:
@@ -126,27 +127,63 @@ def _zeroed_gradients(growth: Growth) -> str | None:
 
 
 def _carried(growth: Growth) -> str | None:
-    now, before = (side.fact("carried") or {} for side in (growth.now, growth.before))
-    if not growth.compares_facts or "holder" not in now:
+    carried = [side.fact("carried") or {} for side in (growth.now, growth.before)]
+    now, before = map(_by_variable, carried)
+    if not growth.compares_facts:
         return None
-    held = now["held"][-1]
-    same = all(now.get(key) == before.get(key) for key in ("holder", "where"))
-    gained = held - (before["held"][-1] if same else 0)
-    if not growth.is_most(gained):
-        return None
-    return carried_sentence(now)
+    gains = {
+        variable: holder["held"][-1] - (before[variable]["held"][-1] if variable in before else 0)
+        for variable, holder in now.items()
+    }
+    for variable in sorted(gains, key=lambda one: -gains[one]):
+        holder, gain = now[variable], gains[variable]
+        until_the_end = gain + _later_steps(carried[0], holder)
+        found = growth.is_most(gain) or (
+            growth.is_most(until_the_end) and MOST * until_the_end < growth.bytes
+        )
+        if found and (sentence := carried_sentence(holder)):
+            return sentence
+    return None
 
 
-def carried_sentence(carried: Facts) -> str:
-    """Return the bytes that each step leaves, and their place, as a sentence."""
-    amounts = carried["held"]
-    step = amounts[-1] - amounts[-2] if len(amounts) > 1 else 0
-    kind = f"the {carried['kind']} " if carried["kind"] else ""
-    holder = f"{kind}{carried['holder']} of {carried['where']}"
-    graph = ", with the graph that computed it" if carried["graph"] else ""
-    if step > 0:
-        return f"each step leaves {format_size(step)} in {holder}{graph}"
-    return f"{holder} still holds {format_size(amounts[-1])} of earlier steps{graph}"
+def _later_steps(carried: Facts, holder: Facts) -> int:
+    """Return what ``holder`` gained after the last inspection, if its steps went on as before."""
+    inspected = len(holder["held"]) + 1
+    later: int = max(carried.get("forwards", 0) - inspected, 0)
+    return steady_step(holder["held"]) * later
+
+
+def _by_variable(carried: Facts) -> dict[tuple[str, str], Facts]:
+    return {(one["holder"], one["where"]): one for one in carried.get("holders", ())}
+
+
+def carried_sentence(holder: Facts) -> str:
+    """Return what each step leaves in a variable, or that it keeps tensors of earlier steps.
+
+    Empty where neither is certain: a batch may be of a step to come.
+    """
+    amounts: Sequence[int] = holder["held"]
+    kind = f"the {holder['kind']} " if holder["kind"] else ""
+    name = f"{kind}{holder['holder']} of {holder['where']}"
+    step = steady_step(amounts)
+    mostly_graph = holder["graph"] > MOST * amounts[-1]
+    if step and mostly_graph:
+        return f"each step leaves its graph ({format_size(step)} a step), held by {name}"
+    if step:
+        return f"each step leaves {format_size(step)} in {name}"
+    if holder["batches"]:
+        return ""
+    graph = ", most of it by the graph that computed it" if mostly_graph else ""
+    return f"{name} still holds {format_size(amounts[-1])} of earlier steps{graph}"
+
+
+def steady_step(amounts: Sequence[int]) -> int:
+    """Return the bytes that each step adds to ``amounts``; 0 unless the last two added some.
+
+    Two are the least that tell a growth from what one step keeps for the next one.
+    """
+    steps = [after - before for before, after in pairwise([0, *amounts])][-2:]
+    return steps[-1] if len(steps) == 2 and min(steps) > 0 else 0
 
 
 def _optimizer_state(growth: Growth) -> str | None:
@@ -181,37 +218,60 @@ def _optimizer_kind(growth: Growth) -> str | None:
 
 def _copied_model(growth: Growth) -> str | None:
     now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
-    held = growth.before.categories.get(PARAMETERS, 0)
-    gained = growth.gained(PARAMETERS)
     grown = [name for name in now if name in before and now[name] != before[name]]
-    if not before or grown or not growth.is_most(gained) or gained < MOST * held:
+    if not before or grown:
         return None
-    new = [change for change in growth.changes if change.site.category == PARAMETERS]
-    made = max(new, key=lambda change: change.bytes).site if new else None
-    where = f", made at {place(made)}" if made and made.site else ""
-    return f"the parameters are there a second time: {format_size(gained)} more{where}"
+    copied = _second_parameters(growth) or _clones(growth)
+    if copied is None or not growth.is_most(copied.bytes):
+        return None
+    where = f", made at {place(copied.site)}" if copied.site.site else ""
+    return f"the parameters are there a second time: {format_size(copied.bytes)} more{where}"
 
 
-def _larger_model(growth: Growth) -> str | None:
+def _second_parameters(growth: Growth) -> Change | None:
+    """Return what a copied module added: as many parameters again, not the same ones in more
+    bytes."""
+    now, before = (_blocks_of(side, PARAMETERS) for side in (growth.now, growth.before))
+    new = [one for one in growth.changes if one.site.category == PARAMETERS and one.bytes > 0]
+    if not new or now < 2 * before:
+        return None
+    first = max(new, key=lambda change: change.bytes)
+    return replace(first, bytes=growth.gained(PARAMETERS))
+
+
+def _clones(growth: Growth) -> Change | None:
+    """Return a line that made a tensor of each parameter's size, in their dtype or in float32 of
+    half of it."""
+    blocks, held = _blocks_of(growth.now, PARAMETERS), growth.now.categories.get(PARAMETERS, 0)
+    for change in growth.changes:
+        several = change.change == "new" and change.site.category == OTHER and blocks > 1
+        if several and change.site.count == blocks and change.bytes in (held, 2 * held):
+            return change
+    return None
+
+
+def _blocks_of(side: Side, category: str) -> int:
+    return sum(site.count for site in side.sites if site.category == category)
+
+
+def _trained(growth: Growth) -> str | None:
     now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
-    for name in now:
-        if name not in before or now[name]["parameters"] <= before[name]["parameters"]:
+    gradients, states = growth.gained(GRADIENTS), growth.gained(OPTIMIZER_STATE)
+    for name, model in now.items():
+        was = before.get(name, {}).get("trained")
+        trained = model.get("trained")
+        if was is None or trained is None or trained <= was:
             continue
-        # Activations grow with them, too, by an unknown amount.
-        own = growth.gained(PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
-        if own < LEAST_OF_PARAMETERS * growth.bytes:
-            continue
-        shapes, were = now[name]["largest"], before[name]["largest"]
-        grown = [one for one in shapes if one in were and shapes[one] != were[one]]
-        if grown:
-            first = grown[0]
-            more = f" (and {len(grown) - 1} more)" if len(grown) > 1 else ""
-            shown = (
-                f"{first}{more}: {shape_text(were[first])} before, {shape_text(shapes[first])} now"
+        if growth.is_most(gradients + states):
+            sizes = [
+                f"{format_size(nbytes)} of {word}"
+                for nbytes, word in ((gradients, GRADIENTS), (states, OPTIMIZER_STATE))
+                if nbytes > 0
+            ]
+            return (
+                f"{trained:,} parameters of {name} are trained now, {was:,} before "
+                f"(requires_grad): {listed(sizes)} more"
             )
-        else:
-            shown = f"{before[name]['parameters']:,} before, {now[name]['parameters']:,} now"
-        return f"{name} has more parameters, {shown}"
     return None
 
 
@@ -246,17 +306,17 @@ def _written_attention(growth: Growth) -> str | None:
     now, before = (side.fact("attention") or {} for side in (growth.now, growth.before))
     if not before.get("fused") or now.get("fused", 0) >= before["fused"] or now.get("unfused"):
         return None
-    formula = [
-        change
-        for change in growth.changes
-        if change.bytes > 0 and "softmax" in (change.site.operator or "")
-    ]
-    if not growth.compares_facts or not growth.is_most(sum(change.bytes for change in formula)):
+    gains = [change for change in growth.changes if change.bytes > 0]
+    softmax = [one for one in gains if "softmax" in (one.site.operator or "").lower()]
+    lines = {one.site.site for one in softmax}
+    formula = [one for one in gains if one in softmax or (one.site.site in lines and one.site.site)]
+    total = sum(change.bytes for change in formula)
+    if not growth.compares_facts or not softmax or not growth.is_most(total):
         return None
-    first = max(formula, key=lambda change: change.bytes)
+    first = max(softmax, key=lambda change: (change.site.category == ACTIVATIONS, change.bytes))
     return (
-        f"scaled_dot_product_attention is no longer called: {place(first.site)} keeps "
-        f"{format_size(first.bytes)} of {first.site.category} that the fused kernel does not need"
+        f"scaled_dot_product_attention is no longer called: the formula at {place(first.site)} "
+        f"takes {format_size(total)} that the fused kernel does not need"
     )
 
 
@@ -303,7 +363,7 @@ DEEDS = (
     _carried,
     _sharding,
     _copied_model,
-    _larger_model,
+    _trained,
     _optimizer_state,
     _optimizer_kind,
     _unfused_attention,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,9 +12,10 @@ from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import Change
 
 MOST = 0.5
-"""The part of a difference that evidence has to explain."""
+"""The part of a difference that evidence has to exceed. Of causes that share no bytes one alone can
+be more than half of it; with a smaller part the order of the detectors would decide between two."""
 MOST_NAMED = 3
-"""Modules, places and tensors that a sentence names."""
+"""Modules that a sentence names, for it to fit into two lines of 80 columns."""
 
 Facts = Mapping[str, Any]
 
@@ -61,7 +62,7 @@ class Growth:
 
     def is_most(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` account for most of the difference."""
-        return nbytes > 0 and nbytes >= MOST * self.bytes
+        return nbytes > 0 and nbytes > MOST * self.bytes
 
     @property
     def compares_facts(self) -> bool:
@@ -70,10 +71,33 @@ class Growth:
 
 
 def largest_gain(growth: Growth) -> Change | None:
-    """Return the change that added most, one with a place or an operator where there is one."""
-    gains = [change for change in growth.changes if change.bytes > 0]
+    """Return what one line added most of by one operator, one with a place or an operator where
+    there is one."""
+    groups: defaultdict[object, list[Change]] = defaultdict(list)
+    for index, change in enumerate(growth.changes):
+        if change.bytes > 0:
+            site = change.site
+            key = site.category, site.site, site.operator, change.change
+            groups[key if site.site else index].append(change)
+    gains = [_as_one(group) for group in groups.values()]
     named = [change for change in gains if change.site.site or change.site.operator] or gains
     return max(named, key=lambda change: change.bytes, default=None)
+
+
+def _as_one(changes: Sequence[Change]) -> Change:
+    """Return ``changes`` of one line, with a shape and a dtype where all have the same."""
+    first = changes[0]
+    shapes, dtypes = ({getattr(one.site, key) for one in changes} for key in ("shape", "dtype"))
+    modules = {one.site.module for one in changes}
+    site = replace(
+        first.site,
+        bytes=sum(one.site.bytes for one in changes),
+        count=sum(one.site.count for one in changes),
+        shape=first.site.shape if len(shapes) == 1 else None,
+        dtype=first.site.dtype if len(dtypes) == 1 else None,
+        module=first.site.module if len(modules) == 1 else None,
+    )
+    return replace(first, bytes=sum(one.bytes for one in changes), site=site)
 
 
 def place(site: Site) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pytest_gpumem.allocator.recording import SnapshotError
 from pytest_gpumem.attribution.composition import Site
+from pytest_gpumem.attribution.history import PARAMETERS
 from pytest_gpumem.simulated.gpu.replay import replay
 from pytest_gpumem.sizes import format_size
 
@@ -112,7 +113,7 @@ class OutOfMemory:
 
     def _holder_lines(self) -> list[str]:
         rows = [
-            (format_size(site.bytes), site.category, site.site or "", site.operator or "")
+            (format_size(site.bytes), site.category, site.site or "", _thing(site))
             for site in self.holders[:SHOWN_HOLDERS]
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -133,6 +134,12 @@ class OutOfMemory:
             )
         tried = ", ".join(REMEDIES)
         return f"no allocator setting would have helped (tried: {tried})"
+
+
+def _thing(site: Site) -> str:
+    """Return the module of parameters, and the operator that made anything else."""
+    module = site.module if site.category == PARAMETERS else None
+    return module or site.operator or ""
 
 
 def last_failure(trace: Sequence[Json]) -> int | None:

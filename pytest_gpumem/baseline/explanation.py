@@ -19,6 +19,9 @@ LEAST_TEXT = 12
 _JOINED = " + "
 """Separator of the operators that compiled code fuses into one kernel."""
 
+_HELD_BY = "held by "
+"""What stands before the variable that keeps a block: a text of any length."""
+
 _NAMESPACE = re.compile(r"^(?:torch\.|aten::|functional\.)(?=\w)")
 
 _BLOCKS, _PREFIXES = "blocks", "prefixes"
@@ -46,18 +49,27 @@ def explanation_lines(
     """
     lines = list(explanation) if every else folded(explanation)
     shown = lines if every else lines[:SHOWN_LINES]
-    texts: list[str] = []
-    for without in range(len(_GIVEN_UP) + 1):
-        rows = [_columns(line, signed, _GIVEN_UP[:without]) for line in shown]
-        texts = _aligned(rows, width if without == len(_GIVEN_UP) else None)
-        if width is None or max(map(len, texts), default=0) <= width:
-            break
+    texts = _laid_out(shown, signed, width)
+    while not every and len(texts) > SHOWN_LINES and len(shown) > 1:
+        shown = shown[:-1]
+        texts = _laid_out(shown, signed, width)
     if hidden := lines[len(shown) :]:
         total = sum(line["bytes"] for line in hidden)
         sign = _sign(total) if signed else ""
         kind = "change" if signed else "site"
         size = format_size(abs(total))
         texts.append(f"  {sign}{size} in {len(hidden)} smaller {kind}{'s' * (len(hidden) > 1)}")
+    return texts
+
+
+def _laid_out(lines: Sequence[Line], signed: bool, width: int | None) -> list[str]:
+    """Return ``lines`` in columns; one that is too long takes two."""
+    texts: list[str] = []
+    for without in range(len(_GIVEN_UP) + 1):
+        rows = [_columns(line, signed, _GIVEN_UP[:without]) for line in lines]
+        texts = _aligned(rows, width if without == len(_GIVEN_UP) else None)
+        if width is None or max(map(len, texts), default=0) <= width:
+            break
     return texts
 
 
@@ -129,7 +141,7 @@ def _columns(line: Line, signed: bool, without: Sequence[str]) -> tuple[str, ...
     if signed and line.get("change") in ("new", "gone"):
         blocks.append(f"({line['change']})")
     if line.get("held_by"):
-        blocks.append(f"held by {line['held_by']}")
+        blocks.append(f"{_HELD_BY}{line['held_by']}")
     return (
         _sign(change) if signed else "",
         format_size(abs(change)),
@@ -163,29 +175,52 @@ def _aligned(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if width is not None:
         rows, widths = _fitted(rows, widths, width)
-    lines = []
+    lines: list[str] = []
     for sign, size, *texts in rows:
-        columns = [f"{text:<{w}}" for text, w in zip(texts, widths[2:], strict=True) if w]
-        lines.append(f"  {sign}{size:>{widths[1]}}  {'  '.join(columns)}".rstrip())
+        front = f"  {sign}{size:>{widths[1]}}  "
+        lines += _row(front, texts, widths[2:], width)
     return lines
+
+
+def _row(front: str, texts: Sequence[str], widths: Sequence[int], width: int | None) -> list[str]:
+    """Return a row in one line, or in two where an operator or a holder is too long for it."""
+    for kept in (4, 3, 2):
+        pairs = zip(texts[:kept], widths, strict=False)
+        columns = [f"{text:<{w}}" for text, w in pairs if w or text]
+        line = f"{front}{'  '.join(columns)}".rstrip()
+        if width is None or len(line) <= width:
+            break
+    rest = "  ".join(filter(None, texts[kept:]))
+    return [line, *([" " * len(front) + rest] if rest else [])]
 
 
 def _fitted(
     rows: Sequence[Sequence[str]], widths: list[int], width: int
 ) -> tuple[list[list[str]], list[int]]:
-    """Return ``rows`` and their widths, with places and operators cut to the available room."""
+    """Return ``rows`` and their widths, with places cut to the available room.
+
+    An operator that is longer than its column keeps its name, for a line of its own; so does a
+    variable that keeps memory.
+    """
     gaps = 2 * (1 + sum(map(bool, widths[2:])))
-    room = width - gaps - sum(width for i, width in enumerate(widths) if i not in (3, 4))
-    # The most useful parts are a path's package and file, and the end of an operator's name.
+    blocks = max(len(row[5].partition(_HELD_BY)[0].rstrip()) for row in rows)
+    room = width - gaps - sum(widths[:3]) - blocks
+    # The most useful parts are a path's package and file, and a whole operator's name.
     shortest = max(len(_end(row[3], 0)) for row in rows)
-    operator = min(widths[4], max(LEAST_TEXT, room - shortest))
+    most = max(LEAST_TEXT, room - shortest)
+    names = [_last(row[4], most) for row in rows]
+    operator = max((len(name) for name in names if len(name) <= most), default=0)
     place = min(widths[3], max(LEAST_TEXT, room - operator))
-    fitted = [[*row[:3], _end(row[3], place), _last(row[4], operator), *row[5:]] for row in rows]
-    return fitted, [max(map(len, column)) for column in zip(*fitted, strict=True)]
+    fitted = [
+        [*row[:3], _end(row[3], place), name, *row[5:]]
+        for row, name in zip(rows, names, strict=True)
+    ]
+    found = [max(map(len, column)) for column in zip(*fitted, strict=True)]
+    return fitted, [*found[:4], operator, *found[5:]]
 
 
 def _last(operators: str, width: int) -> str:
-    """Return ``operators``; of several that are fused the last ones, whole, that fit."""
+    """Return ``operators``; of several that are fused the last ones, whole, that fit, or one."""
     from pytest_gpumem.text import ELLIPSIS
 
     names = operators.split(_JOINED)
@@ -194,7 +229,8 @@ def _last(operators: str, width: int) -> str:
         for last in (*lasts, names[-1].removesuffix(FUSED)):
             if len(last) + 2 <= width:
                 return f"{ELLIPSIS} {last}"
-    return operators if len(operators) <= width else f"{ELLIPSIS}{operators[1 - width :]}"
+        return names[-1].removesuffix(FUSED)
+    return operators
 
 
 def _short(operator: str) -> str:

@@ -62,8 +62,13 @@ class Verdict(Plain):
         yardstick = self.limit if self.reference is None else self.reference
         actual, compared = format_apart(self.actual, yardstick or 0)
         if self.reference is None:
-            compared = self.written or compared
+            compared = self.limit_in_words or compared
         return actual, compared
+
+    @property
+    def limit_in_words(self) -> str:
+        """The limit in the test's words; empty in powers of 1000, in which no other number is."""
+        return "" if is_decimal(self.written) else self.written
 
     @property
     def brief(self) -> str:
@@ -133,7 +138,7 @@ class Verdict(Plain):
             allowed = self.limit if self.reference is None else self.reference
             return (
                 f"phase {self.phase} did not run, "
-                f"so its {self._yardstick()} of {self.written or format_size(allowed or 0)} "
+                f"so its {self._yardstick()} of {self.limit_in_words or format_size(allowed or 0)} "
                 "was not checked"
             )
         return f"{self._measured()}, {self._comparison()}"
@@ -155,12 +160,10 @@ class Verdict(Plain):
         return f"within its limit of {limit}"
 
     def _named(self, size: int) -> str:
-        """Return a limit as it is written, with its bytes where the number beside it has others.
-
-        Sizes are read in powers of 1024; a limit that is written in powers of 1000 is not.
-        """
-        text = self.written or self.sizes[1]
-        if not is_decimal(text) and parse_size(text.replace(",", "")) == size:
+        """Return a limit as it is written, or in the unit of the number beside it with its
+        bytes."""
+        text = self.sizes[1]
+        if parse_size(text.replace(",", "")) == size:
             return text
         return exactly(text, size)
 

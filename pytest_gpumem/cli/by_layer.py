@@ -13,7 +13,7 @@ from pytest_gpumem.cli.command import Answer, argument
 from pytest_gpumem.cli.device import CUDA
 from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
 from pytest_gpumem.echo import quoted
-from pytest_gpumem.sizes import format_size
+from pytest_gpumem.sizes import format_apart, format_size
 from pytest_gpumem.text import wrap
 
 if TYPE_CHECKING:
@@ -113,8 +113,8 @@ def lines(
 
 
 def _outputs(model: Layer) -> str:
-    """Return the sum of all layers' outputs, in powers of 1000 as in papers."""
-    held, written = (f"{size / 1e6:,.2f} MB" for size in (model.outputs_held, model.written))
+    """Return the sum of all layers' outputs."""
+    held, written = format_apart(model.outputs_held, model.written)
     text = f"the outputs of its layers are {held}, and as much again with their gradients"
     if model.outputs_held == model.written:
         return text

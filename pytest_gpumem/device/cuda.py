@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -168,6 +168,11 @@ class CudaDevice:
     def unmeasured(self) -> AbstractContextManager[None]:
         """Return a context that does nothing: the device itself adds no notes."""
         return nullcontext()
+
+    @property
+    def apart(self) -> Callable[[], AbstractContextManager[object]] | None:
+        """None: torch compiles in the test's own memory."""
+        return None
 
     def restart_collector(self) -> None:
         """Collect the young generations of Python's garbage."""

@@ -1,12 +1,13 @@
-"""The interface of devices to the rest of the plugin; imported for type checking only."""
+"""The interface of devices to the rest of the plugin."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.measurement.phases import Bytes
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import Block
@@ -14,6 +15,9 @@ from pytest_gpumem.sharing.gate import HostDevice
 from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.machine.values.work import Work
 
 Renewed = Callable[[object, Mapping[int, Bytes], Mapping[int, Bytes]], None]
 """A callback: fixture, and by device the bytes its set-up holds and its peak above the start."""
@@ -73,6 +77,13 @@ class Device(Protocol):
     def unmeasured(self) -> AbstractContextManager[None]:
         """Keep code inside from adding notes to the test's numbers."""
 
+    @property
+    def apart(self) -> Callable[[], AbstractContextManager[object]] | None:
+        """A function returning a context in which torch compiles, and leaves nothing reserved.
+
+        ``None`` where it compiles in the test's own memory.
+        """
+
     def restart_collector(self) -> None:
         """Clear the garbage collector's state of earlier code."""
 
@@ -124,3 +135,30 @@ class Device(Protocol):
 
     def nvml(self) -> Mapping[str, Any] | None:
         """Return a device-level reading as builtin types, ``None`` where there is no device."""
+
+
+class ComputingDevice(Device, Protocol):
+    """A simulated or dry device, on which the CPU can compute values of tensors."""
+
+    @property
+    def following(self) -> Computed | None:
+        """The values that a further run computes, ``None`` where this one computes all."""
+
+    @property
+    def decided(self) -> str | None:
+        """Why a further run is needed though nothing failed; ``None`` where it is not."""
+
+    @property
+    def made_up(self) -> bool:
+        """Whether the current test has read a value that was not computed."""
+
+    @property
+    def work(self) -> Work:
+        """The work of computing the values of the current test."""
+
+    @property
+    def events(self) -> int:
+        """A hash of the events of the tests' own allocator in the current test."""
+
+    def note(self, sentence: str) -> None:
+        """Add ``sentence`` to the notes of the current test."""

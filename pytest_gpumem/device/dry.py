@@ -6,7 +6,7 @@ they are marked as exact, and there is neither a driver nor timing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.collector import GROWTH, Collector
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.cuda import CudaDevice
-from pytest_gpumem.dry import scope, workspaces
+from pytest_gpumem.device.left_threads import is_set_up
+from pytest_gpumem.dry import compiling, scope, workspaces
 from pytest_gpumem.dry.blocks import Blocks, Strays
 from pytest_gpumem.dry.load import begin_placing_anew
+from pytest_gpumem.dry.placing import Amount, Fixtures
 from pytest_gpumem.dry.values.follower import Follower
+from pytest_gpumem.measurement.phases import Bytes
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.simulated.machine.values.work import Work
 from pytest_gpumem.values.environment import Environment
@@ -60,6 +63,7 @@ class DryDevice(CudaDevice):
         self._follower = Follower(
             follows=computed > Computed.AT_FIRST, everything=computed is Computed.ALL
         )
+        self._fixtures = Fixtures(self._blocks, self._strays, self._follower.moving)
         self._seat = seat
         self._membership: Membership | None = None
         if seat is not None:
@@ -85,7 +89,13 @@ class DryDevice(CudaDevice):
     @contextmanager
     def active(self) -> Iterator[None]:
         """Make the dry devices visible inside; a rank also has its process groups."""
-        with scope.opened(), super().active(), self._follower.active(), ExitStack() as inside:
+        with (
+            scope.opened(),
+            super().active(),
+            self._follower.active(),
+            compiling.served(self._follower.following),
+            ExitStack() as inside,
+        ):
             if self._membership is not None:
                 inside.enter_context(self._membership.taken())
             yield
@@ -100,9 +110,17 @@ class DryDevice(CudaDevice):
         """Place segments as in a new process, beside those left by earlier tests."""
         super().begin_test(name, fixtures, renewed)
         self._follower.begin()
-        self._strays.fill(fixtures)
         begin_placing_anew()
+
+        def placed(fixture: object, held: Mapping[int, Amount], peak: Mapping[int, Amount]) -> None:
+            renewed(fixture, _in_bytes(held), _in_bytes(peak))
+
+        self._fixtures.begin(fixtures, is_set_up, placed)
         workspaces.forget()
+
+    def begin_body(self) -> None:
+        """Place fixtures that follow one which the test turned out not to use."""
+        self._fixtures.begin_body()
 
     def unmeasured(self) -> AbstractContextManager[None]:
         """Keep peaks inside from adding to the test's notes on estimates."""
@@ -124,6 +142,11 @@ class DryDevice(CudaDevice):
             finally:
                 self._strays.release()
 
+    @property
+    def apart(self) -> Callable[[], AbstractContextManager[object]] | None:
+        """A pool of its own: a cache on disk changes what compilers allocate."""
+        return compiling.apart
+
     def restart_collector(self) -> None:
         """Clear the garbage collector's state of earlier code."""
         self._collector.restart()
@@ -132,12 +155,12 @@ class DryDevice(CudaDevice):
     @contextmanager
     def setting_up(self, fixture: object) -> Iterator[None]:
         """Attribute the blocks that are allocated inside to ``fixture``."""
-        with super().setting_up(fixture), self._strays.setting_up(fixture):
+        with super().setting_up(fixture), self._fixtures.setting_up(fixture):
             yield
 
     def forget(self, fixture: object) -> None:
         """Drop the records of a fixture that has been torn down."""
-        self._strays.forget(fixture)
+        self._fixtures.forget(fixture)
 
     def complete(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` marked as dry, with its notes."""
@@ -172,3 +195,7 @@ class DryDevice(CudaDevice):
     def note(self, sentence: str) -> None:
         """Add ``sentence`` to the notes of the current test."""
         self._follower.note(sentence)
+
+
+def _in_bytes(amounts: Mapping[int, Amount]) -> Mapping[int, Bytes]:
+    return {device: Bytes(*amount) for device, amount in amounts.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -207,6 +207,11 @@ class SimulatedDevice:
             for gpu in self._gpus:
                 paused.enter_context(gpu.estimates.unmeasured())
             yield
+
+    @property
+    def apart(self) -> Callable[[], AbstractContextManager[object]] | None:
+        """None: torch's compilers allocate nothing on a simulated device."""
+        return None
 
     def restart_collector(self) -> None:
         """Reset state that depends on all earlier code: the collector, autograd's numbering."""

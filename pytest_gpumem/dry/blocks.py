@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -85,8 +85,6 @@ class Strays:
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        self._spans: dict[object, Span] = {}
-        """Blocks of a fixture's set-up, by fixture."""
         self._kept: list[torch.Tensor] = []
         self._known: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         """Tensors in a block by its number, as far as they have been looked up."""
@@ -98,22 +96,10 @@ class Strays:
         """Bytes that are filled now."""
         return sum(self._filled.values())
 
-    @contextmanager
-    def setting_up(self, fixture: object) -> Iterator[None]:
-        """Record the blocks allocated inside as those of the set-up of ``fixture``."""
-        first = self._blocks.last
-        yield
-        self._spans[fixture] = first, self._blocks.last
-
-    def forget(self, fixture: object) -> None:
-        """Drop a fixture that has been torn down."""
-        self._spans.pop(fixture, None)
-
-    def fill(self, fixtures: Iterable[object]) -> None:
-        """Fill the free space beside blocks of none of ``fixtures``, until :meth:`release`."""
+    def fill(self, spans: Sequence[Span]) -> None:
+        """Fill the free space beside blocks in none of ``spans``, until :meth:`release`."""
         if not torch.cuda.is_initialized():
             return
-        spans = [self._spans[one] for one in fixtures if one in self._spans]
         elsewhere: list[int] = []
         for _ in range(_MOST_ROUNDS):
             holes, strangers = self._holes(spans)
@@ -125,9 +111,9 @@ class Strays:
             torch.cuda.caching_allocator_delete(address)
         if elsewhere:
             torch.cuda.empty_cache()
-        self._kept = list(self._tensors_in(strangers))
+        self._kept = list(self.tensors_in(strangers))
 
-    def _holes(self, spans: list[Span]) -> tuple[Sequence[_Hole], set[int]]:
+    def _holes(self, spans: Sequence[Span]) -> tuple[Sequence[_Hole], set[int]]:
         """Return the free parts of segments without a fixture's block, and all others' blocks."""
         holes: list[_Hole] = []
         strangers: set[int] = set()
@@ -141,8 +127,12 @@ class Strays:
         return holes, strangers
 
     def release(self) -> None:
-        """Free the filled space."""
+        """Free the filled space, and forget tensors that are kept."""
         self._kept.clear()
+        self.empty()
+
+    def empty(self) -> None:
+        """Free the filled space."""
         while self._filled:
             address, _ = self._filled.popitem()
             torch.cuda.caching_allocator_delete(address)
@@ -162,19 +152,56 @@ class Strays:
                 elsewhere.append(address)
                 tries += 1
 
-    def _tensors_in(self, numbers: set[int]) -> Iterator[torch.Tensor]:
-        """Yield the tensors of Python's in the blocks of these ``numbers``."""
+    def tensors_in(self, numbers: Set[int]) -> Iterator[torch.Tensor]:
+        """Yield the tensors of Python's in the blocks of these ``numbers``, and their gradients."""
         if not numbers <= self._known.keys():
-            self._known = {number: [] for number in numbers}
-            for one in gc.get_objects():
-                is_plain = type(one) in (torch.Tensor, torch.nn.Parameter)
-                if is_plain and one.is_cuda and one.layout is torch.strided and one.numel():
-                    start = one.data_ptr() - one.storage_offset() * one.dtype.itemsize
-                    self._known.get(self._blocks.number(start), []).append(weakref.ref(one))
+            self._search(numbers)
         for number in numbers:
             for reference in self._known[number]:
                 if (found := reference()) is not None:
                     yield found
+
+    def whole_tensors(self, numbers: Set[int]) -> Mapping[int, torch.Tensor]:
+        """Return a tensor whose storage is the block of each of these ``numbers``, by number.
+
+        Blocks without one are left out.
+        """
+        found = self._whole(numbers)
+        if found.keys() != numbers:
+            self._search(numbers)
+            found = self._whole(numbers)
+        return found
+
+    def _whole(self, numbers: Set[int]) -> Mapping[int, torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        for number in numbers:
+            for reference in self._known.get(number, ()):
+                one = reference()
+                if one is None:
+                    continue
+                storage = one.untyped_storage()
+                if storage.resizable() and self._blocks.number(storage.data_ptr()) == number:
+                    found[number] = one
+        return found
+
+    def _search(self, numbers: Set[int]) -> None:
+        """Look up all tensors of Python's in the blocks of these ``numbers``, and known ones."""
+        self._known = {number: [] for number in numbers | self._known.keys()}
+        for one in gc.get_objects():
+            if type(one) in (torch.Tensor, torch.nn.Parameter):
+                self._look_up(one)
+                if one.is_leaf and one.grad is not None:
+                    self._look_up(one.grad)
+
+    def _look_up(self, one: torch.Tensor) -> None:
+        if one.is_cuda and one.layout is torch.strided and one.numel():
+            start = one.data_ptr() - one.storage_offset() * one.dtype.itemsize
+            self._known.get(self._blocks.number(start), []).append(weakref.ref(one))
+
+    def moved(self, before: int, after: int) -> None:
+        """Know the tensors of the block ``before`` as those of the block ``after``."""
+        if before in self._known:
+            self._known[after] = self._known.pop(before)
 
 
 def _is_in(number: int, spans: Iterable[Span]) -> bool:

@@ -16,7 +16,12 @@ from hashlib import sha256
 from pathlib import Path
 from platform import machine
 
-from pytest_gpumem.dry.torch_build import DryError, TorchBuild
+from pytest_gpumem.dry.torch_build import (
+    DryError,
+    TorchBuild,
+    installed_build,
+    installed_files,
+)
 
 RUNTIME = "libpytest_gpumem_dry.so"
 _SOURCE = Path(__file__).parent / "source"
@@ -28,6 +33,30 @@ def cache_folder() -> Path:
     """Return the folder of the user's cache that builds are kept in."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "pytest-gpumem" / "dry"
+
+
+def built_for_installed() -> Path:
+    """Return the folder with the runtime for the installed torch; raises :class:`DryError`.
+
+    Reading the symbols of torch's libraries takes half a second. So a file beside the builds says
+    which of them belongs to libraries of these sizes and times.
+    """
+    files = installed_files()
+    note = cache_folder() / f"installed-{_key_of_files(files)}"
+    try:
+        folder = note.with_name(note.read_text(encoding="utf-8"))
+        if folder.is_dir():
+            return folder
+    except OSError:
+        pass
+    folder = built(installed_build())
+    draft = note.with_name(f"{note.name}.{os.getpid()}")
+    try:
+        draft.write_text(folder.name, encoding="utf-8")
+        draft.replace(note)
+    except OSError:
+        draft.unlink(missing_ok=True)
+    return folder
 
 
 def built(torch: TorchBuild) -> Path:
@@ -84,6 +113,8 @@ def build(torch: TorchBuild, folder: Path) -> None:
         options = [f"-Wl,-soname,{name}", *versions]
         empty = ["-x", "c", os.devnull, "-x", "none"]
         _run([compiler, "-shared", "-fPIC", *options, "-o", str(folder / name), *empty, *linked])
+    # For -lcuda, with which Triton up to 3.2 links its launcher.
+    (folder / "libcuda.so").symlink_to("libcuda.so.1")
 
 
 def _stubs(names: Iterable[str]) -> str:
@@ -135,9 +166,21 @@ def _run(command: Sequence[str]) -> None:
 def _key(torch: TorchBuild) -> str:
     """Return a hash of all that the result depends on."""
     asked = sorted((name, sorted(nodes)) for name, nodes in torch.libraries.items())
-    facts = torch.macros, machine(), _FLAGS, sorted(torch.symbols), asked
+    return _key_with_sources(torch.macros, machine(), _FLAGS, sorted(torch.symbols), asked)
+
+
+def _key_of_files(files: Iterable[Path]) -> str:
+    """Return a hash of names, sizes and times of ``files``, and of the runtime's sources."""
+    found = [(str(path), path.stat()) for path in files]
+    return _key_with_sources(
+        machine(), [(name, status.st_size, status.st_mtime_ns) for name, status in found]
+    )
+
+
+def _key_with_sources(*facts: object) -> str:
     content = sha256(repr(facts).encode())
     for path in sorted(_SOURCE.iterdir()):
         content.update(path.name.encode() + b"\0" + path.read_bytes())
-    content.update(Path(__file__).read_bytes())
+    for module in ("build.py", "torch_build.py", "elf.py"):
+        content.update(Path(__file__).with_name(module).read_bytes())
     return content.hexdigest()[:16]

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_gpumem.dry.build import RUNTIME, built
+from pytest_gpumem.dry.build import RUNTIME, built_for_installed
 from pytest_gpumem.dry.gpus import description, models_of
-from pytest_gpumem.dry.torch_build import DryError, installed_build
+from pytest_gpumem.dry.torch_build import DryError
 
 DEVICES = "PYTEST_GPUMEM_DRY_DEVICES"
 """The variable that describes the GPUs; the runtime reads it at its first call."""
@@ -65,7 +65,7 @@ def folder_of_build() -> Path:
             f"the dry device runs on Linux only, and this is {sys.platform}: use "
             "--gpumem-device=sim"
         )
-    return built(installed_build())
+    return built_for_installed()
 
 
 def environment(names: str, memory: int | None = None) -> Mapping[str, str]:

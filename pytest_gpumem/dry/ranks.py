@@ -11,7 +11,6 @@ Source: torch/distributed/distributed_c10d.py (``init_process_group``,
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -26,12 +25,8 @@ from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers "fake"
 
-from pytest_gpumem.simulated.distributed.process_groups import (
-    Groups,
-    environment_of,
-    forget_meshes,
-    split_group,
-)
+from pytest_gpumem.simulated.distributed import process_groups
+from pytest_gpumem.simulated.distributed.process_groups import OWN_GROUP, Groups, split_group
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -41,8 +36,6 @@ if TYPE_CHECKING:
 _ID_BYTES = 128
 """Bytes of ncclUniqueId, which a rank other than the first one reads from the store."""
 _RENDEZVOUS = ("init_method", "store", "rank", "world_size")
-_OWN = "_pytest_gpumem_own"
-"""Attribute of torch's world: its default group existed before the test asked for one."""
 _AT_REBUILD = 2
 """The forward pass at which DDP rebuilds its buckets."""
 _LONG_STEP = 0.25
@@ -99,41 +92,24 @@ class LonelyStore(Store):
         return self
 
 
-class Membership:
-    """The groups of a rank, for as long as this object lives; they can be entered repeatedly."""
+class Membership(process_groups.Membership):
+    """The groups of a rank, of torch's own NCCL, for as long as this object lives."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
-        self._groups = Groups.of_new_process()
+        super().__init__(world)
         # C++ keeps its part of a store alive, but not its Python methods.
         self._store = LonelyStore()
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Enter the rank, as under torchrun, with the default group initialised.
-
-        Groups, meshes and environment variables are restored afterwards.
-        """
-        hook = sys.excepthook
-        outer = Groups.of_process()
-        with environment_of(self._world), pytest.MonkeyPatch.context() as patches:
+    def _replaced(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patches:
             for owner in (dist, c10d):
                 patches.setattr(owner, "init_process_group", self._initializing())
                 patches.setattr(owner, "new_group", _regrouped(c10d.new_group))
             _split_nothing(patches)
             patches.setattr(Reducer, "_rebuild_buckets", _unhurried())
-            self._groups.take_over(outer)
-            try:
-                torch.cuda.set_device(self._world.local_rank)
-                if not dist.is_initialized():
-                    dist.init_process_group("cpu:gloo,cuda:nccl")
-                    setattr(c10d._world, _OWN, True)
-                yield
-            finally:
-                self._groups = Groups.of_process()
-                outer.take_over(self._groups)
-                sys.excepthook = hook
-                forget_meshes()
+            torch.cuda.set_device(self._world.local_rank)
+            yield
 
     def close(self) -> None:
         """Leave all groups: a watchdog of NCCL's that still runs would end the process."""
@@ -157,9 +133,9 @@ class Membership:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            if _OWN in vars(c10d._world) and dist.is_initialized():
+            if OWN_GROUP in vars(c10d._world) and dist.is_initialized():
                 dist.destroy_process_group()
-                delattr(c10d._world, _OWN)
+                delattr(c10d._world, OWN_GROUP)
             names = ("world_size", "rank", "store", "group_name", "pg_options", "device_id")
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             rest = {name: value for name, value in given.items() if name not in _RENDEZVOUS}

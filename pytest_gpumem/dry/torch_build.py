@@ -53,15 +53,22 @@ class TorchBuild:
         }
 
 
+def installed_files() -> list[Path]:
+    """Return the files that the build of the installed torch is read from.
+
+    Raises :class:`DryError` where torch is not installed.
+    """
+    folder = _folder()
+    metadata = folder.parent.glob("torch-*.dist-info/METADATA")
+    return [folder / "version.py", *sorted(metadata), *_libraries(folder)]
+
+
 def installed_build() -> TorchBuild:
     """Return the build of the torch that Python would import.
 
     Raises :class:`DryError` where it is not installed, or no CUDA build.
     """
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        raise DryError("the dry device needs torch, which is not installed")
-    folder = Path(spec.origin).parent
+    folder = _folder()
     version = (folder / "version.py").read_text(encoding="utf-8")
     release = _found(r"__version__ = '([^']+)'", version) or "unknown"
     cuda = cuda_of(folder)
@@ -71,7 +78,7 @@ def installed_build() -> TorchBuild:
             "install a CUDA build of torch for Linux, or use --gpumem-device=sim"
         )
     major, minor = (int(part) for part in cuda.split(".")[:2])
-    libraries, symbols = _imports(sorted((folder / "lib").glob("*.so*")))
+    libraries, symbols = _imports(_libraries(folder))
     return TorchBuild(
         release=release,
         cuda=(major, minor),
@@ -80,6 +87,17 @@ def installed_build() -> TorchBuild:
         libraries=libraries,
         symbols=symbols,
     )
+
+
+def _folder() -> Path:
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise DryError("the dry device needs torch, which is not installed")
+    return Path(spec.origin).parent
+
+
+def _libraries(folder: Path) -> list[Path]:
+    return sorted((folder / "lib").glob("*.so*"))
 
 
 def cuda_of(folder: Path) -> str | None:

@@ -13,16 +13,23 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_gpumem.attribution.history import Origin
-from pytest_gpumem.measurement.leaks import graph_of
+from pytest_gpumem.measurement.graphs import saved_by_graphs
+from pytest_gpumem.measurement.phases import Positions
 from pytest_gpumem.simulated.common.callsite import is_internal
 
 Held = Callable[[], Iterable[tuple[int, int, Origin | None]]]
 """A function returning address, bytes and origin of every live block."""
 
+MadeSince = Callable[[Positions], Iterable[int]]
+"""A function returning the addresses of blocks that were allocated after a position."""
+
 LOOKS = 5
-"""The number of forwards at whose beginning live blocks are inspected."""
+"""The number of forwards at whose beginning live blocks are inspected: one to know what was there
+before, one more for what a first step alone makes, and three for two growths."""
 MOST_ITEMS = 10_000
 """The most items of a container that are inspected."""
+MOST_HOLDERS = 3
+"""The most variables that are named: where two keep the same, a comparison tells which is new."""
 DEEPEST = 3
 """The deepest nesting of containers that is inspected."""
 
@@ -47,75 +54,124 @@ class _Holder(NamedTuple):
     where: str
     kind: str
     """The type of the variable if it is a container, empty for a tensor."""
-    graph: bool
-    """Whether tensors in it keep the graph that computed them."""
+
+
+class _Kept(NamedTuple):
+    """The blocks that a variable keeps, in bytes."""
+
+    nbytes: int
+    graph: int
+    """Those of them that only the graph of its tensors keeps."""
+    batches: bool
+    """Whether all of them may be batches, of this step or of one to come."""
 
 
 class Carried:
     """Blocks that earlier forwards have left, collected at the beginning of each forward.
 
     These are blocks made since the first one began, and by no backward, that no module and no
-    optimizer holds.
+    optimizer holds, and that are not the new batch.
     """
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: Held, made_since: MadeSince) -> None:
         self._held = held
+        self._made_since = made_since
         self._first: set[int] | None = None
+        self._end: Positions = ()
+        """The position of the allocators at the end of the last forward."""
         self._forwards = 0
         self._bytes: list[int] = []
-        self._seen: list[dict[_Holder, int]] = []
-        """The bytes by holder, at each inspection."""
+        self._seen: list[dict[_Holder, _Kept]] = []
+        """What each holder keeps, at each inspection."""
 
-    def forward(self, known: Callable[[], Iterable[int]]) -> None:
-        """Record the beginning of a forward; ``known`` are addresses of modules and optimizers."""
+    def forward(
+        self, known: Callable[[], Iterable[int]], given: Callable[[], Iterable[torch.Tensor]]
+    ) -> None:
+        """Record the beginning of a forward that is called with ``given``.
+
+        ``known`` are the addresses of modules and optimizers.
+        """
         self._forwards += 1
         if self._forwards > LOOKS:
             return
+        held = {address: (nbytes, origin) for address, nbytes, origin in self._held()}
         if self._first is None:
-            self._first = {address for address, _, _ in self._held()}
+            self._first = set(held)
             return
-        owned = {*self._first, *known()}
+        arguments = {_address(tensor) for tensor in given()}
+        brought = {address for address, (_, origin) in held.items() if _is_brought(origin)}
+        unrecorded = {address for address, (_, origin) in held.items() if not _has_node(origin)}
+        # Those of this step's batch are no remains of an earlier one.
+        batch = set(self._made_since(self._end)) & (brought | unrecorded) | brought & arguments
+        owned = {*self._first, *known(), *batch}
         left = {
             address: nbytes
-            for address, nbytes, origin in self._held()
+            for address, (nbytes, origin) in held.items()
             if address not in owned and _of_forward(origin)
         }
         self._bytes.append(sum(left.values()))
-        self._seen.append(_holders_of(left) if left else {})
+        self._seen.append(_holders_of(left, brought | arguments) if left else {})
+
+    def forward_ended(self, positions: Positions) -> None:
+        """Record the end of a forward."""
+        self._end = positions
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: the left bytes at each inspection, and their largest holder."""
+        """Return the JSON form: the left bytes at each inspection, and their largest holders."""
         if not any(self._bytes):
             return {}
         last = next((seen for seen in reversed(self._seen) if seen), {})
-        if not last:
-            return {"bytes": list(self._bytes)}
-        holder = max(last, key=lambda one: (last[one], bool(one.kind)))
-        amounts = [seen.get(holder, 0) for seen in self._seen]
-        return {"bytes": list(self._bytes), **holder._asdict(), "held": amounts}
+        largest = sorted(last, key=lambda one: (-last[one].nbytes, not one.kind, one))
+        return {
+            "bytes": list(self._bytes),
+            "forwards": self._forwards,
+            "holders": [
+                {
+                    **holder._asdict(),
+                    "held": [seen[holder].nbytes if holder in seen else 0 for seen in self._seen],
+                    "graph": last[holder].graph,
+                    "batches": last[holder].batches,
+                }
+                for holder in largest[:MOST_HOLDERS]
+            ],
+        }
 
 
 def _of_forward(origin: Origin | None) -> bool:
     return origin is not None and origin.library is None and origin.node is None
 
 
-def _holders_of(left: Mapping[int, int]) -> dict[_Holder, int]:
-    """Return the variables that hold some of the ``left`` blocks, and their bytes.
+def _is_brought(origin: Origin | None) -> bool:
+    """Return whether a block was copied from the host or filled, as batches are."""
+    return origin is not None and origin.kind in ("copy", "factory")
 
-    Graphs are not walked: reading a node's saved tensors runs the hooks that unpack them, which
-    under checkpointing compute a module again.
+
+def _has_node(origin: Origin | None) -> bool:
+    return origin is not None and origin.has_node
+
+
+def _holders_of(left: Mapping[int, int], batches: set[int]) -> dict[_Holder, _Kept]:
+    """Return the variables that keep some of the ``left`` blocks, themselves or by a graph.
+
+    ``batches`` are the addresses of blocks that may be batches.
     """
-    found: dict[_Holder, int] = {}
+    found: dict[_Holder, tuple[set[int], list[torch.Tensor]]] = {}
     for variable in _variables():
         tensors = list(_tensors(variable.value, DEEPEST))
-        graphs = [tensor for tensor in tensors if graph_of(tensor) is not None]
         addresses = {_address(tensor) for tensor in tensors} & left.keys()
-        nbytes = sum(left[address] for address in addresses)
-        several = isinstance(variable.value, _CONTAINERS)
-        if nbytes:
-            kind = type(variable.value).__name__ if several else ""
-            found[_Holder(variable.name, variable.where, kind, bool(graphs))] = nbytes
-    return found
+        if addresses:
+            kind = type(variable.value).__name__ if isinstance(variable.value, _CONTAINERS) else ""
+            holder = _Holder(variable.name, variable.where, kind)
+            found[holder] = addresses, tensors
+    named = set().union(*(addresses for addresses, _ in found.values()))
+    kept = {}
+    for holder, (addresses, tensors) in found.items():
+        saved: set[int] = set()
+        if left.keys() - named:
+            saved = (left.keys() - named) & {_address(one) for one in saved_by_graphs(tensors)}
+        nbytes, graph = (sum(left[one] for one in some) for some in (addresses, saved))
+        kept[holder] = _Kept(nbytes + graph, graph, addresses <= batches)
+    return kept
 
 
 def _variables() -> Iterator[_Variable]:

@@ -3,10 +3,11 @@
 Inductor measures kernels on copies of their arguments and beside a buffer that empties the cache,
 and folds constants. It frees all of that before the first call continues. Dynamo reports when it
 compiles a frame or a backward pass; kernels with several configurations are measured when they are
-first launched. The recording of a CUDA graph is no compiling: its pool belongs to the program.
+first launched, those of ``triton.autotune``, too. The recording of a CUDA graph is no compiling:
+its pool belongs to the program.
 
 Source: torch/_dynamo/callback.py and torch/_inductor/runtime/triton_heuristics.py, torch 2.6 to
-2.13.
+2.15; triton/runtime/autotuner.py, releases 3.2 to 3.9.
 """
 
 from __future__ import annotations
@@ -14,24 +15,42 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from pytest_gpumem.garbage import LeftFrames
+from pytest_gpumem.late_modules import when_imported
 from pytest_gpumem.measurement.phases import PhaseTracker
 
+Apart = Callable[[], AbstractContextManager[object]]
+"""Returns a context in which torch compiles."""
+
 _CALLBACKS = "torch._dynamo.callback"
-_KERNELS = "torch._inductor.runtime.triton_heuristics"
+_TUNERS = {
+    "torch._inductor.runtime.triton_heuristics": ("CachingAutotuner", "autotune_to_one_config"),
+    "triton.runtime.autotuner": ("Autotuner", "_bench"),
+}
+"""By module, the class and the method that measures a kernel."""
 _RECORDING = "CUDAGRAPH_RECORDING"
 
 
 class Compiling:
-    """A guard that keeps peaks during compilation out of the phases of ``tracker``."""
+    """A guard that keeps peaks during compilation out of the phases of ``tracker``.
 
-    def __init__(self, tracker: PhaseTracker) -> None:
+    Torch compiles, and kernels are measured, in a context of ``apart`` if that is given; then
+    frames that compilers leave behind, whose variables hold tensors of the test until the garbage
+    collector runs, are cleared, too: a compiler that finds its results in a cache leaves none.
+    """
+
+    def __init__(self, tracker: PhaseTracker, apart: Apart | None = None) -> None:
         self._tracker = tracker
+        self._apart = apart
+        self._frames = LeftFrames()
         self._open = ExitStack()
         self._is_open = False
         self._patches = pytest.MonkeyPatch()
@@ -39,7 +58,8 @@ class Compiling:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Register callbacks for each compilation inside."""
-        with pytest.MonkeyPatch.context() as self._patches:
+        tuners = {name: partial(self._hear_of, *place) for name, place in _TUNERS.items()}
+        with pytest.MonkeyPatch.context() as self._patches, when_imported(tuners):
             if _CALLBACKS in sys.modules:
                 self._listen()
             else:  # its import takes as long as torch's, and only programs that compile need it
@@ -69,24 +89,25 @@ class Compiling:
             starts(handler, *args)
             if not any(each.callback_trigger.name == _RECORDING for each in args):
                 self._begin()
+                self._frames.begin()
 
         def run_end_callbacks(handler: Any, *args: Any) -> None:
             self._end()
             ends(handler, *args)
-            self._hear_of_kernels()
+            if self._apart is not None:
+                self._frames.end()
 
         self._patches.setattr(handler, "run_start_callbacks", run_start_callbacks)
         self._patches.setattr(handler, "run_end_callbacks", run_end_callbacks)
-        self._hear_of_kernels()
 
-    def _hear_of_kernels(self) -> None:
-        tuner = getattr(sys.modules.get(_KERNELS), "CachingAutotuner", None)
-        measure = getattr(tuner, "autotune_to_one_config", None)
-        if measure is None or getattr(measure, "__wrapped__", None) is not None:
+    def _hear_of(self, kind: str, method: str, module: ModuleType) -> None:
+        tuner = getattr(module, kind, None)
+        measure = getattr(tuner, method, None)
+        if measure is None:  # another release
             return
 
         @functools.wraps(measure)
-        def autotune_to_one_config(*args: Any, **options: Any) -> Any:
+        def measured(*args: Any, **options: Any) -> Any:
             if self._is_open:
                 return measure(*args, **options)
             self._begin()
@@ -95,12 +116,14 @@ class Compiling:
             finally:
                 self._end()
 
-        self._patches.setattr(tuner, "autotune_to_one_config", autotune_to_one_config)
+        self._patches.setattr(tuner, method, measured)
 
     def _begin(self) -> None:
         if not self._is_open:
             self._is_open = True
             self._open.enter_context(self._tracker.compiling())
+            if self._apart is not None:
+                self._open.enter_context(self._apart())
 
     def _end(self) -> None:
         self._is_open = False

@@ -83,10 +83,16 @@ class Account:
         self._root = root
         self._set_up = self._beginning = Beginning((), {})
         self._end: Positions = ()
-        self.witness = Witness(
-            recorder.positions, lambda: recorder.held(torch.cuda.current_device())
-        )
+        self.witness = Witness(recorder.positions, self._held, self._made_since)
         self.positions = recorder.positions
+
+    def _held(self) -> Iterable[tuple[int, int, Origin | None]]:
+        return self._recorder.held(torch.cuda.current_device())
+
+    def _made_since(self, positions: Positions) -> Iterable[int]:
+        device = torch.cuda.current_device()
+        events = self._recorder.events(device, position_on(device, positions))
+        return (event.address for event in events if event.is_alloc)
 
     def set_up(self) -> None:
         """Record the state before the test's fixtures are set up, which may have phases, too."""

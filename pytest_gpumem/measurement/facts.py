@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.measurement.carried import Carried, Held
+from pytest_gpumem.measurement.carried import Carried, Held, MadeSince
+from pytest_gpumem.measurement.phases import Positions
 from pytest_gpumem.values.errors import SimulationError
 
 MOST_NAMES = 20
-"""The most modules that are named of each kind."""
+"""The most modules that are named of each kind: baselines keep them, a sentence names three."""
 MOST_LARGEST = 8
-"""The number of a model's parameters whose shapes are kept."""
+"""The number of a model's parameters whose shapes are kept: the kinds of weights of a transformer's
+block with its embedding and head, whose numbers are one name."""
 
 _SHARDING = ("FSDPModule", "FullyShardedDataParallel")
 """Classes of torch that a module has where its parameters are sharded."""
@@ -31,7 +33,7 @@ _ALIGNED_HEAD = 8
 class Facts:
     """The facts of one run of a test's body."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: Held, made_since: MadeSince) -> None:
         self._grad = {"on": 0, "off": 0}
         self._graphs = self._most_graphs = 0
         self._retained = self._kept_zeros = 0
@@ -44,16 +46,22 @@ class Facts:
         self._unfused: dict[str, None] = {}
         self.failed_unfused = ""
         """The reason why the attention kernel in which memory ran out was not a fused one."""
-        self._carried = Carried(held)
+        self._carried = Carried(held, made_since)
 
-    def forward(self, known: Callable[[], Iterable[int]]) -> None:
-        """Record an outermost forward; ``known`` are the addresses that modules and optimizers
-        hold."""
+    def forward(
+        self, known: Callable[[], Iterable[int]], given: Callable[[], Iterable[torch.Tensor]]
+    ) -> None:
+        """Record an outermost forward that is called with ``given``; ``known`` are the addresses
+        that modules and optimizers hold."""
         on = torch.is_grad_enabled()
         self._grad["on" if on else "off"] += 1
         self._graphs += on
         self._most_graphs = max(self._most_graphs, self._graphs)
-        self._carried.forward(known)
+        self._carried.forward(known, given)
+
+    def forward_ended(self, positions: Positions) -> None:
+        """Record the end of an outermost forward."""
+        self._carried.forward_ended(positions)
 
     def model(self, module: torch.nn.Module) -> None:
         """Record a model: its size, its largest parameters and how it is sharded."""
@@ -64,6 +72,7 @@ class Facts:
         }
         self._models[type(module).__name__] = {
             "parameters": sum(one.numel() for _, one in named),
+            "trained": sum(one.numel() for _, one in named if one.requires_grad),
             "largest": {_general(name): list(one.shape) for name, one in named[:MOST_LARGEST]},
             **({"sharded": sorted(units)} if units else {}),
         }

@@ -14,7 +14,7 @@ from pytest_gpumem.attribution.out_of_memory import OutOfMemory
 from pytest_gpumem.attribution.timeline import timeline_of
 from pytest_gpumem.collector import collect_garbage, garbage_kept
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
-from pytest_gpumem.measurement.compiling import Compiling
+from pytest_gpumem.measurement.compiling import Apart, Compiling
 from pytest_gpumem.measurement.composition import Account, composed, leaks
 from pytest_gpumem.measurement.fixtures import FixtureKey, FixtureLedger
 from pytest_gpumem.measurement.leaks import blocks_reachable, leaked_blocks
@@ -48,7 +48,10 @@ class Meter:
         account: Account | None = None,
         *,
         numbered: bool = False,
+        apart: Apart | None = None,
     ) -> None:
+        self._apart = apart
+        """Returns a context in which torch compiles, which leaves nothing reserved."""
         self._numbered = numbered
         """Whether each window of a phase is a phase of its own."""
         self._statistics = statistics
@@ -102,7 +105,7 @@ class Meter:
             self._account.begin(values, own)
         self._running = True
         try:
-            with self.tracker.window(CALL), Compiling(self.tracker).watched():
+            with self.tracker.window(CALL), Compiling(self.tracker, self._apart).watched():
                 yield
         finally:
             self._running = False
@@ -120,8 +123,13 @@ class Meter:
             self._account.set_up()
 
     def account_by(self, account: Account) -> None:
-        """Attribute the memory of further runs by ``account``."""
+        """Attribute the memory of a further run by ``account``.
+
+        What the earlier runs have left is a stranger's in it.
+        """
         self._account = account
+        self._stray = None
+        self._charged.clear()
         self.tracker = self._tracker()
 
     def _tracker(self) -> PhaseTracker:
@@ -239,7 +247,7 @@ class Meter:
             leaks=left,
             timeline=timeline,
             facts=self._account.facts(call.sites) if self._account else {},
-            notes=compiled_beside(self.tracker.compiled.get(device, 0)),
+            notes=() if self._apart else compiled_beside(self.tracker.compiled.get(device, 0)),
         )
 
     def _clean_start(self) -> None:

@@ -85,6 +85,8 @@ class Phase:
     extents: dict[int, Extent] = field(default_factory=dict)
     blocks: frozenset[Block] = frozenset()
     """The live blocks when the phase was last left and inspected."""
+    inspected: tuple[tuple[int, ...], ...] | None = None
+    """How much was live in the pools of workspaces when ``blocks`` were read."""
     loop: str | None = None
     """The phase whose window it is, where windows are numbered."""
     opened: Positions = ()
@@ -119,11 +121,18 @@ class Phase:
             # A device that CUDA did not have yet when the phase began was empty then.
             self.extents.setdefault(device, Extent()).reach(reading)
 
-    @property
-    def wants_snapshot(self) -> bool:
-        """Whether live blocks are to be inspected for workspaces at this end of the phase."""
+    def inspect(self, readings: Readings, live: Callable[[], frozenset[Block]]) -> None:
+        """Take the ``live`` blocks at this end of the phase, if they can hold a new workspace.
+
+        They cannot where the pools hold as many blocks and bytes as when they were inspected last:
+        a workspace that exists stays alive.
+        """
         count = self.entered
-        return count <= SNAPSHOTS_OF_EACH_ENTRY or count & (count - 1) == 0
+        if count > SNAPSHOTS_OF_EACH_ENTRY and count & (count - 1):
+            return
+        now = tuple(reading.in_pools for reading in readings.values())
+        if now != self.inspected or not all(now):
+            self.blocks, self.inspected = live(), now
 
 
 class PhaseTracker:
@@ -222,7 +231,7 @@ class PhaseTracker:
         with self._lock:
             if phase not in self._open:  # ended with another one, or of a run before this one
                 return []
-            self._statistics.harvest()
+            readings = self._statistics.harvest()
             later = self._open[self._open.index(phase) + 1 :]
             within = [one for one in later if phase.name == CALL or one.thread == phase.thread]
             for one in later:
@@ -230,7 +239,7 @@ class PhaseTracker:
                     one.parent = None
             for one in (*reversed(within), phase):
                 self._open.remove(one)
-                self._close(one)
+                self._close(one, readings)
             return within
 
     @contextmanager
@@ -338,11 +347,10 @@ class PhaseTracker:
             for phase in self._open:
                 phase.reach(readings)
 
-    def _close(self, phase: Phase) -> None:
+    def _close(self, phase: Phase, readings: Readings) -> None:
         phase.open = False
         phase.windows.append((phase.opened, self._positions()))
-        if phase.wants_snapshot:
-            phase.blocks = self._statistics.possible_workspaces()
+        phase.inspect(readings, self._statistics.possible_workspaces)
 
 
 def _record(phase: Phase, device: int, stray: Bytes, workspaces: frozenset[Block]) -> PhaseRecord:

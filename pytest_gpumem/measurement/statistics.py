@@ -9,9 +9,9 @@ reset are remembered and included in the values that the body reads.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +22,10 @@ from pytest_gpumem.garbage import paused
 from pytest_gpumem.measurement.workspace import possible_sizes
 
 Path = tuple[str, ...]
+
+_POOLS = ("large_pool", "small_pool")
+MOST_IN_SMALL_POOL = 1 << 20
+"""Bytes of the largest block there (``kSmallSize`` of c10/cuda/CUDACachingAllocator.cpp)."""
 
 MOST_HARVESTED = 64
 """The statistics of a device that are kept as they were read; each has some hundred numbers."""
@@ -37,6 +41,9 @@ class Reading:
     peak_reserved: int = 0
     allocations: int = 0
     """The bytes ever handed out: a counter that grows with every allocation."""
+    in_pools: tuple[int, ...] = field(default=(), compare=False)
+    """Live blocks and bytes of the pools that can hold a workspace, and how often workspaces have
+    been cleared; empty: not known."""
 
     @property
     def at_rest(self) -> Reading:
@@ -118,6 +125,8 @@ class CudaStatistics:
         """Each device's harvested statistics whose peaks are not among the remembered ones yet."""
         self.listeners: list[Callable[[Readings], None]] = []
         self._unmeasured = False
+        self._clear: Callable[[], None] = torch._C._cuda_clearCublasWorkspaces
+        self._times_cleared = 0
 
     def harvest(self) -> Readings:
         """Return each device's reading, and begin new peaks; the body's peaks remain."""
@@ -126,7 +135,9 @@ class CudaStatistics:
             stats = self._stats(device)
             self._keep(device, stats)
             self._reset_peaks(device)
-            readings[device] = _reading(stats)
+            in_pools = _in_pools(stats, self._pools(device))
+            in_pools = (*in_pools, self._times_cleared) if in_pools else ()
+            readings[device] = replace(_reading(stats), in_pools=in_pools)
         if not self._unmeasured:
             for listener in self.listeners:
                 listener(readings)
@@ -149,7 +160,7 @@ class CudaStatistics:
 
         They are "active" until the allocator's next allocation, and are no leaks.
         """
-        return frozenset(block for block, _ in self._requested())
+        return frozenset(self._active({}))
 
     def possible_workspaces(self) -> frozenset[Block]:
         """Return the blocks in use that can be workspaces of cuBLAS and cuBLASLt."""
@@ -158,11 +169,7 @@ class CudaStatistics:
         sizes = {device: possible_sizes(device) for device in self._devices()}
         if not any(known is None or known for known in sizes.values()):
             return frozenset()  # a snapshot of the allocator takes milliseconds
-        return frozenset(
-            block
-            for block, requested in self._requested()
-            if (known := sizes[block.device]) is None or requested in known
-        )
+        return frozenset(self._active(sizes))
 
     def synchronize(self) -> None:
         """Wait for every device in use; one without allocations is left untouched."""
@@ -173,7 +180,7 @@ class CudaStatistics:
     def clear_workspaces(self) -> None:
         """Free the cuBLAS and cuBLASLt workspaces of every thread and stream."""
         if _initialized():
-            torch._C._cuda_clearCublasWorkspaces()
+            self._body_clears()
 
     def empty_cache(self) -> None:
         """Return unused segments to the driver."""
@@ -194,6 +201,7 @@ class CudaStatistics:
             "_cuda_resetPeakMemoryStats": self._body_reset,
             "_accelerator_getDeviceStats": self._body_stats,
             "_accelerator_resetPeakStats": self._body_reset,
+            "_cuda_clearCublasWorkspaces": self._body_clears,
         }
         with pytest.MonkeyPatch.context() as patches:
             for name, replacement in replacements.items():
@@ -210,6 +218,10 @@ class CudaStatistics:
         self._harvested.pop(device, None)
         self._reset_peaks(device)
 
+    def _body_clears(self) -> None:
+        self._times_cleared += 1
+        self._clear()
+
     def _keep(self, device: int, stats: Mapping[str, Any]) -> None:
         # Few bodies read their peaks, and each harvest has dozens.
         harvested = self._harvested.setdefault(device, [])
@@ -225,15 +237,24 @@ class CudaStatistics:
                 remembered[path] = max(remembered.get(path, 0), value)
         return remembered
 
-    def _requested(self) -> Iterator[tuple[Block, int]]:
-        """Yield each block in use and its requested bytes."""
+    def _active(self, sizes: Mapping[int, frozenset[int] | None]) -> Iterator[Block]:
+        """Yield the blocks in use whose requested bytes are among the ``sizes`` of their device."""
         if not _initialized():
             return
         for segment in torch.cuda.memory_snapshot(**self._snapshot_options):
+            device = segment["device"]
+            known = sizes.get(device)
             for block in segment["blocks"]:
-                if block["state"] == "active_allocated":
-                    where = Block(segment["device"], block["address"], block["size"])
-                    yield where, block["requested_size"]
+                if block["state"] != "active_allocated":
+                    continue
+                if known is None or block["requested_size"] in known:
+                    yield Block(device, block["address"], block["size"])
+
+    def _pools(self, device: int) -> tuple[str, ...]:
+        """Return the allocator's pools that can hold a workspace of ``device``."""
+        sizes = possible_sizes(device)
+        small = sizes is None or any(size <= MOST_IN_SMALL_POOL for size in sizes)
+        return _POOLS if small else _POOLS[:1]
 
     def _devices(self) -> range:
         return range(self._device_count) if _initialized() else range(0)
@@ -262,6 +283,14 @@ def _reading(stats: Mapping[str, Any]) -> Reading:
         peak_reserved=reserved["peak"],
         allocations=allocated["allocated"],
     )
+
+
+def _in_pools(stats: Mapping[str, Any], pools: Sequence[str]) -> tuple[int, ...]:
+    """Return live blocks and bytes of ``pools``; nothing where the backend does not count them."""
+    blocks, size = stats["allocation"], stats["allocated_bytes"]
+    if sum(blocks[pool]["current"] for pool in _POOLS) != blocks["all"]["current"]:
+        return ()
+    return tuple(counted[pool]["current"] for pool in pools for counted in (blocks, size))
 
 
 def _current(stats: Mapping[str, Any], key: str) -> int:

@@ -19,7 +19,7 @@ from pytest_gpumem.attribution.history import (
     Sighting,
     Span,
 )
-from pytest_gpumem.measurement.carried import Held
+from pytest_gpumem.measurement.carried import Held, MadeSince
 from pytest_gpumem.measurement.facts import Facts
 from pytest_gpumem.measurement.leaks import graph_of
 from pytest_gpumem.measurement.phases import Positions, position_on
@@ -37,14 +37,17 @@ DEEPEST_INPUT = 4
 class Witness:
     """A record of the contents of memory during a test; afterwards they cannot be determined.
 
-    ``positions`` returns the position of each device's allocator. Watched objects are
-    held weakly: watching must not keep memory alive.
+    ``positions`` returns the position of each device's allocator, ``held`` and ``made_since`` are
+    those of :class:`Carried`. Watched objects are held weakly: watching must not keep memory alive.
     """
 
-    def __init__(self, positions: Callable[[], Positions], held: Held) -> None:
+    def __init__(
+        self, positions: Callable[[], Positions], held: Held, made_since: MadeSince
+    ) -> None:
         self._positions = positions
         self._held = held
-        self.facts = Facts(held)
+        self._made_since = made_since
+        self.facts = Facts(held, made_since)
         """The facts of the current run of the body."""
         self._roots: WeakSet[torch.nn.Module] = WeakSet()
         self._paths: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
@@ -71,7 +74,7 @@ class Witness:
 
     def begin_run(self) -> None:
         """Begin a run of the body with facts of its own."""
-        self.facts = Facts(self._held)
+        self.facts = Facts(self._held, self._made_since)
 
     def look(self) -> None:
         """Record the state of known optimizers that have not stepped: it may have been loaded.
@@ -117,7 +120,7 @@ class Witness:
             mine = outermost and self.begin("forward")
             path = self._paths.get(module) or type(module).__name__
             if mine:
-                self.facts.forward(self._owned)
+                self.facts.forward(self._owned, lambda: _tensors((args, kwargs), DEEPEST_INPUT))
                 if first:
                     self.facts.model(module)
             elif outermost and self._span is not None and self._span[0] == "backward":
@@ -134,6 +137,7 @@ class Witness:
                     self._see_module(self._positions(), module)
                 if mine:
                     self.end()
+                    self.facts.forward_ended(self._positions())
 
         return called
 

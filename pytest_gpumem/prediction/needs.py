@@ -180,7 +180,7 @@ def _answered(nodeid: str, answers: Sequence[Answer]) -> PlannedTest:
             sizes[answer.gpu] = 0  # it allocates nothing there
     if sizes:
         return PlannedTest(nodeid, sizes, refusals=refusals)
-    return PlannedTest(nodeid, problem=next(iter(refusals.values()), "nobody ran it"))
+    return PlannedTest(nodeid, problem=next(iter(refusals.values()), "it was not run"))
 
 
 def _timed(

@@ -217,7 +217,7 @@ def _check(
         )
     if not any(test.seconds for test in tests):
         raise PlanError(
-            "no test's duration is known, so nobody can say how many machines --minutes takes; "
+            "no test's duration is known, so the number of machines for --minutes is unknown; "
             "give a report, or --durations FILE"
         )
 

@@ -30,6 +30,9 @@ MOST_FUNCTIONS = 6
 WIDE = 160
 """Columns from which on a sentence is not wrapped, as in pytest's own output."""
 
+SECTION = "gpumem"
+"""The name of the section of a test's report that holds what else is known of it."""
+
 _REMEDIES = ("accept it: ", "record it: ")
 
 
@@ -103,10 +106,18 @@ def told_once(
             report.longrepr, _lines(failure, more, command, verbosity, writer.fullwidth), failure
         )
     reporter.stats["failed"] = [report for report in failed if id(report) not in hidden]
+    sections = {id(report): report.sections for report in failed}
+    for report in failed:
+        report.sections = [
+            (name, _within(text, writer.fullwidth) if name == SECTION else text)
+            for name, text in report.sections
+        ]
     try:
         yield
     finally:
         reporter.stats["failed"] = failed
+        for report in failed:
+            report.sections = sections[id(report)]
         for group in groups:
             group[0][0].longrepr = texts[id(group[0][0])]
         if not failed:
@@ -114,6 +125,18 @@ def told_once(
     if reporter.hasopt("f") and not getattr(reporter, "no_summary", False):
         counted = [[failure for _, failure in group] for group in groups]
         write_lines(writer, _summary_lines(counted, writer.fullwidth))
+
+
+def _within(text: str, width: int) -> str:
+    """Return the sentences of ``text`` in lines of ``width`` columns, its tables as they are."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        is_table = "  " in line.strip()
+        if is_table or len(line) <= width or width >= WIDE:
+            lines.append(line)
+        else:
+            lines += wrap(line, width, first="  " * line.startswith("  "), rest="    ")
+    return "\n".join(lines)
 
 
 def _large_enough(

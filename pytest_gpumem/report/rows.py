@@ -94,7 +94,7 @@ class Row:
         if exact:
             allowed = _exact(yardstick)
         if verdict.reference is None:
-            allowed = allowed if exact else verdict.written or allowed
+            allowed = allowed if exact else verdict.limit_in_words or allowed
             return measured, f"{LIMIT_WORDS[verdict.metric]} {allowed}"
         return measured, f"{REFERENCE_WORDS[verdict.kind]} {allowed}"
 

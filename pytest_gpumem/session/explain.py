@@ -21,7 +21,7 @@ from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.session.run import EXPLAINED_BY, Run
 from pytest_gpumem.sharing.refusal import sentence as sentence_of
-from pytest_gpumem.sizes import format_size
+from pytest_gpumem.sizes import format_size, in_words
 from pytest_gpumem.values.measurement import Measurement
 
 _OUTCOMES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
@@ -112,6 +112,6 @@ def _passed_its_limit(expectation: Expectation | None, found: OutOfMemory) -> It
     """Yield the sentence that the test exceeded its own limit before it ran out of memory."""
     limit = expectation.max if expectation else None
     if limit is not None and found.allocated > limit:
-        written = getattr(limit, "written", "") or format_size(limit)
+        written = in_words(limit) or format_size(limit)
         text = format_size(found.allocated)
         yield f"  its limit max={written} was passed before: {text} were allocated"

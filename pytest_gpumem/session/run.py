@@ -86,7 +86,7 @@ class Run:
             self.is_recorded = recorder is not None
             account = None if recorder is None else self._account(recorder)
             numbered = settings.loop_phases == "numbered"
-            self._meter = Meter(statistics, ledger, account, numbered=numbered)
+            self._meter = Meter(statistics, ledger, account, numbered=numbered, apart=device.apart)
             starting.enter_context(pausable(self._meter.unmeasured))
             starting.enter_context(pausable(device.unmeasured))
             fixtures = ledger.with_nested(used_fixtures.expected_fixtures(item))

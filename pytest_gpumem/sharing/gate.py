@@ -213,7 +213,7 @@ class Gate:
     def _holders(self, state: State) -> str:
         """Return the holders of the memory that a test waits for, as a clause."""
         parts = [*holding(state), *filter(None, [self.strangers()])]
-        return ", ".join(parts) or "nobody holds anything, and tests before it wait too"
+        return ", ".join(parts) or "no process holds memory, and tests before it wait too"
 
     def _above_held(self, nodeid: str, need: Need) -> dict[str, int]:
         """Return the bytes of each device that the test takes beyond what its worker holds anyway.
@@ -269,7 +269,7 @@ def holding(state: State) -> list[str]:
 
 def _strangers_of(found: Mapping[str, Mapping[int, int]]) -> str:
     return ", ".join(
-        f"{name_of(pid) if pid else 'nobody whom NVML names'} holds {format_size(size)} of {name}"
+        f"{name_of(pid) if pid else 'an unnamed process'} holds {format_size(size)} of {name}"
         for name, processes in found.items()
         for pid, size in processes.items()
     )

@@ -140,7 +140,7 @@ class Simulation(SimulatedMachine):
             self._as_compilers_see,
             self._as_torch_is,
             self._as_code_sees,
-            self.threads.standstill.alone,
+            self.threads.exclusive.taken,
         )
         self._patches = Patches()
         self._of_triton = Patches()
@@ -180,8 +180,9 @@ class Simulation(SimulatedMachine):
     def _enter(self) -> None:
         references_of_sole_owner()
         with ExitStack() as resources:
-            self._patches.apply()
-            resources.callback(self._patches.undo)
+            for patches in (self._patches, self.threads.exclusive.patches):
+                patches.apply()
+                resources.callback(patches.undo)
             resources.callback(self._of_triton.undo)
             resources.enter_context(self._alone.kept())
             self._follow_imports()
@@ -225,7 +226,7 @@ class Simulation(SimulatedMachine):
     @contextmanager
     def _as_torch_is(self) -> Iterator[None]:
         """Restore torch's names and remove modes inside, but for what threads need."""
-        if not (self._patches.are_applied and self.threads.standstill.is_mine):
+        if not (self._patches.are_applied and self.threads.exclusive.is_mine):
             yield
             return
         try:

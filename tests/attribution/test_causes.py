@@ -15,6 +15,7 @@ from pytest_gpumem.attribution.causes import (
     leak_cause,
 )
 from pytest_gpumem.attribution.composition import Site
+from pytest_gpumem.attribution.deeds import carried_sentence
 from pytest_gpumem.attribution.explain import explain
 
 MIB = 1 << 20
@@ -111,18 +112,83 @@ def test_the_variable_that_keeps_most_of_a_leak(sites: list[Site], sentence: str
     assert leak_cause(sites) == sentence
 
 
+LOSSES = {
+    "holder": "losses",
+    "where": "train()",
+    "kind": "list",
+    "held": [4 * MIB, 8 * MIB],
+    "graph": 7 * MIB,
+    "batches": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({}, "each step leaves its graph (4.0 MiB a step), held by the list losses of train()"),
+        ({"graph": 0}, "each step leaves 4.0 MiB in the list losses of train()"),
+        (
+            {"held": [8 * MIB, 8 * MIB]},
+            "the list losses of train() still holds 8.0 MiB of earlier steps, most of it by the "
+            "graph that computed it",
+        ),
+        (
+            {"held": [0, 8 * MIB], "graph": 0},
+            "the list losses of train() still holds 8.0 MiB of earlier steps",
+        ),
+        ({"held": [8 * MIB, 8 * MIB], "batches": True}, ""),
+    ],
+)
+def test_what_steps_leave_is_said_as_it_was_seen(changed: dict[str, Any], sentence: str) -> None:
+    assert carried_sentence({**LOSSES, **changed}) == sentence
+
+
+def test_the_variable_that_gained_is_the_cause() -> None:
+    """Two keep as much; one of them did before, too."""
+    running = {**LOSSES, "holder": "running", "kind": "", "graph": 0, "held": [MIB, MIB]}
+    kept = {**running, "holder": "loss"}
+    now = {"grad": {"on": 1}, "carried": {"holders": [kept, running]}}
+    before = {"grad": {"on": 1}, "carried": {"holders": [kept]}}
+    grown = replace(KEPT, bytes=9 * MIB)
+    assert cause_of(growth([grown], [KEPT], now, before)) == (
+        "running of train() still holds 1.0 MiB of earlier steps"
+    )
+
+
+def test_parameters_in_more_bytes_are_no_second_ones() -> None:
+    """A bfloat16 model that is float32 now has as many parameters as before."""
+    models = {"models": {"net": {"parameters": 2, "largest": {}}}}
+    half = replace(WEIGHT, bytes=2 * MIB, dtype="bfloat16")
+    assert cause_of(growth([WEIGHT], [half], models, models)).endswith(
+        "bfloat16 before, float32 now"
+    )
+    second = replace(WEIGHT, site="ema.py:2", module="average")
+    told = cause_of(growth([WEIGHT, second], [WEIGHT], models, models))
+    assert told == (
+        "the parameters are there a second time: 4.0 MiB more, made at ema.py:2 (Tensor.to)"
+    )
+    clones = replace(WEIGHT, category="other", operator="torch.clone", module=None)
+    assert cause_of(growth([WEIGHT, clones], [WEIGHT], models, models)).startswith(
+        "the parameters are"
+    )
+
+
+def test_parameters_that_are_trained_now() -> None:
+    now, before = (
+        dict[str, Any](models={"net": {"parameters": 9, "trained": count, "largest": {}}})
+        for count in (9, 1)
+    )
+    gradients = replace(WEIGHT, category="gradients")
+    assert cause_of(growth([WEIGHT, gradients], [WEIGHT], now, before)) == (
+        "9 parameters of net are trained now, 1 before (requires_grad): 4.0 MiB of gradients more"
+    )
+    assert "trained" not in cause_of(growth([WEIGHT, OUTSIDE], [WEIGHT], now, before))
+
+
 def test_over_a_limit_only_what_is_most_of_it_is_a_cause() -> None:
-    carried = {
-        "holder": "losses",
-        "where": "train()",
-        "kind": "list",
-        "graph": True,
-        "bytes": [4 * MIB, 8 * MIB],
-        "held": [4 * MIB, 8 * MIB],
-    }
-    side = Side([KEPT], {"carried": carried})
+    side = Side([KEPT], {"carried": {"holders": [LOSSES]}})
     assert absolute_cause(side, 12 * MIB) == (
-        "each step leaves 4.0 MiB in the list losses of train(), with the graph that computed it"
+        "each step leaves its graph (4.0 MiB a step), held by the list losses of train()"
     )
     assert absolute_cause(side, 64 * MIB) == ""
     assert absolute_cause(Side([KEPT]), MIB) == ""

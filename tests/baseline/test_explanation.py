@@ -109,7 +109,7 @@ def test_of_operators_that_are_fused_a_narrow_terminal_keeps_the_last_ones_whole
     assert "  … addmm, fused" in text
 
 
-def test_a_narrow_terminal_loses_blocks_then_folders_then_the_beginning_of_names() -> None:
+def test_a_narrow_terminal_loses_blocks_then_folders_and_no_name_of_an_operator() -> None:
     wide = line(
         KIB,
         site="package/models/attention.py:71",
@@ -127,12 +127,27 @@ def test_a_narrow_terminal_loses_blocks_then_folders_then_the_beginning_of_names
         "  +1.0 KiB  activations  package/…/attention.py:71  _scaled_dot_product_flash_attention  "
         "bfloat16 (new)"
     ]
+    assert explanation_lines([wide], width=95) == [
+        "  +1.0 KiB  activations  package/models/attention.py:71  "
+        "_scaled_dot_product_flash_attention",
+        "            bfloat16 (new)",
+    ]
     assert explanation_lines([wide], width=80) == [
-        "  +1.0 KiB  activations  package/…/attention.py:71  …h_attention  bfloat16 (new)"
+        "  +1.0 KiB  activations  package/models/attention.py:71",
+        "            _scaled_dot_product_flash_attention  bfloat16 (new)",
     ]
     for width in range(70, 140):
-        (text,) = explanation_lines([wide], width=width)
-        assert len(text) <= width
+        assert max(map(len, explanation_lines([wide], width=width))) <= width
+
+
+def test_lines_that_take_two_leave_fewer_of_them() -> None:
+    """A failure still fits on a screen."""
+    name = "torch._scaled_dot_product_flash_attention"
+    lines = [line(KIB, site=f"a.py:{number}", operator=name) for number in range(12)]
+    assert len(explanation_lines(lines, width=200)) == 10 + 1
+    shown = explanation_lines(lines, width=60)
+    assert len(shown) == 5 * 2 + 1
+    assert shown[-1] == "  +7.0 KiB in 7 smaller changes"
 
 
 def test_the_size_of_a_stored_block_follows_from_its_shape() -> None:

@@ -212,7 +212,8 @@ def test_values_survive_json() -> None:
     [
         (
             *(300_000, "300KB", 300_032),
-            "the test peaked at 293.00 KiB (300,032 B), 32 B over its limit of 300KB (300,000 B)",
+            "the test peaked at 293.00 KiB (300,032 B), 32 B over its limit of 292.97 KiB "
+            "(300,000 B)",
         ),
         (
             *(1024**3, "1 GiB", 1024**3 + 4096),

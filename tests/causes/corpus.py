@@ -1,9 +1,13 @@
-"""Runs the project's regressions: the project with its baselines, and each with what changed."""
+"""Runs regressions: a program with its baselines, and each with what changed."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TextIO
 
 from tests.causes.project import FILES, NORMALIZE
 from tests.causes.regressions import Regression
@@ -13,26 +17,45 @@ SITE = "lib/site-packages"
 DEVICE = "--gpumem-device=sim:A100-40GB"
 
 
-def write(project: Project, files: dict[str, str], normalize: str, release: str) -> None:
-    """Write the project, and the library that it uses as if it were installed."""
-    project.write(**files)
-    project.write_ini(f"pythonpath = . {SITE}")
-    library = project.path / SITE
-    project.write_in(SITE, "normalize", normalize)
-    for old in library.glob("*.dist-info"):
-        for file in old.iterdir():
-            file.unlink()
-        old.rmdir()
-    info = library / f"normalize-{release}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: normalize\nVersion: {release}\n")
-    (info / "RECORD").write_text("normalize.py,,\n")
-    (info / "top_level.txt").write_text("normalize\n")
+@dataclass(frozen=True)
+class Program:
+    """A program's files by name, of which the last one has its tests."""
+
+    files: Mapping[str, str]
+    library: str = ""
+    """The module of a library that it uses as if it were installed."""
+    source: str = ""
+
+    @property
+    def tests(self) -> str:
+        """The name of the file with its tests."""
+        return f"{list(self.files)[-1]}.py"
 
 
-def accept(project: Project, stored: dict[str, str]) -> None:
-    """Write the project as it was, with its baselines."""
-    write(project, FILES, NORMALIZE, "1.0")
+GPT = Program(FILES, "normalize", NORMALIZE)
+
+
+def sentence_of(
+    project: Project, program: Program, stored: dict[str, str], regression: Regression
+) -> str:
+    """Return the first sentence of the failure of ``regression``."""
+    accept(project, program, stored)
+    regress(project, program, regression)
+    return first_sentence(run(project, program, regression))
+
+
+def show(told: Mapping[str, tuple[str, bool]], stream: TextIO) -> None:
+    """Print a table of first sentences, and whether each is right."""
+    width = max(map(len, told), default=0)
+    for name, (sentence, right) in told.items():
+        print(f"{'ok  ' if right else 'MISS'}  {name:<{width}}  {sentence}", file=stream)
+    found = sum(right for _, right in told.values())
+    print(f"{found} of {len(told)} first sentences are the cause", file=stream)
+
+
+def accept(project: Project, program: Program, stored: dict[str, str]) -> None:
+    """Write the program as it was, with its baselines."""
+    _write(project, program)
     if not stored:
         result = project.run_apart("--gpumem-update-baselines", device=DEVICE)
         assert result.ret == 0, result.outlines
@@ -46,24 +69,45 @@ def accept(project: Project, stored: dict[str, str]) -> None:
         path.write_text(text)
 
 
-def regress(project: Project, regression: Regression) -> None:
+def regress(project: Project, program: Program, regression: Regression) -> None:
     """Plant the regression."""
-    files = {**FILES, "normalize": NORMALIZE}
+    files = {**program.files, program.library: program.source}
     for edit in regression.edits:
         source = files[edit.file]
         assert source.count(edit.old) == 1, (edit.file, edit.old, source.count(edit.old))
         files[edit.file] = source.replace(edit.old, edit.new)
-    normalize = files.pop("normalize")
-    write(project, files, normalize, "1.0" if normalize == NORMALIZE else "2.0")
+    library = files.pop(program.library)
+    _write(
+        project, replace(program, files=files, source=library), changed=library != program.source
+    )
 
 
-def run(project: Project, regression: Regression, *options: str) -> list[str]:
+def _write(project: Project, program: Program, *, changed: bool = False) -> None:
+    project.write(**program.files)
+    project.write_ini(f"pythonpath = . {SITE}")
+    if program.library:
+        _install(project, program.library, program.source, "2.0" if changed else "1.0")
+
+
+def _install(project: Project, name: str, source: str, release: str) -> None:
+    library = project.path / SITE
+    project.write_in(SITE, name, source)
+    for old in library.glob("*.dist-info"):
+        shutil.rmtree(old)
+    info = library / f"{name}-{release}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n")
+    (info / "RECORD").write_text(f"{name}.py,,\n")
+    (info / "top_level.txt").write_text(f"{name}\n")
+
+
+def run(project: Project, program: Program, regression: Regression, *options: str) -> list[str]:
     """Run the test that fails; return what the terminal shows."""
     kept = {name: os.environ.get(name) for name, _ in regression.environment}
     os.environ.update(dict(regression.environment))
     try:
         result = project.run_apart(
-            f"test_gpt.py::{regression.test}",
+            f"{program.tests}::{regression.test}",
             f"--gpumem-report=json:{project.path / 'report.json'}",
             *regression.options,
             *options,

@@ -30,9 +30,7 @@ def told() -> Iterator[dict[str, tuple[str, bool]]]:
     """Each regression's first sentence, and whether it is the cause; shown at the end."""
     found: dict[str, tuple[str, bool]] = {}
     yield found
-    width = max(map(len, REGRESSIONS))
-    for name, (sentence, right) in found.items():
-        print(f"{'ok  ' if right else 'MISS'}  {name:<{width}}  {sentence}", file=sys.stderr)
+    corpus.show(found, sys.stderr)
 
 
 @pytest.mark.parametrize("name", REGRESSIONS)
@@ -43,10 +41,10 @@ def test_the_first_sentence_is_the_cause(
     name: str,
 ) -> None:
     regression = REGRESSIONS[name]
-    corpus.accept(project, stored)
-    corpus.regress(project, regression)
+    corpus.accept(project, corpus.GPT, stored)
+    corpus.regress(project, corpus.GPT, regression)
 
-    lines = corpus.run(project, regression)
+    lines = corpus.run(project, corpus.GPT, regression)
 
     sentence = corpus.first_sentence(lines)
     told[name] = sentence, bool(re.search(regression.sentence, sentence))

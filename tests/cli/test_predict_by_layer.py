@@ -149,7 +149,7 @@ def test_the_table(gpumem: Command) -> None:
     assert lines[5].startswith("  first")
     assert lines[-2].startswith("the whole model keeps 288.0 KiB for backward")
     assert lines[-1] == (
-        "the outputs of its layers are 0.56 MB, and as much again with their gradients"
+        "the outputs of its layers are 544.0 KiB, and as much again with their gradients"
     )
 
 

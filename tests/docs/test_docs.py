@@ -87,32 +87,12 @@ NOT_COMPARED = {
     "docs/replay.md": "shows a recording of a GPU that is too large to be kept here",
 }
 
-NET = """\
-import torch
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(256, 1024)
-        self.second = nn.Linear(1024, 128)
-
-    def forward(self, x):
-        return self.second(self.first(x).relu())
-
-
-def step():
-    \"\"\"Train for one step.\"\"\"
-    net = Net().cuda()
-    x = torch.randn(64, 256, device="cuda")
-    loss = net(x).sum()
-    loss.backward()
-
+MODEL = """
 
 def model():
     return Net().cuda(), torch.randn(64, 256, device="cuda")
 """
+"""What other pages take of ``net.py``, which one page shows."""
 
 KERNEL = """\
 import pytest
@@ -138,7 +118,7 @@ PREAMBLES = {
 
 
 FAILING = {
-    "test_limit.py": ("test_first_number", "gpumem\n", 'gpumem(max="40MB")\n'),
+    "test_limit.py": ("test_first_number", "gpumem\n", 'gpumem(max="40MiB")\n'),
     "test_leak.py": ("test_that_a_cache", "gpumem\n", "gpumem(max_leak=0)\n"),
 }
 """Tests that fail, to be shown: each a block with a word in it, and one piece of it replaced."""
@@ -161,8 +141,9 @@ pytestmark = pytest.mark.usefixtures("forgotten_imports", "forked_python")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's project: the files that the documentation talks of."""
     folder = tmp_path_factory.mktemp("project")
-    (folder / "net.py").write_text(NET)
-    (folder / "train.py").write_text(NET)
+    net = _block("# net.py").source + MODEL
+    (folder / "net.py").write_text(net)
+    (folder / "train.py").write_text(net)
     (folder / "finetune.py").write_text(_block("# finetune.py").source)
     (folder / "test_model.py").write_text(_block("test_training_step").source)
     (folder / "test_first.py").write_text(_block("test_first_number").source)

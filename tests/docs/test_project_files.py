@@ -88,7 +88,8 @@ def test_every_python_and_every_torch_release_is_tested() -> None:
     releases = set(re.findall(r"^\s*(torch\d+): torch==", TOX["testenv"]["deps"], re.M))
     rows = read(GITHUB / "workflows" / "ci.yml")["jobs"]["tests"]["strategy"]["matrix"]["include"]
     assert {row["python"] for row in rows} == pythons
-    assert {row["environment"] for row in rows} == releases
+    environments = {row["environment"] for row in rows}
+    assert {name.removesuffix("-whole") for name in environments} - {"dry"} == releases
 
 
 def test_the_environments_of_tox_that_are_run_exist() -> None:

@@ -47,7 +47,7 @@ def test_an_option_is_shown_as_it_is_written() -> None:
 def test_every_keyword_of_the_marker_is_there() -> None:
     page = PAGES["marker.md"]
     assert all(f"| `{keyword}` | " in page for keyword in marker.Expectation.__dataclass_fields__)
-    assert "| `warmup` | An int from 0 up. | `0` | How often the body" in page
+    assert "| `warmup` | An int from 0 up. | `0` | Number of runs" in page
     assert '| `qos` | `"guaranteed"` or `"opportunistic"`. | `"guaranteed"` |' in page
 
 
@@ -106,12 +106,25 @@ def test_figures_that_the_guide_quotes_are_those_of_the_page_that_is_measured(fi
 @pytest.mark.skipif(not is_named_release(), reason=f"shows numbers of torch {NAMED_RELEASE}")
 @pytest.mark.usefixtures("forked_python")
 def test_the_picture_shows_what_a_run_prints() -> None:
+    printed = [make_picture.without_colours(line).rstrip() for line in make_picture.failure()]
+    assert _drawn() == printed, "run: python docs/make_picture.py"
+
+
+def test_the_failure_that_is_taken_apart_is_the_one_of_the_picture() -> None:
+    page = (FOLDER.parent / "explain.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"failure\.svg -->\n\n```\n(.*?)^```", page, re.M | re.S)
+    drawn = _drawn()
+    begin = next(number for number, line in enumerate(drawn) if line.startswith("___")) + 1
+    lines = shown.splitlines()
+    assert lines == drawn[begin : begin + len(lines)]
+
+
+def _drawn() -> list[str]:
+    """Return the lines of the picture, without its title."""
     root = ElementTree.parse(make_picture.PICTURE).getroot()
     words = [element for element in root.iter() if element.tag.endswith("}text")]
-    lines = groupby(words[1:], key=lambda element: element.get("y"))  # the first is the title
-    drawn = ["".join(map(_plain, pieces)).rstrip() for _, pieces in lines]
-    printed = [make_picture.without_colours(line).rstrip() for line in make_picture.failure()]
-    assert drawn == printed, "run: python docs/make_picture.py"
+    lines = groupby(words[1:], key=lambda element: element.get("y"))
+    return ["".join(map(_plain, pieces)).rstrip() for _, pieces in lines]
 
 
 def _plain(element: ElementTree.Element) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.dry import build as build_module
-from pytest_gpumem.dry.build import RUNTIME, built
+from pytest_gpumem.dry.build import RUNTIME, built, built_for_installed
 from pytest_gpumem.dry.elf import imports_of
 from pytest_gpumem.dry.torch_build import DryError, TorchBuild
 
@@ -61,6 +61,7 @@ def test_the_libraries_have_the_names_and_versions_that_torch_asks_for() -> None
     assert {"cudaMalloc", "cublasSgemm_v2"} <= exported
     assert "memory_take" not in exported, "only NVIDIA's names are seen from outside"
     assert RUNTIME in imports_of(folder / "libcuda.so.1").libraries
+    assert (folder / "libcuda.so").resolve() == folder / "libcuda.so.1"
     assert "libcudart.so.13" in imports_of(folder / "libcudart.so.13").exported
 
 
@@ -83,6 +84,34 @@ def test_processes_that_build_at_once_build_once(
     assert len(folders) == 1
     kept = [path for path in (cache / "pytest-gpumem" / "dry").iterdir() if path.is_dir()]
     assert {*kept} == folders
+
+
+@needs_compiler
+def test_libraries_that_have_not_changed_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "libtorch_cuda.so"
+    library.write_text("of 2.15")
+    read = []
+
+    def installed() -> TorchBuild:
+        read.append(library.read_text())
+        return BUILD
+
+    monkeypatch.setattr(build_module, "installed_files", lambda: [library])
+    monkeypatch.setattr(build_module, "installed_build", installed)
+
+    first, second = built_for_installed(), built_for_installed()
+    assert first == second == built(BUILD)
+    assert read == ["of 2.15"]
+
+    library.write_text("of 2.15.1")
+    assert built_for_installed() == first
+    assert read == ["of 2.15", "of 2.15.1"]
+
+    shutil.rmtree(first)
+    assert built_for_installed() == first
+    assert first.is_dir()
 
 
 def test_without_a_compiler_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

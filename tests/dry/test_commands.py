@@ -53,20 +53,51 @@ def test_large():
 GIB = 1024**3
 
 
-@pytest.fixture(autouse=True)
-def project(tmp_path: Path) -> Path:
+MODELS = ("--gpu", "T4", "--gpu", "H100")
+FUNCTION = ("train.py:step", *MODELS)
+IN_A_TEST = ("test_train.py::test_step", "--gpu", "H100")
+LAYERS = ("train.py:model", "--by", "layer", "--gpu", "A10G")
+LINES = ("train.py:step", "--by", "line")
+
+EACH = """
+import contextlib, io, json, sys
+from pytest_gpumem.cli import main
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main(["predict", *arguments, "--json"]) == 0
+    print(json.dumps(json.loads(said.getvalue())))
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a module and its tests."""
     if reason := why_not():
         pytest.skip(reason)
-    (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
-    (tmp_path / "test_train.py").write_text(TEST, encoding="utf-8")
-    return tmp_path
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "train.py").write_text(PROGRAM, encoding="utf-8")
+    (folder / "test_train.py").write_text(TEST, encoding="utf-8")
+    return folder
 
 
-def gpumem(folder: Path, *arguments: str, dry_process: bool = False) -> Any:
-    """Return what ``gpumem`` answers as JSON; a simulated device needs a torch that imports."""
-    starter = ["-m", "pytest_gpumem.dry"] if dry_process else []
-    command = [sys.executable, *starter, "-m", "pytest_gpumem.cli", *arguments, "--json"]
+@pytest.fixture(scope="module")
+def simulated(project: Path) -> dict[tuple[str, ...], Any]:
+    """What ``gpumem predict`` says of simulated GPUs, by its arguments.
+
+    In a process with the dry runtime, because this torch may not import without it.
+    """
+    each = FUNCTION, IN_A_TEST, LAYERS, LINES
+    command = [sys.executable, "-m", "pytest_gpumem.dry", "-c", EACH, json.dumps(each)]
+    done = subprocess.run(
+        command, cwd=project, env=bare_environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(each, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def gpumem(folder: Path, *arguments: str) -> Any:
+    """Return what ``gpumem`` answers as JSON."""
+    command = [sys.executable, "-m", "pytest_gpumem.cli", *arguments, "--json"]
     done = subprocess.run(
         command, cwd=folder, env=bare_environment(), capture_output=True, text=True, check=False
     )
@@ -74,37 +105,37 @@ def gpumem(folder: Path, *arguments: str, dry_process: bool = False) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("target", ["train.py:step", "test_train.py::test_step"])
-def test_predict_is_the_same(project: Path, target: str) -> None:
-    models = ["--gpu", "T4", "--gpu", "H100"]
-    dry = gpumem(project, "predict", target, "--device", "dry", *models)
-    simulated = gpumem(project, "predict", target, *models, dry_process=True)
+def test_predict_of_a_function_is_the_same(project: Path, simulated: Any) -> None:
+    dry = gpumem(project, "predict", *FUNCTION, "--device", "dry")
 
     assert [one["gpu"] for one in dry["gpus"]] == ["T4", "H100"]
-    assert dry == simulated
+    assert dry == simulated[FUNCTION]
 
 
-def test_layers_are_the_same(project: Path) -> None:
-    dry = gpumem(project, "predict", "train.py:model", "--by", "layer", "--device", "dry:A10G")
-    simulated = gpumem(
-        project, "predict", "train.py:model", "--by", "layer", "--gpu", "A10G", dry_process=True
-    )
+def test_predict_of_a_test_is_the_same(project: Path, simulated: Any) -> None:
+    dry = gpumem(project, "predict", *IN_A_TEST, "--device", "dry")
+
+    assert dry["gpus"][0]["peak_allocated"] > 0
+    assert dry == simulated[IN_A_TEST]
+
+
+def test_layers_are_the_same(project: Path, simulated: Any) -> None:
+    dry = gpumem(project, "predict", *LAYERS[:3], "--device", "dry:A10G")
 
     assert [layer["kind"] for layer in dry] == ["Sequential", "Conv2d", "ReLU", "Conv2d"]
-    assert dry == simulated
+    assert dry == simulated[LAYERS]
 
 
-def test_lines_take_the_same(project: Path) -> None:
+def test_lines_take_the_same(project: Path, simulated: Any) -> None:
     """The history of a real allocator tells no shapes."""
-    dry = gpumem(project, "predict", "train.py:step", "--by", "line", "--device", "dry")
-    simulated = gpumem(project, "predict", "train.py:step", "--by", "line", dry_process=True)
+    dry = gpumem(project, "predict", *LINES, "--device", "dry")
 
     def bytes_of(lines: Any) -> list[Any]:
         names = ("number", "source", "times", "before", "after", "peak")
         return [[line[name] for name in names] for line in lines]
 
     assert len(dry) == 7
-    assert bytes_of(dry) == bytes_of(simulated)
+    assert bytes_of(dry) == bytes_of(simulated[LINES])
 
 
 def test_a_function_or_test_that_does_not_fit_says_what_it_would_take(project: Path) -> None:

@@ -99,6 +99,37 @@ def test_numbers_on_the_host():
     noise = torch.randn(4, device="cuda").cpu()
     assert float(noise.abs().sum()) > 0.0
     assert (noise.numpy() == noise.clone().numpy()).all()
+
+def test_replays_a_graph():
+    given = torch.full((3,), 1.0, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = given * 2  # its memory is used again, by the last sum
+        kept = result + 1
+        del result
+        given += kept
+        drawn = torch.rand(3, device="cuda")
+    assert given.tolist() == [1.0] * 3
+    graph.replay()
+    assert (kept.tolist(), given.tolist()) == ([3.0] * 3, [4.0] * 3)
+    given.fill_(10)
+    torch.cuda.manual_seed(3)
+    graph.replay()
+    assert (kept.tolist(), given.tolist()) == ([21.0] * 3, [31.0] * 3)
+    torch.cuda.manual_seed(3)
+    assert torch.equal(torch.rand(3, device="cuda"), drawn)
+
+def test_history_has_the_lines_of_the_program():
+    torch.cuda.memory._record_memory_history(stacks="python")
+    try:
+        kept = torch.randn(1000, 1000, device="cuda").add(1)
+        (trace,) = torch.cuda.memory._snapshot()["device_traces"]
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    assert kept.sum() != 0.5  # so values are followed
+    frames = [event["frames"] for event in trace if event["action"] == "alloc"]
+    assert all(stack[0]["filename"].endswith("test_values.py") for stack in frames[:2])
 """
 
 
@@ -136,6 +167,8 @@ def notes(test: Any) -> str:
         ("test_looks_for_infinities", False),
         ("test_draws", True),
         ("test_numbers_on_the_host", True),
+        ("test_replays_a_graph", True),
+        ("test_history_has_the_lines_of_the_program", True),
     ],
 )
 def test_all_values_are_computed_where_small_ones_do_not_do(

@@ -76,7 +76,8 @@ def test_all_writers_say_the_same(project: Project) -> None:
     assert any("net.KEPT[0] keeps 1.0 MiB after the test" in words[0] for words in causes)
     assert "net.KEPT[0] keeps 1.0 MiB after the test" in terminal
     assert "net.KEPT[0] keeps 1.0 MiB after the test" in markdown
-    # One family of units; the limit as it is written.
-    for text in (terminal, markdown, *rows.values()):
-        assert not set(re.findall(r"\d (KB|MB|GB)\b", text)), text
-    assert "limit of 1MB (1,000,000 B)" in terminal
+    # One family of units, also where the test's limit is in the other one.
+    for text in (terminal, markdown, str(page), *rows.values(), *map(str, cases.values())):
+        assert not set(re.findall(r"\d ?(KB|MB|GB)\b", text)), text
+    assert "3.0 MiB over its limit of 976.6 KiB (1,000,000 B)" in terminal
+    assert "FAILED test_it.py::test_limit - +3.0 MiB over 976.6 KiB" in terminal

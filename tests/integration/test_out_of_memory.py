@@ -111,7 +111,7 @@ def test_a_smaller_limit_of_the_process_or_of_the_test_is_named(project: Project
             "the 3.69 GiB that this process may reserve "
             "(torch.cuda.set_per_process_memory_fraction, or a quota); the device has 11.75 GiB "
             "free of 14.75 GiB",
-            "  its limit max=2GB was passed before: 3.00 GiB were allocated",
+            "  its limit max=1.86 GiB was passed before: 3.00 GiB were allocated",
             "out of memory: 1.00 GiB asked for *, * left of the 3.00 GiB that this process may *",
         ]
     )

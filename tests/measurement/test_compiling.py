@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +116,73 @@ def test_kernels_that_are_measured_when_they_are_launched_belong_to_it(
         statistics.use(10)
     assert tracker.records(0, Bytes())["call"].peak_allocated == 10
     assert CachingAutotuner.autotune_to_one_config is measure
+
+
+def test_kernels_that_triton_tunes_belong_to_it_whoever_imports_triton(
+    statistics: FakeStatistics, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "triton" / "runtime"
+    package.mkdir(parents=True)
+    (package / "autotuner.py").write_text(
+        "class Autotuner:\n    def _bench(self, use):\n        use(5000)\n"
+    )
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    tracker = PhaseTracker(statistics)
+    with Compiling(tracker).watched(), tracker.window("call"):
+        tuner = importlib.import_module("triton.runtime.autotuner").Autotuner()
+        tuner._bench(statistics.use)
+        statistics.use(10)
+    assert tracker.records(0, Bytes())["call"].peak_allocated == 10
+    for name in ("triton", "triton.runtime", "triton.runtime.autotuner"):
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_torch_compiles_in_the_context_that_is_given(statistics: FakeStatistics) -> None:
+    entered: list[str] = []
+
+    @contextmanager
+    def apart() -> Iterator[None]:
+        entered.append("begins")
+        yield
+        entered.append("ends")
+
+    torch._dynamo.reset()
+    tracker = PhaseTracker(statistics)
+    run: Any = torch.compile(torch.sin, backend=compiler(lambda: entered.append("compiles")))
+    with Compiling(tracker, apart).watched(), tracker.window("call"):
+        run(torch.ones(3))
+    torch._dynamo.reset()
+    assert entered == ["begins", "compiles", "ends"]
+
+
+def test_what_compilers_leave_behind_keeps_no_variable_of_the_test(
+    statistics: FakeStatistics,
+) -> None:
+    """As an exception of Inductor's pattern matcher does, which is part of a cycle."""
+
+    def fail() -> None:
+        try:
+            raise ValueError
+        except ValueError as error:
+            kept = error
+        assert kept
+
+    def body() -> weakref.ref[torch.Tensor]:
+        variable = torch.ones(3)
+        torch.compile(torch.sin, backend=compiler(fail))(torch.ones(2))
+        return weakref.ref(variable)
+
+    torch._dynamo.reset()
+    tracker = PhaseTracker(statistics)
+    gc.disable()
+    try:
+        with Compiling(tracker, nullcontext).watched(), tracker.window("call"):
+            assert body()() is None
+    finally:
+        gc.enable()
+    torch._dynamo.reset()
 
 
 def test_it_is_said_how_much_it_was() -> None:

@@ -119,10 +119,49 @@ for step in range(4):
     {keep}
     del out
 """,
-    )["carried"]
+    )["carried"]["holders"][0]
     assert {key: found[key] for key in holder} == holder
-    assert found["graph"]
     assert found["held"] == [2048, 4096, 6144]
+    assert found["graph"] == 0  # checkpointing keeps no tensor of it
+
+
+@pytest.mark.parametrize(
+    ("backward", "graph"), [("", [2048, 4096, 6144]), ("\n    kept[-1].backward()", [0, 0, 0])]
+)
+def test_the_graph_counts_until_backward_frees_it(
+    project: Project, backward: str, graph: list[int]
+) -> None:
+    """``sigmoid`` keeps its result, 8 × 64 floats; the sum is 512 bytes."""
+    found = facts(
+        project,
+        f"""
+sigmoid = torch.nn.Sigmoid()
+x = torch.ones(8, 64, device="cuda", requires_grad=True)
+kept = []
+for step in range(4):
+    out = sigmoid(x)
+    kept.append(out.sum()){backward}
+    del out
+""",
+    )["carried"]["holders"][0]
+    assert (found["holder"], found["kind"]) == ("kept", "list")
+    assert found["held"] == [512 + graph[0], 1024 + graph[1], 1536 + graph[2]]
+    assert found["graph"] == graph[-1]
+
+
+def test_a_batch_is_not_left_by_an_earlier_step(project: Project) -> None:
+    """Neither the one of this step, given as it is or divided, nor the one that is loaded ahead."""
+    found = facts(
+        project,
+        """
+linear = torch.nn.Linear(64, 64).cuda()
+ahead = torch.ones(8, 64).cuda()
+for step in range(4):
+    batch, ahead = ahead, torch.ones(8, 64).cuda()
+    linear(batch / 2)
+""",
+    )
+    assert all(holder["batches"] for holder in found.get("carried", {}).get("holders", []))
 
 
 def test_looking_for_who_holds_memory_keeps_none_itself(project: Project) -> None:

@@ -218,6 +218,25 @@ def test_a_phase_entered_often_is_looked_at_ever_less_often(
     assert device.snapshots == SNAPSHOTS_OF_EACH_ENTRY + len((16, 32, 64))
 
 
+def test_a_phase_is_looked_at_again_where_the_pools_of_workspaces_have_changed(
+    device: FakeStatistics, tracker: PhaseTracker
+) -> None:
+    device.counts_pools = True
+    kept = [device.allocate(100)]
+    for _ in range(3):
+        with tracker.window("work"):
+            device.use(50)
+    assert device.snapshots == 1
+
+    with tracker.window("work"):
+        kept.append(device.allocate(64, workspace=True))
+    before = device.live_blocks()
+    device.clear_workspaces()
+
+    records = tracker.records(0, NOBODY, before - device.live_blocks())
+    assert records["work"].cublas_workspace == 64
+
+
 def test_restarting_keeps_what_came_before_the_first_start(
     device: FakeStatistics, tracker: PhaseTracker
 ) -> None:

@@ -145,10 +145,12 @@ def test_of_very_many_failures_each_cause_is_shown_and_how_many_are_not() -> Non
     assert lines[-1] == "  and 33 more tests, 32 of them failed (--gpumem-rows all shows all)"
 
 
-def test_a_limit_is_repeated_as_it_is_written_beside_one_family_of_units() -> None:
+def test_a_limit_in_powers_of_1000_is_shown_in_the_units_of_the_other_numbers() -> None:
     over = replace(verdict("limit", 300_032, 300_000), written="300KB")
     one = record("t.py::test_x", measured(300_032), over, outcome="failed")
-    assert text_of(one, width=60)[-1] == "  test_x  293.00 KiB  8.0 MiB  96.0 MiB  max 300KB  FAIL"
+    assert text_of(one, width=70)[-1] == (
+        "  test_x  293.00 KiB  8.0 MiB  96.0 MiB     0 B  max 292.97 KiB  FAIL"
+    )
     close = verdict("baseline", 20 * MIB + 4096, 20 * MIB, reference=20 * MIB)
     one = record("t.py::test_x", measured(20 * MIB + 4096), close, outcome="failed")
     assert text_of(one, width=60)[-1].split() == [

@@ -17,6 +17,7 @@ enum error {
     SUCCESS = 0,
     INVALID_VALUE = 1,
     OUT_OF_MEMORY = 2,
+    NOT_INITIALIZED = 3,
     INVALID_DEVICE = 101,
     INVALID_HANDLE = 400,
     NOT_FOUND = 500,

@@ -23,6 +23,11 @@ struct handed {
     bool watched;
 };
 
+/* A block that was handed out, or with a negative size taken back, while there is a log. */
+struct logged {
+    int64_t start, size, device;
+};
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct handed *table;
 static uint64_t blocks;
@@ -31,6 +36,9 @@ static size_t grown;  /* blocks made since the collector ran less those freed, b
 static size_t growth; /* of them that asks for the collector; 0: nothing does */
 static void (*collect)(void);
 static bool asked;
+static struct logged *entries;
+static size_t logged, log_room;
+static int logs;
 static uintptr_t *dead;
 static size_t dead_count, dead_room;
 
@@ -105,6 +113,40 @@ static void take_back(uintptr_t start)
         dead[dead_count++] = start;
     }
     *place = (struct handed){.start = 1};
+}
+
+static void write_log(uintptr_t start, int64_t size, int device)
+{
+    if (logs == 0)
+        return;
+    if (logged == log_room) {
+        log_room = log_room ? 2 * log_room : 256;
+        entries = realloc(entries, log_room * sizeof *entries);
+        if (entries == NULL)
+            abort();
+    }
+    entries[logged++] = (struct logged){(int64_t)start, size, device};
+}
+
+/* Begin a log, or end one, which may lie in another one: entries are dropped when the last one ends. */
+API void pytest_gpumem_dry_log(int begins)
+{
+    pthread_mutex_lock(&lock);
+    logs += begins ? 1 : -1;
+    if (logs == 0)
+        logged = 0;
+    pthread_mutex_unlock(&lock);
+}
+
+/* How many entries the logs have until now; from the first one on they are copied, if there is room for them. */
+API size_t pytest_gpumem_dry_logged(struct logged *into, size_t first)
+{
+    pthread_mutex_lock(&lock);
+    size_t count = logged;
+    if (into != NULL && first < count)
+        __builtin_memcpy(into, &entries[first], (count - first) * sizeof *into);
+    pthread_mutex_unlock(&lock);
+    return count;
 }
 
 /* Bytes of the block at the address; 0: it is none that the allocator has handed out. */
@@ -190,6 +232,7 @@ void report(void *block, int64_t size, size_t allocated, size_t reserved, uint16
 {
     if ((device & 0xff) == CUDA) {
         pthread_mutex_lock(&lock);
+        write_log((uintptr_t)block, size, device >> 8);
         if (size > 0)
             hand_out((uintptr_t)block, (size_t)size);
         else

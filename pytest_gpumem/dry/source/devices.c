@@ -81,10 +81,16 @@ static void read_devices(void)
     choose_visible();
 }
 
-int device_count(void)
+static void read_once(void)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, read_devices);
+}
+
+int device_count(void)
+{
+    read_once();
+    driver_begin();
     return count;
 }
 
@@ -105,7 +111,7 @@ const struct device *device_at(int index)
 
 int machine_count(void)
 {
-    device_count();
+    read_once();
     return all_count;
 }
 

@@ -2,6 +2,7 @@
  * runtime. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -14,7 +15,17 @@ static void *context_of(int device) { return (void *)(uintptr_t)&CONTEXTS[device
 
 static int device_of(const void *context) { return (int)((const char *)context - CONTEXTS); }
 
-API int cuInit(IGNORED unsigned flags) { return SUCCESS; }
+/* The driver begins with cuInit, which the runtime calls when it is asked about devices. Importing torch does not
+ * ("CUDA Driver API", cuInit). */
+static atomic_bool begun;
+
+void driver_begin(void) { atomic_store(&begun, true); }
+
+API int cuInit(IGNORED unsigned flags)
+{
+    driver_begin();
+    return SUCCESS;
+}
 
 API int cuDriverGetVersion(int *version)
 {
@@ -30,6 +41,8 @@ API int cuDeviceGet(int *device, int index)
 
 API int cuDeviceGetCount(int *count)
 {
+    if (!atomic_load(&begun))
+        return NOT_INITIALIZED;
     *count = device_count();
     return SUCCESS;
 }

@@ -38,6 +38,7 @@ struct device {
     int index; /* in the machine, whatever CUDA_VISIBLE_DEVICES hides */
 };
 int device_count(void);
+void driver_begin(void);
 int current_device(void);
 int set_current_device(int index);
 const struct device *device_at(int index);

@@ -2,7 +2,8 @@
  * Source of structures and numbers: "NVML API Reference Guide", nvml.h.
  *
  * It knows all GPUs of the machine, whatever CUDA_VISIBLE_DEVICES hides, and all processes that use them (shared.c).
- * There is no driver, no context outside the allocator, and no time: what NVML says of these it does not support. */
+ * There is no driver, no context outside the allocator, and no time: what NVML says of these it does not support, or
+ * answers as of a GPU that computes nothing. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -176,6 +177,14 @@ API int nvmlSystemGetProcessName(unsigned pid, char *name, unsigned size)
     return NVML_SUCCESS;
 }
 
+static int answer(void *handle, unsigned *value, unsigned is)
+{
+    if (device_of(handle) == NULL)
+        return NVML_INVALID_ARGUMENT;
+    *value = is;
+    return NVML_SUCCESS;
+}
+
 API int nvmlSystemGetDriverVersion(IGNORED char *version, IGNORED unsigned size) { return NVML_NOT_SUPPORTED; }
 
 API int nvmlDeviceGetMigMode(IGNORED void *handle, IGNORED unsigned *current, IGNORED unsigned *pending)
@@ -195,7 +204,34 @@ API int nvmlDeviceGetComputeMode(IGNORED void *handle, int *mode)
     return NVML_SUCCESS;
 }
 
-API int nvmlDeviceGetUtilizationRates(IGNORED void *handle, IGNORED void *rates) { return NVML_NOT_SUPPORTED; }
+/* nvmlUtilization_t: percents of time in which a kernel ran, or memory was read or written */
+struct utilization {
+    unsigned gpu, memory;
+};
+
+API int nvmlDeviceGetUtilizationRates(void *handle, struct utilization *rates)
+{
+    rates->memory = 0;
+    return answer(handle, &rates->gpu, 0);
+}
+
+API int nvmlDeviceGetTemperature(void *handle, IGNORED int sensor, unsigned *celsius)
+{
+    return answer(handle, celsius, 30);
+}
+
+API int nvmlDeviceGetPowerUsage(void *handle, unsigned *milliwatts) { return answer(handle, milliwatts, 50000); }
+
+/* The rate of CLOCK_RATE in properties.c, whatever clock is asked for. */
+API int nvmlDeviceGetClockInfo(void *handle, IGNORED int clock, unsigned *megahertz)
+{
+    return answer(handle, megahertz, 1000);
+}
+
+API int nvmlDeviceGetMaxClockInfo(void *handle, int clock, unsigned *megahertz)
+{
+    return nvmlDeviceGetClockInfo(handle, clock, megahertz);
+}
 
 API int nvmlDeviceGetProcessUtilization(IGNORED void *handle, IGNORED void *samples, unsigned *count,
                                         IGNORED unsigned long long since)

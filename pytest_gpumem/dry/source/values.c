@@ -68,6 +68,13 @@ API void pytest_gpumem_dry_copy_all(int all) { unbounded = all; }
 
 API int pytest_gpumem_dry_knows(const void *start, size_t size) { return written_has(start, size); }
 
+/* Whether the range lies in a segment that is still there. */
+API int pytest_gpumem_dry_holds(const char *start, size_t size)
+{
+    struct block block;
+    return memory_find(start, &block) && start + size <= block.start + block.size;
+}
+
 API void pytest_gpumem_dry_know(const void *start, size_t size) { written_note(start, size); }
 
 API void pytest_gpumem_dry_forget(const void *start, size_t size) { written_drop(start, size); }

@@ -68,6 +68,24 @@ void written_note(const void *address, size_t size) { replace(address, size, tru
 
 void written_drop(const void *address, size_t size) { replace(address, size, false); }
 
+/* How many parts of the range are known; offsets and sizes of as many as there is room for. */
+API size_t pytest_gpumem_dry_written(const void *address, size_t size, int64_t *parts, size_t most)
+{
+    uintptr_t start = (uintptr_t)address, end = start + size;
+    size_t found = 0;
+    pthread_mutex_lock(&lock);
+    for (size_t at = position_of(start); at < count && copies[at].start < end; at++, found++) {
+        uintptr_t from = copies[at].start > start ? copies[at].start : start;
+        uintptr_t to = copies[at].end < end ? copies[at].end : end;
+        if (found < most) {
+            parts[2 * found] = (int64_t)(from - start);
+            parts[2 * found + 1] = (int64_t)(to - from);
+        }
+    }
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
 bool written_has(const void *address, size_t size)
 {
     uintptr_t start = (uintptr_t)address, end = start + size;

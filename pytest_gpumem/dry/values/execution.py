@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pytest_gpumem.dry.values import sizes, sparse
 from pytest_gpumem.dry.values.dispatch import unseen
+from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.memory import Memory
 from pytest_gpumem.dry.values.reads import Reads
@@ -41,8 +42,16 @@ _DISABLED = torch._C._disabled_torch_dispatch_impl
 class Execution:
     """The execution of operators on a dry device, with their values."""
 
-    def __init__(self, memory: Memory, storages: Storages, values: DryValues, reads: Reads) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        storages: Storages,
+        values: DryValues,
+        reads: Reads,
+        graphs: Graphs,
+    ) -> None:
         self._memory = memory
+        self._graphs = graphs
         self._storages = storages
         self._values = values
         self._reads = reads
@@ -79,7 +88,7 @@ class Execution:
 
     def _bind(self, func: Any) -> Handler:
         if func.namespace not in _OWN:
-            return _Parts(func, self._values)
+            return _Parts(func, self._graphs)
         name = func._schema.name
         if func.has_kernel_for_dispatch_key(_COMPOSITE):
             return _Parts(func, None)
@@ -111,7 +120,7 @@ class Execution:
             if self._is_followed(result, args):
                 values.forget_dead()
                 if torch.cuda.is_current_stream_capturing():
-                    self._captured(operator, args, kwargs, result)
+                    self._graphs.add(operator, args, kwargs, result)
                 else:
                     follow(operator, args, kwargs, result)
             return result
@@ -124,14 +133,6 @@ class Execution:
             if tensor.is_cuda:
                 return tensor.__class__ in raw.PLAIN
         return False
-
-    def _captured(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
-        """Forget captured results: a graph writes at its replay, and computes nothing."""
-        for tensor in tensors_in((result, operator.targets(args, kwargs))):
-            if tensor.is_cuda:
-                self._values.lost(tensor)
 
     def _sized(self, func: Any, answers: sizes.Answers) -> Handler:
         """Handle an operator whose kernel counts elements and returns the number to the host."""
@@ -260,7 +261,9 @@ class Execution:
     ) -> None:
         """Record a copy from the host to ``target``."""
         values = self._values
-        if self._storages.is_on_host(source):
+        if torch.cuda.is_current_stream_capturing():
+            self._graphs.add(operator, args, kwargs, target)
+        elif self._storages.is_on_host(source):
             values.lost(target)
         elif not values.adopt_whole(target, finite.held(source)):
             follow = values.follow if operator.written else values.make
@@ -292,13 +295,13 @@ class Execution:
 class _Parts:
     """An operator composed of others that are followed: of another library, or of torch.
 
-    Results of a library's kernels are marked as unknown in ``values``.
+    Results of a library's kernels are marked as unknown in ``graphs``.
     """
 
-    def __init__(self, func: Any, values: DryValues | None) -> None:
+    def __init__(self, func: Any, graphs: Graphs | None) -> None:
         self._func = func
         is_python = func._schema.name in OPDEFS
-        self._values = None if is_python else values
+        self._graphs = None if is_python else graphs
         self._operator = Operator.of(func)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -306,10 +309,10 @@ class _Parts:
         func = self._func
         key = _COMPOSITE if func.has_kernel_for_dispatch_key(_COMPOSITE) else _key_of(args, kwargs)
         result = func._op_dk(key, *args, **kwargs)
-        if self._values is not None:
+        if self._graphs is not None:
             for tensor in tensors_in((result, self._operator.targets(args, kwargs))):
                 if tensor.is_cuda:
-                    self._values.lost(tensor)
+                    self._graphs.lost(tensor)
         return result
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
 
 from pytest_gpumem.dry.values.dispatch import followed
 from pytest_gpumem.dry.values.execution import Execution
+from pytest_gpumem.dry.values.frames import snapshots_without_own
+from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.launches import launches_seen
 from pytest_gpumem.dry.values.memory import Memory
@@ -33,7 +37,10 @@ class Follower:
         )
         self._memory = Memory(self._reads.told)
         self._values = DryValues(self._memory, self._storages, self._notes, everything=everything)
-        self._execution = Execution(self._memory, self._storages, self._values, self._reads)
+        self._graphs = Graphs(self._memory, self._values)
+        self._execution = Execution(
+            self._memory, self._storages, self._values, self._reads, self._graphs
+        )
         self._depth = 0
 
     @contextmanager
@@ -46,15 +53,27 @@ class Follower:
         self._memory.begin(everything=self._everything)
         self._values.resume()
         try:
-            with self._reads.patched(), launches_seen(self._values):
+            with self._reads.patched(), launches_seen(self._values, self._graphs):
                 if self._follows:
-                    with followed(self._execution):
+                    with (
+                        followed(self._execution),
+                        snapshots_without_own(),
+                        self._graphs.replays_computed(),
+                    ):
                         yield
                 else:
                     yield
         finally:
             self._memory.end()
             self._depth -= 1
+
+    def moving(self, starts: Sequence[int]) -> Callable[[Mapping[int, torch.Tensor]], None]:
+        """Keep values over a change of addresses; see :meth:`DryValues.moving`."""
+        return self._values.moving(starts)
+
+    def following(self) -> AbstractContextManager[None]:
+        """Return a context in which values are followed, even where the test's are not."""
+        return nullcontext() if self._follows else followed(self._execution)
 
     def begin(self) -> None:
         """Begin a test."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class DryValues(Values):
                     self._empty.append(key)
                 continue
             # The end of a block belongs to no tensor: no copy writes it.
-            end = _end_of(tensor)
+            end = end_of(tensor)
             if _is_nearly(end, size) and self._memory.knows((start, end)):
                 self._hold_in(tensor, seen_by_cpu((start, size), tensor.dtype))
 
@@ -79,6 +80,29 @@ class DryValues(Values):
                 del self._watched[start]
                 self._places.pop(key, None)
                 self.forget(key)
+
+    def moving(self, starts: Iterable[int]) -> Callable[[Mapping[int, torch.Tensor]], None]:
+        """Keep the values of blocks at ``starts``, which are given back and taken elsewhere.
+
+        Returns a function of the tensors in these blocks, by the old addresses.
+        """
+        watched = {start for start in starts if self._watched.pop(start, None) is not None}
+
+        def moved(tensors: Mapping[int, torch.Tensor]) -> None:
+            self.forget_dead()
+            for start in watched:
+                self._moved(tensors[start])
+
+        return moved
+
+    def _moved(self, tensor: torch.Tensor) -> None:
+        key = storage_key(tensor)
+        base = self._bases.get(key)
+        if base is not None:
+            self._hold_in(tensor, seen_by_cpu(self._memory.place_of(tensor), base.dtype))
+        elif key in self._places:
+            self._places[key] = self._memory.place_of(tensor)
+        self._watch(tensor)
 
     def adopt_whole(self, tensor: torch.Tensor, infinite: Infinity) -> bool:
         """Record the values of ``tensor``, a copy's target; return whether all are known.
@@ -124,6 +148,23 @@ class DryValues(Values):
     def watch(self, tensor: torch.Tensor) -> None:
         """Forget the values of the storage of ``tensor`` when it dies."""
         self._watch(tensor)
+
+    def replayed(self, start: int) -> None:
+        """Drop the record of the storage at ``start``, where a graph has written.
+
+        Numbers that are known are read from memory anew.
+        """
+        key, _ = self._watched.get(start, (None, 0))
+        if key is not None:
+            self._places.pop(key, None)
+            super().forget(key)
+
+    @contextmanager
+    def replaying(self, generators: Iterable[torch.Generator | None]) -> Iterator[None]:
+        """Draw inside, one after the other, the numbers of a graph that uses ``generators``."""
+        default = torch.cuda.default_generators[self._here.current_index]
+        with self._random.replaying([each or default for each in generators]):
+            yield
 
     def begin_drawing(self, generator: torch.Generator | None) -> None:
         """Set the generator of the next operator: ``generator``, or the current device's own."""
@@ -171,7 +212,7 @@ class DryValues(Values):
             self._watched[start] = storage_key(tensor), self._memory.watch(start)
 
 
-def _end_of(tensor: torch.Tensor) -> int:
+def end_of(tensor: torch.Tensor) -> int:
     """Return where ``tensor`` ends, in bytes from the beginning of its storage."""
     steps = (
         max(size - 1, 0) * stride

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.common.patching import Patches
@@ -22,13 +23,13 @@ torch 2.6 to 2.15)."""
 
 
 @contextmanager
-def launches_seen(values: DryValues) -> Iterator[None]:
+def launches_seen(values: DryValues, graphs: Graphs) -> Iterator[None]:
     """Mark the tensors given to Triton's kernels inside as unknown in ``values``."""
     patches = Patches()
     for module, name in _LAUNCHERS:
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None:
-            patches.plan(kind, "run", _telling(kind.run, values))
+            patches.plan(kind, "run", _telling(kind.run, values, graphs))
     patches.apply()
     try:
         yield
@@ -40,13 +41,13 @@ def _name(kernel: Any) -> str:
     return str(getattr(getattr(kernel, "fn", None), "__name__", "of compiled code"))
 
 
-def _telling(run: Any, values: DryValues) -> Any:
+def _telling(run: Any, values: DryValues, graphs: Graphs) -> Any:
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         result = run(kernel, *args, **kwargs)
         values.uncomputed = values.uncomputed or f"the Triton kernel {_name(kernel)}"
         for tensor in tensors_in((args, kwargs)):
             if tensor.__class__ in (torch.Tensor, torch.nn.Parameter) and tensor.is_cuda:
-                values.lost(tensor)
+                graphs.lost(tensor)
         return result
 
     return launch

@@ -30,7 +30,8 @@ class Memory:
         self._knows = library.pytest_gpumem_dry_knows
         self._know = library.pytest_gpumem_dry_know
         self._forget = library.pytest_gpumem_dry_forget
-        for function in (self._knows, self._know, self._forget):
+        self._holds = library.pytest_gpumem_dry_holds
+        for function in (self._knows, self._know, self._forget, self._holds):
             function.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._block = library.pytest_gpumem_dry_block
         self._block.argtypes, self._block.restype = [ctypes.c_void_p], ctypes.c_size_t
@@ -66,6 +67,10 @@ class Memory:
     def knows(self, place: Place) -> bool:
         """Return whether all values of ``place`` are known."""
         return bool(place[1] and self._knows(*place))
+
+    def holds(self, place: Place) -> bool:
+        """Return whether ``place`` lies in a segment of the device."""
+        return bool(not place[1] or self._holds(*place))
 
     def know(self, place: Place) -> None:
         """Mark the present content of ``place`` as its values."""

@@ -9,6 +9,8 @@ checkpointing does, draws the same numbers again.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -29,29 +31,56 @@ class RandomNumbers:
         self._source = torch.Generator("cpu")
         self._end: _State | None = None
         """The state in which the last operator has left its generator."""
+        self._replaying: dict[torch.Generator, torch.Generator] = {}
+        """Sources of a graph's generators, while it is replayed."""
 
     def begin(self, generator: torch.Generator) -> None:
         """Set ``generator`` for the next operator's numbers."""
         self._before = _state_of(generator)
         if self._end is not None:
-            self._remember(self._end)
+            self._keep(self._end, self._source)
             self._end = None
+
+    @contextmanager
+    def replaying(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
+        """Draw inside, one after the other, the numbers that a graph takes from ``generators``.
+
+        A replay moves them on once, by what all its operators draw.
+        """
+        for generator in generators:
+            self.begin(generator)
+            source = torch.Generator("cpu")
+            self._set(source)
+            self._replaying[generator] = source
+        try:
+            yield
+        finally:
+            for generator, source in self._replaying.items():
+                self._keep(_state_of(generator), source)
+            self._replaying.clear()
 
     def source_of(self, generator: torch.Generator) -> torch.Generator:
         """Return the CPU's generator for an operator that has moved ``generator`` on."""
+        if generator in self._replaying:
+            return self._replaying[generator]
         if generator.device.type != "cuda" or self._before is None:
             return generator
-        known = self._states.get(self._before)
-        if known is not None:
-            self._source.set_state(known)
-        else:
-            seed, offset = self._before
-            self._source.manual_seed((seed + offset) % (1 << 63))
+        self._set(self._source)
         self._end = _state_of(generator)
         return self._source
 
-    def _remember(self, state: _State) -> None:
-        self._states[state] = self._source.get_state()
+    def _set(self, source: torch.Generator) -> None:
+        """Set ``source`` to the state of the CPU's that belongs to the last one of CUDA's."""
+        assert self._before is not None
+        known = self._states.get(self._before)
+        if known is not None:
+            source.set_state(known)
+        else:
+            seed, offset = self._before
+            source.manual_seed((seed + offset) % (1 << 63))
+
+    def _keep(self, state: _State, source: torch.Generator) -> None:
+        self._states[state] = source.get_state()
         if len(self._states) > MOST_STATES:
             self._states.popitem(last=False)
 

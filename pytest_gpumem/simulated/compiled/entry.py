@@ -43,13 +43,10 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.late_imports import Alone
-    from pytest_gpumem.simulated.compiled.tracing import Bare, Resting, Tracing
+    from pytest_gpumem.simulated.compiled.tracing import Bare, Exclusive, Tracing
 
 AUTO, ALWAYS, EAGER = HOW = ("auto", "always", "eager")
 """Modes: follow if possible, refuse otherwise, or run compiled code eagerly."""
-
-_GOES_ON = "while another thread goes on that may use torch"
-"""The reason why nothing can be compiled: names are replaced for all threads of the process."""
 
 _OF_OTHERS = (
     "aotinductor",
@@ -93,7 +90,7 @@ class Compilation:
 
     ``how`` is one of :data:`HOW`. In the context ``alone()`` nothing is replaced, in ``bare()``
     only the functions that answer for the GPU, and in ``code()`` within it everything again. In
-    ``resting()`` other threads rest, if it yields ``True``.
+    ``exclusive()`` no other thread uses torch, if it yields ``True``.
     """
 
     def __init__(
@@ -103,7 +100,7 @@ class Compilation:
         bare: Bare,
         alone: Alone,
         code: Alone,
-        resting: Resting,
+        exclusive: Exclusive,
     ) -> None:
         if how not in HOW:
             raise ValueError(f"compile={how!r}: write one of {', '.join(map(repr, HOW))}")
@@ -112,7 +109,7 @@ class Compilation:
         self._bare = bare
         self._alone = alone
         self._code = code
-        self._resting = resting
+        self._exclusive = exclusive
         self._callbacks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._tracing: Tracing | None = None
         self._patches: Patches | None = None
@@ -217,14 +214,19 @@ class Compilation:
     def _callback(self, callback: Any) -> Any:
         """Return the compiler in the place of ``callback``; ``None`` to run eagerly."""
         if callback not in self._callbacks:
-            with self._resting() as rest:  # torch may have to import modules for compiling
-                if not rest:
-                    self._say_eager(_GOES_ON)
-                    return None
+            with self._exclusively():  # torch may have to import modules for compiling
                 self._callbacks[callback] = self._replaced(callback)
         found = self._callbacks[callback]
         self._ran_eagerly |= found is None
         return found
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """Have exclusive use of torch inside; eager code does not need it."""
+        with self._exclusive() as is_exclusive:
+            if not is_exclusive and self._how != EAGER:
+                raise another_goes_on()
+            yield
 
     def _replaced(self, callback: Any) -> Any:
         backend = callback
@@ -267,14 +269,14 @@ class Compilation:
     def _tracer(self) -> Tracing:
         if self._tracing is None:
             # By then torch's progress bars have started a thread, so other threads have to rest.
-            with self._resting() as rest:
-                if not rest:
-                    raise another_goes_on()
+            with self._exclusively():
                 self._by_itself.close()
                 with self._alone():
                     from pytest_gpumem.simulated.compiled.tracing import Tracing
 
-                    self._tracing = Tracing(self._machine, self._bare, self._code, self._resting)
+                    self._tracing = Tracing(
+                        self._machine, self._bare, self._code, self._exclusively
+                    )
             self._begin(self._tracing)
         return self._tracing
 
@@ -289,27 +291,24 @@ class Compilation:
             from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
             from torch._dynamo.types import ConvertFrameReturn
 
-            with self._resting() as rest:
-                if not rest:
-                    self._say_eager(_GOES_ON)
-                    return ConvertFrameReturn()
-                with (
-                    FramesLetGo(),
-                    self._tracer().entered(),
-                    streams.refused() as refusals,
-                ):
-                    try:
-                        return compile(code, *args, **kwargs)
-                    except (InternalTorchDynamoError, TorchRuntimeError) as error:
-                        if not refusals and isinstance(error, TorchRuntimeError):
-                            raise  # it is the user's
-                        self._ran_eagerly = True
-                        # Neither gets a name: it would keep the contents of the frames.
-                        not_followed(
-                            self._machine,
-                            CompiledCodeError(refusals[0]) if refusals else error,
-                            refuses=self._how == ALWAYS,
-                        )
+            with (
+                self._exclusively(),
+                FramesLetGo(),
+                self._tracer().entered(),
+                streams.refused() as refusals,
+            ):
+                try:
+                    return compile(code, *args, **kwargs)
+                except (InternalTorchDynamoError, TorchRuntimeError) as error:
+                    if not refusals and isinstance(error, TorchRuntimeError):
+                        raise  # it is the user's
+                    self._ran_eagerly = True
+                    # Neither gets a name: it would keep the contents of the frames.
+                    not_followed(
+                        self._machine,
+                        CompiledCodeError(refusals[0]) if refusals else error,
+                        refuses=self._how == ALWAYS,
+                    )
             return ConvertFrameReturn()
 
         return _compile

@@ -11,17 +11,19 @@ from pytest_gpumem.simulated.common.compiled_notes import (
     ran_eagerly,
 )
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 
 class CompiledCodeError(RuntimeError):
     """An error for compiled code that cannot be followed, if all of it must be."""
 
 
-def another_goes_on() -> CompiledCodeError:
-    """Return the error for another thread that does not rest: replacements would affect it."""
-    return CompiledCodeError(
-        f"{OF_COMPILED_CODE} {user_line()} compiles, and another thread goes on that may use "
-        "torch: let it end before, or use compile='eager'"
+def another_goes_on() -> UnsupportedOperatorError:
+    """Return the error for another thread that goes on: replacements are the process's."""
+    return UnsupportedOperatorError(
+        f"{OF_COMPILED_CODE} {user_line()} compiles while another thread goes on that uses torch, "
+        "which a simulated GPU cannot follow: run pytest --gpumem-device=dry, or "
+        "--gpumem-sim-compile=eager"
     )
 
 

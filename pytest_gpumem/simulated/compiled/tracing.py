@@ -49,7 +49,6 @@ from pytest_gpumem.simulated.compiled import composites, fakes, gradients, setti
 from pytest_gpumem.simulated.compiled.computed import Computed
 from pytest_gpumem.simulated.compiled.refusals import (
     CompiledCodeError,
-    another_goes_on,
     note_at_line,
 )
 from pytest_gpumem.simulated.compiled.triton import standing_in
@@ -59,8 +58,8 @@ from pytest_gpumem.simulated.operators.layout import HALVES
 Bare = Callable[[], AbstractContextManager[object]]
 """A context in which torch is its own, but for the functions that answer for the GPU."""
 
-Resting = Callable[[], AbstractContextManager[bool]]
-"""A context in which all other threads rest, if it yields ``True``."""
+Exclusive = Callable[[], AbstractContextManager[bool]]
+"""A context that says whether no other thread uses torch inside."""
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -97,11 +96,13 @@ _last: weakref.ref[Tracing] | None = None
 class Tracing:
     """Makes torch compile for the GPUs of ``machine``; can be entered again inside."""
 
-    def __init__(self, machine: SimulatedMachine, bare: Bare, code: Bare, resting: Resting) -> None:
+    def __init__(
+        self, machine: SimulatedMachine, bare: Bare, code: Bare, exclusively: Bare
+    ) -> None:
         self._machine = machine
         self._bare = bare
         self._code = code
-        self._resting = resting
+        self._exclusively = exclusively
         self._patches = Patches()
         fakes.plan(machine, self._patches)
         composites.plan(machine, self._patches)
@@ -275,15 +276,9 @@ class Tracing:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Simulate tracing for the duration of the context.
-
-        Raises :class:`CompiledCodeError` where another thread does not rest.
-        """
-        with self._resting() as rest:
-            if not rest:
-                raise another_goes_on()
-            with self._entered():
-                yield
+        """Simulate tracing for the duration of the context."""
+        with self._exclusively(), self._entered():
+            yield
 
     @contextmanager
     def _entered(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ from pytest_gpumem.simulated.distributed.alike import (
     unchanged,
 )
 from pytest_gpumem.simulated.distributed.nccl import Communicator
+from pytest_gpumem.simulated.gpu.releases import PART_BY_PART
 from pytest_gpumem.simulated.operators.rules import Scratch
 
 if TYPE_CHECKING:
@@ -45,10 +46,6 @@ _Arguments = Mapping[str, Any]
 _BARRIER = 4
 """Bytes of the tensor that a barrier reduces: one float."""
 
-
-_PART_BY_PART = (2, 15)
-"""Since this release NCCL's group sends and receives lists of tensors part by part
-(``ProcessGroupNCCL2``)."""
 
 _group_named: Callable[[str], Any] = vars(c10d)["_resolve_process_group"]
 _create_work: Callable[[Future[Any]], Work] = vars(c10d)["_create_work_from_future"]
@@ -336,7 +333,7 @@ class Collectives:
     ) -> Any:
         device = self._machine.device_of(written, read)
         scratch = Scratch(device)
-        if collective.flattened and device.version < _PART_BY_PART:
+        if collective.flattened and device.version < PART_BY_PART:
             for tensors in given[collective.flattened]:
                 if len({tensor.shape for tensor in tensors}) == 1:
                     scratch.take(sum(tensor.nbytes for tensor in tensors))

@@ -159,10 +159,10 @@ def _initializing(world: World, init: Callable[..., Any]) -> Callable[..., Any]:
     def init_process_group(
         backend: Any = None, init_method: Any = None, timeout: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        if _OWN in vars(c10d._world) and dist.is_initialized():
+        if OWN_GROUP in vars(c10d._world) and dist.is_initialized():
             # The group that existed before the code under test asked for any.
             dist.destroy_process_group()
-            delattr(c10d._world, _OWN)
+            delattr(c10d._world, OWN_GROUP)
         names = ("world_size", "rank", "store", "group_name", "pg_options", "device_id")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         rest = {name: value for name, value in given.items() if name not in _RENDEZVOUS}
@@ -177,7 +177,7 @@ def _store() -> Any:
     return store
 
 
-_OWN = "_pytest_gpumem_own"
+OWN_GROUP = "_pytest_gpumem_own"
 """Attribute of torch's world: its default group existed before the test asked for one."""
 _TABLES = (
     *("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg"),
@@ -205,18 +205,23 @@ class Membership:
         """
         hook = sys.excepthook
         outer = Groups.of_process()
-        with environment_of(self._world):
+        with environment_of(self._world), self._replaced():
             self._groups.take_over(outer)
             try:
                 if not dist.is_initialized():
                     dist.init_process_group("cpu:gloo,cuda:nccl")
-                    setattr(c10d._world, _OWN, True)
+                    setattr(c10d._world, OWN_GROUP, True)
                 yield
             finally:
                 self._groups = Groups.of_process()
                 outer.take_over(self._groups)
                 sys.excepthook = hook
                 forget_meshes()
+
+    @contextmanager
+    def _replaced(self) -> Iterator[None]:
+        """Replace names inside that a simulation has not replaced."""
+        yield
 
     @contextmanager
     def for_good(self) -> Iterator[None]:

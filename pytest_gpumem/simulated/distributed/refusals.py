@@ -118,7 +118,7 @@ def _refusing(
 
 def _for_several(name: str) -> UnsupportedOperatorError:
     return UnsupportedOperatorError(
-        f"{name} at {user_line()} is for several ranks, and nobody has said which one of "
-        "how many this is: mark the test with @pytest.mark.gpumem(ranks=8), or write "
-        "simulate(..., world_size=8, rank=0)"
+        f"{name} at {user_line()} is for several ranks, and this is one of an unknown number: "
+        "mark the test with @pytest.mark.gpumem(ranks=8), or write simulate(..., world_size=8, "
+        "rank=0)"
     )

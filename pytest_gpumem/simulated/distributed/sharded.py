@@ -4,7 +4,7 @@ To a dispatch mode they are operators of a library, whose shape-only kernels wou
 of the copies inside. The ``ShardedTensor`` of FSDP's state dictionaries is on the device of its
 shards; one that queries the shards of every rank is refused.
 
-Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.6 to 2.13;
+Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.6 to 2.15;
 torch/distributed/_shard/sharded_tensor/_ops/tensor_ops.py (``tensor_device``) and
 sharded_tensor/api.py (``_init_from_local_shards``), torch 2.6 to 2.15.
 """
@@ -20,6 +20,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.operators.chunks import numbers_of
 from pytest_gpumem.values.errors import UnknownValueError
 
 if TYPE_CHECKING:
@@ -47,6 +48,25 @@ def bind(execution: ShapeExecution) -> None:
     for operator, name in _KERNELS.items():
         kernel = getattr(collectives, name)
         execution.bind(getattr(torch.ops.fsdp, operator).default, _in_view(execution, kernel))
+    if (of_types := getattr(torch.ops.fsdp, _OF_TYPES, None)) is not None:
+        execution.bind(of_types.default, _in_view(execution, _concatenated))
+
+
+_OF_TYPES = "chunk_cat_mixed_dtype"
+"""Since 2.15, written in C++: of gradients of one type, as most are, ``_chunk_cat``."""
+
+
+def _concatenated(
+    tensors: list[torch.Tensor], dim: int, num_chunks: int, *, out: torch.Tensor
+) -> None:
+    """Do as its kernel for CUDA: events seen on the dry device, for each mix of types."""
+    types = {tensor.dtype for tensor in tensors}
+    if types == {torch.bfloat16, torch.float32} and out.dtype == torch.float32:
+        numbers = numbers_of(tensors, dim, num_chunks, out.element_size())
+        torch.empty(numbers, dtype=torch.int64, device=out.device)
+    else:
+        given = tensors if len(types) == 1 else [tensor.to(out.dtype) for tensor in tensors]
+        torch._chunk_cat(given, dim, num_chunks, out=out)
 
 
 def plan(patches: Patches) -> None:

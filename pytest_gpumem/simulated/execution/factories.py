@@ -95,7 +95,7 @@ def factory(runner: Runner, func: Any) -> Handler:
             raise NotImplementedError(NO_DATA)
         machine.here.on_meta = False
         if checks:
-            refuse_types(checks, func, args, kwargs, device.version)
+            refuse_types(checks, func, args, kwargs)
         shapes_only = kwargs
         if kwargs.get("generator") is not None:
             shapes_only = {**kwargs, "generator": None}

@@ -16,8 +16,7 @@ from pytest_gpumem.simulated.execution.on_host import OnHost
 from pytest_gpumem.simulated.execution.shapes import NEW, TORCHS_OWN, Shapes
 from pytest_gpumem.simulated.execution.words import said_by_aten
 from pytest_gpumem.simulated.machine.checks import devices
-from pytest_gpumem.simulated.machine.checks.dtypes import refuse_types
-from pytest_gpumem.simulated.machine.checks.given import Check
+from pytest_gpumem.simulated.machine.checks.dtypes import Check, refuse_types
 from pytest_gpumem.simulated.machine.dispatch import Dispatch
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import storage_key
@@ -132,10 +131,9 @@ class Runner:
         if "meta" in where and where <= {"meta", "cpu"}:
             self.machine.has_real_meta = True
             return True
-        version = self.machine.current.version
-        devices.refuse_mixed(func, tensors, version)
+        devices.refuse_mixed(func, tensors)
         if checks:
-            refuse_types(checks, func, args, kwargs, version)
+            refuse_types(checks, func, args, kwargs)
         return False
 
     def adopt(self, result: Any, device: GPU) -> None:

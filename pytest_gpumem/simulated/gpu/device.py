@@ -14,6 +14,7 @@ from pytest_gpumem.allocator.addresses import (
     DriverAddresses,
 )
 from pytest_gpumem.allocator.device_memory import SharedDevice
+from pytest_gpumem.allocator.releases import OLDEST
 from pytest_gpumem.allocator.timeline import Timeline
 from pytest_gpumem.collector import Collector
 from pytest_gpumem.echo import quoted
@@ -22,8 +23,6 @@ from pytest_gpumem.simulated.gpu.estimates import Estimates
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.workspaces import Version, Workspaces
 from pytest_gpumem.values.environment import alloc_conf_of_process, alloc_conf_variable
-
-OLDEST: Version = (2, 6)
 
 
 class Device:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpumem.allocator import ReplayResult
+from pytest_gpumem.allocator.releases import Version
 from pytest_gpumem.allocator.replay import Observed
 from pytest_gpumem.allocator.replay import replay as replayed
-from pytest_gpumem.allocator.settings import Version
 from pytest_gpumem.simulated.gpu.catalogue import find_gpu
 
 

@@ -28,6 +28,16 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pytest_gpumem.echo import quoted
+from pytest_gpumem.simulated.gpu.releases import (
+    LARGE_MAJORS,
+    LT_KEPT,
+    LT_MAY_SHARE,
+    LT_READ_EVERY_TIME,
+    LT_SHARES,
+    STATIC_SIZE,
+    UNSET_IS_UNIFIED,
+    WORKSPACE_PER_OPERATION,
+)
 
 T = TypeVar("T")
 
@@ -37,17 +47,6 @@ DEFAULT_BYTES = 8_519_680
 """``:4096:2:16:8``: two blocks of 4096 KiB and eight of 16 KiB."""
 LARGE_BYTES = 33_554_432
 LT_BYTES = 1_048_576
-
-_LARGE_MAJORS: tuple[tuple[Version, frozenset[int]], ...] = (
-    # First release, compute capability majors whose default is LARGE_BYTES.
-    ((2, 14), frozenset({9, 10, 11, 12})),
-    ((2, 12), frozenset({9, 10, 12})),
-)
-
-STATIC_SIZE = (2, 13)
-"""First release in which sizes are read once, and functions set them."""
-_LT_READ_EVERY_TIME = (2, 8)
-"""First release that reads it every time, until :data:`STATIC_SIZE`."""
 
 SHARED = "shared"
 """Lt computes in the cuBLAS workspace of its handle and stream."""
@@ -59,7 +58,7 @@ TEMPORARY = "temporary"
 
 def default_workspace_bytes(version: Version, capability: tuple[int, int]) -> int:
     """Return the bytes of a cuBLAS workspace when CUBLAS_WORKSPACE_CONFIG is not set."""
-    for since, majors in _LARGE_MAJORS:
+    for since, majors in LARGE_MAJORS:
         if version >= since:
             return LARGE_BYTES if capability[0] in majors else DEFAULT_BYTES
     # Up to 2.11 the test is for exactly 9.0, so Blackwell has the small one.
@@ -123,14 +122,17 @@ class WorkspaceSettings:
         if "cublaslt" in self.chosen:
             size = self.chosen["cublaslt"]
         else:
-            once = not _LT_READ_EVERY_TIME <= self._version < STATIC_SIZE
+            once = not LT_READ_EVERY_TIME <= self._version < STATIC_SIZE
             size = self._read("cublaslt", self._lt_parsed, once=once)
         return min(size, self.cublas_bytes) if self._bounded else size
 
     @property
     def per_operation(self) -> bool:
         """Whether every operation takes a workspace and returns it: since 2.15, unless cached."""
-        return self._version >= (2, 15) and self._flag("TORCH_CUBLAS_WORKSPACE_CACHE") is not True
+        return (
+            self._version >= WORKSPACE_PER_OPERATION
+            and self._flag("TORCH_CUBLAS_WORKSPACE_CACHE") is not True
+        )
 
     @property
     def lt_lifetime(self) -> str:
@@ -143,19 +145,21 @@ class WorkspaceSettings:
             return TEMPORARY
         if self._unified:
             return SHARED
-        return KEPT if self._version >= (2, 9) else TEMPORARY
+        return KEPT if self._version >= LT_KEPT else TEMPORARY
 
     @property
     def _unified(self) -> bool:
-        if self._version < (2, 8) or self.per_operation:
+        if self._version < LT_MAY_SHARE or self.per_operation:
             return False
         flag = self._flag("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
-        return flag is not False if self._version >= (2, 12) else flag is True
+        return flag is not False if self._version >= LT_SHARES else flag is True
 
     @property
     def _bounded(self) -> bool:
-        # For the size, 2.11 takes the unset variable for on, elsewhere for off.
-        unset = self._version == (2, 11) and "TORCH_CUBLASLT_UNIFIED_WORKSPACE" not in os.environ
+        unset = (
+            self._version == UNSET_IS_UNIFIED
+            and "TORCH_CUBLASLT_UNIFIED_WORKSPACE" not in os.environ
+        )
         return unset or self._unified
 
     def _parsed(self) -> int:

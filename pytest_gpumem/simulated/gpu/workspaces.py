@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pytest_gpumem.simulated.common.callsite import provenance
+from pytest_gpumem.simulated.gpu.releases import LT_SHARES, STATIC_SIZE
 from pytest_gpumem.simulated.gpu.workspace_settings import (
     KEPT,
     SHARED,
-    STATIC_SIZE,
     Version,
     WorkspaceSettings,
     default_workspace_bytes,
@@ -31,9 +31,6 @@ __all__ = [
     "lt_workspace_bytes",
     "workspace_bytes",
 ]
-
-_NO_HANDLE_FOR_LT = (2, 12)
-"""First release that takes an Lt handle without cuBLAS's workspace."""
 
 
 class Memory(Protocol):
@@ -92,7 +89,7 @@ class Workspaces:
         if lifetime == SHARED:
             self._keep("cublas", stream)
         elif lifetime == KEPT:
-            if self.version < _NO_HANDLE_FOR_LT:
+            if self.version < LT_SHARES:
                 self._keep("cublas", stream)
             self._keep("cublaslt", stream)
         elif self.settings.per_operation:

@@ -17,10 +17,9 @@ from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.gpu.memory import Memory
+from pytest_gpumem.simulated.gpu.releases import CLEARS_WORKSPACES, LAZY_RNG, RNG_PER_CAPTURE
 from pytest_gpumem.simulated.machine.captures import Capture
 from pytest_gpumem.simulated.machine.random_state import (
-    LAZY_RNG,
-    RNG_PER_CAPTURE,
     free_all,
     state_of,
     state_tensors,
@@ -32,8 +31,6 @@ from pytest_gpumem.values.errors import UnsupportedOperatorError
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
-CLEARS_WORKSPACES = (2, 12)
-"""First release in which resetting a graph frees the cuBLAS workspaces of its stream."""
 _EMPTY = (
     "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on "
     "wrong device or stream."

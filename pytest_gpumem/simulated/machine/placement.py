@@ -136,8 +136,8 @@ def _metadata(node: Any) -> dict[str, Any]:
 
 
 def _two_devices(name: str, one: Device, other: Device) -> str:
-    devices = [str(one.torch_device), str(other.torch_device)]
-    sentence = indices_elsewhere(devices[0]) if name in INDEXING else two_devices(devices)
+    first, second = str(one.torch_device), str(other.torch_device)
+    sentence = indices_elsewhere(first) if name in INDEXING else two_devices(first, second)
     return f"{sentence} (at {user_line()})"
 
 

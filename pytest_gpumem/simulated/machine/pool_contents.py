@@ -76,7 +76,7 @@ class PoolContents:
     def behind(self, address: int, nbytes: int) -> torch.Tensor | None:
         """Return all elements at ``address``; ``None`` if fewer than ``nbytes`` are known."""
         owner = self._owners.get(address)
-        # Whoever lives there may have been written to outside of graphs.
+        # The storage that lives there may have been written to outside of graphs.
         base = self._values.base(owner.key) if owner is not None and owner.lives else None
         base = self._held.get(address) if base is None else base
         return None if base is None or _nbytes(base) < nbytes else base

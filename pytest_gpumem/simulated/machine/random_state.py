@@ -13,10 +13,6 @@ from pytest_gpumem.simulated.machine.generators import drawn_from
 
 RNG_BYTES = 8
 """A seed, and an offset: one int64 each."""
-RNG_PER_CAPTURE = (2, 12)
-"""First release in which each capture has such memory, on the default stream."""
-LAZY_RNG = (2, 14)
-"""First release in which a capture allocates it at its first random operator."""
 
 
 class RandomState:

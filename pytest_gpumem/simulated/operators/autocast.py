@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.allocator.settings import Version
+from pytest_gpumem.allocator.releases import Version
 from pytest_gpumem.simulated.operators.calls import overload_of
 from pytest_gpumem.simulated.operators.engine import IN_PLACE, in_formula
 

@@ -56,11 +56,16 @@ def _concatenated(
     if not all(map(is_dense, tensors)) or (casts and not _is_widened(first, out)):
         return
     element = first.element_size() if out is None else out.element_size()
+    passing(gpu, _NUMBER * (numbers_of(tensors, dim, num_chunks, element) + 2))
+
+
+def numbers_of(tensors: Sequence[Tensor], dim: int, num_chunks: int, itemsize: int) -> int:
+    """Return how many numbers describe the blocks, and the tensors, that are concatenated."""
     blocks = 0
     for tensor in tensors:
         rows = -(-tensor.size(dim) // num_chunks)
-        blocks += -(-rows * prod(tensor.shape[dim % tensor.dim() + 1 :]) * element // _BLOCK)
-    passing(gpu, _NUMBER * (6 * len(tensors) + 2 + blocks))
+        blocks += -(-rows * prod(tensor.shape[dim % tensor.dim() + 1 :]) * itemsize // _BLOCK)
+    return 6 * len(tensors) + blocks
 
 
 def _is_widened(source: Tensor, target: Tensor | None) -> bool:

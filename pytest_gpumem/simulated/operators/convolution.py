@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.machine.checks.names import tensor_type
 from pytest_gpumem.simulated.operators import cudnn
 from pytest_gpumem.simulated.operators.convolution_choice import (
     CONTIGUOUS,
@@ -101,7 +100,7 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, parameters: Param
     """check_input_same_type_as_parameters and check_shape_forward, in their words."""
     for tensor, name in ((weight, "weight"), (bias, "bias")):
         if tensor is not None and (tensor.dtype != input.dtype or tensor.device != input.device):
-            types = [tensor_type(each.dtype, on_gpu=each.is_cuda) for each in (input, tensor)]
+            types = [f"{each.dtype} on {each.device}" for each in (input, tensor)]
             raise RuntimeError(
                 f"Input type ({types[0]}) and {name} type ({types[1]}) should be the same"
             )

@@ -3,7 +3,9 @@
 Source: aten/src/ATen/native/cuda/ForeachReduceOp.cu (foreach_tensor_norm_cuda,
 foreach_tensor_max_cuda), MultiTensorApply.cuh (kChunkSize) and native/ForeachUtils.h
 (can_use_fast_route), torch 2.6 to 2.15. Lists of results are outputs; metadata travels as kernel
-arguments. In the slow route each tensor is reduced by itself.
+arguments. In the slow route each tensor is reduced by itself. Up to 2.14 every tensor has as many
+partial results as the longest one; since 2.15 each has its own, behind a list of where they begin:
+torch's own code on the dry device, with three tensors of 100,000 elements and one of 5.
 
 The fused optimizers and the ones of GradScaler (native/cuda/FusedSgdKernel.cu, FusedAdamKernel.cu,
 FusedAdagradKernel.cu, AmpKernels.cu) allocate nothing.
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.operators.layout import accumulated, is_dense
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, accumulated, is_dense
 from pytest_gpumem.simulated.operators.reductions import sum_of_all
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 CHUNK = 65_536
 """Elements one block reduces."""
+
+_OWN_CHUNKS_SINCE = (2, 15)
 
 _FAST_ORDERS = frozenset({1, 2, math.inf})
 
@@ -47,9 +51,13 @@ def _norm_is_one_launch(tensors: Sequence[Tensor], order: float) -> bool:
     )
 
 
-def _partial_results(gpu: GPU, tensors: Sequence[Tensor], itemsize: int) -> Scratch:
-    chunks = max(-(-tensor.numel() // CHUNK) for tensor in tensors)
-    return Scratch(gpu, len(tensors) * chunks * itemsize)
+def _partial_results(gpu: GPU, tensors: Sequence[Tensor], itemsize: int) -> list[int]:
+    """Return the sizes that are taken for partial results."""
+    chunks = [-(-tensor.numel() // CHUNK) for tensor in tensors]
+    if gpu.version < _OWN_CHUNKS_SINCE:
+        return [len(chunks) * max(chunks) * itemsize]
+    begins = len([count for count in chunks if count]) + 1
+    return [begins * INDEX_BYTES, sum(chunks) * itemsize]
 
 
 def _before_norm(
@@ -57,7 +65,7 @@ def _before_norm(
 ) -> Scratch | None:
     if not self or not _norm_is_one_launch(self, ord):
         return None
-    return _partial_results(gpu, self, accumulated(dtype or self[0].dtype).itemsize)
+    return Scratch(gpu, *_partial_results(gpu, self, accumulated(dtype or self[0].dtype).itemsize))
 
 
 def _after_norm(gpu: GPU, self: Sequence[Tensor], ord: float) -> None:
@@ -69,13 +77,18 @@ def _after_norm(gpu: GPU, self: Sequence[Tensor], ord: float) -> None:
 def _before_max(gpu: GPU, self: Sequence[Tensor]) -> Scratch | None:
     if not self or not _is_one_launch(self):
         return None
-    return _partial_results(gpu, self, self[0].element_size())
+    return Scratch(gpu, *_partial_results(gpu, self, self[0].element_size())[:-1])
+
+
+def _after_max(gpu: GPU, self: Sequence[Tensor]) -> None:
+    if self and _is_one_launch(self):
+        Scratch(gpu, _partial_results(gpu, self, self[0].element_size())[-1]).free()
 
 
 RULES = {
     "aten::_foreach_norm": Rule(before=_before_norm, after=_after_norm),
     "aten::_foreach_powsum": Rule(before=_before_norm, after=_after_norm),
-    "aten::_foreach_max": Rule(before=_before_max),
+    "aten::_foreach_max": Rule(before=_before_max, after=_after_max),
 }
 
 

@@ -1,10 +1,9 @@
-"""Normalisation: batch, layer, group and root mean square, and the temporaries of their kernels.
+"""Normalisation: batch, layer and root mean square, and the temporaries of their kernels.
 
 Source: aten/src/ATen/native/Normalization.cpp (_select_batch_norm_backend,
 _batch_norm_impl_index), native/cudnn/BatchNorm.cpp, native/cuda/Normalization.cu and .cuh
-(batch_norm_cuda, batch_norm_backward_cuda and their channels-last templates), native/group_norm.cpp
-and cuda/group_norm_kernel.cu, native/layer_norm.cpp (rms_norm_symint) and
-cuda/layer_norm_kernel.cu, of torch 2.6 to 2.15. cuDNN needs no workspace and no reserve for batch
+(batch_norm_cuda, batch_norm_backward_cuda and their channels-last templates),
+native/layer_norm.cpp (rms_norm_symint) and cuda/layer_norm_kernel.cu, of torch 2.6 to 2.15. cuDNN needs no workspace and no reserve for batch
 norm of contiguous tensors; for channels-last training it does, in sizes that only it determines.
 """
 
@@ -380,60 +379,6 @@ def _rows_and_columns(input: Tensor, normalized_shape: Sequence[int]) -> tuple[i
     return input.numel() // max(columns, 1), columns
 
 
-# Group norm.
-
-_FLOAT_STATISTICS: tuple[int, int] = (2, 14)
-"""First release whose group norm of halves computes its statistics in float32 first."""
-
-
-def _group_norm(
-    gpu: GPU,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    N: int,
-    C: int,
-    HxW: int,
-    group: int,
-) -> None:
-    nbytes = _accumulated_bytes(input)
-    scratch = Scratch(gpu)
-    if input.dtype in HALVES and gpu.version >= _FLOAT_STATISTICS:
-        scratch.take(N * group * nbytes)
-        scratch.take(N * group * nbytes)
-    if HxW > 1 and (weight is not None or bias is not None):
-        scratch.take(N * C * nbytes)
-        scratch.take(N * C * nbytes)
-    scratch.free()
-
-
-def _group_norm_backward(
-    gpu: GPU,
-    input: Tensor,
-    weight: Tensor | None,
-    N: int,
-    C: int,
-    HxW: int,
-    group: int,
-    result: _Gradients,
-) -> None:
-    if not N:
-        return
-    nbytes = _accumulated_bytes(input)
-    scratch = Scratch(gpu)
-    if HxW > 1:
-        scratch.take(N * C * nbytes)
-        scratch.take(N * C * nbytes)
-    if result[0] is not None:
-        sums = [scratch.take(N * group * nbytes) for _ in range(2)]
-        if HxW > 1 and weight is not None:
-            scratch.take(N * C * nbytes)
-        # c1 was declared before c2 and c3.
-        for address in reversed(sums):
-            scratch.drop(address)
-    scratch.free()
-
-
 RULES = {
     "aten::native_batch_norm": Rule(after=_batch_norm_forward),
     "aten::native_batch_norm_backward": Rule(placed=_batch_norm_backward),
@@ -441,6 +386,4 @@ RULES = {
     "aten::native_layer_norm_backward": Rule(
         before=_layer_norm_before, placed=_layer_norm_gradients, after=_layer_norm_backward
     ),
-    "aten::native_group_norm": Rule(after=_group_norm),
-    "aten::native_group_norm_backward": Rule(after=_group_norm_backward),
 }

@@ -21,8 +21,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.stand_ins.libraries import FLASH_ATTN
-from pytest_gpumem.simulated.stand_ins.usage import telling
+from pytest_gpumem.simulated.stand_ins.libraries import FLASH_ATTN, telling
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _modules: dict[str, ModuleType] = {}
@@ -81,9 +80,7 @@ class _Finder(DistributionFinder):
 
     def stands_for(self, module: str) -> bool:
         """Return whether ``module`` is of the library, and not installed."""
-        if module.partition(".")[0] == FLASH_ATTN.package:
-            return FLASH_ATTN.is_missing
-        return module == FLASH_ATTN.compiled and FLASH_ATTN.is_uncompiled
+        return module.partition(".")[0] == FLASH_ATTN.package and FLASH_ATTN.is_missing
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,8 +1,10 @@
-"""The library that has a stand-in: its name, release and modules."""
+"""The library that has a stand-in: its name, release and modules, and reports of its use."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import PathFinder
@@ -20,9 +22,6 @@ class Library:
     """The package that programs import, and the folder of this one that stands for it."""
     without: frozenset[str]
     """Modules of that release without a stand-in, with all modules below them."""
-    compiled: str
-    """The name of its extension. Where the Python code is installed without it, only this module is
-    replaced by the stand-in."""
     absent: frozenset[str]
     """Names that other libraries look up in its modules, and that release does not have."""
 
@@ -32,16 +31,11 @@ class Library:
         return _is_nowhere(self.package, tuple(sys.path))
 
     @property
-    def is_uncompiled(self) -> bool:
-        """Whether its extension is not installed."""
-        return _is_nowhere(self.compiled, tuple(sys.path))
-
-    @property
     def sentence(self) -> str:
         """The note of a measurement that the stand-in has a part in."""
-        missing = self.name if self.is_missing else f"{self.compiled} of {self.name}"
         return (
-            f"{missing} is not installed: a stand-in allocated what {self.name} {self.version} does"
+            f"{self.name} is not installed: a stand-in allocated what {self.name} {self.version} "
+            f"does"
         )
 
     def lacks(self, module: str) -> bool:
@@ -67,20 +61,32 @@ FLASH_ATTN = Library(
             "flash_attn_triton_og",
             "flash_blocksparse_attention",
             "flash_blocksparse_attn_interface",
-            "layers.patch_embed",
+            "layers",
+            "losses",
             "models",
             "modules",
-            "ops.activations",
-            "ops.fused_dense",
-            "ops.layer_norm",
-            "ops.rms_norm",
-            "ops.triton.k_activations",
-            "ops.triton.layer_norm",
-            "ops.triton.linear",
-            "ops.triton.mlp",
+            "ops",
             "utils",
         )
     ),
-    compiled="flash_attn_2_cuda",
     absent=frozenset({"flash_attn.flash_attn_interface.flash_attn_cuda"}),
 )
+
+_listeners: list[Callable[[str], None]] = []
+"""Listeners of the active simulations, innermost last: imports are the process's."""
+
+
+@contextmanager
+def telling(note: Callable[[str], None]) -> Iterator[None]:
+    """Call ``note`` with a sentence when the stand-in is used inside."""
+    _listeners.append(note)
+    try:
+        yield
+    finally:
+        _listeners.pop()
+
+
+def used() -> None:
+    """Report that the stand-in has allocated something."""
+    if _listeners:
+        _listeners[-1](FLASH_ATTN.sentence)

@@ -3,6 +3,11 @@
 ``torch.autocast`` is replaced in its own methods, too: Dynamo and AOTAutograd run them for
 the ``with`` statements of a compiled function, while the functions of ``torch`` are torch's own.
 
+Each thread counts the contexts that it is in, and all drop the same casts. A GPU's nodes run on a
+thread of the engine: where a context of autocast is open around a backward pass, the context that
+a checkpoint opens again for its block is the outermost one of that thread, and its end drops the
+casts of all (aten/src/ATen/autocast_mode.cpp, ``nesting`` and ``clear_cache``).
+
 Source: torch/amp/autocast_mode.py (``_enter_autocast``, ``_exit_autocast``) and
 torch/_dynamo/variables/ctx_manager.py (``AutocastModeVariable``), torch 2.6 to 2.15.
 """
@@ -36,6 +41,7 @@ def plan(cache: CastCache, patches: Patches) -> None:
         cache.clear()
         clear()
 
+    depth = _Depth()
     enter: Any = autocast.__enter__
     leave: Any = autocast.__exit__
 
@@ -43,12 +49,14 @@ def plan(cache: CastCache, patches: Patches) -> None:
     def __enter__(context: Any) -> Any:  # noqa: N807  # the method that it stands for
         if context._enabled and context.device == "cuda":
             cache.install()
+        depth.of_engine += _is_on_engine()
         return enter(context)
 
     @wraps(leave)
     def __exit__(context: Any, *error: Any) -> Any:  # noqa: N807  # the same
         result = leave(context, *error)
-        if not _is_inside():
+        depth.of_engine -= _is_on_engine()
+        if not (depth.of_engine if _is_on_engine() else _is_inside()):
             cache.clear()
         return result
 
@@ -58,6 +66,15 @@ def plan(cache: CastCache, patches: Patches) -> None:
     patches.plan(torch, "clear_autocast_cache", clear_autocast_cache)
     if set_gpu_enabled is not None:
         patches.plan(torch, "set_autocast_gpu_enabled", set_autocast_enabled)
+
+
+class _Depth:
+    of_engine = 0
+    """How many contexts nodes of a backward pass have open."""
+
+
+def _is_on_engine() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _is_inside() -> bool:

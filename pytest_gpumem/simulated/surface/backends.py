@@ -9,26 +9,18 @@ import torch.backends.cuda
 import torch.backends.cudnn
 
 from pytest_gpumem.echo import quoted
-from pytest_gpumem.simulated.gpu.workspace_settings import STATIC_SIZE
+from pytest_gpumem.simulated.gpu.releases import CUDNN, STATIC_SIZE
 from pytest_gpumem.simulated.operators.attention_choice import usable_kernels
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
-_CUDNN_VERSIONS = (
-    ((2, 11), 91501),
-    ((2, 8), 91002),
-    ((0, 0), 90501),
-)
-"""First release of torch, cuDNN of its CUDA 12.6 wheel as ``cudnnGetVersion`` gives it (pytorch,
-.github/scripts/generate_binary_build_matrix.py of the releases)."""
-
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Give the answers of a CUDA build on this GPU."""
     version = machine.gpus[0].version
-    cudnn = next(number for since, number in _CUDNN_VERSIONS if version >= since)
+    cudnn = next(number for since, number in CUDNN if version >= since)
     patches.plan(torch._C, "_has_cudnn", True)
     patches.plan(torch.backends.cudnn, "is_available", lambda: True)
     patches.plan(torch.backends.cudnn, "version", lambda: cudnn)

@@ -77,22 +77,6 @@ def load() -> None:
         importlib.import_module(f"{_DYNAMO}.eval_frame")
 
 
-_was_told = False
-
-
-def told_to_compile() -> bool:
-    """Return whether any code in this process has called ``torch.compile``.
-
-    Source: torch/_dynamo/eval_frame.py (``cached_backends``, which ``reset`` empties), torch 2.6 to
-    2.15.
-    """
-    global _was_told
-    frames = sys.modules.get(f"{_DYNAMO}.eval_frame")
-    if frames is not None and not _was_told:
-        _was_told = any(map(callable, frames.cached_backends.values()))
-    return _was_told
-
-
 class _LeftAlone:
     """The functions that are not to be compiled, while there is nothing that could do it."""
 

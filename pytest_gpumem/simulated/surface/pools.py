@@ -12,8 +12,10 @@ import torch
 
 from pytest_gpumem.allocator import AllocatorError, SettingsError
 from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
+from pytest_gpumem.allocator.releases import GENERIC_CONFIG
 from pytest_gpumem.allocator.snapshot import snapshot
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.gpu.releases import OPTIONS_SINCE, THREAD_POOLS
 from pytest_gpumem.simulated.surface.functions import plan_functions
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
@@ -22,11 +24,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.gpu.memory import Memory
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
     from pytest_gpumem.simulated.machine.pools import Pool
-
-THREAD_POOLS = (2, 8)
-"""First release whose ``use_mem_pool`` routes only the thread that opened it."""
-OPTIONS_SINCE = {"use_on_oom": (2, 8), "no_split": (2, 10)}
-"""The release that brought each option of ``MemPool`` (torch/cuda/memory.py)."""
 
 
 class SimulatedMemPool:
@@ -175,7 +172,7 @@ class _Api:
                 gpu.allocator.set_settings(settings)
             except SettingsError as error:
                 # ValueError since the generic configuration class.
-                kind = ValueError if gpu.version >= (2, 10) else RuntimeError
+                kind = ValueError if gpu.version >= GENERIC_CONFIG else RuntimeError
                 raise kind(str(error)) from None
 
     def _accelerator_setAllocatorSettings(self, settings: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.autograd.profiler
@@ -17,6 +17,7 @@ import torch.profiler
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.machine.pinned import ALREADY_REGISTERED, NOT_REGISTERED
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
@@ -42,6 +43,8 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     patches.plan(torch.autograd.profiler, "emit_nvtx", _EmitNothing)
     begin = torch.profiler.profile.__init__
     patches.plan(torch.profiler.profile, "__init__", _profiling(machine, begin))
+    # The timeline's exports and torch.cuda._memory_viz begin with it.
+    patches.plan(torch.profiler.profile, "_memory_profile", _refuse_timeline)
 
 
 class _Readings:
@@ -154,3 +157,16 @@ def _profiling(machine: SimulatedMachine, begin: Callable[..., None]) -> Callabl
         begin(profile, *args, activities=wanted, **options)
 
     return call
+
+
+def _refuse_timeline(profile: Any) -> NoReturn:
+    """Refuse the profiler's memory timeline.
+
+    The profiler joins allocations and tensors by the address of a storage, and a simulated tensor
+    has none. Source: ``calculateUniqueTensorIDs`` in torch/csrc/profiler/data_flow.cpp.
+    """
+    raise UnsupportedOperatorError(
+        f"the memory timeline of torch.profiler at {user_line()} follows tensors by their "
+        "addresses, which a simulated GPU does not have: run pytest --gpumem-device=dry, or take "
+        "torch.cuda.memory._snapshot()"
+    )

@@ -20,7 +20,7 @@ import torch
 
 from pytest_gpumem.simulated.machine.strangers import keep_apart
 from pytest_gpumem.simulated.surface import compilers
-from pytest_gpumem.simulated.surface.standstill import Standstill
+from pytest_gpumem.simulated.surface.exclusive import Exclusive
 from pytest_gpumem.values.errors import SimulationError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Threads:
         """By thread: the error of an operator it could not run; raised again where it is joined."""
         self.first = get_ident()
         """The thread that has entered the simulation first."""
-        self.standstill = Standstill(machine.execution, lambda: (self.first, *self._tasks))
+        self.exclusive = Exclusive(machine.execution, lambda: (self.first, *self._tasks))
 
     def plan(self, patches: Patches) -> None:
         """Include every thread that starts from now on, and every task of an executor."""
@@ -79,7 +79,6 @@ class Threads:
             return
         with ExitStack() as resources:
             resources.callback(torch._C._set_only_lift_cpu_tensors, False)
-            resources.enter_context(self.standstill.watched())
             torch._C._set_only_lift_cpu_tensors(True)
             resources.enter_context(self._joining())
             resources.callback(setattr, state, "joined", False)
@@ -121,14 +120,14 @@ class Threads:
     def _waiting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(wait)
         def call(*args: Any, **options: Any) -> Any:
-            with self.standstill.resting():
+            with self.exclusive.waiting():
                 return wait(*args, **options)
 
         return call
 
     def _join(self, join: Callable[..., None]) -> Callable[..., None]:
         def call(thread: threading.Thread, timeout: float | None = None) -> None:
-            with self.standstill.resting():
+            with self.exclusive.waiting():
                 join(thread, timeout)
             failure = None if thread.is_alive() else self._failures.pop(thread, None)
             if failure is not None:

@@ -1,8 +1,7 @@
-"""Compiled code beside other threads: they rest while torch compiles, and see nothing of it."""
+"""Compiled code beside other threads: none of them may use torch while it compiles."""
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.surface import standstill
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 from tests.pytest_project import Project
 
 MIB = 1024 * 1024
@@ -25,12 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def told_to_compile() -> None:
-    """Threads that start before are not watched."""
-    torch.compile(gated)
 
 
 def gated(x: torch.Tensor) -> torch.Tensor:
@@ -77,71 +70,6 @@ def test_batches_that_workers_load_and_a_thread_pins_go_through_a_compiled_model
     assert peak(1) == peak(0)
 
 
-def test_a_thread_that_uses_torch_sees_nothing_of_what_compiling_replaces() -> None:
-    seen: list[tuple[bool, str, bool]] = []
-
-    def work(is_over: Callable[[], bool]) -> None:
-        while not is_over():
-            x = torch.zeros(16, device="cuda")
-            y = x.to("cpu").pin_memory().cuda()
-            seen.append((x.is_cuda, x.device.type, y.is_cuda))
-
-    with simulate("A100-40GB", compile="always") as gpu, beside(work):
-        while not seen:
-            time.sleep(0.01)
-        assert held_after_forward() == 2
-        assert gpu.notes == ()
-    assert set(seen) == {(True, "cuda", True)}
-
-
-def test_a_thread_that_waits_and_then_looks_at_a_tensor_sees_the_gpu() -> None:
-    seen: list[str] = []
-    batches: queue.Queue[torch.Tensor | None] = queue.Queue()
-
-    def work(_: Callable[[], bool]) -> None:
-        while (batch := batches.get()) is not None:
-            seen.append(batch.device.type)
-            batch.add_(1)
-
-    def handing(x: torch.Tensor) -> torch.Tensor:
-        y = x.sin().cos()
-        batches.put(x)
-        torch._dynamo.graph_break()
-        return y.tan().exp()
-
-    with simulate("A100-40GB", compile="always") as gpu, beside(work):
-        x = torch.ones(256, 1024, device="cuda")
-        batches.put(x)
-        for _ in range(3):
-            torch._dynamo.reset()
-            torch.compile(handing)(x)
-        batches.put(None)
-        assert gpu.notes == ()
-    assert set(seen) == {"cuda"}
-
-
-def test_a_thread_whose_first_tensor_comes_while_torch_compiles_sees_the_gpu() -> None:
-    seen: list[str] = []
-    batches: queue.Queue[torch.Tensor | None] = queue.Queue()
-
-    def work(_: Callable[[], bool]) -> None:
-        while (batch := batches.get()) is not None:
-            seen.append(batch.device.type)  # no call, of which Python would tell
-
-    def hand(_: torch.fx.Graph) -> None:
-        batches.put(x)
-        time.sleep(0.2)
-
-    settings: Any = torch._inductor.config
-    with simulate("A100-40GB", compile="always") as gpu, beside(work):
-        x = torch.ones(256, 1024, device="cuda")
-        with settings.patch(post_grad_custom_pre_pass=hand):
-            torch.compile(gated)(x)
-        batches.put(None)
-        assert gpu.notes == ()
-    assert seen == ["cuda"]
-
-
 def timer() -> Iterator[None]:
     """As pytest-timeout's."""
     waiting = threading.Timer(600, lambda: None)
@@ -183,23 +111,7 @@ def server() -> Iterator[None]:
         thread.join()
 
 
-def endless() -> Iterator[None]:
-    """Which loops without a call, so that nothing stops it, and touches nothing."""
-    over: list[int] = []
-
-    def work() -> None:
-        torch.zeros(3)
-        while not over:
-            pass
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    yield
-    over.append(1)
-    thread.join()
-
-
-@pytest.mark.parametrize("thread", [timer, monitor, server, endless])
+@pytest.mark.parametrize("thread", [timer, monitor, server])
 def test_threads_that_do_not_use_torch_go_on(thread: Callable[[], Iterator[None]]) -> None:
     with simulate("A100-40GB", compile="always") as gpu, contextmanager(thread)():
         assert held_after_forward() == 2
@@ -218,55 +130,45 @@ def test_a_thread_compiles_while_the_one_that_began_waits_for_it() -> None:
     assert found == [2, 2]
 
 
-def test_threads_compile_one_after_the_other() -> None:
-    def run(factor: float) -> list[bool]:
-        def scaled(x: torch.Tensor) -> torch.Tensor:
-            return (x * factor).sin()
-
-        double: Any = torch.compile(scaled, dynamic=False)
-        return [double(torch.ones(size, 8, device="cuda")).is_cuda for size in (2, 3)]
-
-    with simulate("A100-40GB", compile="always") as gpu:
-        torch._dynamo.reset()
-        with ThreadPoolExecutor(2) as executor:
-            found = [executor.submit(run, factor) for factor in (1.0, 2.0)]
-            assert [each.result() for each in found] == [[True] * 2] * 2
-        assert gpu.notes == ()
-
-
-def test_where_the_first_thread_goes_on_another_one_s_code_is_eager_and_it_is_said(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(standstill.Standstill, "patience", 0.1)
-    found: list[int] = []
-    with simulate("A100-40GB") as gpu:
-        thread = threading.Thread(target=lambda: found.append(held_after_forward()))
-        thread.start()
-        while thread.is_alive():
-            time.sleep(0.01)
-        (note,) = gpu.notes
-    assert found == [6]
-    assert "runs eagerly on a simulated GPU, while another thread goes on" in note
-
-
-@pytest.mark.parametrize(("uses", "held"), [(lambda: None, 2), (lambda: torch.zeros(3), 6)])
-def test_of_threads_from_before_torch_was_told_to_compile_those_that_used_it_are_in_the_way(
-    monkeypatch: pytest.MonkeyPatch, uses: Callable[[], object], held: int
-) -> None:
-    monkeypatch.setattr(standstill, "told_to_compile", lambda: False)
-    monkeypatch.setattr(standstill.Standstill, "patience", 0.1)
+def test_beside_a_thread_that_uses_torch_nothing_is_compiled() -> None:
     began = threading.Event()
 
     def work(is_over: Callable[[], bool]) -> None:
-        uses()
+        torch.zeros(3)
         began.set()
         while not is_over():
             time.sleep(0.01)
 
-    with simulate("A100-40GB") as gpu, beside(work):
+    sentence = r"compiles while another thread goes on that uses torch.*--gpumem-device=dry"
+    with simulate("A100-40GB"), beside(work):
         began.wait()
-        assert held_after_forward() == held
-        assert any("runs eagerly" in note for note in gpu.notes) == (held == 6)
+        with pytest.raises(UnsupportedOperatorError, match=sentence):
+            held_after_forward()
+
+
+def test_where_the_first_thread_goes_on_another_one_does_not_compile() -> None:
+    def work(_: Callable[[], bool]) -> None:
+        with pytest.raises(UnsupportedOperatorError, match="while another thread goes on"):
+            held_after_forward()
+        refused.set()
+
+    refused = threading.Event()
+    with simulate("A100-40GB"), beside(work):
+        torch.zeros(3)
+        assert refused.wait(60)
+
+
+def test_code_that_runs_eagerly_on_request_runs_beside_other_threads() -> None:
+    began = threading.Event()
+
+    def work(is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            torch.zeros(3)
+            began.set()
+
+    with simulate("A100-40GB", compile="eager"), beside(work):
+        began.wait()
+        assert held_after_forward() == 6
 
 
 def test_each_thread_s_buffers_have_the_line_of_its_own_code() -> None:

@@ -223,7 +223,7 @@ def test_cpu_convolutions_compute(on: Any) -> None:
     [
         (lambda x: nn.Conv2d(5, 4, 3).cuda()(x), "to have 5 channels, but got 3"),
         (lambda x: nn.Conv2d(3, 4, 11).cuda()(x), "Kernel size can't be greater than actual"),
-        (lambda x: nn.Conv2d(3, 4, 3)(x), r"weight type \(torch.FloatTensor\) should be the same"),
+        (lambda x: nn.Conv2d(3, 4, 3)(x), r"weight type \(torch.float32 on cpu\) should be"),
     ],
 )
 def test_mistakes_get_torchs_words(

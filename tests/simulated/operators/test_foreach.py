@@ -10,14 +10,25 @@ from torch import nn
 
 
 def test_norms_of_a_list_share_a_buffer(on: Any) -> None:
-    gpu = on()
+    gpu = on("A100-40GB", "2.14")
     tensors = [torch.ones(size, device="cuda") for size in (100, 200_000)]
     # Two tensors, four chunks in the larger, then the two results.
     assert gpu.of(lambda: torch._foreach_norm(tensors)) == [2 * 4 * 4, 4, 4, -2 * 4 * 4]
 
 
+def test_each_tensor_of_a_list_has_its_own_chunks_since_2_15(on: Any) -> None:
+    gpu = on("A100-40GB", "2.15")
+    tensors = [torch.ones(size, device="cuda") for size in (100, 200_000, 0)]
+    # Where two tensors' chunks begin and end; one chunk and four.
+    taken = [3 * 8, (1 + 4) * 4, 4, 4, 4]
+    assert gpu.of(lambda: torch._foreach_norm(tensors)) == [*taken, -(1 + 4) * 4, -3 * 8]
+    two = tensors[:2]
+    events = [3 * 8, 4, 4, (1 + 4) * 4, -(1 + 4) * 4, -3 * 8]
+    assert gpu.of(lambda: torch._foreach_max(two)) == events
+
+
 def test_norms_in_another_type_are_accumulated_in_it(on: Any) -> None:
-    gpu = on()
+    gpu = on("A100-40GB", "2.14")
     tensors = [torch.ones(100, device="cuda", dtype=torch.bfloat16)]
     # One chunk of one tensor, as float32 for bfloat16 and as float64 for float64.
     assert gpu.of(lambda: torch._foreach_norm(tensors)) == [4, 2, -4]
@@ -37,9 +48,9 @@ def test_norms_that_one_launch_cannot_do_are_reduced_one_by_one(on: Any) -> None
 
 
 def test_maxima_of_a_list_share_a_buffer(on: Any) -> None:
-    gpu = on()
+    gpu = on("A100-40GB", "2.14")
     tensors = [torch.ones(size, device="cuda", dtype=torch.float64) for size in (100, 70_000)]
-    assert gpu.of(lambda: torch._foreach_max(tensors)) == [2 * 2 * 8, 8, 8, -2 * 2 * 8]
+    assert gpu.of(lambda: torch._foreach_max(tensors)) == [8, 8, 2 * 2 * 8, -2 * 2 * 8]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Bytes are worked out from that file; an A100 has 108 multiprocessors.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -192,29 +193,6 @@ def test_a_length_given_as_a_number_is_made_a_tensor(gpu: Any, flash: Any) -> No
     assert events == [2 * 4, 2 * 4 * 64 * 2, 2 * 4 * 4, -2 * 4, -2 * 4 * 4]
 
 
-def test_other_libraries_call_the_extension(gpu: Any, flash: Any, starts: Tensor) -> None:
-    interface = importlib.import_module("flash_attn.flash_attn_interface")
-    assert not hasattr(interface, "flash_attn_cuda"), "its name before 2.7"
-    kernels = interface.flash_attn_gpu
-    q = made(BATCH, LENGTH, HEADS, SIZE, grad=False)
-    rest = 0.0, 0.125, True, -1, -1, 0.0
-    made_by = kernels.fwd(q, q, q, None, None, *rest, False, None)
-    call = q, q, q, None, None, *rest, False, None
-    # The result is a list, which drops the probabilities that nobody asked for.
-    assert gpu.of(lambda: kernels.fwd(*call)) == [OUT, LSE, RNG]
-    out, lse, _, state = made_by
-    back = q, q, q, q, out, lse, None, None, None, None, *rest, False, None, state
-    events = gpu.of(lambda: kernels.bwd(*back))
-    assert events == [OUT, OUT, OUT, DELTA, ACCUMULATED, -ACCUMULATED]
-    one = made(TOTAL, HEADS, SIZE, grad=False)
-    lengths = 180, 180, 0.0, 0.125, False, True, -1, -1, 0.0, False, None
-    varlen = one, one, one, None, starts, starts, None, None, None, None, *lengths
-    assert gpu.of(lambda: kernels.varlen_fwd(*varlen))[:2] == [
-        TOTAL * HEADS * SIZE * 2,
-        HEADS * TOTAL * 4,
-    ]
-
-
 def test_padding_is_taken_out_and_put_back(gpu: Any, flash: Any) -> None:
     padding = importlib.import_module("flash_attn.bert_padding")
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]], device="cuda")
@@ -224,51 +202,6 @@ def test_padding_is_taken_out_and_put_back(gpu: Any, flash: Any) -> None:
     assert starts.tolist() == [0, 3, 5]
     assert used.tolist() == [3, 2]
     assert padding.pad_input(rows, indices, 2, 4).shape == (2, 4, 8)
-
-
-def test_rotary_embedding_keeps_nothing_of_the_inputs_size(gpu: Any, flash: Any) -> None:
-    rotary = importlib.import_module("flash_attn.layers.rotary")
-    x = heads()
-    cos, sin = made(LENGTH, 32, grad=False), made(LENGTH, 32, grad=False)
-    out = rotary.apply_rotary_emb(x, cos, sin)
-    assert gradients(gpu, out, x) == [OUT]
-    assert gpu.of(lambda: rotary.apply_rotary_emb(x.detach(), cos, sin, inplace=True)) == []
-
-
-@pytest.mark.parametrize("scale_base", [None, 512.0])
-def test_rotary_tables_are_made_once_and_packed_tensors_are_rotated_in_place(
-    gpu: Any, flash: Any, scale_base: float | None
-) -> None:
-    layer = importlib.import_module("flash_attn.layers.rotary").RotaryEmbedding
-    module = layer(32, scale_base=scale_base, device="cuda")
-    qkv = made(BATCH, LENGTH, 3, HEADS, SIZE, grad=False)
-    grouped = made(BATCH, LENGTH, HEADS + 2, SIZE, grad=False)
-    tables = 2 if scale_base is None else 4
-    before = torch.cuda.memory_allocated()
-    assert module(qkv).data_ptr() == qkv.data_ptr()
-    # 3,200 B of 16 cosines each, rounded to blocks of 512 B.
-    assert torch.cuda.memory_allocated() - before == tables * 3584
-    assert gpu.of(lambda: module(qkv)) == []
-    assert gpu.of(lambda: module(grouped, num_heads_q=HEADS)) == []
-    q, kv = heads(), made(BATCH, LENGTH, 2, HEADS, SIZE)
-    rotated, packed = module(q.clone(), kv.clone())
-    events = gpu.of(lambda: torch.autograd.grad(packed.sum(), kv))
-    assert sum(events) > 0
-    assert rotated.shape == q.shape
-
-
-def test_cross_entropy_keeps_the_logits_and_their_logsumexp(gpu: Any, flash: Any) -> None:
-    losses = importlib.import_module("flash_attn.losses.cross_entropy")
-    logits = made(256, 1000)
-    labels = torch.zeros(256, dtype=torch.long, device="cuda")
-    loss = losses.CrossEntropyLoss(reduction="none")
-    # Losses, logsumexp and z-losses, of which the last are dropped.
-    assert gpu.of(lambda: loss(logits, labels)) == [1024, 1024, 1024, -1024]
-    # Autograd makes zeros for the gradient of the z-losses, which nobody reads.
-    events = gradients(gpu, loss(logits, labels), logits)
-    assert events == [1024, 256 * 1000 * 2, -1024, -1024]
-    loss = losses.CrossEntropyLoss(reduction="none", inplace_backward=True)
-    assert gradients(gpu, loss(logits, labels), logits) == [1024, -1024, -1024]
 
 
 @pytest.mark.parametrize(
@@ -290,6 +223,13 @@ def test_what_the_library_refuses_is_refused(
     k = made(1, 8, inputs.get("grouped", 4), size, dtype=dtype)
     with pytest.raises(RuntimeError, match=sentence):
         flash.flash_attn_func(q, k, k)
+
+
+def test_libraries_find_a_functions_parameters_by_name(flash: Any) -> None:
+    names = inspect.signature(flash.flash_attn_varlen_func).parameters
+    assert {"window_size", "deterministic", "softcap", "block_table", "max_seqlen_k"} <= set(names)
+    with pytest.raises(TypeError, match="s_aux"):
+        flash.flash_attn_func(heads(), heads(), heads(), s_aux=None)
 
 
 def test_tensors_of_the_host_are_refused(gpu: Any, flash: Any) -> None:

@@ -339,6 +339,14 @@ def test_profilers_run_and_say_what_they_do_not_see() -> None:
         torch.cuda.check_error(0)
 
 
+def test_the_profilers_memory_timeline_is_refused_with_the_device_that_has_it() -> None:
+    with simulate("T4"):
+        with profile(profile_memory=True, record_shapes=True, with_stack=True) as run:
+            torch.rand(128, 128, device="cuda").sum()
+        with pytest.raises(UnsupportedOperatorError, match="run pytest --gpumem-device=dry"):
+            run._memory_profile()
+
+
 # TorchScript, compiled code and functional transforms.
 
 

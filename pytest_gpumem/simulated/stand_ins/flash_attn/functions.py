@@ -6,6 +6,7 @@ Source: flash_attn/flash_attn_interface.py of flash-attn 2.8.3.
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter, Signature
 from typing import Any, NamedTuple
 
 import torch
@@ -134,132 +135,64 @@ def _attend(
     return _apply(options, lengths, probabilities, torch.is_grad_enabled(), *tensors)
 
 
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = EVERYTHING,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
-    """Attend: (batch, length, heads, size), keys and values with as many heads or fewer."""
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+_OPTIONS: dict[str, Any] = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": EVERYTHING,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "deterministic": False,
+    "return_attn_probs": False,
+}
+"""Parameters of all six functions behind their own, with their defaults."""
+
+
+def _function(tensors: str, lengths: str = "", **more: Any) -> Callable[..., Any]:
+    """Return a function of flash-attn: libraries look its parameters up by name."""
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    signature = Signature(
+        [
+            *(Parameter(name, kind) for name in f"{tensors} {lengths}".split()),
+            *(
+                Parameter(name, kind, default=default)
+                for name, default in {**_OPTIONS, **more}.items()
+            ),
+        ]
     )
-    return _attend(options, None, return_attn_probs, q, k, v)
+
+    def attend(*args: Any, **options: Any) -> Any:
+        bound = signature.bind(*args, **options)
+        bound.apply_defaults()
+        given = bound.arguments
+        of_sequences: list[Any] = [given[name] for name in lengths.split()]
+        if len(of_sequences) == 2:  # one for queries and keys
+            of_sequences = [each for each in of_sequences for _ in range(2)]
+        return _attend(
+            _Options(*(given[name] for name in _Options._fields)),
+            _Lengths._make([*of_sequences, given.get("block_table")]) if of_sequences else None,
+            given["return_attn_probs"],
+            *(given[name] for name in tensors.split()),
+        )
+
+    attend.__signature__ = signature  # type: ignore[attr-defined]  # as functools.wraps sets it
+    return attend
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = EVERYTHING,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
-    """Attend: keys and values are (batch, length, 2, heads, size)."""
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    )
-    return _attend(options, None, return_attn_probs, q, kv)
+_LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 
-
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = EVERYTHING,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
-    """Attend: all three are (batch, length, 3, heads, size)."""
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    )
-    return _attend(options, None, return_attn_probs, qkv)
-
-
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = EVERYTHING,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
-) -> Any:
-    """Attend: (all lengths together, heads, size)."""
-    lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    )
-    return _attend(options, lengths, return_attn_probs, q, k, v)
-
-
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = EVERYTHING,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
-    """Attend: keys and values are (all lengths together, 2, heads, size)."""
-    lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    )
-    return _attend(options, lengths, return_attn_probs, q, kv)
-
-
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = EVERYTHING,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
-    """Attend: all three are (all lengths together, 3, heads, size)."""
-    lengths = _Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    options = _Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    )
-    return _attend(options, lengths, return_attn_probs, qkv)
+FUNCTIONS = {
+    "flash_attn_func": _function("q k v"),
+    "flash_attn_kvpacked_func": _function("q kv"),
+    "flash_attn_qkvpacked_func": _function("qkv"),
+    "flash_attn_varlen_func": _function("q k v", _LENGTHS, block_table=None),
+    "flash_attn_varlen_kvpacked_func": _function("q kv", _LENGTHS),
+    "flash_attn_varlen_qkvpacked_func": _function("qkv", "cu_seqlens max_seqlen"),
+}
+"""By name. Tensors are (batch, length, heads, size), or (all lengths together, heads, size) with
+the starts of the sequences; packed ones have their 2 or 3 parts before the heads."""
+for _name, _made in FUNCTIONS.items():
+    _made.__name__ = _made.__qualname__ = _name
 
 
 def flash_attn_with_kvcache(
@@ -308,3 +241,4 @@ def fwd_kvcache(*args: Any) -> Any:
 
 
 simulate_operator(fwd_kvcache)(with_cache)
+FUNCTIONS["flash_attn_with_kvcache"] = flash_attn_with_kvcache

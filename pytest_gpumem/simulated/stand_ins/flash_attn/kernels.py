@@ -15,12 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pytest_gpumem.simulated.operators.attention_choice import splits_of
+from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.layout import HALVES
 from pytest_gpumem.simulated.stand_ins.flash_attn import values
-from pytest_gpumem.simulated.stand_ins.registering import register
-from pytest_gpumem.simulated.stand_ins.usage import used
-
-LARGEST_HEAD = 256
+from pytest_gpumem.simulated.stand_ins.libraries import used
 
 
 def padded(tensor: Tensor) -> Tensor:
@@ -154,7 +152,7 @@ def backward(
     _check(q, k, v, dropout_p, softcap)
     batch, length, heads, size = q.shape
     rows = _up(length, 128)
-    dq, dk, dv = _made(dq, q), _made(dk, k), _made(dv, v)
+    dq, dk, dv = _gradients((dq, q), (dk, k), (dv, v))
     softmax_d = q.new_empty((batch, heads, rows), dtype=torch.float32)
     accumulated = batch, rows, heads, _rounded(size)
     _accumulate(q, k, (dk, dv), accumulated, batch * heads, deterministic=deterministic)
@@ -193,7 +191,7 @@ def varlen_backward(
     total, heads, size = q.shape
     batch = cu_seqlens_q.numel() - 1
     rows = total + 128 * batch
-    dq, dk, dv = _made(dq, q), _made(dk, k), _made(dv, v)
+    dq, dk, dv = _gradients((dq, q), (dk, k), (dv, v))
     softmax_d = q.new_empty((heads, rows), dtype=torch.float32)
     accumulated = rows, heads, _rounded(size)
     _accumulate(q, k, (dk, dv), accumulated, batch * heads, deterministic=deterministic)
@@ -331,8 +329,8 @@ def _drop(scratch: list[Tensor]) -> None:
         scratch.pop()
 
 
-def _made(given: Tensor | None, like: Tensor) -> Tensor:
-    return torch.empty_like(like) if given is None else given
+def _gradients(*pairs: tuple[Tensor | None, Tensor]) -> list[Tensor]:
+    return [torch.empty_like(like) if given is None else given for given, like in pairs]
 
 
 def _processors(tensor: Tensor) -> int:
@@ -352,14 +350,11 @@ def _check(
     newest = torch.cuda.get_device_capability(q.device)[0] >= 8
     _require(newest, "FlashAttention only supports Ampere GPUs or newer.")
     _require(q.dtype in HALVES, "FlashAttention only support fp16 and bf16 data type")
-    _require(k.dtype == q.dtype, "query and key must have the same dtype")
-    _require(v.dtype == q.dtype, "query and value must have the same dtype")
+    _require(q.dtype == k.dtype == v.dtype, "query, key and value must have the same dtype")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _require(tensor.is_cuda, f"{name} must be on CUDA")
     heads, size = q.shape[-2:]
-    _require(
-        size <= LARGEST_HEAD, "FlashAttention forward only supports head dimension at most 256"
-    )
+    _require(size <= 256, "FlashAttention forward only supports head dimension at most 256")
     _require(
         any_size or size % 8 == 0,
         "query, key, value, and out_ must have a head_size that is a multiple of 8",
@@ -376,8 +371,8 @@ def _check(
 
 def _check_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        _require(tensor.dtype == torch.int32, f"{name} must have dtype int32")
-        _require(tensor.is_cuda, f"{name} must be on CUDA")
+        is_right = tensor.is_cuda and tensor.dtype == torch.int32
+        _require(is_right, f"{name} must have dtype int32 and be on CUDA")
     _require(cu_seqlens_q.numel() > 1, "batch size must be positive")
 
 
@@ -434,14 +429,22 @@ _OPERATORS = {
 }
 
 
-OPERATORS = {
-    name: register(
-        f"flash_attn::{name}",
-        described.schema,
-        described.description,
-        mutates=described.mutates,
-        values=described.values,
+def _register(name: str, described: _Described) -> Any:
+    """Register an operator and return it; a description of the user's own comes first."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        raise RuntimeError(f"the stand-in of {name} runs on a simulated GPU alone")
+
+    operator = torch.library.custom_op(
+        name, run, mutates_args=described.mutates, device_types="cuda", schema=described.schema
     )
-    for name, described in _OPERATORS.items()
+    operator.register_fake(described.description)
+    operator.register_kernel("cpu", described.values)
+    DESCRIPTIONS.operators.setdefault(name, described.description)
+    return operator
+
+
+OPERATORS = {
+    name: _register(f"flash_attn::{name}", described) for name, described in _OPERATORS.items()
 }
 """By their names in ``torch.ops.flash_attn``."""

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.real.differentiated import leaf, with_autograd
+
 
 class _Call(NamedTuple):
     """Arguments of all four operators, in their order; torch leaves out those at their default."""
@@ -82,7 +84,7 @@ def backward(
     batch, length, heads, _size = q.shape
     softmax_d = q.new_zeros((batch, heads, -(-length // 128) * 128), dtype=torch.float32)
     for i in range(batch):
-        made = _differentiate(call.of(i), dout[i], q[i], k[i], v[i], out[i], softmax_lse[i])
+        made = _differentiate(call.of(i), dout[i], q[i], k[i], v[i], out[i])
         for into, gradient in zip((dq, dk, dv), made[:3], strict=True):
             into[i].copy_(gradient)
         softmax_d[i, :, :length] = made[3]
@@ -111,8 +113,7 @@ def varlen_backward(
     count = cu_seqlens_q.numel() - 1
     softmax_d = q.new_zeros((q.shape[1], q.shape[0] + 128 * count), dtype=torch.float32)
     for i, (rows, keys) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
-        given = dout[rows], q[rows], k[keys], v[keys], out[rows], softmax_lse[:, rows]
-        made = _differentiate(call.of(i), *given)
+        made = _differentiate(call.of(i), dout[rows], q[rows], k[keys], v[keys], out[rows])
         dq[rows], dk[keys], dv[keys] = (each.to(q.dtype) for each in made[:3])
     return softmax_d
 
@@ -137,14 +138,11 @@ def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[sli
         yield slice(*rows), slice(*keys)
 
 
-def _scores(call: _Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scores (heads, queries, keys), and the factor of their gradients by softcap."""
+def _scores(call: _Call, q: Tensor, k: Tensor) -> Tensor:
+    """Return scores: (heads, queries, keys)."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * call.scale
-    slope = torch.ones(())
     if call.softcap > 0:
-        scores = torch.tanh(scores / call.softcap)
-        slope = 1 - scores * scores
-        scores = scores * call.softcap
+        scores = torch.tanh(scores / call.softcap) * call.softcap
     length, keys = scores.shape[1:]
     distance = torch.arange(length)[:, None] + keys - length - torch.arange(keys)
     if call.alibi_slopes is not None:
@@ -155,7 +153,7 @@ def _scores(call: _Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         hidden |= distance < -right
     if call.left >= 0:
         hidden |= distance > call.left
-    return scores.masked_fill(hidden, -torch.inf), slope
+    return scores.masked_fill(hidden, -torch.inf)
 
 
 def _as_heads(tensor: Tensor, heads: int) -> Tensor:
@@ -165,7 +163,7 @@ def _as_heads(tensor: Tensor, heads: int) -> Tensor:
 def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return one sequence's output (queries, heads, size) and logsumexp (heads, queries)."""
     heads = q.shape[1]
-    scores, _ = _scores(call, q.float(), _as_heads(k, heads))
+    scores = _scores(call, q.float(), _as_heads(k, heads))
     lse = torch.logsumexp(scores, -1)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     weights = torch.exp(scores - lse[..., None])
@@ -173,18 +171,11 @@ def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 
 
 def _differentiate(
-    call: _Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call: _Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+) -> tuple[Tensor, ...]:
     """Return one sequence's gradients of q, k and v, and the sums of dout times out."""
-    heads, wide = q.shape[1], dout.float()
-    keys, values = _as_heads(k, heads), _as_heads(v, heads)
-    scores, slope = _scores(call, q.float(), keys)
-    weights = torch.exp(scores - lse.float()[..., None])
-    delta = torch.einsum("qhd,qhd->hq", wide, out.float())
-    inner = torch.einsum("qhd,khd->hqk", wide, values) - delta[..., None]
-    inner = weights * inner * slope * call.scale
-    by_key = torch.einsum("hqk,qhd->khd", inner, q.float())
-    by_value = torch.einsum("hqk,qhd->khd", weights, wide)
-    groups = k.shape[1], heads // k.shape[1]
-    dk, dv = (each.unflatten(1, groups).sum(2) for each in (by_key, by_value))
-    return torch.einsum("hqk,khd->qhd", inner, keys), dk, dv, delta
+    with with_autograd():
+        leaves = [leaf(each.float()) for each in (q, k, v)]
+        made, _ = _attend(call, *leaves)
+        gradients = torch.autograd.grad(made, leaves, dout.float())
+    return *gradients, torch.einsum("qhd,qhd->hq", dout.float(), out.float())

@@ -1,0 +1,132 @@
+"""Compilers on the dry device: no kernel is timed, constants have their values, memory is apart.
+
+A compiler that finds its results in a cache of an earlier run allocates less than one that does
+not. So no number may depend on what it allocates, reserved bytes included.
+
+Source: torch/_inductor/constant_folding.py and torch/_inductor/runtime/triton_heuristics.py,
+benchmarking.py and autotune_cache.py, torch 2.6 to 2.15; triton/runtime/autotuner.py, releases 3.2
+to 3.9.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from pytest_gpumem.late_modules import when_imported
+from pytest_gpumem.simulated.common.patching import Patches
+
+Context = Callable[[], AbstractContextManager[object]]
+Plan = Callable[[Patches, ModuleType], None]
+
+
+@contextmanager
+def served(following: Context) -> Iterator[None]:
+    """Give each kernel inside the first configuration that can be launched, without timing any.
+
+    What a cache on disk says of earlier timings is neither used nor changed: it may be a GPU's.
+    Inductor computes constants in a context of ``following``, where small tensors have values.
+    """
+    made: list[Patches] = []
+    plans: dict[str, Plan] = {
+        **_PLANS,
+        "torch._inductor.constant_folding": partial(_of_constants, following),
+    }
+    changes = {name: partial(_change, made, plan) for name, plan in plans.items()}
+    with when_imported(changes):
+        try:
+            yield
+        finally:
+            for patches in reversed(made):
+                patches.undo()
+
+
+def apart() -> AbstractContextManager[None]:
+    """Return a context whose allocations are made in a pool of their own.
+
+    The pool's segments are gone at the end, but for those of blocks that are still in use.
+    """
+    return _in_a_pool()
+
+
+@contextmanager
+def _in_a_pool() -> Iterator[None]:
+    if torch.cuda.get_allocator_backend() != "native":  # others have no pools
+        yield
+        return
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        yield
+
+
+def _change(made: list[Patches], plan: Plan, module: ModuleType) -> None:
+    patches = Patches()
+    plan(patches, module)
+    patches.apply()
+    made.append(patches)
+
+
+def _of_constants(following: Context, patches: Patches, module: ModuleType) -> None:
+    folder = vars(module)["ConstantFolder"]
+    patches.plan(folder, "run", _inside(following, folder.run))
+
+
+def _inside(context: Context, run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def inside(*args: Any, **options: Any) -> Any:
+        with context():
+            return run(*args, **options)
+
+    return inside
+
+
+def _of_inductors_kernels(patches: Patches, module: ModuleType) -> None:
+    patches.plan(vars(module)["CachingAutotuner"], "bench", lambda *args, **options: 0.0)
+
+
+def _of_inductors_choices(patches: Patches, module: ModuleType) -> None:
+    for kind in list(vars(module).values()):
+        for name in ("benchmark_gpu", "benchmark_gpu_with_cuda_graph"):
+            if isinstance(kind, type) and name in vars(kind):
+                patches.plan(kind, name, lambda *args, **options: 0.0)
+
+
+def _of_inductors_cache(patches: Patches, module: ModuleType) -> None:
+    patches.plan(vars(module)["AutotuneCache"], "create", staticmethod(lambda *args: None))
+
+
+def _of_triton(patches: Patches, module: ModuleType) -> None:
+    tuner = vars(module)["Autotuner"]
+    patches.plan(tuner, "do_bench", _DoBench())
+    if "check_disk_cache" in vars(tuner):
+        patches.plan(tuner, "check_disk_cache", _without_disk)
+
+
+class _DoBench:
+    """``Autotuner.do_bench``: one launch shows whether a configuration can be launched."""
+
+    def __get__(self, tuner: Any, kind: type | None = None) -> Callable[..., list[float]]:
+        def do_bench(launch: Callable[[], object], *args: Any, **options: Any) -> list[float]:
+            launch()
+            return [0.0, 0.0, 0.0]
+
+        return do_bench
+
+
+def _without_disk(tuner: Any, key: object, configs: object, tune: Callable[[], object]) -> bool:
+    tune()
+    return False
+
+
+_PLANS: Mapping[str, Plan] = {
+    "torch._inductor.runtime.triton_heuristics": _of_inductors_kernels,
+    "torch._inductor.runtime.benchmarking": _of_inductors_choices,
+    "torch._inductor.runtime.autotune_cache": _of_inductors_cache,
+    "triton.runtime.autotuner": _of_triton,
+}

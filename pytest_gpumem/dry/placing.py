@@ -1,0 +1,192 @@
+"""Fixtures that tests share, placed as in a process in which the present test is the first.
+
+A fixture lies beside what was set up before it, which is another fixture in another order of tests;
+so reserved bytes would depend on that order. Where other tests have come in between, the blocks of
+a test's fixtures are given back and taken again, in the order in which it asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from pytest_gpumem.dry.blocks import Blocks, Span, Strays
+from pytest_gpumem.dry.set_ups import Event, Log, Moved, SetUp, blocks_left, repeat
+
+
+class Amount(NamedTuple):
+    """Bytes of a device."""
+
+    allocated: int
+    reserved: int
+
+    def __sub__(self, other: Amount) -> Amount:
+        return Amount(self.allocated - other.allocated, self.reserved - other.reserved)
+
+
+Renewed = Callable[[object, Mapping[int, Amount], Mapping[int, Amount]], None]
+"""A callback: fixture, and by device the bytes that its set-up holds, and its peak."""
+
+Around = Callable[[Sequence[int]], Callable[[Mapping[int, torch.Tensor]], None]]
+"""A function of the addresses of blocks that are given back, which returns a function of the
+tensors that have others since, by their old addresses."""
+
+
+class Fixtures:
+    """The fixtures of the tests, one test after the other."""
+
+    def __init__(self, blocks: Blocks, strays: Strays, around: Around) -> None:
+        self._blocks = blocks
+        self._strays = strays
+        self._around = around
+        self._log = Log()
+        # The body of a test gets others in their place.
+        self._stats: Callable[[int], dict[str, Any]] = torch._C._cuda_memoryStats
+        self._reset_peaks: Callable[[int], None] = torch._C._cuda_resetPeakMemoryStats
+        self._spans: dict[object, Span] = {}
+        """Blocks of a fixture's set-up, by fixture."""
+        self._set_ups: dict[object, SetUp] = {}
+        self._depth = 0
+        self._renewed: Renewed = lambda *_: None
+        self._expected: list[object] = []
+        """The fixtures of the test that are not in their places yet, in order."""
+        self._placed: list[object] = []
+        """Those that are, with blocks."""
+
+    def begin(
+        self, fixtures: Sequence[object], is_there: Callable[[object], bool], renewed: Renewed
+    ) -> None:
+        """Begin a test that has ``fixtures`` in this order, of which some are there already."""
+        self._renewed = renewed
+        self._expected = [one for one in fixtures if one in self._spans or not is_there(one)]
+        first = self._next()
+        if first and first == self._placed and self._are_alone(first):
+            self._fill(first)
+        else:
+            self._place([], first)
+
+    def begin_body(self) -> None:
+        """Place the fixtures that follow one which the test turned out not to use."""
+        self._expected = [one for one in self._expected if one in self._spans]
+        following = self._next()
+        if following:
+            self._place(self._placed, following)
+
+    @contextmanager
+    def setting_up(self, fixture: object) -> Iterator[None]:
+        """Record the blocks allocated inside as those of the set-up of ``fixture``."""
+        first = self._blocks.last
+        self._depth += 1
+        try:
+            with self._log.kept(lambda events: self._take(fixture, events)):
+                yield
+        finally:
+            self._depth -= 1
+        self._spans[fixture] = first, self._blocks.last
+        if fixture in self._expected:
+            self._expected.remove(fixture)
+        if fixture in self._set_ups:
+            self._placed.append(fixture)
+        following = [] if self._depth else self._next()
+        if following:
+            self._place(self._placed, following)
+
+    def forget(self, fixture: object) -> None:
+        """Drop a fixture that has been torn down."""
+        self._spans.pop(fixture, None)
+        self._set_ups.pop(fixture, None)
+        if fixture in self._placed:
+            self._placed.remove(fixture)
+
+    def _take(self, fixture: object, events: Sequence[Event]) -> None:
+        left = {
+            at: (start, self._blocks.number(start)) for at, start in blocks_left(events).items()
+        }
+        if left:
+            self._set_ups[fixture] = SetUp(events, left)
+
+    def _next(self) -> list[object]:
+        """Return the expected fixtures that are there, up to one that is not; expect the others."""
+        found: list[object] = []
+        while self._expected and self._expected[0] in self._spans:
+            found.append(self._expected.pop(0))
+        return [one for one in found if one in self._set_ups]
+
+    def _fill(self, fixtures: Sequence[object]) -> None:
+        self._strays.fill([self._spans[one] for one in fixtures])
+
+    def _are_alone(self, fixtures: Sequence[object]) -> bool:
+        """Return whether no other block lies in the segments of ``fixtures``."""
+        numbers = {number for one in fixtures for _, number in self._set_ups[one].left.values()}
+        for segment in torch.cuda.memory_snapshot():
+            used = {
+                self._blocks.number(block["address"])
+                for block in segment["blocks"]
+                if block["state"] != "inactive"
+            }
+            if used & numbers and not used <= numbers:
+                return False
+        return True
+
+    def _place(self, before: Sequence[object], fixtures: Sequence[object]) -> None:
+        """Place ``fixtures`` behind those ``before``."""
+        self._placed = [*before, *fixtures]
+        tensors = self._tensors_of(fixtures) if fixtures else None
+        if tensors is None:
+            self._fill(self._placed)
+            return
+        done = self._around([each.data_ptr() for each in tensors.values()])
+        moved = {number: Moved(tensor) for number, tensor in tensors.items()}
+        self._strays.empty()
+        torch.cuda.empty_cache()
+        self._fill(before)
+        for one in fixtures:
+            self._repeat(one, moved)
+        done({each.before: each.tensor for each in moved.values()})
+
+    def _tensors_of(self, fixtures: Sequence[object]) -> Mapping[int, torch.Tensor] | None:
+        """Return a tensor of each block of ``fixtures`` that is still there, by its number.
+
+        ``None`` where one cannot be moved: only C++ holds it, or it is a graph's or a stream's own.
+        """
+        left = [place for one in fixtures for place in self._set_ups[one].left.values()]
+        numbers = {number for start, number in left if self._blocks.number(start) == number}
+        movable = {
+            self._blocks.number(block["address"])
+            for segment in torch.cuda.memory_snapshot()
+            if segment["stream"] == 0 and tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
+            for block in segment["blocks"]
+        }
+        found = self._strays.whole_tensors(numbers)
+        return found if numbers <= movable and numbers == found.keys() else None
+
+    def _repeat(self, fixture: object, moved: Mapping[int, Moved]) -> None:
+        set_up = self._set_ups[fixture]
+        first, before = self._blocks.last, self._present()
+        for device in before:
+            self._reset_peaks(device)
+        there = {at: moved[number] for at, (_, number) in set_up.left.items() if number in moved}
+        numbers = {at: number for at, (_, number) in set_up.left.items()}
+        starts = repeat(set_up.events, there)
+        set_up.left = {at: (start, self._blocks.number(start)) for at, start in starts.items()}
+        for at, (_, number) in set_up.left.items():
+            self._strays.moved(numbers[at], number)
+        self._spans[fixture] = first, self._blocks.last
+        held = {i: now - before[i] for i, now in self._present().items()}
+        self._renewed(fixture, held, {i: now - before[i] for i, now in self._peaks().items()})
+
+    def _present(self) -> Mapping[int, Amount]:
+        return self._read("current")
+
+    def _peaks(self) -> Mapping[int, Amount]:
+        return self._read("peak")
+
+    def _read(self, which: str) -> Mapping[int, Amount]:
+        every = {device: self._stats(device) for device in range(torch.cuda.device_count())}
+        return {
+            device: Amount(*(stats[f"{name}_bytes"]["all"][which] for name in Amount._fields))
+            for device, stats in every.items()
+        }

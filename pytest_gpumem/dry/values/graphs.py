@@ -1,0 +1,231 @@
+"""Values in CUDA graphs: unchanged while a graph is captured, computed at each replay.
+
+A graph is addresses. Operators are remembered with the places that they read and write, not with
+their tensors, so that memory is freed as on a GPU, and a replay runs their CPU kernels there again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from pytest_gpumem.dry.values.dispatch import unseen
+from pytest_gpumem.dry.values.known import DryValues, end_of
+from pytest_gpumem.dry.values.memory import Memory, Place, seen_by_cpu
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.raw import CPU
+from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
+from pytest_gpumem.simulated.machine.values.operator import Operator
+
+_REQUESTS = ("capture_begin", "capture_end", "replay")
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor of captured work: the place of its storage, and what of it the tensor shows."""
+
+    storage: Place
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conjugate: bool
+    negative: bool
+    end: int
+    """The first byte behind it, from the beginning of the storage."""
+
+    @property
+    def place(self) -> Place:
+        """The place of the tensor itself, from its first to its last element."""
+        first = self.offset * self.dtype.itemsize
+        return self.storage[0] + first, max(self.end - first, 0)
+
+    def seen(self) -> torch.Tensor:
+        """Return the memory as a CPU tensor."""
+        whole = seen_by_cpu(self.storage, self.dtype)
+        found = whole.as_strided(self.shape, self.strides, self.offset)
+        if self.conjugate:
+            found = found.conj()
+        return torch._neg_view(found) if self.negative else found
+
+
+@dataclass(frozen=True)
+class _Step:
+    operator: Operator | None
+    """``None`` for a kernel of which nothing is known but its targets."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    targets: tuple[_View, ...]
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The generator that its numbers are drawn from: ``None`` for the device's own."""
+        found: torch.Generator | None = self.kwargs.get("generator")
+        return found
+
+
+class Graphs:
+    """The operators of the captures of one process, each in their order."""
+
+    def __init__(self, memory: Memory, values: DryValues) -> None:
+        self._memory = memory
+        self._values = values
+        self._steps: WeakKeyDictionary[Any, list[_Step]] = WeakKeyDictionary()
+        self._under_way: list[list[_Step]] = []
+
+    @contextmanager
+    def replays_computed(self) -> Iterator[None]:
+        """Compute the values of the graphs that run inside."""
+        patches = Patches()
+        kind = torch.cuda.CUDAGraph
+        for name in _REQUESTS:
+            patches.plan(kind, name, self._handled(getattr(kind, name), name))
+        patches.apply()
+        try:
+            yield
+        finally:
+            patches.undo()
+
+    def _handled(self, function: Any, name: str) -> Any:
+        def begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            result = function(graph, *args, **kwargs)
+            self._under_way.append(self._steps.setdefault(graph, []))
+            self._under_way[-1].clear()
+            return result
+
+        def end(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            steps = self._steps.get(graph)
+            self._under_way = [other for other in self._under_way if other is not steps]
+            return function(graph, *args, **kwargs)
+
+        def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            steps = self._steps.get(graph, [])
+            with self._values.replaying(
+                {step.generator for step in steps if step.operator and step.operator.random}
+            ):
+                result = function(graph, *args, **kwargs)
+                with unseen(), torch.no_grad(), torch._C.DisableTorchFunction():
+                    self._values.end()
+                    for step in steps:
+                        self._repeat(step)
+            return result
+
+        return {"capture_begin": begin, "capture_end": end, "replay": replay}[name]
+
+    def add(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Remember a call of a capture, whose results are unknown until it is replayed."""
+        if operator.moves_views or not self._under_way:
+            return
+        targets = tuple(self._described(tensor) for tensor in operator.targets(args, kwargs))
+        described = self._described
+        self._under_way[-1].append(
+            _Step(operator, described(args), described(kwargs), described(result), targets)
+        )
+
+    def lost(self, tensor: torch.Tensor) -> None:
+        """Forget the values of ``tensor``, to which a kernel writes unknown ones now, or later."""
+        if not torch.cuda.is_current_stream_capturing():
+            self._values.lost(tensor)
+        elif self._under_way and tensor.layout is torch.strided:
+            self._under_way[-1].append(_Step(None, (), {}, None, (self._described(tensor),)))
+
+    def _described(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if not value.is_cuda or value.layout is not torch.strided:
+                return value
+            return _View(
+                self._memory.place_of(value),
+                value.shape,
+                value.stride(),
+                int(value.storage_offset()),
+                value.dtype,
+                value.is_conj(),
+                value.is_neg(),
+                end_of(value) if value.numel() else 0,
+            )
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._described(item) for item in value])
+        if isinstance(value, dict):
+            return {name: self._described(item) for name, item in value.items()}
+        return CPU if isinstance(value, torch.device) else value
+
+    def _repeat(self, step: _Step) -> None:
+        operator = step.operator
+        if operator is None or not self._values.everything:
+            self._forget((*step.targets, *_views(step.result)))
+            return
+        if operator.blank:
+            return
+        try:
+            spared = step.targets if operator.overwrites else ()
+            args, kwargs = (
+                self._real(step.args, operator, spared),
+                self._real(step.kwargs, operator, spared),
+            )
+        except KeyError:  # a number that is not known
+            self._forget((*step.targets, *_views(step.result)))
+            return
+        computed = self._values.run(operator, args, kwargs)
+        if computed is None:
+            self._forget((*step.targets, *_views(step.result)))
+            return
+        for target in step.targets:
+            self._know(target)
+        self._write(step.result, computed, {target.storage for target in step.targets})
+
+    def _real(self, value: Any, operator: Operator, spared: tuple[_View, ...]) -> Any:
+        """Return ``value`` with the CPU's tensors; raises ``KeyError`` for unknown numbers."""
+        if isinstance(value, _View):
+            is_read = value.end and not operator.shaped_like and value not in spared
+            if not self._memory.holds(value.place):
+                raise KeyError
+            if is_read and not self._memory.knows(value.place):
+                raise KeyError
+            return value.seen()
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._real(item, operator, spared) for item in value])
+        if isinstance(value, dict):
+            return {name: self._real(item, operator, spared) for name, item in value.items()}
+        return value
+
+    def _write(self, result: Any, computed: Any, written: set[Place]) -> None:
+        if isinstance(result, _View):
+            if result.storage in written or not self._memory.holds(result.place):
+                return
+            seen = result.seen()
+            if isinstance(computed, torch.Tensor) and computed.numel() == seen.numel():
+                seen.copy_(computed.view(seen.shape) if computed.dim() != seen.dim() else computed)
+            elif computed is UNREAD or isinstance(computed, int):
+                seen.fill_(0 if computed is UNREAD else computed)
+            else:
+                self._forget((result,))
+                return
+            self._know(result)
+        elif isinstance(result, (list, tuple)):
+            given = computed if isinstance(computed, (list, tuple)) else [None] * len(result)
+            for one, other in zip(result, given, strict=False):
+                self._write(one, other, written)
+
+    def _know(self, view: _View) -> None:
+        self._values.replayed(view.storage[0])
+        self._memory.know(view.place)
+
+    def _forget(self, views: tuple[_View, ...]) -> None:
+        for view in views:
+            self._values.replayed(view.storage[0])
+            self._memory.forget(view.place)
+
+
+def _views(value: Any) -> list[_View]:
+    if isinstance(value, _View):
+        return [value]
+    items = value if isinstance(value, (list, tuple)) else ()
+    return [view for item in items for view in _views(item)]

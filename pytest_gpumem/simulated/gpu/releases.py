@@ -1,0 +1,53 @@
+"""A simulated GPU's facts that differ between releases of PyTorch, each with its source.
+
+A fact is the first release that has it. Those of the allocator stand in ``allocator/releases.py``,
+and those of one operator with its rule.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pytest_gpumem.allocator.releases import Version
+
+# Workspaces: aten/src/ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp.
+LARGE_MAJORS: Final[tuple[tuple[Version, frozenset[int]], ...]] = (
+    ((2, 14), frozenset({9, 10, 11, 12})),
+    ((2, 12), frozenset({9, 10, 12})),
+)
+"""First release, and the majors of compute capability whose default workspace is the large one."""
+STATIC_SIZE: Final[Version] = (2, 13)
+"""Sizes are read once, and functions set them."""
+LT_READ_EVERY_TIME: Final[Version] = (2, 8)
+"""Lt's size is read every time, until :data:`STATIC_SIZE`."""
+LT_KEPT: Final[Version] = (2, 9)
+"""Lt keeps a block of its own."""
+LT_MAY_SHARE: Final[Version] = (2, 8)
+"""``TORCH_CUBLASLT_UNIFIED_WORKSPACE`` lets Lt compute in cuBLAS's workspace."""
+LT_SHARES: Final[Version] = (2, 12)
+"""Lt shares by default, and takes its handle without cuBLAS's workspace."""
+UNSET_IS_UNIFIED: Final[Version] = (2, 11)
+"""Only this release takes the unset variable for on where it limits the size."""
+WORKSPACE_PER_OPERATION: Final[Version] = (2, 15)
+"""Every operation takes a workspace and returns it, unless ``TORCH_CUBLAS_WORKSPACE_CACHE``."""
+
+# CUDA graphs: aten/src/ATen/cuda/CUDAGraph.cpp and CUDAGeneratorImpl.cpp.
+CLEARS_WORKSPACES: Final[Version] = (2, 12)
+"""Resetting a graph frees the cuBLAS workspaces of its stream."""
+RNG_PER_CAPTURE: Final[Version] = (2, 12)
+"""Each capture has a seed and an offset in memory, on the default stream."""
+LAZY_RNG: Final[Version] = (2, 14)
+"""A capture allocates them at its first random operator."""
+
+# Memory pools: torch/cuda/memory.py.
+THREAD_POOLS: Final[Version] = (2, 8)
+"""``use_mem_pool`` routes only the thread that opened it."""
+OPTIONS_SINCE: Final[dict[str, Version]] = {"use_on_oom": (2, 8), "no_split": (2, 10)}
+"""By option of ``MemPool``."""
+
+# Libraries.
+CUDNN: Final[tuple[tuple[Version, int], ...]] = (((2, 11), 91501), ((2, 8), 91002), ((0, 0), 90501))
+"""First release, and cuDNN of its CUDA 12.6 wheel as ``cudnnGetVersion`` gives it
+(.github/scripts/generate_binary_build_matrix.py of the releases)."""
+PART_BY_PART: Final[Version] = (2, 15)
+"""NCCL's group sends and receives lists of tensors part by part (``ProcessGroupNCCL2``)."""

@@ -1,0 +1,107 @@
+"""Fixtures that tests share lie where a process has them in which the present test is the first."""
+
+from __future__ import annotations
+
+from tests.dry.conftest import Run
+
+BEGIN = """
+from pytest_gpumem.dry.blocks import Blocks, Strays
+from pytest_gpumem.dry.placing import Fixtures
+
+KIB, MIB = 1 << 10, 1 << 20
+made, renewed = {}, {}
+blocks = Blocks()
+strays = Strays(blocks)
+fixtures = Fixtures(blocks, strays, lambda starts: lambda tensors: None)
+
+def of(size):
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+def begin(*wanted):
+    def told(fixture, held, peak):
+        renewed[fixture] = held[0], peak[0]
+
+    strays.release()
+    torch.cuda.empty_cache()
+    renewed.clear()
+    fixtures.begin([name for name, _ in wanted], made.__contains__, told)
+    for name, set_up in wanted:
+        if name not in made:
+            with fixtures.setting_up(name):
+                made[name] = set_up()
+    fixtures.begin_body()
+"""
+
+
+def test_the_body_finds_the_room_beside_a_fixture_that_another_test_has_taken(
+    dry_run: Run,
+) -> None:
+    """Small blocks share segments of 2 MiB; 768 KiB and 1 MiB fit into one, and no more does."""
+    told = dry_run(
+        BEGIN
+        + """
+values = torch.arange(192 * KIB, dtype=torch.int32)
+wanted = "weights", lambda: values.cuda()
+begin(wanted)
+told["at first"] = made["weights"].data_ptr()
+left = of(MIB)
+begin(wanted)
+told["then"] = made["weights"].data_ptr()
+before = torch.cuda.memory_reserved()
+own = of(MIB)
+told["more"] = torch.cuda.memory_reserved() - before
+told["held"] = renewed["weights"][0]
+told["the same values"] = bool((made["weights"].cpu() == values).all())
+begin(wanted)
+told["in a third test"] = made["weights"].data_ptr()
+"""
+    )
+    assert told["then"] != told["at first"]
+    assert told["more"] == 0
+    assert told["held"] == [768 << 10, 2 << 20]
+    assert told["the same values"]
+    assert told["in a third test"] != told["then"]  # "own" lies beside it
+
+
+def test_they_lie_in_the_order_in_which_the_test_asks_for_them(dry_run: Run) -> None:
+    """A set-up's temporary blocks are there, too: it needs 640 KiB for a moment, and keeps 512."""
+    told = dry_run(
+        BEGIN
+        + """
+def model():
+    x = of(128 * KIB)
+    return of(512 * KIB)
+
+vocabulary, encoder = ("vocabulary", lambda: of(256 * KIB)), ("encoder", model)
+begin(encoder)
+begin(vocabulary, encoder)
+told["distance"] = made["encoder"].data_ptr() - made["vocabulary"].data_ptr()
+told["encoder"] = renewed["encoder"]
+begin(vocabulary, encoder)
+told["again"] = list(renewed)
+begin(encoder, vocabulary)
+told["the other way"] = made["vocabulary"].data_ptr() - made["encoder"].data_ptr()
+"""
+    )
+    assert told["distance"] == (256 + 128) << 10
+    held, peak = told["encoder"]
+    assert held == [512 << 10, 0]
+    assert peak == [640 << 10, 0]
+    assert told["again"] == []
+    assert told["the other way"] == 512 << 10
+
+
+def test_what_only_torch_holds_stays_in_its_place(dry_run: Run) -> None:
+    told = dry_run(
+        BEGIN
+        + """
+def graph():
+    return (torch.zeros(1000, device="cuda", requires_grad=True) * of(1000)).exp().sum()
+
+begin(("loss", graph))
+before = made["loss"].data_ptr()
+begin(("table", lambda: of(KIB)), ("loss", graph))
+told["moved"] = made["loss"].data_ptr() != before
+"""
+    )
+    assert not told["moved"]

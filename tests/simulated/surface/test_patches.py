@@ -1,0 +1,40 @@
+"""The names that a simulated GPU replaces: how many of torch's, and which of Python's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pytest_gpumem.simulated.simulation import SimulatedGPU
+
+MOST_OF_TORCH = 220
+"""Attributes of torch besides those of ``torch._C``, which a build with CUDA has more of."""
+
+OF_PYTHON = {
+    "Thread.start": "a thread of the test uses the simulated GPU, too",
+    "Thread.join": "an error of the thread is raised there; waiting threads let others compile",
+    "ThreadPoolExecutor.submit": "a task uses the simulated GPU, too",
+    "Future.result": "waiting threads let others compile",
+    "CDLL.__init__": "functions of a library with CUDA's kernels would end the process",
+}
+
+
+def replaced() -> list[tuple[Any, str]]:
+    simulation = SimulatedGPU("A100-40GB").simulation
+    lists = simulation._patches, simulation._alone.patches, simulation.threads.exclusive.patches
+    return [(owner, name) for patches in lists for owner, name, _ in patches.planned]
+
+
+def is_of_torch(owner: Any) -> bool:
+    return str(getattr(owner, "__module__", None) or owner.__name__).startswith("torch")
+
+
+def test_names_of_python_s_own_have_a_reason_each() -> None:
+    found = {f"{owner.__name__}.{name}" for owner, name in replaced() if not is_of_torch(owner)}
+    assert found == set(OF_PYTHON)
+
+
+def test_no_more_names_of_torch_are_replaced() -> None:
+    found = [row for row in replaced() if is_of_torch(row[0]) and row[0] is not torch._C]
+    assert len(found) <= MOST_OF_TORCH
