@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import pytest
 
@@ -154,9 +153,11 @@ _FURTHER = ("gpumem_report", "gpumem_baseline", "gpumem_phases")
 """Settings that are registered one by one."""
 
 
-@dataclass(frozen=True, repr=False)
-class Settings:
-    """The settings of command line and ini file; paths are absolute."""
+class Settings(NamedTuple):
+    """The settings of command line and ini file; paths are absolute.
+
+    Not a dataclass, which takes a millisecond of every run to make.
+    """
 
     device: DeviceChoice
     sim_scope: Literal["test", "session"]
@@ -191,11 +192,8 @@ class Settings:
     """The file with the needs of tests."""
     quota: Quota | None = None
     """The limit on what each process reserves of its device."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = MappingProxyType({})
     """The marker's defaults, parsed, by keyword: for ``expectation_of``."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "defaults", MappingProxyType(dict(self.defaults)))
 
 
 def add_options(parser: pytest.Parser, given: Sequence[str] = ()) -> None:
@@ -302,7 +300,7 @@ def _check_names(config: pytest.Config, known: Collection[str]) -> None:
             )
 
 
-def _marker_defaults(reader: _Reader, tolerance: Tolerance | None) -> dict[str, Any]:
+def _marker_defaults(reader: _Reader, tolerance: Tolerance | None) -> Mapping[str, Any]:
     values = {
         "max": reader.one("gpumem_max", as_marker("max")),
         "max_reserved": reader.one("gpumem_max_reserved", as_marker("max_reserved")),
@@ -316,7 +314,8 @@ def _marker_defaults(reader: _Reader, tolerance: Tolerance | None) -> dict[str, 
         "gpu": reader.one("gpumem_gpu", gpu_models),
         "min_memory": reader.one("gpumem_min_memory", as_marker("min_memory")),
     }
-    return {keyword: value for keyword, value in values.items() if value is not None}
+    given = {keyword: value for keyword, value in values.items() if value is not None}
+    return MappingProxyType(given)
 
 
 class _ValueFlag(argparse.Action):
