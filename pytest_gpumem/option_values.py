@@ -10,7 +10,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,12 +27,11 @@ REPORT_KINDS = {"json": True, "html": True, "markdown": True, "github": False}
 REPORT_FORMS = " or ".join(f"{kind}:PATH" if path else kind for kind, path in REPORT_KINDS.items())
 
 
-@dataclass(frozen=True)
-class DeviceChoice:
+class DeviceChoice(NamedTuple):
     """The device that marked tests run on."""
 
     kind: Literal["auto", "cuda", "dry", "sim", "off"]
-    index: int | None = None
+    index: int | None = None  # type: ignore[assignment]  # a field, not the method of tuples
     """The index of the CUDA device; ``None`` for the current one."""
     models: tuple[str, ...] = ()
     """Catalogue names to simulate, or of the dry device; empty where nothing can be simulated."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +21,7 @@ def settled(choice: DeviceChoice) -> DeviceChoice:
     """Return ``choice``, or the dry device in place of ``auto`` if available; only reads files."""
     if choice.kind != "auto" or not TAKES_DRY or why_not() is not None:
         return choice
-    return replace(choice, kind="dry")
+    return choice._replace(kind="dry")
 
 
 def why_not() -> str | None:
