@@ -39,6 +39,9 @@ __all__ = ["Growth", "Side", "absolute_cause", "cause_of", "leak_cause"]
 
 Detector = Callable[[Growth], str | None]
 
+CAST = "Tensor.to"
+"""The operator by which autograd sees ``float()``, ``half()`` and ``to(dtype)``."""
+
 GRAPH_OF = "the graph of "
 """Prefix of the name of a holder that keeps memory by its autograd graph."""
 
@@ -105,8 +108,20 @@ def _dtype(growth: Growth) -> str | None:
     for (before, dtype), found in gains.items():
         if growth.is_most(sum(gain for gain, _ in found)):
             found.sort(key=lambda pair: -pair[0])
-            return f"{_same_tensors([site for _, site in found])}: {before} before, {dtype} now"
+            told = f"{_same_tensors([site for _, site in found])}: {before} before, {dtype} now"
+            return f"{told}{_new_cast(growth, dtype)}"
     return None
+
+
+def _new_cast(growth: Growth, dtype: str) -> str:
+    casts = [
+        change
+        for change in growth.changes
+        if (change.change, change.site.dtype, change.site.operator) == ("new", dtype, CAST)
+    ]
+    if not casts:
+        return ""
+    return f"; new is the cast at {max(casts, key=lambda change: change.bytes).site.site}"
 
 
 def _by_kind(sites: Iterable[Site]) -> dict[tuple[Any, ...], tuple[dict[str, int], Site]]:
