@@ -113,6 +113,17 @@ def _dtype(growth: Growth) -> str | None:
     return None
 
 
+def _parameters_dtype(growth: Growth) -> str | None:
+    """Tell the type of parameters where a GPU's record has no types of blocks."""
+    now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
+    own = growth.gained(PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
+    for name, model in now.items():
+        dtype, was = model.get("dtype"), before.get(name, {}).get("dtype")
+        if dtype and was and dtype != was and growth.is_most(own):
+            return f"the parameters of {name}: {was} before, {dtype} now"
+    return None
+
+
 def _new_cast(growth: Growth, dtype: str) -> str:
     casts = [
         change
@@ -228,6 +239,13 @@ def _plain(growth: Growth) -> str | None:
     return f"{where} takes {size} of {what} that {verb} not there before{told}"
 
 
-DETECTORS: tuple[Detector, ...] = (*DEEDS, _inputs, _dtype, _larger_model, _plain)
+DETECTORS: tuple[Detector, ...] = (
+    *DEEDS,
+    _inputs,
+    _dtype,
+    _parameters_dtype,
+    _larger_model,
+    _plain,
+)
 """The detectors in order: differences in the program's calls come before those in its tensors, and
 of these the ones whose evidence is a tensor before those that count all that grew."""

@@ -155,6 +155,19 @@ def test_what_no_variable_holds_is_said_by_its_line() -> None:
     assert "each step" not in cause_of(growth([WEIGHT, kept], [WEIGHT], now, now))
 
 
+def test_a_gpu_that_records_no_types_has_those_of_parameters() -> None:
+    now, before = (
+        dict[str, Any](models={"net": {"parameters": 9, "dtype": dtype, "largest": {}}})
+        for dtype in ("float32", "bfloat16")
+    )
+    wide, half = replace(WEIGHT, dtype=None), replace(WEIGHT, dtype=None, bytes=2 * MIB)
+    assert cause_of(growth([wide], [half], now, before)) == (
+        "the parameters of net: bfloat16 before, float32 now"
+    )
+    outside = replace(OUTSIDE, dtype=None)
+    assert "bfloat16" not in cause_of(growth([wide, outside], [half], now, before))
+
+
 def test_a_new_cast_is_named_with_the_type_that_follows_from_it() -> None:
     half = replace(KEPT, bytes=4 * MIB, dtype="bfloat16")
     cast = replace(KEPT, bytes=MIB, site="m.py:5", operator="Tensor.to")
