@@ -256,11 +256,11 @@ def _second_parameters(growth: Growth) -> Change | None:
 
 def _clones(growth: Growth) -> Change | None:
     """Return a line that made a tensor of each parameter's size, in their dtype or in float32 of
-    half of it."""
+    half of it; a GPU's record does not tell copies from activations."""
     blocks, held = _blocks_of(growth.now, PARAMETERS), growth.now.categories.get(PARAMETERS, 0)
     for change in growth.changes:
-        several = change.change == "new" and change.site.category == OTHER and blocks > 1
-        if several and change.site.count == blocks and change.bytes in (held, 2 * held):
+        made = change.change == "new" and change.site.category in (OTHER, ACTIVATIONS)
+        if made and blocks > 1 and change.site.count == blocks and change.bytes in (held, 2 * held):
             return change
     return None
 
