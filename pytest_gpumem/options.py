@@ -104,7 +104,7 @@ _VALUES = {
     "gpumem_explain": (
         "failed|always|never",
         "on a GPU, record where memory is allocated in a second run of a failing test, or in every "
-        "test (default: failed; a simulated GPU always does)",
+        "test (default: failed, always where baselines are stored; a simulated GPU always does)",
     ),
     "gpumem_quota": (
         "SIZE|N%%|auto",
@@ -248,6 +248,7 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
     reader = _Reader(config, options or config.option)
     tolerance = reader.one("gpumem_tolerance", as_marker("tolerance"))
     required = reader.flag("gpumem_require_baselines")
+    update = reader.one("gpumem_update_baselines", one_of("all", "new"))
     return Settings(
         device=settled(reader.one("gpumem_device", device_choice) or device_choice("auto")),
         sim_scope=reader.one("gpumem_sim_scope", one_of("test", "session")) or "test",
@@ -262,13 +263,14 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
         shard_by=reader.path("gpumem_shard_by"),
         share_timeout=reader.one("gpumem_share_timeout", seconds) or SHARE_TIMEOUT,
         baselines=reader.path("gpumem_baselines") or config.rootpath / "baselines",
-        update=reader.one("gpumem_update_baselines", one_of("all", "new")),
+        update=update,
         prune=bool(reader.flag("gpumem_prune_baselines")),
         require_baselines=bool(os.getenv("CI")) if required is None else required,
         tolerance=tolerance,
         reports=reader.reports(),
         history=reader.one("gpumem_history", one_of("python", "all")),
-        explain=reader.one("gpumem_explain", one_of("failed", "always", "never")) or "failed",
+        explain=reader.one("gpumem_explain", one_of("failed", "always", "never"))
+        or ("always" if update else "failed"),
         artifacts=reader.path("gpumem_artifacts"),
         rows=reader.one("gpumem_rows", row_count),
         sort=reader.one("gpumem_sort", one_of("peak", "leaked", "over", "name")),

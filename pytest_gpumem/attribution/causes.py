@@ -39,6 +39,9 @@ __all__ = ["Growth", "Side", "absolute_cause", "cause_of", "leak_cause"]
 
 Detector = Callable[[Growth], str | None]
 
+CAST = "Tensor.to"
+"""The operator by which autograd sees ``float()``, ``half()`` and ``to(dtype)``."""
+
 GRAPH_OF = "the graph of "
 """Prefix of the name of a holder that keeps memory by its autograd graph."""
 
@@ -105,8 +108,31 @@ def _dtype(growth: Growth) -> str | None:
     for (before, dtype), found in gains.items():
         if growth.is_most(sum(gain for gain, _ in found)):
             found.sort(key=lambda pair: -pair[0])
-            return f"{_same_tensors([site for _, site in found])}: {before} before, {dtype} now"
+            told = f"{_same_tensors([site for _, site in found])}: {before} before, {dtype} now"
+            return f"{told}{_new_cast(growth, dtype)}"
     return None
+
+
+def _parameters_dtype(growth: Growth) -> str | None:
+    """Tell the type of parameters where a GPU's record has no types of blocks."""
+    now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
+    own = growth.gained(PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
+    for name, model in now.items():
+        dtype, was = model.get("dtype"), before.get(name, {}).get("dtype")
+        if dtype and was and dtype != was and growth.is_most(own):
+            return f"the parameters of {name}: {was} before, {dtype} now"
+    return None
+
+
+def _new_cast(growth: Growth, dtype: str) -> str:
+    casts = [
+        change
+        for change in growth.changes
+        if (change.change, change.site.dtype, change.site.operator) == ("new", dtype, CAST)
+    ]
+    if not casts:
+        return ""
+    return f"; new is the cast at {max(casts, key=lambda change: change.bytes).site.site}"
 
 
 def _by_kind(sites: Iterable[Site]) -> dict[tuple[Any, ...], tuple[dict[str, int], Site]]:
@@ -213,6 +239,13 @@ def _plain(growth: Growth) -> str | None:
     return f"{where} takes {size} of {what} that {verb} not there before{told}"
 
 
-DETECTORS: tuple[Detector, ...] = (*DEEDS, _inputs, _dtype, _larger_model, _plain)
+DETECTORS: tuple[Detector, ...] = (
+    *DEEDS,
+    _inputs,
+    _dtype,
+    _parameters_dtype,
+    _larger_model,
+    _plain,
+)
 """The detectors in order: differences in the program's calls come before those in its tensors, and
 of these the ones whose evidence is a tensor before those that count all that grew."""

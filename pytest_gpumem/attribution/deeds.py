@@ -143,7 +143,22 @@ def _carried(growth: Growth) -> str | None:
         )
         if found and (sentence := carried_sentence(holder)):
             return sentence
-    return None
+    return _carried_unseen(growth, *carried)
+
+
+def _carried_unseen(growth: Growth, now: Facts, before: Facts) -> str | None:
+    """Return what each step leaves where no variable holds it: a generator's consumer does."""
+    amounts = now.get("bytes", ())
+    step, left = steady_step(amounts), largest_gain(growth)
+    if not step or steady_step(before.get("bytes", ())) or left is None or not left.site.site:
+        return None
+    held = _later_steps(now, {"held": amounts}) + amounts[-1]
+    if not growth.is_most(held) or MOST * held > growth.bytes or not growth.is_most(left.bytes):
+        return None
+    return (
+        f"each step leaves {format_size(step)} of {place(left.site)}; "
+        "no variable of the running functions holds it"
+    )
 
 
 def _later_steps(carried: Facts, holder: Facts) -> int:
@@ -241,11 +256,11 @@ def _second_parameters(growth: Growth) -> Change | None:
 
 def _clones(growth: Growth) -> Change | None:
     """Return a line that made a tensor of each parameter's size, in their dtype or in float32 of
-    half of it."""
+    half of it; a GPU's record does not tell copies from activations."""
     blocks, held = _blocks_of(growth.now, PARAMETERS), growth.now.categories.get(PARAMETERS, 0)
     for change in growth.changes:
-        several = change.change == "new" and change.site.category == OTHER and blocks > 1
-        if several and change.site.count == blocks and change.bytes in (held, 2 * held):
+        made = change.change == "new" and change.site.category in (OTHER, ACTIVATIONS)
+        if made and blocks > 1 and change.site.count == blocks and change.bytes in (held, 2 * held):
             return change
     return None
 

@@ -28,7 +28,10 @@ SIMULATED_TOLERANCE = Tolerance(0.0, 0)
 """Simulated numbers repeat byte for byte."""
 MEASURED_TOLERANCE = Tolerance(1.0, MIB)
 
-NOTHING_STORED = "its baseline does not say what held the bytes: record it again to see what grew"
+NOTHING_STORED = (
+    "its baseline does not say what held the bytes: record it of the code as it was, without "
+    "--gpumem-explain=never, to see what grew"
+)
 
 PREDICTED_TOO_MUCH = "the prediction is too high, which is as wrong as one that is too low"
 

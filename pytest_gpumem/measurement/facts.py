@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -73,6 +74,7 @@ class Facts:
         self._models[type(module).__name__] = {
             "parameters": sum(one.numel() for _, one in named),
             "trained": sum(one.numel() for _, one in named if one.requires_grad),
+            "dtype": _most_common_dtype([one for _, one in named]),
             "largest": {_general(name): list(one.shape) for name, one in named[:MOST_LARGEST]},
             **({"sharded": sorted(units)} if units else {}),
         }
@@ -166,6 +168,13 @@ def _implementation(optimizer: torch.optim.Optimizer) -> str:
 
 def _has_shape(parameter: torch.nn.Parameter) -> bool:
     return not isinstance(parameter, torch.nn.UninitializedParameter)
+
+
+def _most_common_dtype(parameters: Iterable[torch.Tensor]) -> str:
+    elements: Counter[torch.dtype] = Counter()
+    for one in parameters:
+        elements[one.dtype] += one.numel()
+    return str(elements.most_common(1)[0][0]).removeprefix("torch.") if elements else ""
 
 
 def _shards(module: torch.nn.Module) -> bool:

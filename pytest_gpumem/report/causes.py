@@ -132,9 +132,9 @@ def _cause(records: tuple[TestRecord, ...]) -> Cause:
     first = records[0]
     if _ran_out(first):
         facts = first.out_of_memory or {}
-        place = filter(None, (facts.get("site"), facts.get("operator")))
-        words = ("ran out of memory, asked by", *place, *filter(None, [facts.get("cause")]))
-        return Cause(words, records, tuple(map(_missing, records)))
+        sentence = " ".join(("ran out of memory", *_asked_by(facts)))
+        words = f"{sentence}: {facts['cause']}" if facts.get("cause") else sentence
+        return Cause((words,), records, tuple(map(missing, records)))
     if not first.failed:
         return Cause((OTHER,), records)
     verdicts = [chief(record.broken) for record in records]
@@ -142,7 +142,15 @@ def _cause(records: tuple[TestRecord, ...]) -> Cause:
     return Cause(tuple(_words(verdicts)), records, excesses)
 
 
-def _missing(record: TestRecord) -> int:
+def _asked_by(facts: Mapping[str, Any]) -> Iterator[str]:
+    if facts.get("site"):
+        yield f"at {facts['site']}"
+    if facts.get("operator"):
+        yield f"({facts['operator']})" if facts.get("site") else f"in {facts['operator']}"
+
+
+def missing(record: TestRecord) -> int:
+    """Return the bytes that a test lacked where it ran out of memory."""
     facts = record.out_of_memory or {}
     return max(int(facts["requested"]) - int(facts["free"]), 0)
 

@@ -143,6 +143,40 @@ def test_what_steps_leave_is_said_as_it_was_seen(changed: dict[str, Any], senten
     assert carried_sentence({**LOSSES, **changed}) == sentence
 
 
+def test_what_no_variable_holds_is_said_by_its_line() -> None:
+    """Three outputs of 8 MiB that the consumer of a generator keeps."""
+    carried = {"bytes": [8 * MIB, 16 * MIB, 24 * MIB], "forwards": 4, "holders": []}
+    now, before = {"grad": {"off": 4}, "carried": carried}, {"grad": {"off": 4}}
+    kept = replace(KEPT, bytes=24 * MIB, count=3)
+    assert cause_of(growth([WEIGHT, kept], [WEIGHT], now, before)) == (
+        "each step leaves 8.0 MiB of m.py:7 (torch.mul); no variable of the running functions "
+        "holds it"
+    )
+    assert "each step" not in cause_of(growth([WEIGHT, kept], [WEIGHT], now, now))
+
+
+def test_a_gpu_that_records_no_types_has_those_of_parameters() -> None:
+    now, before = (
+        dict[str, Any](models={"net": {"parameters": 9, "dtype": dtype, "largest": {}}})
+        for dtype in ("float32", "bfloat16")
+    )
+    wide, half = replace(WEIGHT, dtype=None), replace(WEIGHT, dtype=None, bytes=2 * MIB)
+    assert cause_of(growth([wide], [half], now, before)) == (
+        "the parameters of net: bfloat16 before, float32 now"
+    )
+    outside = replace(OUTSIDE, dtype=None)
+    assert "bfloat16" not in cause_of(growth([wide, outside], [half], now, before))
+
+
+def test_a_new_cast_is_named_with_the_type_that_follows_from_it() -> None:
+    half = replace(KEPT, bytes=4 * MIB, dtype="bfloat16")
+    cast = replace(KEPT, bytes=MIB, site="m.py:5", operator="Tensor.to")
+    assert cause_of(growth([KEPT, cast], [half], {}, {})) == (
+        "the same activations at m.py:7 (torch.mul): bfloat16 before, float32 now; new is the "
+        "cast at m.py:5"
+    )
+
+
 def test_the_variable_that_gained_is_the_cause() -> None:
     """Two keep as much; one of them did before, too."""
     running = {**LOSSES, "holder": "running", "kind": "", "graph": 0, "held": [MIB, MIB]}

@@ -99,7 +99,7 @@ def test_running_out_of_memory_is_a_cause_of_its_own() -> None:
     shortage = {"requested": 3 * MIB, "free": MIB, "site": "train.py:9", "operator": "torch.mm"}
     full = replace(record("test_a", None, outcome="failed"), out_of_memory=shortage)
     (cause,) = causes_of([full])
-    assert cause.words == ("ran out of memory, asked by", "train.py:9", "torch.mm")
+    assert cause.words == ("ran out of memory at train.py:9 (torch.mm)",)
     assert cause.size == "+2.0 MiB"
 
 

@@ -27,6 +27,42 @@ def test_a_command_is_escaped_as_the_toolkit_does() -> None:
     )
 
 
+def parsed(line: str) -> tuple[str, dict[str, str], str]:
+    """Return a command's name, properties and message as GitHub's runner reads a line.
+
+    ``ActionCommand.TryParseV2`` in src/Runner.Common/ActionCommand.cs of actions/runner.
+    """
+    assert line.startswith("::")
+    head, message = line[2:].split("::", 1)
+    name, _, given = head.partition(" ")
+    pairs = (pair.split("=", 1) for pair in given.strip().split(",") if pair)
+    properties = {key: _read(value, ("\r", "\n", ":", ",", "%")) for key, value in pairs}
+    return name, properties, _read(message, ("\r", "\n", "%"))
+
+
+def _read(text: str, characters: tuple[str, ...]) -> str:
+    for character in characters:
+        text = text.replace(f"%{ord(character):02X}", character)
+    return text
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "a::b", "50%, %0A as written, %25", "one\ntwo\r\nthree", "f(x=1,y=2): z"]
+)
+def test_the_runner_reads_what_was_said(text: str) -> None:
+    line = workflow_command("error", text, file="a,b:c%.py", line=3, title=text)
+    assert "\n" not in line
+    assert parsed(line) == ("error", {"file": "a,b:c%.py", "line": "3", "title": text}, text)
+
+
+def test_a_long_name_leaves_the_message_within_what_the_runner_keeps() -> None:
+    """``_maxIssueMessageLength`` in src/Runner.Worker/ExecutionContext.cs of actions/runner."""
+    (line,) = workflow_commands(run(replace(failing(), nodeid=f"t.py::test_x[{'long ' * 2000}]")))
+    _, _, message = parsed(line)
+    assert len(message) <= 4096
+    assert message.startswith("forward peaked at 80.0 MiB")
+
+
 def test_a_failure_marks_the_line_of_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_WORKSPACE", "/repo")
     assert workflow_commands(run(passing(), failing())) == [

@@ -20,7 +20,8 @@ function showDetail(cell, record, environment, row) {
 
 function judgement(record) {
   if (!record.verdicts.length && !record.improvements.length && !record.missing_baseline) return null;
-  const told = new Set();
+  let shown = 0;
+  const told = new Set(); // lines of explanations, and commands
   const explained = (verdict) => !verdict.passed && verdict.explanation.length && verdict.reference !== null;
   const compared = new Set(record.verdicts.filter(explained).map((verdict) => verdict.phase));
   const causes = [...new Set(record.verdicts.map((verdict) => verdict.cause).filter(Boolean))];
@@ -32,15 +33,18 @@ function judgement(record) {
     const covered = verdict.reference === null && compared.has(verdict.phase);
     if (verdict.explanation.length && !covered && !told.has(reasons)) {
       const lines = explanation(verdict);
-      item.append(told.size ? el("details", null, el("summary", { text: verdict.reference === null ? "what was there" : "what changed" }), lines) : lines);
+      item.append(shown++ ? el("details", null, el("summary", { text: verdict.reference === null ? "what was there" : "what changed" }), lines) : lines);
       told.add(reasons);
     }
-    for (const line of verdict.remedy) item.append(command(line));
+    for (const line of verdict.remedy) {
+      if (!told.has(line)) item.append(command(line));
+      told.add(line);
+    }
     return item;
   });
   list.push(...record.improvements.map((better) => el("li", { class: "better" }, el("p", { text: `↓ ${tight(better.text)}` }))));
   if (record.missing_baseline) list.push(el("li", null, el("p", { text: "There is no baseline for this environment yet." })));
-  return section("Verdicts", ...causes.map((cause) => el("p", { class: "why", text: tight(cause) })), el("ul", { class: "verdicts" }, ...list));
+  return section("Verdicts", ...causes.map((cause) => el("p", { class: "reason", text: tight(cause) })), el("ul", { class: "verdicts" }, ...list));
 }
 
 function command(line) {

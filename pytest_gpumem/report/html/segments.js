@@ -2,7 +2,7 @@
 
 const FIRST_SEGMENTS = 24;
 
-// Bytes of segments in use, of their free parts, and of segments that nobody uses.
+// Bytes of segments in use, of their free parts, and of unused segments.
 function shares(segments) {
   const sums = { allocated: 0, split: 0, cached: 0 };
   for (const segment of segments) {
@@ -61,7 +61,7 @@ function momentsOf(runs) {
 function fragmentation(rows) {
   const scale = Math.max(...rows.map((row) => row.reserved), 1);
   const parts = [["allocated", "var(--layer-0)"], ["split", "var(--layer-7)"], ["cached", "var(--free)"]];
-  const words = { allocated: "allocated", split: "free parts of segments in use", cached: "segments that nobody uses" };
+  const words = { allocated: "allocated", split: "free parts of segments in use", cached: "unused segments" };
   const bars = rows.map((row) => {
     let done = 0;
     const stops = parts.map(([part, color]) => {

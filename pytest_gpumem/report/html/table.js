@@ -20,7 +20,8 @@ const withWaits = tests.some((test) => test.waited);
 const withTimes = tests.some((test) => test.duration !== undefined);
 const unknownLast = (value) => (value === undefined || value === null ? -Infinity : value);
 
-function rank(test) { return ORDER.indexOf(test.status); }
+// A test that ran out of memory stands by its size among those that failed.
+function rank(test) { return ORDER.indexOf(test.status === "error" && test.over ? "failed" : test.status); }
 function share(test) { return test.limit ? test.peak / test.limit : undefined; }
 function grown(test) { return test.baseline === undefined || test.peak === undefined ? undefined : test.peak - test.baseline; }
 
@@ -106,6 +107,7 @@ function rowOf(index) {
         class: column.kind, "data-title": column.title,
       });
       cell.append(column.cell(test, index));
+      cell.classList.toggle("none", cell.textContent === "–");
       row.append(cell);
     }
     rows.set(index, { row, detail: null });

@@ -9,10 +9,11 @@ from pytest_gpumem.attribution.history import CATEGORIES
 from pytest_gpumem.baseline.failure import brief_text
 from pytest_gpumem.baseline.telling import chief, told
 from pytest_gpumem.baseline.verdict import Verdict, update_command
-from pytest_gpumem.report.causes import causes_of
+from pytest_gpumem.report.causes import causes_of, missing
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import test_status
 from pytest_gpumem.report.trend import SMALL
+from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
     from pytest_gpumem.report.past import Past
@@ -142,6 +143,8 @@ def _causes(records: Sequence[TestRecord]) -> list[dict[str, Any]]:
 
 def _over(record: TestRecord) -> int | None:
     """Return the bytes by which a test failed, ``None`` where no number is the reason."""
+    if record.out_of_memory is not None and not record.broken:
+        return missing(record)
     first = chief(record.broken) if record.broken else None
     compared = first is not None and (first.limit, first.reference) != (None, None)
     return abs(first.excess) if first is not None and compared else None
@@ -157,7 +160,10 @@ def _why(record: TestRecord) -> str | None:
     """Return in a few words how a test failed; the cards above the table contain the reason."""
     if record.broken:
         return brief_text(record.broken)
-    return "out of memory" if record.out_of_memory is not None else None
+    if record.out_of_memory is None:
+        return None
+    lacked = missing(record)
+    return f"out of memory, {format_size(lacked)} too much" if lacked else "out of memory"
 
 
 def _limit(record: TestRecord) -> int | None:

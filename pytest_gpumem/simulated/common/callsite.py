@@ -66,6 +66,8 @@ class Running(threading.local):
 
     operator: Any = None
     """The overload that was dispatched last."""
+    whole: Any = None
+    """The overload that is run in parts: what these allocate with ``empty`` is its own."""
     purpose: Purpose | None = None
     """The purpose of allocations, by any operator."""
     sequence = -1
@@ -74,6 +76,15 @@ class Running(threading.local):
     def begin(self) -> None:
         """Begin a test or the set-up of a fixture: nodes that were made before belong to others."""
         self.sequence = _sequence()
+
+    @contextmanager
+    def in_parts(self, operator: Any) -> Iterator[None]:
+        """Run ``operator`` in parts inside."""
+        before, self.whole = self.whole, operator
+        try:
+            yield
+        finally:
+            self.whole = before
 
     @contextmanager
     def doing(self, purpose: Purpose) -> Iterator[None]:
@@ -114,7 +125,7 @@ class Provenance:
     def __init__(self, entries: list[tuple[CodeType, int]]) -> None:
         self._entries = entries
         self._frames: list[dict[str, Any]] | None = None
-        self.operator: Any = running.operator
+        self.operator: Any = _allocating()
         """The overload that ran, ``aten.mm.default``."""
         self.purpose = running.purpose
         self.nbytes = 0
@@ -288,6 +299,15 @@ def shown_operator(name: str) -> str:
                 if hasattr(owner, known):
                     return f"{shown}.{known}"
     return name
+
+
+def _allocating() -> Any:
+    """Return the operator that allocates: the one that is run in parts for what one of these only
+    makes room for."""
+    operator, whole = running.operator, running.whole
+    if whole is None or not hasattr(operator, "_schema"):
+        return operator
+    return whole if _is_factory(operator) else operator
 
 
 @cache

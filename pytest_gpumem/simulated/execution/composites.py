@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator
 
-from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.callsite import running, user_line
 from pytest_gpumem.simulated.execution import computing
 from pytest_gpumem.simulated.execution.runner import CUDA, Runner
 from pytest_gpumem.simulated.machine.checks.dtypes import checks_of
@@ -33,7 +33,17 @@ def composite(runner: Runner, func: Any) -> Handler:
     implementation = tables.COMPOSITES.get(str(func))
     if implementation is None:
         return of_parts(runner, func.decompose)
-    return of_parts(runner, on_machine(implementation, func, runner.machine))
+    return of_parts(runner, _named(func, on_machine(implementation, func, runner.machine)))
+
+
+def _named(func: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``implementation`` with what its parts allocate as of ``func``."""
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with running.in_parts(func):
+            return implementation(*args, **kwargs)
+
+    return named
 
 
 def is_move(func: Any) -> bool:
@@ -48,7 +58,7 @@ def move(runner: Runner, func: Any) -> Handler:
 
 def in_view(runner: Runner, func: Any) -> Handler:
     """Return a handler of an operator that autograd sees whole and CUDA builds from others."""
-    built = on_machine(tables.IN_VIEW[str(func)], func, runner.machine)
+    built = _named(func, on_machine(tables.IN_VIEW[str(func)], func, runner.machine))
     parts = of_parts(runner, built)
     elsewhere = computing.of_rule(runner, func, None, resizes=False)
     return whole(runner, func, _on_cuda(runner, _checked(runner, func, parts), elsewhere))
