@@ -13,7 +13,7 @@ import pytest
 from _pytest.pytester import SysModulesSnapshot
 
 from tests import distributions
-from tests.forked import be_usual, begin_to_serve, is_quick, quick, quicken_workers
+from tests.forked import be_usual, begin_to_serve, can_serve, is_quick, quick, quicken_workers
 
 if TYPE_CHECKING:
     from tests.pytest_project import Project
@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("PYTEST_XDIST_WORKER") and is_quick():
         be_usual()
     # One for all workers, which are its first forks.
-    elif sys.platform == "linux" and config.getoption("numprocesses", None):
+    elif sys.platform == "linux" and config.getoption("numprocesses", None) and can_serve():
         begin_to_serve(at_once=True)
         quicken_workers()
 

@@ -21,11 +21,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from execnet import gateway_io
 
 from pytest_gpumem.device.host_gpus import DRIVERS
+from pytest_gpumem.dry.torch_build import cuda_of
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -105,9 +107,19 @@ def quick(kind: str = "full") -> Path:
     a thread for each device, and cannot run in forks of a process that has started them
     (``_in_bad_autograd_fork`` of torch/csrc/autograd/engine.cpp).
     """
+    return begin_to_serve() / kind / "python" if can_serve() else Path(sys.executable)
+
+
+def can_serve() -> bool:
+    """Return whether forks of a process with torch can take the place of new Pythons.
+
+    A CUDA build of torch without NVIDIA's packages is imported over the dry runtime only.
+    """
     if _DRY in os.environ or any(map(os.path.exists, DRIVERS)):
-        return Path(sys.executable)
-    return begin_to_serve() / kind / "python"
+        return False
+    torch = find_spec("torch")
+    folder = None if torch is None or torch.origin is None else Path(torch.origin).parent
+    return folder is None or cuda_of(folder) is None or find_spec("nvidia") is not None
 
 
 def begin_to_serve(*, at_once: bool = False) -> Path:

@@ -13,6 +13,9 @@ MIB = 1024 * 1024
 GIB = 1024 * MIB
 
 PROGRAM = """
+import ctypes
+driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+told["driver_of_an_import"] = driver.cuDeviceGetCount(ctypes.byref(count))
 properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
 told["names"] = [one.name for one in properties]
 told["memory"] = [one.total_memory for one in properties]
@@ -23,6 +26,9 @@ told["l2"] = [one.L2_cache_size for one in properties]
 told["shared"] = [getattr(one, "shared_memory_per_block_optin", None) for one in properties]
 told["free"] = [torch.cuda.mem_get_info(index) for index in range(3)]
 told["peer"] = torch.cuda.can_device_access_peer(0, 1)
+told["driver"] = driver.cuDeviceGetCount(ctypes.byref(count)), count.value
+nvml = torch.cuda.clock_rate, torch.cuda.temperature, torch.cuda.power_draw, torch.cuda.utilization
+told["nvml"] = [ask() for ask in nvml]
 
 try:
     torch.empty(60 * 2**30, dtype=torch.uint8, device="cuda")
@@ -120,6 +126,17 @@ def test_what_another_stream_uses_is_free_when_the_host_has_waited(told: Any) ->
     assert before >= 40 * MIB
     assert told["when_the_host_has_waited"] == before
     assert told["event"] is True
+
+
+def test_the_driver_begins_when_devices_are_asked_for(told: Any) -> None:
+    """CUDA_ERROR_NOT_INITIALIZED is 3: test_lazy_init of PyTorch's test_cuda.py."""
+    assert told["driver_of_an_import"] == 3
+    assert told["driver"] == [0, len(told["names"])]
+
+
+def test_nvml_answers_as_of_a_gpu_without_work(told: Any) -> None:
+    # MHz, degrees, milliwatts, percent.
+    assert told["nvml"] == [1000, 30, 50_000, 0]
 
 
 def test_libraries_answer(told: Any) -> None:
