@@ -71,8 +71,11 @@ class _Changing(Loader):
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the module that the other loader makes."""
-        return self._loader.create_module(spec)
+        """Return the module that the other loader makes, which may put itself into ``spec``."""
+        try:
+            return self._loader.create_module(spec)
+        finally:
+            spec.loader = self
 
     def exec_module(self, module: ModuleType) -> None:
         """Execute the module, then change it."""

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.late_modules import when_imported
 
 NAME = "module_of_late_modules"
@@ -47,3 +48,8 @@ def test_one_that_is_imported_afterwards_stays() -> None:
 def test_two_changes_of_one_module_are_both_made() -> None:
     with when_imported({NAME: adding("outer")}), when_imported({NAME: adding("inner")}):
         assert sorted(importlib.import_module(NAME).seen) == ["inner", "outer"]
+
+
+def test_imports_that_are_watched_are_changed_too() -> None:
+    with imports_watched(), when_imported({NAME: adding("changed")}):
+        assert importlib.import_module(NAME).seen == ["changed"]

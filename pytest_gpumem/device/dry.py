@@ -17,7 +17,7 @@ from pytest_gpumem.collector import GROWTH, Collector
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.device.left_threads import is_set_up
-from pytest_gpumem.dry import compiling, scope, workspaces
+from pytest_gpumem.dry import autograd, compiling, scope, workspaces
 from pytest_gpumem.dry.blocks import Blocks, Strays
 from pytest_gpumem.dry.load import begin_placing_anew
 from pytest_gpumem.dry.placing import Amount, Fixtures
@@ -121,6 +121,10 @@ class DryDevice(CudaDevice):
     def begin_body(self) -> None:
         """Place fixtures that follow one which the test turned out not to use."""
         self._fixtures.begin_body()
+
+    def end_body(self) -> None:
+        """Wait until autograd has dropped what the body computed."""
+        autograd.settle()
 
     def unmeasured(self) -> AbstractContextManager[None]:
         """Keep peaks inside from adding to the test's notes on estimates."""

@@ -11,11 +11,13 @@ to 3.9.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -103,18 +105,35 @@ def _of_inductors_cache(patches: Patches, module: ModuleType) -> None:
 
 def _of_triton(patches: Patches, module: ModuleType) -> None:
     tuner = vars(module)["Autotuner"]
-    patches.plan(tuner, "do_bench", _DoBench())
+    tuned: WeakSet[Any] = WeakSet()
+    prune = tuner.prune_configs
+
+    def prune_configs(tuner: Any, *args: Any, **options: Any) -> Any:
+        tuned.discard(tuner)
+        return prune(tuner, *args, **options)
+
+    patches.plan(tuner, "prune_configs", prune_configs)
+    patches.plan(tuner, "do_bench", _DoBench(tuned))
     if "check_disk_cache" in vars(tuner):
         patches.plan(tuner, "check_disk_cache", _without_disk)
 
 
 class _DoBench:
-    """``Autotuner.do_bench``: one launch shows whether a configuration can be launched."""
+    """``Autotuner.do_bench``, which launches until a configuration can be launched.
+
+    ``tuned`` has the tuners that have found one; the others are not even compiled.
+    """
+
+    def __init__(self, tuned: WeakSet[Any]) -> None:
+        self._tuned = tuned
 
     def __get__(self, tuner: Any, kind: type | None = None) -> Callable[..., list[float]]:
         def do_bench(launch: Callable[[], object], *args: Any, **options: Any) -> list[float]:
+            if tuner in self._tuned:
+                return [math.inf] * 3
             launch()
-            return [0.0, 0.0, 0.0]
+            self._tuned.add(tuner)
+            return [0.0] * 3
 
         return do_bench
 

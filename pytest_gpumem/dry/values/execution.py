@@ -90,7 +90,7 @@ class Execution:
         if func.namespace not in _OWN:
             return _Parts(func, self._graphs)
         name = func._schema.name
-        if func.has_kernel_for_dispatch_key(_COMPOSITE):
+        if _is_composite(func):
             return _Parts(func, None)
         if name in _WRITES_NOTHING:
             return lambda args, kwargs: func(*args, **kwargs)
@@ -307,13 +307,18 @@ class _Parts:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the kernel at the key below, not this one again."""
         func = self._func
-        key = _COMPOSITE if func.has_kernel_for_dispatch_key(_COMPOSITE) else _key_of(args, kwargs)
+        key = _COMPOSITE if _is_composite(func) else _key_of(args, kwargs)
         result = func._op_dk(key, *args, **kwargs)
         if self._graphs is not None:
             for tensor in tensors_in((result, self._operator.targets(args, kwargs))):
                 if tensor.is_cuda:
                     self._graphs.lost(tensor)
         return result
+
+
+def _is_composite(func: Any) -> bool:
+    """Return whether torch composes ``func`` of others in C++; a decomposition is none of it."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE.name))
 
 
 def _key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
