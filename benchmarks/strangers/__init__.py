@@ -50,7 +50,9 @@ def listed(*runs: Callable[[], object], ways: tuple[str, ...] = EVERY) -> Iterat
         yield Program(run.__name__, run, ways)
 
 
-def ranked(*runs: Callable[[], object], of: int, ways: tuple[str, ...] = MIXED) -> Iterator[Program]:
+def ranked(
+    *runs: Callable[[], object], of: int, ways: tuple[str, ...] = MIXED
+) -> Iterator[Program]:
     """Yield functions as programs of the first rank among so many."""
     for run in runs:
         yield Program(run.__name__, run, ways, world_of(of, 0, per_machine=of))

@@ -48,7 +48,9 @@ def compiled_blocks() -> None:
 
 
 def compiled_convolutions() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3)).cuda()
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3)
+    ).cuda()
     call = torch.compile(lambda given: F.adaptive_avg_pool2d(net(given), 1).flatten(1))
     for _ in range(2):
         call(torch.randn(4, 3, 32, 32, device="cuda")).square().mean().backward()
