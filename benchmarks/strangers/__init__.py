@@ -36,6 +36,10 @@ class Program:
     run: Callable[[], object]
     ways: tuple[str, ...] = EVERY
     world: World | None = None
+    has_values: bool = False
+    """Whether it goes by what a kernel computes, such as which expert takes a word."""
+    is_compiled: bool = False
+    """Whether it is run once before, which compiles: to compile has memory of its own."""
 
 
 def programs() -> Iterator[Program]:

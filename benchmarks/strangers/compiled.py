@@ -14,7 +14,7 @@ from strangers.regimes import Block, Model, loss_of, step, tokens
 
 
 def _anew(run: Callable[[], Any]) -> Callable[[], Any]:
-    """Return ``run`` with nothing compiled before."""
+    """Return ``run`` with nothing compiled in this process before."""
 
     def running() -> Any:
         torch._dynamo.reset()
@@ -136,4 +136,4 @@ def programs() -> Iterator[Program]:
         compiled_by_graphs,
     ):  # fmt: skip
         ways = ("f32",) if run in (flexible_attention, compiled_by_graphs) else MIXED
-        yield Program(run.__name__, _anew(run), ways)
+        yield Program(run.__name__, _anew(run), ways, is_compiled=True)
