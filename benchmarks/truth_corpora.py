@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 from truth_programs import programs
 
 from pytest_gpumem.values.world import World
+
+if TYPE_CHECKING:
+    from strangers import Program
 
 Record = Callable[[str, Callable[[], Any]], Any]
 """Runs one pass under a name, and returns what it returns."""
@@ -57,6 +60,8 @@ class Group:
     cases: Callable[[], Iterator[Case]]
     world: World | None = None
     """The rank that its cases run as."""
+    has_values: bool = False
+    """Whether all values are computed on both devices: the cases go by them."""
 
 
 def groups(corpora: Sequence[str], dtypes: Sequence[str], samples: int) -> Iterator[Group]:
@@ -244,17 +249,20 @@ def _strangers(dtypes: Sequence[str], samples: int) -> Iterator[Group]:
     for program in strangers.programs():
         name = f"stranger/{program.name}"
         ways = [way for way in program.ways if way in dtypes]
-        yield Group(name, partial(_in_ways, name, program.run, ways), program.world)
+        cases = partial(_in_ways, name, program, ways)
+        yield Group(name, cases, program.world, program.has_values)
 
 
-def _in_ways(name: str, run: Callable[[], Any], ways: Sequence[str]) -> Iterator[Case]:
+def _in_ways(name: str, program: Program, ways: Sequence[str]) -> Iterator[Case]:
     """Yield a program as a case of one pass for each way."""
     from strangers import set_way
 
     def passes(way: str, record: Record) -> None:
-        _seed()
         with set_way(way):
-            record("run", run)
+            if program.is_compiled:
+                program.run()
+            _seed()
+            record("run", program.run)
 
     for way in ways:
         yield Case(f"{name}/{way}", partial(passes, way))

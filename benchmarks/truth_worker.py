@@ -19,7 +19,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from truth_corpora import Case, Group, groups
 
 from pytest_gpumem import SimulatedRun, simulate
 
-PATIENCE = 120
+PATIENCE = 300
 """Seconds for the cases of one group."""
 
 SIGNS = {"alloc": "+", "free_requested": "-"}
@@ -119,15 +119,28 @@ def _entered(
 ) -> contextlib.AbstractContextManager[SimulatedRun | None]:
     """Return the device that ``group`` runs on, as the rank that it is."""
     world = group.world
-    if device == "simulated":
-        if world is None:
-            return simulate(gpu)
-        return simulate(f"{gpu}*{world.local_size}", world_size=world.size, rank=world.rank)
+    if device == "dry":
+        return _dry(group)
     if world is None:
-        return contextlib.nullcontext()
-    from pytest_gpumem.dry.ranks import Membership
+        return simulate(gpu, real_values=group.has_values)
+    return simulate(f"{gpu}*{world.local_size}", world_size=world.size, rank=world.rank)
 
-    return Membership(world).taken()
+
+@contextlib.contextmanager
+def _dry(group: Group) -> Iterator[None]:
+    """Be the rank of ``group``, and compute values where its programs go by them."""
+    with contextlib.ExitStack() as inside:
+        if group.world is not None:
+            from pytest_gpumem.dry.ranks import Membership
+
+            inside.enter_context(Membership(group.world).taken())
+        if group.has_values:
+            from pytest_gpumem.dry.values.follower import Follower
+
+            follower = Follower(follows=True, everything=True)
+            inside.enter_context(follower.active())
+            follower.begin()
+        yield
 
 
 def _made(case: Case, simulated: Any, stacks: str | None) -> Json:

@@ -36,6 +36,10 @@ class Program:
     run: Callable[[], object]
     ways: tuple[str, ...] = EVERY
     world: World | None = None
+    has_values: bool = False
+    """Whether it goes by what a kernel computes, such as which expert takes a word."""
+    is_compiled: bool = False
+    """Whether it is run once before, which compiles: to compile has memory of its own."""
 
 
 def programs() -> Iterator[Program]:
@@ -50,7 +54,9 @@ def listed(*runs: Callable[[], object], ways: tuple[str, ...] = EVERY) -> Iterat
         yield Program(run.__name__, run, ways)
 
 
-def ranked(*runs: Callable[[], object], of: int, ways: tuple[str, ...] = MIXED) -> Iterator[Program]:
+def ranked(
+    *runs: Callable[[], object], of: int, ways: tuple[str, ...] = MIXED
+) -> Iterator[Program]:
     """Yield functions as programs of the first rank among so many."""
     for run in runs:
         yield Program(run.__name__, run, ways, world_of(of, 0, per_machine=of))

@@ -14,7 +14,7 @@ from strangers.regimes import Block, Model, loss_of, step, tokens
 
 
 def _anew(run: Callable[[], Any]) -> Callable[[], Any]:
-    """Return ``run`` with nothing compiled before."""
+    """Return ``run`` with nothing compiled in this process before."""
 
     def running() -> Any:
         torch._dynamo.reset()
@@ -48,7 +48,9 @@ def compiled_blocks() -> None:
 
 
 def compiled_convolutions() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3)).cuda()
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3)
+    ).cuda()
     call = torch.compile(lambda given: F.adaptive_avg_pool2d(net(given), 1).flatten(1))
     for _ in range(2):
         call(torch.randn(4, 3, 32, 32, device="cuda")).square().mean().backward()
@@ -134,4 +136,4 @@ def programs() -> Iterator[Program]:
         compiled_by_graphs,
     ):  # fmt: skip
         ways = ("f32",) if run in (flexible_attention, compiled_by_graphs) else MIXED
-        yield Program(run.__name__, _anew(run), ways)
+        yield Program(run.__name__, _anew(run), ways, is_compiled=True)

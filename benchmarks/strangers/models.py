@@ -80,6 +80,9 @@ _LOOKING: dict[str, dict[str, Any]] = {
                "layer_type": "basic", "num_labels": 10},
 }  # fmt: skip
 
+_DECIDING = frozenset({"Mixtral", "Bart", "checkpointed_Llama"})
+"""Those that send words to experts, or look in positions for sentences that were packed."""
+
 
 def _made(kind: str, head: str, settings: dict[str, Any]) -> Any:
     import transformers
@@ -175,7 +178,7 @@ def programs() -> Iterator[Program]:
         (_LOOKING, _looking),
     ):
         for kind, settings in table.items():
-            yield Program(kind, partial(run, kind, settings))
+            yield Program(kind, partial(run, kind, settings), has_values=kind in _DECIDING)
     others: dict[str, Callable[[], None]] = {
         "greedy_generation": partial(_generated, "Llama", do_sample=False),
         "sampled_generation": partial(_generated, "Qwen3", do_sample=True, top_p=0.9),
@@ -185,7 +188,7 @@ def programs() -> Iterator[Program]:
         "eager_attention": partial(_eagerly_attending, "Llama"),
     }
     for name, call in others.items():
-        yield Program(name, call)
+        yield Program(name, call, has_values=name in _DECIDING)
     if find_spec("peft") is not None:
         yield Program("lora", partial(_adapted))
         yield Program("dora", partial(_adapted, use_dora=True), MIXED)

@@ -45,7 +45,11 @@ def quantized_autoencoder() -> None:
     for _ in range(2):
         given = noise(128, 64)
         code = encoder(given)
-        far = code.pow(2).sum(1, keepdim=True) + codes.weight.pow(2).sum(1) - 2 * code @ codes.weight.T
+        far = (
+            code.pow(2).sum(1, keepdim=True)
+            + codes.weight.pow(2).sum(1)
+            - 2 * code @ codes.weight.T
+        )
         nearest = codes(far.argmin(1))
         lost = F.mse_loss(nearest, code.detach()) + 0.25 * F.mse_loss(code, nearest.detach())
         lost = lost + F.mse_loss(decoder(code + (nearest - code).detach()), given)
@@ -56,7 +60,9 @@ def quantized_autoencoder() -> None:
 
 def adversaries() -> None:
     maker, critic = net(32, 128, 64), net(64, 128, 1)
-    first, second = (torch.optim.Adam(one.parameters(), betas=(0.5, 0.9)) for one in (maker, critic))
+    first, second = (
+        torch.optim.Adam(one.parameters(), betas=(0.5, 0.9)) for one in (maker, critic)
+    )
     for _ in range(2):
         fake = maker(noise(64, 32))
         found = critic(torch.cat([noise(64, 64).to(fake.dtype), fake.detach()]))
@@ -96,7 +102,10 @@ def pictures_and_texts() -> None:
     scale = nn.Parameter(torch.tensor(2.6).cuda())
     optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters(), scale])
     for _ in range(2):
-        one, other = F.normalize(first(noise(64, 128)), dim=-1), F.normalize(second(noise(64, 96)), dim=-1)
+        one, other = (
+            F.normalize(first(noise(64, 128)), dim=-1),
+            F.normalize(second(noise(64, 96)), dim=-1),
+        )
         scores = scale.exp() * one @ other.T
         wanted = torch.arange(64, device="cuda")
         lost = (F.cross_entropy(scores, wanted) + F.cross_entropy(scores.T, wanted)) / 2
@@ -109,7 +118,9 @@ def pictures_and_texts() -> None:
 
 def sigmoid_pairs() -> None:
     first = net(128, 256, 64)
-    scores = F.normalize(first(noise(64, 128)), dim=-1) @ F.normalize(first(noise(64, 128)), dim=-1).T
+    scores = (
+        F.normalize(first(noise(64, 128)), dim=-1) @ F.normalize(first(noise(64, 128)), dim=-1).T
+    )
     signs = 2 * torch.eye(64, device="cuda") - 1
     (-F.logsigmoid(signs * (scores * 10 - 10)).sum() / 64).backward()
 
@@ -232,7 +243,9 @@ def equation() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.sin(x)
 
-    model = nn.Sequential(nn.Linear(2, 64), Sine(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).cuda()
+    model = nn.Sequential(
+        nn.Linear(2, 64), Sine(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+    ).cuda()
     x, t = (noise(256, 1).requires_grad_() for _ in range(2))
     u = model(torch.cat([x, t], 1))
     ones = torch.ones_like(u)
@@ -252,7 +265,10 @@ def learned_inner_steps() -> None:
         for _ in range(2):
             inner = F.mse_loss(torch.func.functional_call(model, fast, given), wanted)
             slopes = torch.autograd.grad(inner, list(fast.values()), create_graph=True)
-            fast = {name: one - 0.01 * slope for (name, one), slope in zip(fast.items(), slopes, strict=True)}
+            fast = {
+                name: one - 0.01 * slope
+                for (name, one), slope in zip(fast.items(), slopes, strict=True)
+            }
         lost = lost + F.mse_loss(torch.func.functional_call(model, fast, given), wanted)
     optimizer.zero_grad()
     lost.backward()
@@ -305,7 +321,9 @@ def spectrally_normed() -> None:
 
 
 def style() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(16, 32, 3)).cuda()
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(16, 32, 3)
+    ).cuda()
     model.requires_grad_(False)
     picture = noise(1, 3, 32, 32).requires_grad_()
     optimizer = torch.optim.Adam([picture])
@@ -382,7 +400,7 @@ def rotated_places() -> None:
 def states_in_a_scan() -> None:
     x, gate = noise(4, 128, 64).requires_grad_(), noise(4, 128, 64).requires_grad_()
     kept = F.logsigmoid(gate).cumsum(1)
-    made = (torch.exp(kept) * torch.cumsum(x * torch.exp(-kept), 1))
+    made = torch.exp(kept) * torch.cumsum(x * torch.exp(-kept), 1)
     torch.logcumsumexp(made, 1).mean().backward()
 
 

@@ -302,7 +302,9 @@ def loss_in_chunks() -> None:
         hidden = block(hidden)
     held = hidden.detach().requires_grad_()
     for part, wanted in zip(held.chunk(4), given[:, 1:].chunk(4), strict=True):
-        F.cross_entropy(model.head(part).flatten(0, 1), wanted.flatten(), reduction="sum").backward()
+        F.cross_entropy(
+            model.head(part).flatten(0, 1), wanted.flatten(), reduction="sum"
+        ).backward()
     hidden.backward(held.grad)
 
 

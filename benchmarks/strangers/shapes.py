@@ -221,7 +221,9 @@ def denoising_diffusion() -> None:
         for time in range(2, 0, -1):
             at = torch.full((4,), time, device="cuda")
             noise = net(x, at)
-            x = (x - noise * (1 - kept[time]).sqrt()) / kept[time].sqrt() + 0.1 * torch.randn_like(x)
+            x = (x - noise * (1 - kept[time]).sqrt()) / kept[time].sqrt() + 0.1 * torch.randn_like(
+                x
+            )
             x = x.clamp(-1, 1)
 
 

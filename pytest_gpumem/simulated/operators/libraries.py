@@ -63,11 +63,10 @@ def _solved_by_library(operator: str) -> Rule:
 
 
 _SOLVERS = (
-    "_linalg_svd _linalg_eigh linalg_qr linalg_eig _linalg_eigvals linalg_cholesky_ex "
-    "linalg_inv_ex linalg_lu_factor_ex linalg_lu linalg_lu_solve _linalg_solve_ex linalg_lstsq "
-    "_linalg_det _linalg_slogdet geqrf linalg_householder_product ormqr linalg_ldl_factor_ex "
-    "cholesky_inverse cholesky_solve"
+    "linalg_eig _linalg_eigvals linalg_lu linalg_lstsq _linalg_slogdet geqrf "
+    "linalg_householder_product ormqr linalg_ldl_factor_ex"
 ).split()
+"""Those of which nothing but their library is known; others are in ``solvers``."""
 
 RULES = {
     "aten::_fft_c2c": Rule(after=_complex),

@@ -45,6 +45,7 @@ from pytest_gpumem.simulated.operators import (
     shapes_only,
     slices,
     softmax,
+    solvers,
     sorting,
     spatial,
     sync_batch_norm,
@@ -82,6 +83,7 @@ RULES: dict[str, Rule] = {
     **sampling.RULES,
     **scattering.RULES,
     **softmax.RULES,
+    **solvers.RULES,
     **sorting.RULES,
     **spatial.RULES,
 }
@@ -109,6 +111,7 @@ COMPOSITES: dict[str, Composite] = {
     **normalization.COMPOSITES,
     **rnn.COMPOSITES,
     **softmax.COMPOSITES,
+    **solvers.COMPOSITES,
 }
 """By overload: operators that CUDA takes apart otherwise than the CPU and ``meta`` do."""
 
