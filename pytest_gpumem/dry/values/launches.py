@@ -28,7 +28,7 @@ def launches_seen(values: DryValues) -> Iterator[None]:
     for module, name in _LAUNCHERS:
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None:
-            patches.plan(kind, "run", _telling(kind.run, values))
+            patches.add(kind, "run", _telling(kind.run, values))
     patches.apply()
     try:
         yield

@@ -41,7 +41,7 @@ class Exclusive:
         self._waiting: set[int] = set()
         self.patches = Patches()
         """The replacement that stays while names are put back."""
-        self.patches.plan(loaders, "pin_memory", self._in_turn(loaders.pin_memory))
+        self.patches.add(loaders, "pin_memory", self._in_turn(loaders.pin_memory))
 
     @property
     def is_mine(self) -> bool:
