@@ -19,7 +19,7 @@ from pytest_gpumem.device.fault import fault_of
 from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.device.left_threads import LeftThreads, is_shared
 from pytest_gpumem.device.quota import limited
-from pytest_gpumem.device.refusals import RELAY, told_to
+from pytest_gpumem.device.refusals import RELAY, reporting_to
 from pytest_gpumem.dry import scope
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
 from pytest_gpumem.measurement.recorder import Recorder
@@ -235,7 +235,7 @@ class CudaDevice:
             context, reserved = self._held(index, next(shared, None))
             return Refusal(asked, reserved, free, self.total_memory, context)
 
-        return told_to(RELAY.attach, RELAY.detach, note)
+        return reporting_to(RELAY.attach, RELAY.detach, note)
 
     def fault(self) -> str | None:
         """Return the sticky error of the CUDA context, ``None`` where it is sound."""

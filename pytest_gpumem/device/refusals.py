@@ -43,7 +43,7 @@ RELAY = _Relay()
 
 
 @contextmanager
-def told_to(
+def reporting_to(
     attach: Callable[[Observer], Any],
     detach: Callable[[Observer], Any],
     note: Callable[[int, int, int], Refusal | None],

@@ -14,7 +14,7 @@ from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.device.left_threads import is_set_up, is_shared
 from pytest_gpumem.device.quota import inherited
-from pytest_gpumem.device.refusals import told_to
+from pytest_gpumem.device.refusals import reporting_to
 from pytest_gpumem.measurement.phases import Bytes
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.simulated_recorder import SimulatedRecorder
@@ -356,7 +356,7 @@ class SimulatedDevice:
             return Refusal(asked, gpu.allocator.reserved, free, gpu.model.total_memory)
 
         observers = gpu.allocator.observers
-        return told_to(observers.append, observers.remove, note)
+        return reporting_to(observers.append, observers.remove, note)
 
     def fault(self) -> str | None:
         """Return ``None``: a simulation has no kernels that could fail."""

@@ -76,7 +76,7 @@ def _change(made: list[Patches], plan: Plan, module: ModuleType) -> None:
 
 def _of_constants(following: Context, patches: Patches, module: ModuleType) -> None:
     folder = vars(module)["ConstantFolder"]
-    patches.plan(folder, "run", _inside(following, folder.run))
+    patches.add(folder, "run", _inside(following, folder.run))
 
 
 def _inside(context: Context, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,18 +89,18 @@ def _inside(context: Context, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_inductors_kernels(patches: Patches, module: ModuleType) -> None:
-    patches.plan(vars(module)["CachingAutotuner"], "bench", lambda *args, **options: 0.0)
+    patches.add(vars(module)["CachingAutotuner"], "bench", lambda *args, **options: 0.0)
 
 
 def _of_inductors_choices(patches: Patches, module: ModuleType) -> None:
     for kind in list(vars(module).values()):
         for name in ("benchmark_gpu", "benchmark_gpu_with_cuda_graph"):
             if isinstance(kind, type) and name in vars(kind):
-                patches.plan(kind, name, lambda *args, **options: 0.0)
+                patches.add(kind, name, lambda *args, **options: 0.0)
 
 
 def _of_inductors_cache(patches: Patches, module: ModuleType) -> None:
-    patches.plan(vars(module)["AutotuneCache"], "create", staticmethod(lambda *args: None))
+    patches.add(vars(module)["AutotuneCache"], "create", staticmethod(lambda *args: None))
 
 
 def _of_triton(patches: Patches, module: ModuleType) -> None:
@@ -112,10 +112,10 @@ def _of_triton(patches: Patches, module: ModuleType) -> None:
         tuned.discard(tuner)
         return prune(tuner, *args, **options)
 
-    patches.plan(tuner, "prune_configs", prune_configs)
-    patches.plan(tuner, "do_bench", _DoBench(tuned))
+    patches.add(tuner, "prune_configs", prune_configs)
+    patches.add(tuner, "do_bench", _DoBench(tuned))
     if "check_disk_cache" in vars(tuner):
-        patches.plan(tuner, "check_disk_cache", _without_disk)
+        patches.add(tuner, "check_disk_cache", _without_disk)
 
 
 class _DoBench:

@@ -18,7 +18,7 @@ from pytest_gpumem.allocator.timeline import Timeline
 from pytest_gpumem.simulated.common.late_imports import LateImports
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.entry import AUTO, Compilation
-from pytest_gpumem.simulated.distributed import plan as distributed
+from pytest_gpumem.simulated.distributed import parts as distributed
 from pytest_gpumem.simulated.distributed.nccl import Communicator
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_machine
@@ -29,7 +29,7 @@ from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.engine import references_of_sole_owner
 from pytest_gpumem.simulated.operators.tables import installed
 from pytest_gpumem.simulated.stand_ins.imports import served
-from pytest_gpumem.simulated.surface import compilers, in_place, pinned, plan
+from pytest_gpumem.simulated.surface import compilers, in_place, parts, pinned
 from pytest_gpumem.simulated.surface.checkpoints import loading_on
 from pytest_gpumem.simulated.surface.cpp_extensions import Compiling
 from pytest_gpumem.simulated.surface.cuda import answers_for_gpu
@@ -147,11 +147,11 @@ class Simulation(SimulatedMachine):
         """Replacements in a library that is slow to import, and that few tests need."""
         # The replaced names have to be torch's own, and none that an active simulation has set.
         with _suspended():
-            plan.plan(self, self._casts, self._patches)
-            self.threads.plan(self._patches)
-            pinned.plan(self, self._patches)
+            parts.add_patches(self, self._casts, self._patches)
+            self.threads.add_patches(self._patches)
+            pinned.add_patches(self, self._patches)
             self.communicators: dict[str, Communicator] = {}
-            self._alone = distributed.plan(
+            self._single_rank = distributed.add_patches(
                 self, self.execution, world, self._patches, self.communicators
             )
         self._compiling = Compiling()
@@ -184,7 +184,7 @@ class Simulation(SimulatedMachine):
                 patches.apply()
                 resources.callback(patches.undo)
             resources.callback(self._of_triton.undo)
-            resources.enter_context(self._alone.kept())
+            resources.enter_context(self._single_rank.kept())
             self._follow_imports()
             resources.callback(self._compiling.undo)
             late = LateImports("triton", self._importing_triton, itself=True)
@@ -194,7 +194,7 @@ class Simulation(SimulatedMachine):
             # torch.tensor(..., device="cuda") then builds on the CPU and copies in sight of a mode.
             torch._C._set_only_lift_cpu_tensors(True)
             resources.callback(torch._C._set_only_lift_cpu_tensors, lifts)
-            resources.enter_context(compilers.kept_out(self._as_torch_is, self.compilation.going))
+            resources.enter_context(compilers.kept_out(self._as_torch_is, self.compilation.hooked))
             resources.enter_context(EXTENSIONS.guarded())
             resources.enter_context(loading_on(self))
             resources.enter_context(DESCRIPTIONS.served(self.kernel_wrote))
@@ -203,7 +203,7 @@ class Simulation(SimulatedMachine):
             resources.enter_context(installed(self, self._casts))
             resources.enter_context(in_place.answering(self.execution))
             resources.enter_context(self.execution)
-            self.is_active = self.here.joined = True
+            self.is_active = self.thread_state.joined = True
             self.threads.first = get_ident()
             resources.callback(self._forget_entering)
             self._resources = resources.pop_all()
@@ -212,8 +212,8 @@ class Simulation(SimulatedMachine):
         self._compiling.look()
         be_no_sequences()
         if self._patches.are_applied and launches.ARE_IN in sys.modules:
-            if not self._of_triton.planned:
-                launches.plan(self, self._of_triton)
+            if not self._of_triton.added:
+                launches.add_patches(self, self._of_triton)
             if not self._of_triton.are_applied:
                 self._of_triton.apply()
 
@@ -233,7 +233,7 @@ class Simulation(SimulatedMachine):
             with (
                 self._patches.paused(),
                 self._of_triton.paused(),
-                self._alone.patches.paused(),
+                self._single_rank.patches.paused(),
                 _disable_current_modes(),
                 _without_function_modes(),
             ):
@@ -247,7 +247,7 @@ class Simulation(SimulatedMachine):
         with (
             self._patches.paused(but=answers_for_gpu),
             self._of_triton.paused(but=driver.answers_for_gpu),
-            self._alone.patches.paused(),
+            self._single_rank.patches.paused(),
         ):
             yield
 
@@ -257,13 +257,13 @@ class Simulation(SimulatedMachine):
         with (
             self._patches.resumed(),
             self._of_triton.resumed(),
-            self._alone.patches.resumed(),
+            self._single_rank.patches.resumed(),
             self._joining(),
         ):
             yield
 
     def _forget_entering(self) -> None:
-        self.is_active = self.here.joined = False
+        self.is_active = self.thread_state.joined = False
 
     def _leave(self) -> None:
         resources, self._resources = self._resources, None

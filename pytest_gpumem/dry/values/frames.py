@@ -31,7 +31,7 @@ def snapshots_without_own() -> Iterator[None]:
         return without_own(taken(*args))
 
     patches = Patches()
-    patches.plan(torch._C, "_cuda_memorySnapshot", shortened)
+    patches.add(torch._C, "_cuda_memorySnapshot", shortened)
     patches.apply()
     try:
         yield

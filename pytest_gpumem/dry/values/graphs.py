@@ -85,7 +85,7 @@ class Graphs:
         patches = Patches()
         kind = torch.cuda.CUDAGraph
         for name in _REQUESTS:
-            patches.plan(kind, name, self._handled(getattr(kind, name), name))
+            patches.add(kind, name, self._handled(getattr(kind, name), name))
         patches.apply()
         try:
             yield

@@ -29,7 +29,7 @@ def launches_seen(values: DryValues, graphs: Graphs) -> Iterator[None]:
     for module, name in _LAUNCHERS:
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None:
-            patches.plan(kind, "run", _telling(kind.run, values, graphs))
+            patches.add(kind, "run", _telling(kind.run, values, graphs))
     patches.apply()
     try:
         yield

@@ -86,18 +86,18 @@ class Reads:
         self._everything = everything
         self._interrupted: dict[int, type[BaseException]] = {}
         self._patches = Patches()
-        self._plan()
+        self._add_patches()
 
-    def _plan(self) -> None:
+    def _add_patches(self) -> None:
         # Functions, not methods of this object, which would not receive their tensor.
-        plan = functools.partial(self._patches.plan, torch.Tensor)
-        plan("item", lambda tensor: self._read(_item, tensor, "item()"))
-        plan("__bool__", lambda tensor: self._condition(tensor))
-        plan("tolist", lambda tensor: self._list(tensor))
-        plan("numpy", lambda tensor, **kwargs: self._numpy(tensor, **kwargs))
-        plan("__array__", lambda tensor, *args, **kwargs: self._array(tensor, *args, **kwargs))
+        add = functools.partial(self._patches.add, torch.Tensor)
+        add("item", lambda tensor: self._read(_item, tensor, "item()"))
+        add("__bool__", lambda tensor: self._condition(tensor))
+        add("tolist", lambda tensor: self._list(tensor))
+        add("numpy", lambda tensor, **kwargs: self._numpy(tensor, **kwargs))
+        add("__array__", lambda tensor, *args, **kwargs: self._array(tensor, *args, **kwargs))
         for name in _NUMBERS:
-            plan(name, self._number(name))
+            add(name, self._number(name))
 
     @contextmanager
     def patched(self) -> Iterator[None]:

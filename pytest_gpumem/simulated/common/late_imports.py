@@ -15,7 +15,7 @@ from typing import Any
 
 from pytest_gpumem.garbage import paused
 
-Alone = Callable[[], AbstractContextManager[object]]
+Unpatched = Callable[[], AbstractContextManager[object]]
 """A context in which nothing is replaced."""
 
 Answers = Callable[[str, FrameType], Any]
@@ -33,7 +33,11 @@ class StandIn(ModuleType):
     """
 
     def __init__(
-        self, name: str, answers: Answers, alone: Alone, known: Mapping[str, Any] | None = None
+        self,
+        name: str,
+        answers: Answers,
+        unpatched: Unpatched,
+        known: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(name)
         spec = _spec(name)
@@ -44,7 +48,7 @@ class StandIn(ModuleType):
             __loader__=spec.loader,
             __file__=spec.origin,
             _answers=answers,
-            _alone=alone,
+            _unpatched=unpatched,
             **(known or {}),
         )
         if spec.submodule_search_locations is not None:
@@ -70,7 +74,7 @@ class StandIn(ModuleType):
             return importlib.import_module(self.__name__)
         del sys.modules[self.__name__]
         try:
-            with self._alone():
+            with self._unpatched():
                 return importlib.import_module(self.__name__)
         except BaseException:
             sys.modules[self.__name__] = self
@@ -100,12 +104,12 @@ class LateImports(MetaPathFinder):
     """
 
     def __init__(
-        self, package: str, alone: Alone, *, itself: bool = False, but: Sequence[str] = ()
+        self, package: str, unpatched: Unpatched, *, itself: bool = False, but: Sequence[str] = ()
     ) -> None:
         self._package = package
         self._but = but
         self._itself = itself
-        self._alone = alone
+        self._unpatched = unpatched
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -125,8 +129,8 @@ class LateImports(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _AloneLoader(
-                spec.loader, nullcontext if self._is_in_sight(fullname) else self._alone
+            spec.loader = _UnpatchedLoader(
+                spec.loader, nullcontext if self._is_in_sight(fullname) else self._unpatched
             )
         return spec
 
@@ -137,12 +141,12 @@ class LateImports(MetaPathFinder):
         return any(f"{name}.".startswith(f"{part}.") for part in self._but)
 
 
-class _AloneLoader(Loader):
+class _UnpatchedLoader(Loader):
     """Restores ``loader`` in the module's spec, and runs it without replaced names."""
 
-    def __init__(self, loader: Loader, alone: Alone) -> None:
+    def __init__(self, loader: Loader, unpatched: Unpatched) -> None:
         self._loader = loader
-        self._alone = alone
+        self._unpatched = unpatched
         self._own_spec: ModuleSpec | None = None
         """The spec of a module that the import of a stand-in's real package has imported."""
 
@@ -166,7 +170,7 @@ class _AloneLoader(Loader):
         module.__spec__.loader = module.__loader__ = self._loader
         # A collection may start a thread (a loader's, for its workers), which would wait
         # for the module imported here, as this thread for it.
-        with self._alone(), paused():
+        with self._unpatched(), paused():
             self._loader.exec_module(module)
 
 

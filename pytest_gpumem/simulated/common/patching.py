@@ -37,20 +37,20 @@ class Patches:
     """A list of attribute replacements that can be applied and undone any number of times."""
 
     def __init__(self) -> None:
-        self._planned: list[tuple[Any, str, Any]] = []
+        self._added: list[tuple[Any, str, Any]] = []
         self._replaced: list[_Replaced] = []
         self._is_paused = False
         self._put_back: list[_Replaced] = []
         """Replacements to apply again when a pause ends, last one first."""
 
-    def plan(self, owner: Any, name: str, value: Any) -> None:
+    def add(self, owner: Any, name: str, value: Any) -> None:
         """Replace ``owner.name`` by ``value`` whenever the patches are applied."""
-        self._planned.append((owner, name, value))
+        self._added.append((owner, name, value))
 
     @property
-    def planned(self) -> Sequence[tuple[Any, str, Any]]:
-        """Owner, name and replacement, in the order they were planned."""
-        return self._planned
+    def added(self) -> Sequence[tuple[Any, str, Any]]:
+        """Owner, name and replacement, in the order they were added."""
+        return self._added
 
     @property
     def are_applied(self) -> bool:
@@ -58,8 +58,8 @@ class Patches:
         return bool(self._replaced) and not self._is_paused
 
     def apply(self) -> None:
-        """Make every planned replacement, remembering the old values."""
-        for owner, name, value in self._planned:
+        """Make every replacement, remembering the old values."""
+        for owner, name, value in self._added:
             replaced = _Replaced(owner, name, value, _ABSENT)
             self._replaced.append(replaced)
             replaced.replace()

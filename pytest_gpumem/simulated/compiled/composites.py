@@ -23,9 +23,9 @@ from pytest_gpumem.simulated.operators.rules import on_machine
 from pytest_gpumem.simulated.operators.tables import COMPOSITES
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Plan decompositions of operators on the GPUs of ``machine`` as on CUDA."""
-    patches.plan(OpOverload, "decompose", _as_on_cuda(machine, OpOverload.decompose))
+    patches.add(OpOverload, "decompose", _as_on_cuda(machine, OpOverload.decompose))
 
 
 def _as_on_cuda(machine: SimulatedMachine, decompose: Callable[..., Any]) -> Callable[..., Any]:

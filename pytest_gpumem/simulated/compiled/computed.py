@@ -106,7 +106,7 @@ class Computed:
 
 def _alone(values: Values, wrapper: Wrapper, inputs: list[Any]) -> Any:
     """Run ``wrapper``, which empties its inputs to free them, without following its values."""
-    with values.ignoring(), launched.told_to(_nobody):
+    with values.ignoring(), launched.reporting_to(_nobody):
         return wrapper(inputs)
 
 

@@ -42,8 +42,8 @@ from pytest_gpumem.simulated.compiled.steps import MarkedSteps
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.late_imports import Alone
-    from pytest_gpumem.simulated.compiled.tracing import Bare, Exclusive, Tracing
+    from pytest_gpumem.simulated.common.late_imports import Unpatched
+    from pytest_gpumem.simulated.compiled.tracing import Context, Exclusive, Tracing
 
 AUTO, ALWAYS, EAGER = HOW = ("auto", "always", "eager")
 """Modes: follow if possible, refuse otherwise, or run compiled code eagerly."""
@@ -88,26 +88,26 @@ _compiled: dict[CodeType, weakref.ref[Compilation]] = {}
 class Compilation:
     """Compiles for ``machine`` the functions that are passed to ``torch.compile``.
 
-    ``how`` is one of :data:`HOW`. In the context ``alone()`` nothing is replaced, in ``bare()``
-    only the functions that answer for the GPU, and in ``code()`` within it everything again. In
-    ``exclusive()`` no other thread uses torch, if it yields ``True``.
+    ``how`` is one of :data:`HOW`. In the context ``unpatched()`` nothing is replaced, in
+    ``answering()`` only the functions that answer for the GPU, and in ``code()`` within it
+    everything again. In ``exclusive()`` no other thread uses torch, if it yields ``True``.
     """
 
     def __init__(
         self,
         machine: SimulatedMachine,
         how: str,
-        bare: Bare,
-        alone: Alone,
-        code: Alone,
+        answering: Context,
+        unpatched: Unpatched,
+        code: Unpatched,
         exclusive: Exclusive,
     ) -> None:
         if how not in HOW:
             raise ValueError(f"compile={how!r}: write one of {', '.join(map(repr, HOW))}")
         self._machine = machine
         self._how = how
-        self._bare = bare
-        self._alone = alone
+        self._answering = answering
+        self._unpatched = unpatched
         self._code = code
         self._exclusive = exclusive
         self._callbacks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -120,13 +120,13 @@ class Compilation:
         self._steps = MarkedSteps()
 
     @contextmanager
-    def going(self) -> Iterator[None]:
+    def hooked(self) -> Iterator[None]:
         """Install Dynamo hooks for the duration of the context; Dynamo has been imported."""
         if self._patches is None:
-            self._patches = self._planned()
+            self._patches = self._new_patches()
         self.forget(own=False)
         with ExitStack() as self._inside:
-            self._inside.enter_context(launched.told_to(self._machine.kernel_wrote))
+            self._inside.enter_context(launched.reporting_to(self._machine.kernel_wrote))
             self._inside.enter_context(trace_log.only_if_asked_for())
             self._inside.enter_context(self._steps.counted())
             self._patches.apply()
@@ -142,7 +142,7 @@ class Compilation:
 
     @contextmanager
     def _importing_inductor(self) -> Iterator[None]:
-        with self._alone():
+        with self._unpatched():
             yield
         self._await_inductor()
 
@@ -161,30 +161,30 @@ class Compilation:
         helped = sys.modules["torch._inductor.async_compile"]
         self._by_itself.enter_context(mock.patch.object(helped, HELPERS, no_helpers))
 
-    def _planned(self) -> Patches:
+    def _new_patches(self) -> Patches:
         from torch._dynamo import compiled_autograd, convert_frame, eval_frame
 
         patches = Patches()
-        patches.plan(
+        patches.add(
             eval_frame, "_callback_from_stance", self._asked(eval_frame._callback_from_stance)
         )
-        patches.plan(convert_frame, "_compile", self._compiling(convert_frame._compile))
-        patches.plan(torch._dynamo, "reset", self._reset(torch._dynamo.reset))
+        patches.add(convert_frame, "_compile", self._compiling(convert_frame._compile))
+        patches.add(torch._dynamo, "reset", self._reset(torch._dynamo.reset))
         counts = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
         if counts is not None:
-            patches.plan(eval_frame, "set_fullgraph_compiled_frame_count", self._counting(counts))
+            patches.add(eval_frame, "set_fullgraph_compiled_frame_count", self._counting(counts))
         if torch.__version__ >= FOLLOWED_SINCE:
             of_backend = eval_frame._create_wrapped_callback
-            patches.plan(
+            patches.add(
                 eval_frame,
                 "_create_wrapped_callback",
                 lambda backend: self._callback(of_backend(backend)),
             )
             backward = compiled_autograd.AutogradCompilerInstance
-            patches.plan(backward, "begin_capture", self._capturing(backward.begin_capture))
+            patches.add(backward, "begin_capture", self._capturing(backward.begin_capture))
             name = "extract_bw_module"
-            patches.plan(compiled_autograd, name, self._on_device(getattr(compiled_autograd, name)))
-            flex_attention.plan(patches, self._tracer, self._code)
+            patches.add(compiled_autograd, name, self._on_device(getattr(compiled_autograd, name)))
+            flex_attention.add_patches(patches, self._tracer, self._code)
         return patches
 
     def _reset(self, reset: Callable[[], None]) -> Callable[[], None]:
@@ -201,7 +201,7 @@ class Compilation:
     def _asked(self, of_stance: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def callback_from_stance(callback: Any) -> Any:
             told = of_stance(callback)
-            if told in (None, False) or isinstance(told, _ButOwn):
+            if told in (None, False) or isinstance(told, _WithBackend):
                 return told
             if hasattr(told, "hooks"):
                 return self._callback(told)
@@ -247,7 +247,7 @@ class Compilation:
         hooks = dataclasses.replace(
             callback.hooks, guard_filter_fn=_filtered(callback.hooks.guard_filter_fn)
         )
-        return _ButOwn(type(callback)(_inner(callback)._clone_with_backend(own), hooks))
+        return _WithBackend(type(callback)(_inner(callback)._clone_with_backend(own), hooks))
 
     def _say_eager(self, reason: str) -> None:
         self._ran_eagerly = True
@@ -271,11 +271,11 @@ class Compilation:
             # By then torch's progress bars have started a thread, so other threads have to rest.
             with self._exclusively():
                 self._by_itself.close()
-                with self._alone():
+                with self._unpatched():
                     from pytest_gpumem.simulated.compiled.tracing import Tracing
 
                     self._tracing = Tracing(
-                        self._machine, self._bare, self._code, self._exclusively
+                        self._machine, self._answering, self._code, self._exclusively
                     )
             self._begin(self._tracing)
         return self._tracing
@@ -365,7 +365,7 @@ _MODULE_CALL = torch.nn.Module._wrapped_call_impl.__code__
 """The frame of every call of a module: where phases are found, this package passes it on."""
 
 
-class _ButOwn:
+class _WithBackend:
     """A callback that does not compile calls of this package while compiled code runs."""
 
     def __init__(self, callback: Any) -> None:

@@ -32,7 +32,7 @@ META = torch.device("meta")
 _PLACES = ("device", "fake_device", "_fake_device")
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Plan replacements that make fake tensors of the GPUs of ``machine``."""
     for name, value in (
         ("__new__", staticmethod(_placed(machine, FakeTensor.__new__))),
@@ -43,26 +43,24 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         ("to", _moving(machine, torch.Tensor.to)),
         ("cuda", _to_gpu(machine, torch.Tensor.to)),
     ):
-        patches.plan(FakeTensor, name, value)
-    patches.plan(
-        FunctionalTensor, "device", property(lambda each: place(machine, raw.device(each)))
-    )
-    patches.plan(FunctionalTensor, "is_cuda", property(lambda each: raw.device(each) == META))
+        patches.add(FakeTensor, name, value)
+    patches.add(FunctionalTensor, "device", property(lambda each: place(machine, raw.device(each))))
+    patches.add(FunctionalTensor, "is_cuda", property(lambda each: raw.device(each) == META))
     base = torch.Tensor
-    patches.plan(base, "_make_subclass", faking(base._make_subclass))
+    patches.add(base, "_make_subclass", faking(base._make_subclass))
     # What holds fake tensors takes their device, and what is compiled may hold others.
-    patches.plan(base, "_make_wrapper_subclass", making(machine, base._make_wrapper_subclass))
-    patches.plan(base, "device", property(lambda each: place_of(each) or raw.device(each)))
-    patches.plan(base, "is_cuda", property(lambda each: each.device.type == "cuda"))
-    patches.plan(base, "is_meta", property(lambda each: each.device.type == "meta"))
-    patches.plan(FunctionalTensor, "cuda", _to_gpu(machine, FunctionalTensor.to))
+    patches.add(base, "_make_wrapper_subclass", making(machine, base._make_wrapper_subclass))
+    patches.add(base, "device", property(lambda each: place_of(each) or raw.device(each)))
+    patches.add(base, "is_cuda", property(lambda each: each.device.type == "cuda"))
+    patches.add(base, "is_meta", property(lambda each: each.device.type == "meta"))
+    patches.add(FunctionalTensor, "cuda", _to_gpu(machine, FunctionalTensor.to))
     # Numbers are not moved to the device while they are traced, as where there is none.
-    patches.plan(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
-    patches.plan(torch._C, "_conv_determine_backend_memory_format", _convolution_format)
-    patches.plan(fake_tensor, "init_gpu_context", lambda device: None)
-    patches.plan(proxy_tensor, "dispatch_trace", _named(machine, proxy_tensor.dispatch_trace))
+    patches.add(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
+    patches.add(torch._C, "_conv_determine_backend_memory_format", _convolution_format)
+    patches.add(fake_tensor, "init_gpu_context", lambda device: None)
+    patches.add(proxy_tensor, "dispatch_trace", _named(machine, proxy_tensor.dispatch_trace))
     describer = meta_utils.MetaTensorDescriber
-    patches.plan(describer, "describe_tensor", _described(machine, describer.describe_tensor))
+    patches.add(describer, "describe_tensor", _described(machine, describer.describe_tensor))
 
 
 def place(machine: SimulatedMachine, device: Any) -> torch.device:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pytest_gpumem.simulated.common.patching import Patches
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.late_imports import Alone
+    from pytest_gpumem.simulated.common.late_imports import Unpatched
     from pytest_gpumem.simulated.compiled.tracing import Tracing
 
 _MODULE = sys.modules["torch._higher_order_ops.flex_attention"]
@@ -28,7 +28,7 @@ _TRACES = "create_fw_bw_graph"
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
-def plan(patches: Patches, tracer: Callable[[], Tracing], code: Alone) -> None:
+def add_patches(patches: Patches, tracer: Callable[[], Tracing], code: Unpatched) -> None:
     """Replace the tracing of the gradient: inside ``code()`` operators run on a simulated GPU."""
     trace = getattr(_MODULE, _TRACES)
     make = torch.empty_strided
@@ -50,4 +50,4 @@ def plan(patches: Patches, tracer: Callable[[], Tracing], code: Alone) -> None:
         ):
             return trace(*args)
 
-    patches.plan(_MODULE, _TRACES, create_fw_bw_graph)
+    patches.add(_MODULE, _TRACES, create_fw_bw_graph)

@@ -14,7 +14,7 @@ class Launched:
         """Called with the tensors that a kernel wrote to; ``None`` while nothing is simulated."""
 
     @contextmanager
-    def told_to(self, wrote: Callable[..., None]) -> Iterator[None]:
+    def reporting_to(self, wrote: Callable[..., None]) -> Iterator[None]:
         """Call ``wrote`` for writes inside."""
         before, self.wrote = self.wrote, wrote
         try:

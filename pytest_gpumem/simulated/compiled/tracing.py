@@ -55,7 +55,7 @@ from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.layout import HALVES
 
-Bare = Callable[[], AbstractContextManager[object]]
+Context = Callable[[], AbstractContextManager[object]]
 """A context in which torch is its own, but for the functions that answer for the GPU."""
 
 Exclusive = Callable[[], AbstractContextManager[bool]]
@@ -97,45 +97,45 @@ class Tracing:
     """Makes torch compile for the GPUs of ``machine``; can be entered again inside."""
 
     def __init__(
-        self, machine: SimulatedMachine, bare: Bare, code: Bare, exclusively: Bare
+        self, machine: SimulatedMachine, answering: Context, code: Context, exclusively: Context
     ) -> None:
         self._machine = machine
-        self._bare = bare
+        self._answering = answering
         self._code = code
         self._exclusively = exclusively
         self._patches = Patches()
-        fakes.plan(machine, self._patches)
-        composites.plan(machine, self._patches)
-        wrapper.plan(machine, self._patches)
-        self._plan_gpu()
+        fakes.add_patches(machine, self._patches)
+        composites.add_patches(machine, self._patches)
+        wrapper.add_patches(machine, self._patches)
+        self._answer_for_gpu()
         self._lasting = Patches()
         """Replacements for compiling that happens while compiled code runs: a graph's backward."""
-        self._lasting.plan(
+        self._lasting.add(
             compile_fx, "_compile_fx_inner", self._writing(compile_fx._compile_fx_inner)
         )
-        self._lasting.plan(async_compile, settings.HELPERS, settings.no_helpers)
-        self._plan_optimizers()
+        self._lasting.add(async_compile, settings.HELPERS, settings.no_helpers)
+        self._make_optimizers_state()
         self.is_entered = False
 
-    def _plan_gpu(self) -> None:
-        plan = self._patches.plan
+    def _answer_for_gpu(self) -> None:
+        add = self._patches.add
         triton = torch.utils._triton
-        plan(triton, "triton_hash_with_backend", lambda: "simulated")
-        plan(scheduler, "get_gpu_dram_gbps", _no_clock)
-        plan(torch._inductor.utils, "get_gpu_dram_gbps", self._bandwidth)
+        add(triton, "triton_hash_with_backend", lambda: "simulated")
+        add(scheduler, "get_gpu_dram_gbps", _no_clock)
+        add(torch._inductor.utils, "get_gpu_dram_gbps", self._bandwidth)
         unset = "unset_fake_temporarily"
-        plan(proxy_tensor, unset, _unfaked(getattr(proxy_tensor, unset)))
-        plan(ConstantFolder, "run", _on_host(ConstantFolder.run))
-        plan(pad_mm, "_should_pad", self._pads(pad_mm._should_pad))
-        plan(partitioners, "estimate_runtime", self._estimating(partitioners.estimate_runtime))
+        add(proxy_tensor, unset, _unfaked(getattr(proxy_tensor, unset)))
+        add(ConstantFolder, "run", _on_host(ConstantFolder.run))
+        add(pad_mm, "_should_pad", self._pads(pad_mm._should_pad))
+        add(partitioners, "estimate_runtime", self._estimating(partitioners.estimate_runtime))
         for guard in (torch.cuda.device, torch.cuda._DeviceGuard):
-            plan(guard, "__enter__", lambda guard: None)
-            plan(guard, "__exit__", lambda guard, *_: False)
+            add(guard, "__enter__", lambda guard: None)
+            add(guard, "__exit__", lambda guard, *_: False)
         for owner, name in _measured():
-            plan(owner, name, _innermost(getattr(owner, name)))
+            add(owner, name, _innermost(getattr(owner, name)))
         for owner, names in _COPIES.items():
             for name, function in names.items():
-                plan(owner, name, staticmethod(_asking(function)))
+                add(owner, name, staticmethod(_asking(function)))
 
     def _writing(self, write: Callable[..., Any]) -> Callable[..., Any]:
         def compile_fx_inner(graph: GraphModule, *args: Any, **options: Any) -> Any:
@@ -226,7 +226,7 @@ class Tracing:
 
         return estimate_runtime
 
-    def _plan_optimizers(self) -> None:
+    def _make_optimizers_state(self) -> None:
         """Make an optimizer's state on the GPU while its step is traced, before torch reads it.
 
         Source: torch/_dynamo/variables/optimizer.py, torch 2.11 and 2.13.
@@ -243,8 +243,8 @@ class Tracing:
                 variable.value._init_group(*values, **named)
             return arguments(variable, *args, **options)  # it fills the lists that it is given
 
-        self._patches.plan(OptimizerVariable, "move_step_if_cpu", move_steps)
-        self._patches.plan(OptimizerVariable, "get_python_args", arguments_of_init)
+        self._patches.add(OptimizerVariable, "move_step_if_cpu", move_steps)
+        self._patches.add(OptimizerVariable, "get_python_args", arguments_of_init)
 
     def _decompositions(self) -> dict[Any, Callable[..., Any]]:
         copy = select_decomp_table()[_TO_COPY]
@@ -292,7 +292,7 @@ class Tracing:
             _last = weakref.ref(self)
         try:
             with ExitStack() as inside:
-                inside.enter_context(self._bare())
+                inside.enter_context(self._answering())
                 _know_own_functions()
                 inside.enter_context(gradients.kept())
                 self._patches.apply()

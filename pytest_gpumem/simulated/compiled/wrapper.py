@@ -35,17 +35,17 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.values.operator_names import FUSED
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Plan the names that wrappers load, and changes to their source."""
-    patches.plan(torch._C._dynamo.guards, "_empty_strided_cuda", Memory())
-    patches.plan(torch._C._dynamo.guards, "_empty_strided_cpu_pinned", _take_pinned)
-    patches.plan(AsyncCompile, "triton", _load_kernel)
+    patches.add(torch._C._dynamo.guards, "_empty_strided_cuda", Memory())
+    patches.add(torch._C._dynamo.guards, "_empty_strided_cpu_pinned", _take_pinned)
+    patches.add(AsyncCompile, "triton", _load_kernel)
     for name, write in (
         ("make_buffer_allocation", _with_origin),
         ("generate_extern_kernel_alloc", _between_origins),
         ("generate_fallback_kernel", _between_origins),
     ):
-        patches.plan(PythonWrapperCodegen, name, write(getattr(PythonWrapperCodegen, name)))
+        patches.add(PythonWrapperCodegen, name, write(getattr(PythonWrapperCodegen, name)))
 
 
 class Memory:

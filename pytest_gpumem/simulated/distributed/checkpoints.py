@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Make every rank the coordinator of the checkpoints that it has a part of."""
     init = _DistWrapper.__init__
 
@@ -44,18 +44,18 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
             )
         return [object]
 
-    patches.plan(_DistWrapper, "__init__", initialize)
-    patches.plan(_DistWrapper, "gather_object", gather_object)
-    patches.plan(_DistWrapper, "scatter_object", lambda wrapper, object_list: object_list[0])
-    patches.plan(_DistWrapper, "broadcast_object", lambda wrapper, object: object)
+    patches.add(_DistWrapper, "__init__", initialize)
+    patches.add(_DistWrapper, "gather_object", gather_object)
+    patches.add(_DistWrapper, "scatter_object", lambda wrapper, object_list: object_list[0])
+    patches.add(_DistWrapper, "broadcast_object", lambda wrapper, object: object)
     validate = default_planner._validate_global_plan
-    patches.plan(default_planner, "_validate_global_plan", _of_whole_tensors(validate))
+    patches.add(default_planner, "_validate_global_plan", _of_whole_tensors(validate))
     pins = getattr(_state_dict_utils, "pin_memory_utils", None)
     if pins is not None:  # came with 2.10
-        patches.plan(pins, "unpin_memory", _while_active(machine, pins.unpin_memory))
+        patches.add(pins, "unpin_memory", _while_active(machine, pins.unpin_memory))
     process = getattr(state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor", None)
     if process is not None:  # came with 2.7
-        patches.plan(process, "__init__", _refuse_process)
+        patches.add(process, "__init__", _refuse_process)
 
 
 def _of_whole_tensors(validate: Callable[..., Any]) -> Callable[..., Any]:

@@ -221,7 +221,7 @@ class Collectives:
         self._pending: set[_Work] = set()
         """Works that have not been waited for."""
 
-    def plan(self, patches: Patches) -> None:
+    def add_patches(self, patches: Patches) -> None:
         """Plan hooks that record the reduction, which the operators do not pass to Python.
 
         Collectives between the beginning and the end of coalescing are one work to wait for, like
@@ -242,9 +242,9 @@ class Collectives:
             earlier.clear()
             return self._together(works)
 
-        patches.plan(ProcessGroup, "allreduce", allreduce)
-        patches.plan(ProcessGroup, "_start_coalescing", start_coalescing)
-        patches.plan(ProcessGroup, "_end_coalescing", end_coalescing)
+        patches.add(ProcessGroup, "allreduce", allreduce)
+        patches.add(ProcessGroup, "_start_coalescing", start_coalescing)
+        patches.add(ProcessGroup, "_end_coalescing", end_coalescing)
 
     def _together(self, works: Collection[_Work]) -> _Work:
         def waited(work: _Work) -> None:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.distributed.objects import Told
 
 
-def plan(told_by_root: Told, patches: Patches) -> None:
+def add_patches(told_by_root: Told, patches: Patches) -> None:
     """Derive the states of other ranks from this rank's own."""
     states = _OptimizerStates()
-    patches.plan(_optim_utils, "_map_param_key_to_optim_keys", states.keys)
-    patches.plan(_optim_utils, "_allgather_state_info", states.gathered)
+    patches.add(_optim_utils, "_map_param_key_to_optim_keys", states.keys)
+    patches.add(_optim_utils, "_allgather_state_info", states.gathered)
     broadcast = _state_dict_utils._broadcast_state_dict
 
     @functools.wraps(broadcast)
@@ -46,7 +46,7 @@ def plan(told_by_root: Told, patches: Patches) -> None:
             broadcast(dict(full_state_dict), local_state_dict, *args, **kwargs)
 
     for owner in (_state_dict_utils, state_dict):
-        patches.plan(owner, "_broadcast_state_dict", _broadcast_state_dict)
+        patches.add(owner, "_broadcast_state_dict", _broadcast_state_dict)
 
 
 def _told(value: Any) -> Any:

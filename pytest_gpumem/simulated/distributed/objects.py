@@ -31,12 +31,12 @@ _FUNCTIONS = (
 )
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> Told:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> Told:
     """Replace the functions, wherever torch names them."""
     objects = _Objects(machine)
     for name in _FUNCTIONS:
         for owner in (dist, c10d):
-            patches.plan(owner, name, getattr(objects, name))
+            patches.add(owner, name, getattr(objects, name))
     return objects.told_by_root
 
 

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace a pipeline stage's votes and metadata exchanges with other ranks."""
     if hasattr(stages.PipelineStage, "_warmup_forward_vote"):
-        patches.plan(stages.PipelineStage, "_warmup_forward_vote", _vote)
-        patches.plan(stages.PipelineStage, "_warmup_backward_result", _result)
+        patches.add(stages.PipelineStage, "_warmup_forward_vote", _vote)
+        patches.add(stages.PipelineStage, "_warmup_backward_result", _result)
     if hasattr(stages, "_StageBackwardMeta"):
         shapes = _Shapes(machine)
-        patches.plan(stages.PipelineStage, "_recv_meta", shapes.receiving())
-        patches.plan(stages.PipelineStage, "_send_meta", shapes.sending())
+        patches.add(stages.PipelineStage, "_recv_meta", shapes.receiving())
+        patches.add(stages.PipelineStage, "_send_meta", shapes.sending())
 
 
 def _vote(stage: Any, has_backward: bool, received_acc: Any = None) -> torch.Tensor:

@@ -87,11 +87,11 @@ def _fake_group(rank: int, size: int) -> Any:
     return fake(rank, size)
 
 
-def plan(world: World, patches: Patches) -> None:
+def add_patches(world: World, patches: Patches) -> None:
     """Make every process group a fake one, whose ranks are those of ``world``."""
     for owner in (dist, c10d):
         init = _initializing(world, c10d.init_process_group)
-        patches.plan(owner, "init_process_group", init)
+        patches.add(owner, "init_process_group", init)
     plan_groups(patches)
 
 
@@ -99,27 +99,27 @@ def plan_groups(patches: Patches) -> None:
     """Make NCCL available, and every process group a fake one of the size that it is given."""
     for owner in (dist, c10d):
         for name in ("is_nccl_available", "is_gloo_available"):
-            patches.plan(owner, name, _yes)
-        patches.plan(owner, "monitored_barrier", lambda *_, **__: None)
+            patches.add(owner, name, _yes)
+        patches.add(owner, "monitored_barrier", lambda *_, **__: None)
         for name in _OF_NCCL:
-            patches.plan(owner, name, _SimulatedNccl)
-        patches.plan(owner, "ProcessGroupGloo", _SimulatedGloo)
+            patches.add(owner, name, _SimulatedNccl)
+        patches.add(owner, "ProcessGroupGloo", _SimulatedGloo)
     for owner in (dist, c10d, device_mesh):
         if hasattr(owner, "split_group"):
-            patches.plan(owner, "split_group", split_group)
-    patches.plan(c10d, "default_pg_nccl_timeout", NCCL_TIMEOUT)
+            patches.add(owner, "split_group", split_group)
+    patches.add(c10d, "default_pg_nccl_timeout", NCCL_TIMEOUT)
     # Methods of NCCL's groups that fake ones lack in some releases.
     for name in _TOLD:
-        patches.plan(FakeProcessGroup, name, lambda group, *_: None)
-    patches.plan(FakeProcessGroup, "supports_coalescing", property(_yes))
+        patches.add(FakeProcessGroup, name, lambda group, *_: None)
+    patches.add(FakeProcessGroup, "supports_coalescing", property(_yes))
     # A part of a group is a fake one, too: C++ would make it of options that are none of NCCL's.
-    patches.plan(FakeProcessGroup, "supports_splitting", property(_no))
+    patches.add(FakeProcessGroup, "supports_splitting", property(_no))
     # DDP's logger warns of an unknown device, and reads the number of threads of Gloo's group,
     # which a fake one lacks (logger.cpp, set_construction_data_and_log).
-    patches.plan(Logger, "set_runtime_stats_and_log", lambda logger: None)
-    patches.plan(Logger, "set_construction_data_and_log", lambda logger, *_: None)
-    patches.plan(torch.cuda.nccl, "is_available", _yes)
-    patches.plan(torch.cuda.nccl, "version", lambda: _NCCL)
+    patches.add(Logger, "set_runtime_stats_and_log", lambda logger: None)
+    patches.add(Logger, "set_construction_data_and_log", lambda logger, *_: None)
+    patches.add(torch.cuda.nccl, "is_available", _yes)
+    patches.add(torch.cuda.nccl, "version", lambda: _NCCL)
 
 
 def _yes(*_: Any) -> bool:

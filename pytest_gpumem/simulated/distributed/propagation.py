@@ -26,9 +26,9 @@ _NAME = "propagate_op_sharding_non_cached"
 _OF_LISTS = "aten::_foreach_"
 
 
-def plan(patches: Patches) -> None:
+def add_patches(patches: Patches) -> None:
     """Compute the sharding of a list's elements once for equal ones."""
-    patches.plan(ShardingPropagator, _NAME, _once_for_equal(vars(ShardingPropagator)[_NAME]))
+    patches.add(ShardingPropagator, _NAME, _once_for_equal(vars(ShardingPropagator)[_NAME]))
 
 
 def _once_for_equal(propagate: Callable[..., Any]) -> Callable[..., Any]:

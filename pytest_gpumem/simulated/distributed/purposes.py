@@ -45,11 +45,11 @@ _PURPOSES: tuple[tuple[Any, str, _Named], ...] = (
 )
 
 
-def plan(patches: Patches) -> None:
+def add_patches(patches: Patches) -> None:
     """Attach its purpose to every allocation in these functions."""
     for owner, name, purpose in _PURPOSES:
         if hasattr(owner, name):
-            patches.plan(owner, name, _doing(getattr(owner, name), purpose))
+            patches.add(owner, name, _doing(getattr(owner, name), purpose))
 
 
 def _doing(function: Callable[..., Any], purpose: _Named) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from pytest_gpumem.values.world import NCCL_TIMEOUT
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.distributed.alone import Alone
+    from pytest_gpumem.simulated.distributed.single_rank import SingleRank
 
 _Applies = Callable[..., bool]
 
@@ -27,8 +27,8 @@ _FOLLOWED = (*_OF_GPUS, "gloo")
 """Backends of which a group of one rank is a fake one; all others are torch's own."""
 
 
-def plan(alone: Alone, patches: Patches) -> None:
-    """Refuse process groups of several GPUs and what is built on them; one rank is ``alone``."""
+def add_patches(single_rank: SingleRank, patches: Patches) -> None:
+    """Refuse process groups of several GPUs and what is built on them, but in a ``single_rank``."""
     refused: list[tuple[Any, str, str, _Applies]] = [
         (nn.parallel.DistributedDataParallel, "__init__", "DistributedDataParallel", _on_gpu),
     ]
@@ -42,12 +42,12 @@ def plan(alone: Alone, patches: Patches) -> None:
             (c10d, "init_process_group", _INIT, _by_nccl),
         ]
         # Builds without NCCL have none, and warn of it before they make the group.
-        patches.plan(c10d, "default_pg_nccl_timeout", NCCL_TIMEOUT)
+        patches.add(c10d, "default_pg_nccl_timeout", NCCL_TIMEOUT)
         name = "_new_process_group_helper"
-        patches.plan(c10d, name, _grouping(alone, getattr(c10d, name)))
+        patches.add(c10d, name, _grouping(single_rank, getattr(c10d, name)))
     for owner, name, called, applies in refused:
-        function = _refusing(called, getattr(owner, name), applies, alone)
-        patches.plan(owner, name, function)
+        function = _refusing(called, getattr(owner, name), applies, single_rank)
+        patches.add(owner, name, function)
 
 
 def _on_gpu(this: Any, module: nn.Module, *_: Any, **__: Any) -> bool:
@@ -87,16 +87,16 @@ def _names_any(backend: Any, names: tuple[str, ...]) -> bool:
 _INIT = 'torch.distributed.init_process_group("nccl")'
 
 
-def _grouping(alone: Alone, make: Callable[..., Any]) -> Callable[..., Any]:
+def _grouping(single_rank: SingleRank, make: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the function that makes a group from final arguments; NCCL would end the process."""
 
     @wraps(make)
     def call(
         group_size: int, group_rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not alone.has_begun:
+        if not single_rank.has_begun:
             if group_size == 1 and not ranks and _names_any(backend, _FOLLOWED):
-                alone.begin()
+                single_rank.begin()
             elif _names_any(backend, _OF_GPUS):
                 raise _for_several(_INIT)
         return make(group_size, group_rank, ranks, backend, *args, **kwargs)
@@ -105,11 +105,11 @@ def _grouping(alone: Alone, make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refusing(
-    name: str, function: Callable[..., Any], applies: _Applies, alone: Alone
+    name: str, function: Callable[..., Any], applies: _Applies, single_rank: SingleRank
 ) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not alone.has_begun and applies(*args, **kwargs):
+        if not single_rank.has_begun and applies(*args, **kwargs):
             raise _for_several(name)
         return function(*args, **kwargs)
 

@@ -69,19 +69,19 @@ def _concatenated(
         torch._chunk_cat(given, dim, num_chunks, out=out)
 
 
-def plan(patches: Patches) -> None:
+def add_patches(patches: Patches) -> None:
     """Give these modules comparable host addresses, where values of the memory are unknown."""
     for owner in (torch.UntypedStorage, torch.Tensor):
         planned = [
-            value for each, name, value in patches.planned if each is owner and name == "data_ptr"
+            value for each, name, value in patches.added if each is owner and name == "data_ptr"
         ]
         # A world that begins later has patches of its own, and finds the others applied.
         shown = planned[-1] if planned else owner.data_ptr
-        patches.plan(owner, "data_ptr", _compared(shown))
-    patches.plan(ShardedTensor, "device", property(_device))
-    patches.plan(ShardedTensor, "is_cuda", property(lambda this: _device(this).type == "cuda"))
+        patches.add(owner, "data_ptr", _compared(shown))
+    patches.add(ShardedTensor, "device", property(_device))
+    patches.add(ShardedTensor, "is_cuda", property(lambda this: _device(this).type == "cuda"))
     init = _where_alone(vars(ShardedTensor)["_init_from_local_shards"].__func__)
-    patches.plan(ShardedTensor, "_init_from_local_shards", classmethod(init))
+    patches.add(ShardedTensor, "_init_from_local_shards", classmethod(init))
 
 
 def _where_alone(init: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.world import World
 
 
-def plan(world: World, patches: Patches) -> None:
+def add_patches(world: World, patches: Patches) -> None:
     """Replace ``spawn`` and ``start_processes``, which start no process."""
 
     def start_processes(
@@ -52,7 +52,7 @@ def plan(world: World, patches: Patches) -> None:
 
     for owner in (mp, sys.modules["torch.multiprocessing.spawn"]):
         for name in ("spawn", "start_processes"):
-            patches.plan(owner, name, start_processes)
+            patches.add(owner, name, start_processes)
 
 
 def _index(world: World, count: int) -> int:

@@ -67,7 +67,7 @@ def factory(runner: Runner, func: Any) -> Handler:
         else:
             where = _asked_for(runner, target)
         if where is not None and where.type not in ("cpu", "cuda"):
-            machine.here.on_meta = where.type == "meta"
+            machine.thread_state.on_meta = where.type == "meta"
             return runner.run_elsewhere(func, args, kwargs)
         to_host = where is not None and where.type == "cpu"
         if copies and args[0].layout is not torch.strided:
@@ -93,7 +93,7 @@ def factory(runner: Runner, func: Any) -> Handler:
             device = machine.current if placement is None else place(args, kwargs)
         if copies and runner.is_users_own(args[0]):
             raise NotImplementedError(NO_DATA)
-        machine.here.on_meta = False
+        machine.thread_state.on_meta = False
         if checks:
             refuse_types(checks, func, args, kwargs)
         shapes_only = kwargs
@@ -126,14 +126,14 @@ def _asked_for(runner: Runner, target: torch.device) -> torch.device | None:
     """Return the requested device; ``None`` where a CUDA tensor's own options have it."""
     if target.type != "meta":
         return target
-    here = runner.machine.here
+    here = runner.machine.thread_state
     return here.destination or (META if here.on_meta else None)
 
 
 def scalar(runner: Runner, func: Any) -> Handler:
     """Return a handler that makes a tensor of a number, as C++ does for arguments, too."""
     make = factory(runner, func)
-    machine, here = runner.machine, runner.machine.here
+    machine, here = runner.machine, runner.machine.thread_state
     operator = Operator.of(func)
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -103,7 +103,7 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
 
     def _without_gpu(self, func: Any) -> Handler:
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            forks.check(self._storages, args, kwargs, self._machine.here.destination)
+            forks.check(self._storages, args, kwargs, self._machine.thread_state.destination)
             return func(*args, **kwargs)
 
         return handle

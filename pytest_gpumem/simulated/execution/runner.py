@@ -157,7 +157,7 @@ class Runner:
         for tensor in tensors_in((args, kwargs)):
             if of(tensor) is not None:
                 if machine.has_real_meta:
-                    machine.here.on_meta = False
+                    machine.thread_state.on_meta = False
                 return CUDA
             if self.storages.is_on_host(tensor):
                 owner = HOST
@@ -165,8 +165,8 @@ class Runner:
                 if storage_key(tensor) in self.storages.numbers:
                     is_number = True
                 elif machine.has_real_meta:
-                    machine.here.on_meta = True
-        if owner is None and is_number and not machine.here.on_meta:
+                    machine.thread_state.on_meta = True
+        if owner is None and is_number and not machine.thread_state.on_meta:
             # C++ made it for the CUDA tensors of the operator before, as quantile() does.
             return CUDA
         return owner

@@ -16,7 +16,6 @@ from pytest_gpumem.simulated.gpu.catalogue import Machine
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.machine.dispatch import Dispatch
-from pytest_gpumem.simulated.machine.here import ThreadState
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.numbering import Numbering
 from pytest_gpumem.simulated.machine.pinned import Pinned
@@ -26,6 +25,7 @@ from pytest_gpumem.simulated.machine.pools import ActivePool, PoolIds
 from pytest_gpumem.simulated.machine.random_state import RandomState
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage, Storages
 from pytest_gpumem.simulated.machine.streams import Streams
+from pytest_gpumem.simulated.machine.thread_state import ThreadState
 from pytest_gpumem.simulated.machine.values.assumptions import drawn_seed
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat
@@ -177,9 +177,9 @@ class SimulatedMachine(Notes):
     def __init__(self, gpus: Sequence[GPU], *, real_values: bool = False) -> None:
         super().__init__()
         self.gpus = tuple(gpus)
-        self.here = ThreadState()
+        self.thread_state = ThreadState()
         self.storages = Storages()
-        self.values = Values(self.storages, self, self.here, everything=real_values)
+        self.values = Values(self.storages, self, self.thread_state, everything=real_values)
         self.storages.died = self.values.died
         self.storages.regrown = self.values.resized
         self.has_real_meta = False
@@ -202,16 +202,16 @@ class SimulatedMachine(Notes):
     @property
     def current(self) -> GPU:
         """The current CUDA device."""
-        return self.gpus[self.here.current_index]
+        return self.gpus[self.thread_state.current_index]
 
     @property
     def current_index(self) -> int:
         """The index of the current CUDA device of this thread."""
-        return self.here.current_index
+        return self.thread_state.current_index
 
     @current_index.setter
     def current_index(self, index: int) -> None:
-        self.here.current_index = index
+        self.thread_state.current_index = index
 
     def device(self, index: int | None) -> GPU:
         """Return the GPU ``cuda:index``; raise torch's error for one that does not exist."""
@@ -239,11 +239,11 @@ class SimulatedMachine(Notes):
         """Set the device that calls inside request, whatever device torch gets."""
         if destination.type == "meta":
             self.has_real_meta = True
-        before, self.here.destination = self.here.destination, destination
+        before, self.thread_state.destination = self.thread_state.destination, destination
         try:
             yield
         finally:
-            self.here.destination = before
+            self.thread_state.destination = before
 
     def neutral_value(self, tensor: torch.Tensor) -> NeutralFloat | int | None:
         """Return the result of reading an unknown number: 0.0 for floating point, else ``None``.
@@ -295,7 +295,7 @@ class SimulatedMachine(Notes):
     def begin(self, *, has_real_meta: bool) -> None:
         """Begin a test; ``has_real_meta``: its fixtures made meta tensors."""
         self.has_real_meta = has_real_meta
-        self.here.on_meta = False
+        self.thread_state.on_meta = False
 
     def forget_reads(self) -> None:
         """Reset the counts of reads, and look up how much memory the host has."""

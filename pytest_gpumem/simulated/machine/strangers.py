@@ -31,7 +31,7 @@ class SharedGPU(GPU):
     """Called with each of these threads that uses the GPU."""
     beside: tuple[Memory, Workspaces]
     """Memory and workspaces of these threads."""
-    alone: type[GPU]
+    own_class: type[GPU]
     """The class of the GPU without these threads."""
 
     # Properties take precedence over the instance's attributes.
@@ -67,7 +67,7 @@ _KINDS: dict[type[GPU], type[SharedGPU]] = {}
 
 def _shared_kind(kind: type[GPU]) -> type[SharedGPU]:
     if kind not in _KINDS:
-        _KINDS[kind] = type(f"Shared{kind.__name__}", (SharedGPU, kind), {"alone": kind})
+        _KINDS[kind] = type(f"Shared{kind.__name__}", (SharedGPU, kind), {"own_class": kind})
     return _KINDS[kind]
 
 
@@ -78,7 +78,7 @@ def keep_apart(gpu: GPU, strangers: Collection[int], met: Callable[[int], None])
     """
     shared: Any = gpu
     if not strangers:
-        shared.__class__ = getattr(gpu, "alone", type(gpu))
+        shared.__class__ = getattr(gpu, "own_class", type(gpu))
     elif not isinstance(gpu, SharedGPU):
         memory = gpu.memory_beside()
         shared.beside = memory, gpu.workspaces_in(memory)

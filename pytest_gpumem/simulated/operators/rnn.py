@@ -52,12 +52,12 @@ def flatten_weight(weights: list[Tensor], per_layer: int, *args: Any) -> Tensor:
     return buffer
 
 
-def plan(patches: Patches) -> None:
+def add_patches(patches: Patches) -> None:
     """Plan replacements of answers that differ in a build without cuDNN."""
-    patches.plan(torch.backends.cudnn, "is_acceptable", is_acceptable)
-    patches.plan(cudnn_rnn, "get_cudnn_mode", lambda mode: _MODES[mode.lower()])
-    patches.plan(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
-    patches.plan(torch, "_cudnn_rnn_flatten_weight", flatten_weight)
+    patches.add(torch.backends.cudnn, "is_acceptable", is_acceptable)
+    patches.add(cudnn_rnn, "get_cudnn_mode", lambda mode: _MODES[mode.lower()])
+    patches.add(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
+    patches.add(torch, "_cudnn_rnn_flatten_weight", flatten_weight)
 
 
 def _elements(weights: list[Tensor]) -> int:

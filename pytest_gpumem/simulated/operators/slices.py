@@ -36,7 +36,7 @@ def made(version: tuple[int, int]) -> Iterator[None]:
         yield
         return
     patches = Patches()
-    patches.plan(torch.Tensor, "__getitem__", getitem)
+    patches.add(torch.Tensor, "__getitem__", getitem)
     patches.apply()
     try:
         yield

@@ -140,7 +140,7 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
     """Route composite operators of meta tensors as on CUDA, above autograd."""
     library = torch.library.Library("aten", "IMPL")
     patches = Patches()
-    rnn.plan(patches)
+    rnn.add_patches(patches)
     patches.apply()
     try:
         for name, implementation in COMPOSITES.items():

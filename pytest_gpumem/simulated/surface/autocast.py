@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.operators.autocast import CastCache
 
 
-def plan(cache: CastCache, patches: Patches) -> None:
+def add_patches(cache: CastCache, patches: Patches) -> None:
     """Install autocast for CUDA at its first use; drop cached casts when torch drops its own."""
     set_enabled = torch.set_autocast_enabled
     set_gpu_enabled = getattr(torch, "set_autocast_gpu_enabled", None)
@@ -60,12 +60,12 @@ def plan(cache: CastCache, patches: Patches) -> None:
             cache.clear()
         return result
 
-    patches.plan(autocast, "__enter__", __enter__)
-    patches.plan(autocast, "__exit__", __exit__)
-    patches.plan(torch, "set_autocast_enabled", set_autocast_enabled)
-    patches.plan(torch, "clear_autocast_cache", clear_autocast_cache)
+    patches.add(autocast, "__enter__", __enter__)
+    patches.add(autocast, "__exit__", __exit__)
+    patches.add(torch, "set_autocast_enabled", set_autocast_enabled)
+    patches.add(torch, "clear_autocast_cache", clear_autocast_cache)
     if set_gpu_enabled is not None:
-        patches.plan(torch, "set_autocast_gpu_enabled", set_autocast_enabled)
+        patches.add(torch, "set_autocast_gpu_enabled", set_autocast_enabled)
 
 
 class _Depth:

@@ -17,38 +17,38 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Give the answers of a CUDA build on this GPU."""
     version = machine.gpus[0].version
     cudnn = next(number for since, number in CUDNN if version >= since)
-    patches.plan(torch._C, "_has_cudnn", True)
-    patches.plan(torch.backends.cudnn, "is_available", lambda: True)
-    patches.plan(torch.backends.cudnn, "version", lambda: cudnn)
-    patches.plan(torch._C, "_has_magma", True)
-    patches.plan(torch._C, "_is_flash_attention_available", lambda: True)
+    patches.add(torch._C, "_has_cudnn", True)
+    patches.add(torch.backends.cudnn, "is_available", lambda: True)
+    patches.add(torch.backends.cudnn, "version", lambda: cudnn)
+    patches.add(torch._C, "_has_magma", True)
+    patches.add(torch._C, "_is_flash_attention_available", lambda: True)
     for name, kernel in {
         "_can_use_flash_attention": "flash",
         "_can_use_mem_efficient_attention": "efficient",
         "_can_use_cudnn_attention": "cudnn",
     }.items():
-        patches.plan(torch._C, name, _asking(machine, kernel))
+        patches.add(torch._C, name, _asking(machine, kernel))
     linalg = _Preferred(torch._C._get_linalg_preferred_backend())
-    patches.plan(torch._C, "_get_linalg_preferred_backend", linalg.get)
-    patches.plan(torch._C, "_set_linalg_preferred_backend", linalg.set)
+    patches.add(torch._C, "_get_linalg_preferred_backend", linalg.get)
+    patches.add(torch._C, "_set_linalg_preferred_backend", linalg.set)
     blas = _Preferred(torch._C._get_blas_preferred_backend())
-    patches.plan(torch._C, "_get_blas_preferred_backend", blas.get)
-    patches.plan(torch._C, "_set_blas_preferred_backend", blas.set)
+    patches.add(torch._C, "_get_blas_preferred_backend", blas.get)
+    patches.add(torch._C, "_set_blas_preferred_backend", blas.set)
     limit = _Preferred(10)  # Context::benchmark_limit_cudnn
-    patches.plan(torch._C, "_cuda_get_cudnn_benchmark_limit", limit.get)
-    patches.plan(torch._C, "_cuda_set_cudnn_benchmark_limit", limit.set)
-    patches.plan(torch.backends.cuda, "cufft_plan_cache", _PlanCaches())
+    patches.add(torch._C, "_cuda_get_cudnn_benchmark_limit", limit.get)
+    patches.add(torch._C, "_cuda_set_cudnn_benchmark_limit", limit.set)
+    patches.add(torch.backends.cuda, "cufft_plan_cache", _PlanCaches())
     # A build with CUDA has them, whatever release is simulated.
     if version >= STATIC_SIZE or hasattr(torch._C, "_cuda_getCublasWorkspaceSize"):
         for name, library in {"Cublas": "cublas", "CublasLt": "cublaslt"}.items():
             sizes = _WorkspaceSize(machine, library)
-            patches.plan(torch._C, f"_cuda_get{name}WorkspaceSize", sizes.get)
-            patches.plan(torch._C, f"_cuda_set{name}WorkspaceSize", sizes.set)
-            patches.plan(torch._C, f"_cuda_reset{name}WorkspaceSize", sizes.reset)
+            patches.add(torch._C, f"_cuda_get{name}WorkspaceSize", sizes.get)
+            patches.add(torch._C, f"_cuda_set{name}WorkspaceSize", sizes.set)
+            patches.add(torch._C, f"_cuda_reset{name}WorkspaceSize", sizes.reset)
 
 
 class _WorkspaceSize:

@@ -93,13 +93,13 @@ def restore_unknown(
 torch.serialization.add_safe_globals([saved_storage, restore_unknown])
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace how tensors of unknown values are pickled and copied."""
     saving = _Saving(machine)
     # A plain function binds to the tensor; a bound method would not.
-    patches.plan(Tensor, "_reduce_ex_internal", lambda tensor, proto: saving.reduce(tensor, proto))
-    patches.plan(Tensor, "__copy__", lambda tensor: saving.copy(tensor))
-    patches.plan(torch.TypedStorage, "__reduce__", _reduced(torch.TypedStorage.__reduce__))
+    patches.add(Tensor, "_reduce_ex_internal", lambda tensor, proto: saving.reduce(tensor, proto))
+    patches.add(Tensor, "__copy__", lambda tensor: saving.copy(tensor))
+    patches.add(torch.TypedStorage, "__reduce__", _reduced(torch.TypedStorage.__reduce__))
 
 
 def load_storage(content: bytes, location: str) -> Any:

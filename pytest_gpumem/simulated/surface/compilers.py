@@ -27,7 +27,7 @@ import torch
 import torch._subclasses.schema_check_mode  # by code that leaves modes, so with each import
 import torch.fx.experimental._config  # kernels expect it with a module that is kept out here
 
-from pytest_gpumem.simulated.common.late_imports import Alone, Answers, LateImports, StandIn
+from pytest_gpumem.simulated.common.late_imports import Answers, LateImports, StandIn, Unpatched
 
 _OF_TESTS = ("torch.testing._internal", "torch._dynamo.test_case", "torch._inductor.test_case")
 """The base modules of torch's own tests: on import they check whether there is a GPU."""
@@ -38,35 +38,38 @@ _SYMPY = "sympy"
 
 
 @contextmanager
-def kept_out(alone: Alone, present: Alone) -> Iterator[None]:
+def kept_out(unpatched: Unpatched, present: Unpatched) -> Iterator[None]:
     """Import torch's compilers at their first use, and enter ``present`` then.
 
-    ``alone`` imports them, and all of torch, without replaced names, which they would keep.
+    ``unpatched`` imports them, and all of torch, without replaced names, which they would keep.
     """
-    left_alone = _LeftAlone()
+    not_compiled = _NotCompiled()
     with ExitStack() as inside:
 
         @contextmanager
         def importing_dynamo() -> Iterator[None]:
-            left_alone.forget()
-            with alone():
+            not_compiled.forget()
+            with unpatched():
                 yield
             inside.enter_context(present())
 
         def stand_in(
-            name: str, answers: Answers, importing: Alone, known: Mapping[str, Any] | None = None
+            name: str,
+            answers: Answers,
+            importing: Unpatched,
+            known: Mapping[str, Any] | None = None,
         ) -> None:
             if name not in sys.modules:
                 inside.enter_context(StandIn(name, answers, importing, known).in_place())
 
-        inside.callback(left_alone.forget)
-        inside.enter_context(LateImports("torch", alone, but=_OF_TESTS).watched())
+        inside.callback(not_compiled.forget)
+        inside.enter_context(LateImports("torch", unpatched, but=_OF_TESTS).watched())
         if _DYNAMO in sys.modules:  # finders of single modules come before the one of all torch
             inside.enter_context(present())
-        stand_in(_SYMPY, _of_sympy, alone)
-        stand_in(_FUNCTIONS, _of_functions, alone)
-        stand_in(_SHAPES, _of_symbolic_shapes, alone, _there())
-        stand_in(_DYNAMO, left_alone.of_dynamo, importing_dynamo)
+        stand_in(_SYMPY, _of_sympy, unpatched)
+        stand_in(_FUNCTIONS, _of_functions, unpatched)
+        stand_in(_SHAPES, _of_symbolic_shapes, unpatched, _there())
+        stand_in(_DYNAMO, not_compiled.of_dynamo, importing_dynamo)
         yield
 
 
@@ -77,7 +80,7 @@ def load() -> None:
         importlib.import_module(f"{_DYNAMO}.eval_frame")
 
 
-class _LeftAlone:
+class _NotCompiled:
     """The functions that are not to be compiled, while there is nothing that could do it."""
 
     def __init__(self) -> None:

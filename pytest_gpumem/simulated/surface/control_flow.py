@@ -22,13 +22,13 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 _TRACED = "materialize_as_graph"
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Show the machine the operators in traced control flow."""
     package = torch._higher_order_ops
     for name in vars(package):  # where most modules are hidden by a function of their name
         owner = sys.modules.get(f"{package.__name__}.{name}")
         if owner is not None and _TRACED in vars(owner):
-            patches.plan(owner, _TRACED, _in_view(machine, vars(owner)[_TRACED]))
+            patches.add(owner, _TRACED, _in_view(machine, vars(owner)[_TRACED]))
 
 
 def _in_view(machine: SimulatedMachine, trace: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,8 +43,8 @@ class Compiling:
             return
         self._patches = Patches()
         compiling, joining = module._jit_compile, module._join_cuda_home
-        self._patches.plan(module, "_jit_compile", _compile(module, compiling))
-        self._patches.plan(module, "_join_cuda_home", _join(module, joining))
+        self._patches.add(module, "_jit_compile", _compile(module, compiling))
+        self._patches.add(module, "_join_cuda_home", _join(module, joining))
         self._patches.apply()
 
     def undo(self) -> None:

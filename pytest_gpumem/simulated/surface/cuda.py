@@ -33,7 +33,7 @@ def _joins_pool_ids(release: str) -> bool:
     return release < FLATTENS_POOL_IDS
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace ``torch._C._cuda_*`` and the state that ``torch.cuda`` keeps."""
     api = _Api(machine)
     for name in dir(api):
@@ -41,12 +41,12 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         if name.startswith("_cuda_") or (
             name.startswith("_accelerator_") and hasattr(torch._C, name)
         ):
-            patches.plan(torch._C, name, getattr(api, name))
+            patches.add(torch._C, name, getattr(api, name))
     for module in (torch.cuda.graphs, torch.cuda.memory):
         # They hold some of these functions under their own names.
         for name in vars(module):
             if name.startswith("_cuda_") and hasattr(api, name):
-                patches.plan(module, name, getattr(api, name))
+                patches.add(module, name, getattr(api, name))
     cuda = torch.cuda
     count = len(machine.gpus)
     generator = generator_type(torch.Generator)
@@ -68,17 +68,17 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         "is_bf16_supported": api.is_bf16_supported,
     }
     for name, value in state.items():
-        patches.plan(cuda, name, value)
-    patches.plan(torch.cuda.random, "get_rng_state", api.get_rng_state)
-    patches.plan(torch.cuda.random, "set_rng_state", api.set_rng_state)
+        patches.add(cuda, name, value)
+    patches.add(torch.cuda.random, "get_rng_state", api.get_rng_state)
+    patches.add(torch.cuda.random, "set_rng_state", api.set_rng_state)
     # Up to 2.10 torch copies the whole trace for this, whatever the arguments.
-    patches.plan(torch.cuda, "memory_snapshot", api.memory_snapshot)
-    patches.plan(torch.cuda.memory, "memory_snapshot", api.memory_snapshot)
-    patches.plan(torch._C, "_has_cuda", True)
-    patches.plan(torch._C, "_get_accelerator", api._accelerator_getAccelerator)
-    patches.plan(torch, "get_device_module", _device_module(torch.get_device_module))
-    patches.plan(torch, "Generator", generator)
-    patches.plan(torch.version, "cuda", torch.version.cuda or CUDA_OF_CPU_BUILDS)
+    patches.add(torch.cuda, "memory_snapshot", api.memory_snapshot)
+    patches.add(torch.cuda.memory, "memory_snapshot", api.memory_snapshot)
+    patches.add(torch._C, "_has_cuda", True)
+    patches.add(torch._C, "_get_accelerator", api._accelerator_getAccelerator)
+    patches.add(torch, "get_device_module", _device_module(torch.get_device_module))
+    patches.add(torch, "Generator", generator)
+    patches.add(torch.version, "cuda", torch.version.cuda or CUDA_OF_CPU_BUILDS)
 
 
 _STATE = frozenset(

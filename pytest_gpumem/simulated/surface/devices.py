@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 _Device: Any = torch.device
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace ``torch.device``, which is a type that cannot be changed or inherited from."""
-    patches.plan(torch, "device", device)
+    patches.add(torch, "device", device)
 
 
 class _Kind(type):

@@ -18,7 +18,7 @@ _next = torch._C._autograd._get_sequence_nr
 _graph_task = torch._C._current_graph_task_id
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Count the nodes that each outermost pass has made.
 
     With streams of the user's own the numbers stay: they show on which stream a node was made.
@@ -40,7 +40,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
                     renumber(_made(t_outputs, args, results), began, number)
 
     for owner in (torch.autograd, torch.autograd.graph):
-        patches.plan(owner, "_engine_run_backward", run)
+        patches.add(owner, "_engine_run_backward", run)
 
 
 def _creates_graph(args: tuple[Any, ...]) -> bool:

@@ -153,6 +153,6 @@ def planned(machine: SimulatedMachine, patches: Patches) -> type[SimulatedEvent]
     bound = {"__module__": "torch.cuda"}
     event = type("Event", (_CudaEvent, generic), bound)
     for module in (torch.cuda, torch.cuda.streams):
-        patches.plan(module, "Event", event)
-    patches.plan(torch, "Event", generic)
+        patches.add(module, "Event", event)
+    patches.add(torch, "Event", generic)
     return event

@@ -41,7 +41,7 @@ class Exclusive:
         self._waiting: set[int] = set()
         self.patches = Patches()
         """The replacement that stays while names are put back."""
-        self.patches.plan(loaders, "pin_memory", self._in_turn(loaders.pin_memory))
+        self.patches.add(loaders, "pin_memory", self._in_turn(loaders.pin_memory))
 
     @property
     def is_mine(self) -> bool:
@@ -55,10 +55,9 @@ class Exclusive:
         if lock is None or self.is_mine:
             yield True
             return
-        with self.waiting():
-            pass
-        with self._changed:
-            self._holder = get_ident()
+        if not self._take():
+            yield False
+            return
         is_held = lock.acquire(timeout=_PATIENCE)
         try:
             yield is_held and not self._others_go_on()
@@ -68,6 +67,18 @@ class Exclusive:
             with self._changed:
                 self._holder = None
                 self._changed.notify_all()
+
+    def _take(self) -> bool:
+        thread = get_ident()
+        is_outer = thread not in self._waiting
+        with self._changed:
+            self._waiting.add(thread)
+            is_free = self._changed.wait_for(lambda: self._holder is None, _PATIENCE)
+            if is_outer:
+                self._waiting.discard(thread)
+            if is_free:
+                self._holder = thread
+        return is_free
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

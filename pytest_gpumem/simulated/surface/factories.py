@@ -58,26 +58,26 @@ _FACTORIES = (
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Watch for ``device="meta"``, which otherwise stands for CUDA inside a simulation."""
     _device_constructors()  # torch caches this set of functions: it must hold the real ones.
     for name in _FACTORIES:
         factory = _UNSEEN.get(name, _as_it_is)(getattr(torch, name))
-        patches.plan(torch, name, _watching(machine, factory, getattr(torch, name)))
+        patches.add(torch, name, _watching(machine, factory, getattr(torch, name)))
     for name in ("fftfreq", "rfftfreq"):
         factory = getattr(torch.fft, name)
-        patches.plan(torch.fft, name, _watching(machine, factory, factory))
+        patches.add(torch.fft, name, _watching(machine, factory, factory))
     sparse = torch.sparse_coo_tensor
-    patches.plan(torch, "sparse_coo_tensor", _watching(machine, _sparse(sparse), sparse))
+    patches.add(torch, "sparse_coo_tensor", _watching(machine, _sparse(sparse), sparse))
     for name in _NEW:
-        patches.plan(torch.Tensor, name, _new(machine, getattr(torch.Tensor, name)))
+        patches.add(torch.Tensor, name, _new(machine, getattr(torch.Tensor, name)))
     for module in (torch.jit._builtins, torch.jit._recursive):
-        patches.plan(module, "_find_builtin", _finding(torch.jit._builtins._find_builtin))
+        patches.add(module, "_find_builtin", _finding(torch.jit._builtins._find_builtin))
     as_tensor = _as_tensor(machine, torch.as_tensor)
     through = _context(machine, DeviceContext.__torch_function__, torch.as_tensor, as_tensor)
-    patches.plan(DeviceContext, "__torch_function__", through)
-    patches.plan(torch, "as_tensor", as_tensor)
-    patches.plan(torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to))
+    patches.add(DeviceContext, "__torch_function__", through)
+    patches.add(torch, "as_tensor", as_tensor)
+    patches.add(torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to))
 
 
 def _parse_to(parse_to: Callable[..., Any]) -> Callable[..., Any]:

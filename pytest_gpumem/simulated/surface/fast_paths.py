@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Disable fast paths that are not followed."""
 
     enabled = torch.backends.mha.get_fastpath_enabled
@@ -36,7 +36,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
             )
         return False
 
-    patches.plan(torch.backends.mha, "get_fastpath_enabled", fast_path_enabled)
+    patches.add(torch.backends.mha, "get_fastpath_enabled", fast_path_enabled)
 
 
 def _is_on_gpu(asking: dict[str, Any]) -> bool:

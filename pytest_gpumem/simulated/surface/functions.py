@@ -9,7 +9,7 @@ import torch
 from pytest_gpumem.simulated.common.patching import Patches
 
 
-def plan_functions(api: Any, patches: Patches) -> None:
+def add_functions(api: Any, patches: Patches) -> None:
     """Replace the functions of ``torch._C`` that ``api`` has, and the copies of their names.
 
     A build without CUDA has none of the ``_cuda_`` ones.
@@ -19,7 +19,7 @@ def plan_functions(api: Any, patches: Patches) -> None:
             name.startswith("_accelerator_") and hasattr(torch._C, name)
         ):
             function = getattr(api, name)
-            patches.plan(torch._C, name, function)
+            patches.add(torch._C, name, function)
             for module in (torch.cuda.graphs, torch.cuda.memory):
                 if name in vars(module):
-                    patches.plan(module, name, function)
+                    patches.add(module, name, function)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _grad: Any = vars(torch._C.TensorBase)["grad"]
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Check where an assigned gradient is, in torch's words.
 
     Source: torch/csrc/autograd/python_variable.cpp (THPVariable_set_grad), torch 2.6 to 2.15.
@@ -28,8 +28,8 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     replaced = property(_grad.__get__, assign, _grad.__delete__)
     # Subclasses see by it that its result is not of their class.
     nowrap = frozenset({*torch.overrides.get_default_nowrap_functions(), replaced.__get__})
-    patches.plan(torch._tensor, "get_default_nowrap_functions", lambda: nowrap)
-    patches.plan(torch.Tensor, "grad", replaced)
+    patches.add(torch._tensor, "get_default_nowrap_functions", lambda: nowrap)
+    patches.add(torch.Tensor, "grad", replaced)
 
 
 def _check_devices(tensor: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from pytest_gpumem.allocator.blocks import PoolId
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.graphs import Graph
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.surface.functions import plan_functions
+from pytest_gpumem.simulated.surface.functions import add_functions
 
 
 class _Api:
@@ -19,11 +19,11 @@ class _Api:
         return self._machine.pool_ids.of_user()
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace the graph class."""
     graph = type("CUDAGraph", (Graph,), {"_machine": machine})
     for module in (torch.cuda, torch.cuda.graphs):
-        patches.plan(module, "CUDAGraph", graph)
+        patches.add(module, "CUDAGraph", graph)
     # torch keeps one capture stream for the whole process.
-    patches.plan(torch.cuda.graphs.graph, "default_capture_stream", None)
-    plan_functions(_Api(machine), patches)
+    patches.add(torch.cuda.graphs.graph, "default_capture_stream", None)
+    add_functions(_Api(machine), patches)

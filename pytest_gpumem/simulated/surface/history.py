@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.allocator.snapshot import frames_of
 from pytest_gpumem.allocator.trace import Contexts, Recording
-from pytest_gpumem.simulated.surface.functions import plan_functions
+from pytest_gpumem.simulated.surface.functions import add_functions
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
@@ -109,6 +109,6 @@ def _check(given: str | None, accepted: tuple[str, ...], complaint: str) -> None
         raise RuntimeError(complaint)
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace the functions below ``torch.cuda.memory``."""
-    plan_functions(_Api(machine), patches)
+    add_functions(_Api(machine), patches)

@@ -87,7 +87,7 @@ class Extensions:
 def _replace(found: Iterable[tuple[Any, str, _Guarded]], until: ExitStack) -> None:
     patches = Patches()
     for module, name, guard in found:
-        patches.plan(module, name, guard)
+        patches.add(module, name, guard)
     patches.apply()
     until.callback(patches.undo)
 

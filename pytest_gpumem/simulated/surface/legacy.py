@@ -28,16 +28,16 @@ DTYPE_NAMES = {
 }
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Make the types of CUDA tensors usable on a build without CUDA."""
     for dtype, name in DTYPE_NAMES.items():
         kind = _CudaType(name, (), {"dtype": dtype, "__module__": "torch.cuda"})
-        patches.plan(torch.cuda, name, kind)
+        patches.add(torch.cuda, name, kind)
     for name, made in (("new", _new), ("new_tensor", new_tensor)):
         method = _on_gpu(machine, made, getattr(torch.Tensor, name))
-        patches.plan(torch.Tensor, name, method)
+        patches.add(torch.Tensor, name, method)
     set_type = torch.set_default_tensor_type
-    patches.plan(torch, "set_default_tensor_type", _setting_default(set_type))
+    patches.add(torch, "set_default_tensor_type", _setting_default(set_type))
 
 
 class _CudaType(type):

@@ -27,9 +27,9 @@ _OTHERS = frozenset({"torch", "triton", "nvidia"})
 """Packages whose libraries are loaded for information about themselves."""
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Refuse to call functions of libraries with CUDA's kernels that are loaded inside."""
-    patches.plan(ctypes.CDLL, "__init__", _loading(ctypes.CDLL.__init__))
+    patches.add(ctypes.CDLL, "__init__", _loading(ctypes.CDLL.__init__))
 
 
 def _is_simulated() -> bool:

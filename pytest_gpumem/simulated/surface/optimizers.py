@@ -16,7 +16,7 @@ _Key = tuple[torch.device, torch.dtype]
 _Group = tuple[list[list[torch.Tensor | None]], list[int]]
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Group tensors by the device they report: C++ would see ``meta``."""
     group = torch._C._group_tensors_by_device_and_dtype
 
@@ -32,7 +32,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
                 result[seen, dtype] = split, [indices[i] for i in at] if with_indices else []
         return result
 
-    patches.plan(torch._C, "_group_tensors_by_device_and_dtype", group_tensors)
+    patches.add(torch._C, "_group_tensors_by_device_and_dtype", group_tensors)
 
 
 def _by_device(tensors: Sequence[torch.Tensor | None]) -> dict[torch.device, list[int]]:

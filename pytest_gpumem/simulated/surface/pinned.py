@@ -12,7 +12,7 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.surface.wrappers import is_wrapper
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace ``pin_memory`` and ``is_pinned``."""
     aten = torch.ops.aten
 
@@ -28,9 +28,9 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
             return tensor
         return cast(torch.Tensor, aten._pin_memory.default(tensor))
 
-    patches.plan(torch.Tensor, "is_pinned", is_pinned)
-    patches.plan(torch.Tensor, "pin_memory", pin_memory)
-    patches.plan(
+    patches.add(torch.Tensor, "is_pinned", is_pinned)
+    patches.add(torch.Tensor, "pin_memory", pin_memory)
+    patches.add(
         torch.UntypedStorage,
         "is_pinned",
         lambda storage, device=None: machine.pinned.has(storage),

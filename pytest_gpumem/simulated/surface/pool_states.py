@@ -109,7 +109,7 @@ class _Surface:
         return all(tensors[index].data_ptr() == addresses[index] for index in indices)
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace the functions of ``torch._C``."""
     surface = _Surface(machine)
     for name, function in {
@@ -126,7 +126,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         "_cuda_get_conv_benchmark_empty_cache": lambda: True,
         "_cudnn_set_conv_benchmark_empty_cache": _nothing,
     }.items():
-        patches.plan(torch._C, name, function)
+        patches.add(torch._C, name, function)
 
 
 def _nothing(*_: Any) -> None: ...

@@ -16,7 +16,7 @@ from pytest_gpumem.allocator.releases import GENERIC_CONFIG
 from pytest_gpumem.allocator.snapshot import snapshot
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.gpu.releases import OPTIONS_SINCE, THREAD_POOLS
-from pytest_gpumem.simulated.surface.functions import plan_functions
+from pytest_gpumem.simulated.surface.functions import add_functions
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def _needs_a_driver(name: str) -> UnsupportedOperatorError:
     )
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace the pool class and the functions below ``torch.cuda.memory``."""
     api = _Api(machine)
     pool = type("MemPool", (SimulatedMemPool,), {"_machine": machine})
@@ -258,5 +258,5 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
             "change_current_allocator": _change_current_allocator,
         }.items():
             if name in vars(module):
-                patches.plan(module, name, value)
-    plan_functions(api, patches)
+                patches.add(module, name, value)
+    add_functions(api, patches)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Make ``save_on_cpu(pin_memory=True)`` copy to pageable memory: the same for the device.
 
     Source: torch/autograd/graph.py (save_on_cpu), which otherwise fills a CPU tensor of its own.
@@ -23,4 +23,4 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     def pageable(hooks: save_on_cpu, pin_memory: bool = False, device_type: str = "cuda") -> None:
         initialize(hooks, False, device_type)
 
-    patches.plan(save_on_cpu, "__init__", pageable)
+    patches.add(save_on_cpu, "__init__", pageable)

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Move and load scripted modules in Python, where C++ would need a device."""
-    patches.plan(RecursiveScriptModule, "_apply", _apply)
-    patches.plan(torch.jit, "load", _load(torch.jit.load))
+    patches.add(RecursiveScriptModule, "_apply", _apply)
+    patches.add(torch.jit, "load", _load(torch.jit.load))
 
 
 def _apply(

@@ -30,21 +30,21 @@ _CUDA = torch.profiler.ProfilerActivity.CUDA
 _CPU = torch.profiler.ProfilerActivity.CPU
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace functions by answers, refusals or no-ops."""
     readings = _Readings(machine)
     for name in _MEASURED:
-        patches.plan(torch.cuda, name, readings.sensor(name))
-    patches.plan(torch.cuda, "device_memory_used", readings.device_memory_used)
+        patches.add(torch.cuda, name, readings.sensor(name))
+    patches.add(torch.cuda, "device_memory_used", readings.device_memory_used)
     for module in (torch.cuda, torch.cuda.memory):
-        patches.plan(module, "list_gpu_processes", readings.list_gpu_processes)
-    patches.plan(torch.cuda, "_cudart", Runtime(machine))
-    patches.plan(torch.cuda.nvtx, "_nvtx", _Ranges())
-    patches.plan(torch.autograd.profiler, "emit_nvtx", _EmitNothing)
+        patches.add(module, "list_gpu_processes", readings.list_gpu_processes)
+    patches.add(torch.cuda, "_cudart", Runtime(machine))
+    patches.add(torch.cuda.nvtx, "_nvtx", _Ranges())
+    patches.add(torch.autograd.profiler, "emit_nvtx", _EmitNothing)
     begin = torch.profiler.profile.__init__
-    patches.plan(torch.profiler.profile, "__init__", _profiling(machine, begin))
+    patches.add(torch.profiler.profile, "__init__", _profiling(machine, begin))
     # The timeline's exports and torch.cuda._memory_viz begin with it.
-    patches.plan(torch.profiler.profile, "_memory_profile", _refuse_timeline)
+    patches.add(torch.profiler.profile, "_memory_profile", _refuse_timeline)
 
 
 class _Readings:

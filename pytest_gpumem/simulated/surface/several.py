@@ -29,14 +29,14 @@ _BEGIN_WITH_A_FACTORY = (
 _COLLECTIVES = ("broadcast", "broadcast_coalesced", "reduce_add", "scatter", "gather")
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace functions that would take all GPUs for one, and refuse those that need real ones."""
-    _plan_refusals(machine, patches)
+    _add_refusals(machine, patches)
     if machine.placement is None:
         return
-    patches.plan(torch.Tensor, "copy_", _copying(machine))
+    patches.add(torch.Tensor, "copy_", _copying(machine))
     for owner, name in _BEGIN_WITH_A_FACTORY:
-        patches.plan(owner, name, _followed(machine, getattr(owner, name)))
+        patches.add(owner, name, _followed(machine, getattr(owner, name)))
 
 
 def _copying(machine: SimulatedMachine) -> Callable[..., torch.Tensor]:
@@ -81,7 +81,7 @@ def _followed(machine: SimulatedMachine, function: Callable[..., Any]) -> Callab
     return call
 
 
-def _plan_refusals(machine: SimulatedMachine, patches: Patches) -> None:
+def _add_refusals(machine: SimulatedMachine, patches: Patches) -> None:
     def several(this: Any, module: nn.Module, device_ids: Any = None, *_: Any, **__: Any) -> bool:
         return len(machine.gpus if device_ids is None else device_ids) > 1
 
@@ -90,7 +90,7 @@ def _plan_refusals(machine: SimulatedMachine, patches: Patches) -> None:
         *((comm, name, f"torch.nn.parallel.comm.{name}", _between_gpus) for name in _COLLECTIVES),
     ]
     for owner, name, called, applies in refused:
-        patches.plan(owner, name, _refusing(called, getattr(owner, name), applies))
+        patches.add(owner, name, _refusing(called, getattr(owner, name), applies))
 
 
 def _refusing(

@@ -18,17 +18,17 @@ _device: Any = vars(torch._C.StorageBase)["device"]
 _resize: Any = torch.UntypedStorage.resize_
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace properties of storages, and how they change their size."""
     surface = _Surface(machine)
     storage = torch.UntypedStorage
-    patches.plan(storage, "__new__", staticmethod(_made))
-    patches.plan(storage, "device", property(surface.device))
-    patches.plan(storage, "is_cuda", property(surface.is_cuda))
-    patches.plan(storage, "resize_", lambda this, size: surface.resize(this, size))
-    patches.plan(storage, "copy_", surface.copying(storage.copy_))
+    patches.add(storage, "__new__", staticmethod(_made))
+    patches.add(storage, "device", property(surface.device))
+    patches.add(storage, "is_cuda", property(surface.is_cuda))
+    patches.add(storage, "resize_", lambda this, size: surface.resize(this, size))
+    patches.add(storage, "copy_", surface.copying(storage.copy_))
     for name in ("_share_cuda_", "share_memory_", "is_shared", "__getitem__", "tolist"):
-        patches.plan(storage, name, _guarded(machine, name, getattr(storage, name)))
+        patches.add(storage, name, _guarded(machine, name, getattr(storage, name)))
 
 
 def _made(kind: type, /, *args: Any, device: Any = None, **options: Any) -> Any:

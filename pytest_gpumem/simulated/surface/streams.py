@@ -18,7 +18,7 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.streams import HIGHEST_PRIORITY, priority_of
 from pytest_gpumem.simulated.surface import events
 from pytest_gpumem.simulated.surface.events import SimulatedEvent
-from pytest_gpumem.simulated.surface.functions import plan_functions
+from pytest_gpumem.simulated.surface.functions import add_functions
 
 
 class SimulatedStream:
@@ -198,7 +198,7 @@ class _Api:
             record.allocator.record_stream(record.address, stream.stream_id, stream.device_index)
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace the stream and event classes wherever torch names them, and their C++ bases."""
     bound = {
         "_machine": machine,
@@ -209,13 +209,13 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     bound = {**bound, "__module__": "torch.cuda"}
     stream = type("Stream", (_CudaStream, generic), bound)
     for module in (torch.cuda, torch.cuda.streams):
-        patches.plan(module, "Stream", stream)
-        patches.plan(module, "ExternalStream", type("ExternalStream", (_External, stream), {}))
-    patches.plan(torch, "Stream", generic)
+        patches.add(module, "Stream", stream)
+        patches.add(module, "ExternalStream", type("ExternalStream", (_External, stream), {}))
+    patches.add(torch, "Stream", generic)
     api = _Api(machine, stream)
-    plan_functions(api, patches)
-    patches.plan(torch.Tensor, "register_hook", _register_hook(machine, torch.Tensor.register_hook))
-    patches.plan(
+    add_functions(api, patches)
+    patches.add(torch.Tensor, "register_hook", _register_hook(machine, torch.Tensor.register_hook))
+    patches.add(
         torch.Tensor, "record_stream", lambda tensor, stream: api.record_stream(tensor, stream)
     )
 

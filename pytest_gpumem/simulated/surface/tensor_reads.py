@@ -60,7 +60,7 @@ class TensorReads(TensorFacts):
         if self._machine.placement is not None:
             value = brought(self._machine, tensor, value)
         index = self._as_indices(tensor, index)
-        here = self._machine.here
+        here = self._machine.thread_state
         before, here.sets_items = here.sets_items, True
         try:
             _setitem(tensor, index, value)

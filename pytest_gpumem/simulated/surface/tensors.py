@@ -22,13 +22,13 @@ class _Tensors(TensorMoves, TensorReads):
     """All replacements of tensors."""
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace properties of tensors, and how they move."""
     surface = _Tensors(machine)
     tensor = torch.Tensor
     for name in ("device", "is_cuda", "is_cpu", "is_meta"):
-        patches.plan(tensor, name, _attribute(name, getattr(surface, name)))
-    patches.plan(tensor, "data", _attribute("data", surface.get_data, surface.set_data))
+        patches.add(tensor, name, _attribute(name, getattr(surface, name)))
+    patches.add(tensor, "data", _attribute("data", surface.get_data, surface.set_data))
     for name, method in {
         "to": surface.to,
         "cuda": surface.cuda,
@@ -48,11 +48,11 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         "__repr__": surface.repr,
     }.items():
         # A plain function binds to the tensor; a bound method would not.
-        patches.plan(tensor, name, _as_function(method, getattr(tensor, name)))
-    patches.plan(tensor, "__new__", staticmethod(_new))
-    patches.plan(torch, "_has_compatible_shallow_copy_type", surface.shallow_copies)
+        patches.add(tensor, name, _as_function(method, getattr(tensor, name)))
+    patches.add(tensor, "__new__", staticmethod(_new))
+    patches.add(torch, "_has_compatible_shallow_copy_type", surface.shallow_copies)
     address = torch.UntypedStorage.data_ptr
-    patches.plan(torch.UntypedStorage, "data_ptr", _as_function(surface.storage_data_ptr, address))
+    patches.add(torch.UntypedStorage, "data_ptr", _as_function(surface.storage_data_ptr, address))
 
 
 def _attribute(name: str, get: Callable[..., Any], write: Any = None) -> property:

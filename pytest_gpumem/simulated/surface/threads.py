@@ -63,17 +63,17 @@ class Threads:
         """The thread that has entered the simulation first."""
         self.exclusive = Exclusive(machine.execution, lambda: (self.first, *self._tasks))
 
-    def plan(self, patches: Patches) -> None:
+    def add_patches(self, patches: Patches) -> None:
         """Include every thread that starts from now on, and every task of an executor."""
-        patches.plan(threading.Thread, "start", self._start(threading.Thread.start))
-        patches.plan(threading.Thread, "join", self._join(threading.Thread.join))
-        patches.plan(ThreadPoolExecutor, "submit", self._submit(ThreadPoolExecutor.submit))
-        patches.plan(Future, "result", self._waiting(Future.result))
+        patches.add(threading.Thread, "start", self._start(threading.Thread.start))
+        patches.add(threading.Thread, "join", self._join(threading.Thread.join))
+        patches.add(ThreadPoolExecutor, "submit", self._submit(ThreadPoolExecutor.submit))
+        patches.add(Future, "result", self._waiting(Future.result))
 
     @contextmanager
     def joined(self) -> Iterator[None]:
         """Include this thread in the simulation."""
-        state = self._machine.here
+        state = self._machine.thread_state
         if state.joined or not self._machine.is_active:
             yield
             return

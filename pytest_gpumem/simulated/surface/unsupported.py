@@ -52,30 +52,30 @@ _WITHOUT_DEVICE = frozenset(
 """Functions that call no driver; nor do the settings of tunable operators."""
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace functions that would abort, crash or complain of a missing driver."""
-    patches.plan(torch.export, "export", _refusing("torch.export.export", _NEEDS_DEVICE))
+    patches.add(torch.export, "export", _refusing("torch.export.export", _NEEDS_DEVICE))
     # Modules make such functions while they are imported, torch's own helpers of tests too.
-    patches.plan(torch.cuda.jiterator._JittedFunction, "__call__", jiterated)
+    patches.add(torch.cuda.jiterator._JittedFunction, "__call__", jiterated)
     if hasattr(torch.cuda, "_compile_kernel"):  # came with 2.8
         own = _refusing(
             "torch.cuda._compile_kernel", "compiles a kernel, which no simulated GPU runs"
         )
-        patches.plan(torch.cuda, "_compile_kernel", own)
+        patches.add(torch.cuda, "_compile_kernel", own)
     for name in ("spawn", "start_processes"):
         refuse = _refusing(f"torch.multiprocessing.{name}", _NEEDS_PROCESS)
-        patches.plan(torch.multiprocessing, name, refuse)
-    _plan_layouts(patches)
+        patches.add(torch.multiprocessing, name, refuse)
+    _refuse_layouts(patches)
     dlpack = torch.utils.dlpack
     exported = _of_gpu(machine, "__dlpack__", torch.Tensor.__dlpack__)
-    patches.plan(torch.Tensor, "__dlpack__", exported)
+    patches.add(torch.Tensor, "__dlpack__", exported)
     to_dlpack = vars(dlpack)["to_dlpack"]
-    patches.plan(dlpack, "to_dlpack", _of_gpu(machine, "to_dlpack", to_dlpack))
+    patches.add(dlpack, "to_dlpack", _of_gpu(machine, "to_dlpack", to_dlpack))
     for owner in (torch, dlpack):
-        patches.plan(owner, "from_dlpack", _from_dlpack(dlpack.from_dlpack))
+        patches.add(owner, "from_dlpack", _from_dlpack(dlpack.from_dlpack))
     interface: Any = vars(torch.Tensor)["__cuda_array_interface__"]
     described = _of_gpu(machine, "__cuda_array_interface__", interface.__get__)
-    patches.plan(torch.Tensor, "__cuda_array_interface__", property(described))
+    patches.add(torch.Tensor, "__cuda_array_interface__", property(described))
     if torch.__version__ < FOLLOWED_SINCE:
         # Called for gradients only: it traces the score function with a mode that has a device.
         with_gradients = _refusing(
@@ -83,21 +83,21 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
             "traces its score function, which a simulated GPU follows since torch "
             f"{FOLLOWED_SINCE}",
         )
-        patches.plan(_FLEX, "create_fw_bw_graph", with_gradients)
+        patches.add(_FLEX, "create_fw_bw_graph", with_gradients)
     if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):  # 2.6 has only rules
-        patches.plan(
+        patches.add(
             HigherOrderOperator,
             "dispatch",
             _with_rule(type(machine.execution), HigherOrderOperator.dispatch),
         )
-    _plan_driver_functions(patches)
+    _refuse_driver_functions(patches)
     # With one device DataParallel only calls its module.
-    patches.plan(nn.DataParallel, "forward", _call_module)
+    patches.add(nn.DataParallel, "forward", _call_module)
 
 
-def _plan_driver_functions(patches: Patches) -> None:
+def _refuse_driver_functions(patches: Patches) -> None:
     """Refuse the rest of ``torch._C``: a build with CUDA would call the driver, and crash."""
-    replaced = {name for owner, name, _ in patches.planned if owner is torch._C}
+    replaced = {name for owner, name, _ in patches.added if owner is torch._C}
     for name in dir(torch._C):
         if (
             name.startswith(_OF_DRIVER)
@@ -106,7 +106,7 @@ def _plan_driver_functions(patches: Patches) -> None:
             and not name.startswith("_cuda_tunableop_")
             and not isinstance(getattr(torch._C, name), type)
         ):
-            patches.plan(torch._C, name, _refusing(f"torch._C.{name}", _NEEDS_DEVICE))
+            patches.add(torch._C, name, _refusing(f"torch._C.{name}", _NEEDS_DEVICE))
 
 
 def _with_rule(mode: type, dispatch: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,16 +127,16 @@ def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _plan_layouts(patches: Patches) -> None:
+def _refuse_layouts(patches: Patches) -> None:
     """Refuse layouts that C++ makes on the device out of sight."""
     for name in ("csr", "csc", "bsr", "bsc", "compressed"):
         name = f"sparse_{name}_tensor"
         why = "makes indices in C++ that a simulated GPU does not see: use sparse_coo_tensor"
-        patches.plan(torch, name, _elsewhere(name, why, getattr(torch, name)))
+        patches.add(torch, name, _elsewhere(name, why, getattr(torch, name)))
     why = "is strided, which no simulated GPU is: use layout=torch.jagged"
     for name in ("nested_tensor", "as_nested_tensor"):
         make = _elsewhere(f"nested.{name}", why, getattr(torch.nested, name))
-        patches.plan(torch.nested, name, make)
+        patches.add(torch.nested, name, make)
 
 
 def _elsewhere(name: str, why: str, make: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,16 +33,16 @@ Source: torch/csrc/autograd/python_variable.cpp (THPVariable_make_wrapper_subcla
 _HANDLES_NOTHING = torch._C._disabled_torch_dispatch_impl
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Make wrappers on ``meta``, each with the device that the caller named."""
     base = torch.Tensor
-    patches.plan(base, "_make_wrapper_subclass", making(machine, base._make_wrapper_subclass))
-    patches.plan(torch._utils, "_get_obj_state", _stateless(torch._utils._get_obj_state))
+    patches.add(base, "_make_wrapper_subclass", making(machine, base._make_wrapper_subclass))
+    patches.add(torch._utils, "_get_obj_state", _stateless(torch._utils._get_obj_state))
     # In 2.6 it makes a tensor on the device, whose driver it takes to be there.
-    patches.plan(fake_tensor, "init_gpu_context", lambda device: None)
-    patches.plan(base, "_make_subclass", faking(base._make_subclass))
+    patches.add(fake_tensor, "init_gpu_context", lambda device: None)
+    patches.add(base, "_make_subclass", faking(base._make_subclass))
     kind = fake_tensor.FakeTensor
-    patches.plan(kind, "_find_common_device", _beside_numbers(kind._find_common_device))
+    patches.add(kind, "_find_common_device", _beside_numbers(kind._find_common_device))
 
 
 def place_of(wrapper: torch.Tensor) -> torch.device | None:

@@ -48,7 +48,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def unpatched() -> Iterator[None]:
     settings: Any = sys.modules["settings"]
     settings.replaced = False
     yield
@@ -66,8 +66,8 @@ def slow_kept_out() -> Iterator[StandIn]:
     def answers(name: str, asking: FrameType) -> Any:
         return "answered" if asking.f_code is ask_for_size.__code__ else None
 
-    stand_in = StandIn("slow", answers, alone)
-    with stand_in.in_place(), LateImports("slow", alone).watched():
+    stand_in = StandIn("slow", answers, unpatched)
+    with stand_in.in_place(), LateImports("slow", unpatched).watched():
         yield stand_in
 
 
@@ -99,8 +99,8 @@ def test_who_needs_more_gets_the_real_module_imported_alone(statement: str) -> N
 
 @pytest.mark.usefixtures("project")
 def test_a_part_may_see_what_is_replaced() -> None:
-    stand_in = StandIn("slow", lambda name, asking: None, alone)
-    with stand_in.in_place(), LateImports("slow", alone, but=("slow.other",)).watched():
+    stand_in = StandIn("slow", lambda name, asking: None, unpatched)
+    with stand_in.in_place(), LateImports("slow", unpatched, but=("slow.other",)).watched():
         other: Any = importlib.import_module("slow.other")
         part: Any = importlib.import_module("slow.part")
     assert (other.state, part.state) == (True, False)

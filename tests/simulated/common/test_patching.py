@@ -17,9 +17,9 @@ def owner() -> SimpleNamespace:
 @pytest.fixture
 def patches(owner: SimpleNamespace) -> Patches:
     made = Patches()
-    made.plan(owner, "name", "first")
-    made.plan(owner, "name", "ours")
-    made.plan(owner, "new", "ours")
+    made.add(owner, "name", "first")
+    made.add(owner, "name", "ours")
+    made.add(owner, "new", "ours")
     made.apply()
     return made
 

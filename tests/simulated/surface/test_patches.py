@@ -22,8 +22,12 @@ OF_PYTHON = {
 
 def replaced() -> list[tuple[Any, str]]:
     simulation = SimulatedGPU("A100-40GB").simulation
-    lists = simulation._patches, simulation._alone.patches, simulation.threads.exclusive.patches
-    return [(owner, name) for patches in lists for owner, name, _ in patches.planned]
+    lists = (
+        simulation._patches,
+        simulation._single_rank.patches,
+        simulation.threads.exclusive.patches,
+    )
+    return [(owner, name) for patches in lists for owner, name, _ in patches.added]
 
 
 def is_of_torch(owner: Any) -> bool:

@@ -19,7 +19,7 @@ _STUBS = Path(torch.__file__).parent / "_C" / "__init__.pyi"
 
 def planned() -> Iterator[tuple[Any, str, Any]]:
     (gpu,) = SimulatedGPU.machine("T4")
-    yield from gpu.simulation._patches.planned
+    yield from gpu.simulation._patches.added
 
 
 def stubs() -> dict[str, ast.arguments]:

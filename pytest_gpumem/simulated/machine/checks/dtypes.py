@@ -28,6 +28,9 @@ _COMPLEX: _Types = frozenset({torch.complex64, torch.complex128})
 _INTEGRAL: _Types = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _BOOL: _Types = frozenset({torch.bool})
 _REAL = _FLOATING | _INTEGRAL
+_EVERY: _Types = frozenset(each for each in vars(torch).values() if isinstance(each, torch.dtype))
+_ORDERED: _Types = frozenset(each for each in _EVERY if not each.is_complex)
+_FRACTIONS: _Types = frozenset(each for each in _EVERY if each.is_floating_point or each.is_complex)
 _INDEX: _Types = frozenset({torch.int32, torch.int64})
 
 _OPERANDS = frozenset(
@@ -115,8 +118,8 @@ _KERNELS: tuple[tuple[_Types, Callable[[Arguments], torch.dtype], str], ...] = (
         "fractional_max_pool3d grid_sampler_2d grid_sampler_3d upsample_linear1d "
         "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa "
         "_upsample_bicubic2d_aa binary_cross_entropy multi_margin_loss "
-        "multilabel_margin_loss_forward nll_loss_forward nll_loss2d_forward soft_margin_loss "
-        "_embedding_bag _embedding_bag_forward_only segment_reduce multinomial",
+        "multilabel_margin_loss_forward nll_loss_forward nll_loss2d_forward "
+        "_embedding_bag _embedding_bag_forward_only segment_reduce",
     ),
     (_FLOATING, _common, "mse_loss smooth_l1_loss huber_loss hypot nextafter"),
     (
@@ -151,8 +154,8 @@ _KERNELS: tuple[tuple[_Types, Callable[[Arguments], torch.dtype], str], ...] = (
     (
         _FLOATING | _COMPLEX,
         _first,
-        "silu logcumsumexp uniform lerp std var mm addmm _addmm_activation bmm baddbmm addbmm mv "
-        "addmv dot vdot convolution",
+        "silu logcumsumexp uniform lerp mm addmm _addmm_activation bmm baddbmm addbmm mv "
+        "addmv dot vdot",
     ),
     (_FLOATING | _COMPLEX, _common, "logaddexp logaddexp2"),
     (_FLOATING | _COMPLEX | _BOOL, _first, "im2col col2im"),
@@ -162,23 +165,29 @@ _KERNELS: tuple[tuple[_Types, Callable[[Arguments], torch.dtype], str], ...] = (
         _REAL,
         _first,
         "threshold topk kthvalue median nanmedian max_unpool2d max_unpool3d index_reduce "
-        "searchsorted bucketize argmax argmin relu hardtanh ceil floor trunc round",
+        "searchsorted bucketize argmax argmin",
     ),
     (_INTEGRAL | _DOUBLE, _first, "histc"),
-    (_REAL, _common, "fmod remainder clamp clamp_min clamp_max"),
+    (_REAL, _common, "fmod remainder clamp"),
     (
         _REAL | _BOOL,
         _first,
-        "cummax cummin mode amax amin aminmax max min sign signbit sort",
+        "cummax cummin mode amax amin aminmax",
     ),
-    (_REAL | _BOOL, _common, "lt le gt ge maximum minimum fmax fmin heaviside"),
-    (_REAL | _COMPLEX, _common, "addcmul addcdiv cross linalg_cross pow"),
+    (_REAL | _BOOL, _common, "lt le gt ge"),
+    (_REAL | _COMPLEX, _common, "addcmul addcdiv cross linalg_cross"),
     (
         _REAL | _COMPLEX,
         _first,
         "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
         "replication_pad3d",
     ),
+    (_FRACTIONS, _first, "std var convolution soft_margin_loss"),
+    (_FRACTIONS & _ORDERED, _first, "multinomial"),
+    (_ORDERED, _first, "max min sign signbit sort"),
+    (_ORDERED - _BOOL, _first, "relu hardtanh ceil floor trunc round"),
+    (_ORDERED, _common, "clamp_min clamp_max maximum minimum fmax fmin heaviside"),
+    (_EVERY - _BOOL, _common, "pow"),
     (_REAL, _made, "arange"),
     (_REAL | _COMPLEX, _made, "linspace logspace"),
     (  # cuSOLVER's and cuBLAS's, in native/cuda/linalg.

@@ -55,12 +55,12 @@ class FlashAttention(torch.autograd.Function):
     ) -> Any:
         """Attend; with gradients, keep inputs (padded ones where they are), out and softmax_lse."""
         trains = grad and any(tensor.requires_grad for tensor in tensors)
-        *alone, stacked = tensors
-        count = 3 - len(alone)
+        *separate, stacked = tensors
+        count = 3 - len(separate)
         parts = [stacked] if count == 1 else [each.detach() for each in stacked.unbind(-3)]
         size = stacked.shape[-1]
         scale = size**-0.5 if options.softmax_scale is None else options.softmax_scale
-        q, k, v = map(padded, (*alone, *parts))
+        q, k, v = map(padded, (*separate, *parts))
         name = "_flash_attn_forward" if lengths is None else "_flash_attn_varlen_forward"
         made = OPERATORS[name](
             q,

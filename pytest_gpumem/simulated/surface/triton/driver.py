@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Make Triton find the simulated GPU; only to be called where Triton is imported."""
     backends = importlib.import_module("triton.backends").backends
     driver = importlib.import_module("triton.runtime.driver").driver
     # Up to 3.4 an attribute, since then a property that creates a missing driver.
     name = "active" if "active" in vars(driver) else "_active"
-    patches.plan(driver, name, _driver(backends["nvidia"].driver, machine))
+    patches.add(driver, name, _driver(backends["nvidia"].driver, machine))
 
 
 def answers_for_gpu(owner: Any, name: str, value: Any) -> bool:

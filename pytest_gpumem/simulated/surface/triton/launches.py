@@ -39,7 +39,7 @@ CLEARED_CACHE = 256 * 1024 * 1024
 (triton/backends/nvidia/driver.py, get_empty_cache_for_benchmark)."""
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace Triton's launches, and its driver, once Triton is imported."""
     launches = _Launches(machine)
     for module, kind, method, launch in (
@@ -52,8 +52,8 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
             owner = getattr(importlib.import_module(module), kind)
         except (ImportError, AttributeError):  # another release of Triton
             continue
-        patches.plan(owner, method, launches.described(launch(getattr(owner, method))))
-    driver.plan(machine, patches)
+        patches.add(owner, method, launches.described(launch(getattr(owner, method))))
+    driver.add_patches(machine, patches)
 
 
 class _Launches:

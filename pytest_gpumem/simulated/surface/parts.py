@@ -1,4 +1,4 @@
-"""Every part of the surface, in the order in which they are planned."""
+"""Every part of the surface, in the order in which their replacements are added."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.operators.autocast import CastCache
 
 
-def plan(machine: SimulatedMachine, casts: CastCache, patches: Patches) -> None:
+def add_patches(machine: SimulatedMachine, casts: CastCache, patches: Patches) -> None:
     """List every replacement that ``machine`` needs, and autocast's ``casts``."""
     for part in (
         tensors,
@@ -68,5 +68,5 @@ def plan(machine: SimulatedMachine, casts: CastCache, patches: Patches) -> None:
         unsupported,
         wrappers,
     ):
-        part.plan(machine, patches)
-    autocast.plan(casts, patches)
+        part.add_patches(machine, patches)
+    autocast.add_patches(casts, patches)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.distributed.process_groups import Groups
 
 
-class Alone:
-    """The only rank of a machine's world; ``plan`` lists the replacements while it exists."""
+class SingleRank:
+    """The only rank of a machine's world; ``add_patches`` adds its replacements."""
 
-    def __init__(self, plan: Callable[[Patches], None]) -> None:
-        self._plan = plan
+    def __init__(self, add_patches: Callable[[Patches], None]) -> None:
+        self._add_patches = add_patches
         self.patches = Patches()
         """Replacements in ``torch.distributed``, which few tests need."""
         self._groups: Groups | None = None
@@ -55,8 +55,8 @@ class Alone:
         # Imported late: not needed without process groups.
         from pytest_gpumem.simulated.distributed.process_groups import Groups
 
-        if not self.patches.planned:
-            self._plan(self.patches)
+        if not self.patches.added:
+            self._add_patches(self.patches)
         self.patches.apply()
         self._hook = sys.excepthook
         self._others = Groups.of_process()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch.distributed
 
 from pytest_gpumem.simulated.distributed import refusals
-from pytest_gpumem.simulated.distributed.alone import Alone
+from pytest_gpumem.simulated.distributed.single_rank import SingleRank
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
@@ -21,27 +21,29 @@ Communicators = MutableMapping[str, "Communicator"]
 """The communicators that NCCL would have created, by group name."""
 
 
-def plan(
+def add_patches(
     machine: SimulatedMachine,
     execution: ShapeExecution,
     world: World | None,
     patches: Patches,
     communicators: Communicators,
-) -> Alone:
+) -> SingleRank:
     """Plan ``machine`` as one rank of ``world``, or refuse calls that need several.
 
     Returns the world of one rank that code without a ``world`` may begin. ``communicators``
     receives those that NCCL would have created.
     """
-    alone = Alone(lambda late: _plan_rank(machine, execution, None, late, communicators))
+    single_rank = SingleRank(
+        lambda late: _add_patches_of_rank(machine, execution, None, late, communicators)
+    )
     if world is None or not torch.distributed.is_available():
-        refusals.plan(alone, patches)
+        refusals.add_patches(single_rank, patches)
     else:
-        _plan_rank(machine, execution, world, patches, communicators)
-    return alone
+        _add_patches_of_rank(machine, execution, world, patches, communicators)
+    return single_rank
 
 
-def _plan_rank(
+def _add_patches_of_rank(
     machine: SimulatedMachine,
     execution: ShapeExecution,
     world: World | None,
@@ -65,15 +67,15 @@ def _plan_rank(
     if world is None:
         process_groups.plan_groups(patches)
     else:
-        process_groups.plan(world, patches)
-        spawned.plan(world, patches)
-    propagation.plan(patches)
-    purposes.plan(patches)
-    full_states.plan(objects.plan(machine, patches), patches)
-    pipelines.plan(machine, patches)
-    checkpoints.plan(machine, patches)
-    sharded.plan(patches)
+        process_groups.add_patches(world, patches)
+        spawned.add_patches(world, patches)
+    propagation.add_patches(patches)
+    purposes.add_patches(patches)
+    full_states.add_patches(objects.add_patches(machine, patches), patches)
+    pipelines.add_patches(machine, patches)
+    checkpoints.add_patches(machine, patches)
+    sharded.add_patches(patches)
     sharded.bind(execution)
     collectives = Collectives(machine, execution, communicators)
-    collectives.plan(patches)
+    collectives.add_patches(patches)
     collectives.bind()
