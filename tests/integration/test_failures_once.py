@@ -55,10 +55,10 @@ def test_failures_of_one_cause_are_one(project: Project, workers: tuple[str, ...
         [
             "the same 1 line in 3 more tests, 1.0 KiB to 8.0 KiB over: test_keeps.py::test_a (2) "
             "and test_keeps.py::test_b",
-            "the test peaked at 8.0 KiB (8,192 B), 3.1 KiB over its limit of 5KB (5,000 B) *",
+            "the test peaked at 8.0 KiB (8,192 B), 3.1 KiB over its limit of 4.9 KiB (5,000 B) *",
             "accept all 4: *",
             "FAILED test_keeps.py::test_a[[]1] - +1.0 KiB over baseline",
-            "FAILED test_keeps.py::test_other - +3.1 KiB over 5KB",
+            "FAILED test_keeps.py::test_other - +3.1 KiB over 4.9 KiB",
             "FAILED test_keeps.py::test_plain - assert 1 == 2",
             "FAILED 3 more like test_a[[]1] - 1.0 KiB to 8.0 KiB over",
         ]

