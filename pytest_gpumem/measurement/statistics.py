@@ -127,6 +127,8 @@ class CudaStatistics:
         self._unmeasured = False
         self._clear: Callable[[], None] = torch._C._cuda_clearCublasWorkspaces
         self._times_cleared = 0
+        self._capabilities: dict[int, tuple[int, int]] = {}
+        """Of the devices whose blocks have been inspected for workspaces."""
 
     def harvest(self) -> Readings:
         """Return each device's reading, and begin new peaks; the body's peaks remain."""
@@ -166,7 +168,7 @@ class CudaStatistics:
         """Return the blocks in use that can be workspaces of cuBLAS and cuBLASLt."""
         if self._workspaces is not None:
             return self._workspaces()
-        sizes = {device: possible_sizes(device) for device in self._devices()}
+        sizes = {device: self._possible_sizes(device) for device in self._devices()}
         if not any(known is None or known for known in sizes.values()):
             return frozenset()  # a snapshot of the allocator takes milliseconds
         return frozenset(self._active(sizes))
@@ -251,10 +253,21 @@ class CudaStatistics:
                     yield Block(device, block["address"], block["size"])
 
     def _pools(self, device: int) -> tuple[str, ...]:
-        """Return the allocator's pools that can hold a workspace of ``device``."""
-        sizes = possible_sizes(device)
+        """Return the allocator's pools that can hold a workspace of ``device``.
+
+        Before its blocks have been inspected, the sizes are not asked for: the program may set them
+        later, and a fixture's set-up is watched for questions about devices.
+        """
+        if device not in self._capabilities:
+            return _POOLS
+        sizes = self._possible_sizes(device)
         small = sizes is None or any(size <= MOST_IN_SMALL_POOL for size in sizes)
         return _POOLS if small else _POOLS[:1]
+
+    def _possible_sizes(self, device: int) -> frozenset[int] | None:
+        if device not in self._capabilities:
+            self._capabilities[device] = torch.cuda.get_device_capability(device)
+        return possible_sizes(self._capabilities[device])
 
     def _devices(self) -> range:
         return range(self._device_count) if _initialized() else range(0)

@@ -15,10 +15,11 @@ from pytest_gpumem.simulated.gpu.workspace_settings import (
 )
 
 
-def possible_sizes(device: int) -> frozenset[int] | None:
-    """Return the bytes that torch requests for a workspace on ``device``; ``None``: not known.
+def possible_sizes(capability: tuple[int, int]) -> frozenset[int] | None:
+    """Return the bytes that torch requests for a workspace on a GPU; ``None``: not known.
 
-    None are known where every operation takes a workspace and returns it, as since 2.15.
+    Where torch reads ``CUBLAS_WORKSPACE_CONFIG`` once, this may be what makes it read the
+    variable: call it where workspaces can have been allocated. None are known where every operation takes a workspace and returns it, as since 2.15.
     See :mod:`pytest_gpumem.simulated.gpu.workspaces`, which has the sources; not for ROCm.
     """
     if torch.version.hip is not None:
@@ -26,7 +27,7 @@ def possible_sizes(device: int) -> frozenset[int] | None:
     if _per_operation():
         return frozenset()
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    return _sizes(config, torch.cuda.get_device_capability(device)) | _set_by_code()
+    return _sizes(config, capability) | _set_by_code()
 
 
 @cache
