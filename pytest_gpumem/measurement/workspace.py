@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -26,7 +27,10 @@ def possible_sizes(device: int) -> frozenset[int] | None:
     if _per_operation():
         return frozenset()
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    return _sizes(config, torch.cuda.get_device_capability(device)) | _set_by_code()
+    # Not get_device_capability(), which asks for the number of devices: a fixture that is set up
+    # meanwhile would be taken to depend on it.
+    found: Any = torch.cuda._get_device_properties(device)  # type: ignore[attr-defined]  # C++ sets it
+    return _sizes(config, (found.major, found.minor)) | _set_by_code()
 
 
 @cache
