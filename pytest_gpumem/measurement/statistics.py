@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import pytest
@@ -41,9 +41,10 @@ class Reading:
     peak_reserved: int = 0
     allocations: int = 0
     """The bytes ever handed out: a counter that grows with every allocation."""
-    in_pools: tuple[int, ...] = field(default=(), compare=False)
-    """Live blocks and bytes of the pools that can hold a workspace, and how often workspaces have
-    been cleared; empty: not known."""
+    in_pools: Callable[[], tuple[int, ...]] = field(default=tuple, compare=False)
+    """Function that returns live blocks and bytes of the pools that can hold a workspace, and how
+    often workspaces have been cleared; empty: not known. Only called where a phase ends: asking
+    for the size of workspaces fixes it."""
 
     @property
     def at_rest(self) -> Reading:
@@ -135,8 +136,7 @@ class CudaStatistics:
             stats = self._stats(device)
             self._keep(device, stats)
             self._reset_peaks(device)
-            in_pools = _in_pools(stats, self._pools(device))
-            in_pools = (*in_pools, self._times_cleared) if in_pools else ()
+            in_pools = partial(self._in_pools, device, stats, self._times_cleared)
             readings[device] = replace(_reading(stats), in_pools=in_pools)
         if not self._unmeasured:
             for listener in self.listeners:
@@ -250,11 +250,11 @@ class CudaStatistics:
                 if known is None or block["requested_size"] in known:
                     yield Block(device, block["address"], block["size"])
 
-    def _pools(self, device: int) -> tuple[str, ...]:
-        """Return the allocator's pools that can hold a workspace of ``device``."""
+    def _in_pools(self, device: int, stats: Mapping[str, Any], cleared: int) -> tuple[int, ...]:
         sizes = possible_sizes(device)
         small = sizes is None or any(size <= MOST_IN_SMALL_POOL for size in sizes)
-        return _POOLS if small else _POOLS[:1]
+        counted = _in_pools(stats, _POOLS if small else _POOLS[:1])
+        return (*counted, cleared) if counted else ()
 
     def _devices(self) -> range:
         return range(self._device_count) if _initialized() else range(0)
