@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from pytest_gpumem.measurement.statistics import Block, Reading, Readings
 
@@ -50,7 +51,7 @@ class FakeStatistics:
     def harvest(self) -> Readings:
         reading = Reading(
             self.allocated, self._reserved, self._peak, self._peak_reserved, self._handed_out,
-            (len(self._blocks), self.allocated) if self.counts_pools else (),
+            partial(tuple, (len(self._blocks), self.allocated) if self.counts_pools else ()),
         )  # fmt: skip
         self._peak, self._peak_reserved = self.allocated, self._reserved
         readings = {self.device: reading}

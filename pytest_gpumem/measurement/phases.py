@@ -130,7 +130,7 @@ class Phase:
         count = self.entered
         if count > SNAPSHOTS_OF_EACH_ENTRY and count & (count - 1):
             return
-        now = tuple(reading.in_pools for reading in readings.values())
+        now = tuple(reading.in_pools() for reading in readings.values())
         if now != self.inspected or not all(now):
             self.blocks, self.inspected = live(), now
 

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import pytest
@@ -41,9 +41,10 @@ class Reading:
     peak_reserved: int = 0
     allocations: int = 0
     """The bytes ever handed out: a counter that grows with every allocation."""
-    in_pools: tuple[int, ...] = field(default=(), compare=False)
-    """Live blocks and bytes of the pools that can hold a workspace, and how often workspaces have
-    been cleared; empty: not known."""
+    in_pools: Callable[[], tuple[int, ...]] = field(default=tuple, compare=False)
+    """Function that returns live blocks and bytes of the pools that can hold a workspace, and how
+    often workspaces have been cleared; empty: not known. Only called where a phase ends: asking
+    for the size of workspaces fixes it."""
 
     @property
     def at_rest(self) -> Reading:
@@ -127,8 +128,6 @@ class CudaStatistics:
         self._unmeasured = False
         self._clear: Callable[[], None] = torch._C._cuda_clearCublasWorkspaces
         self._times_cleared = 0
-        self._capabilities: dict[int, tuple[int, int]] = {}
-        """Of the devices whose blocks have been inspected for workspaces."""
 
     def harvest(self) -> Readings:
         """Return each device's reading, and begin new peaks; the body's peaks remain."""
@@ -137,8 +136,7 @@ class CudaStatistics:
             stats = self._stats(device)
             self._keep(device, stats)
             self._reset_peaks(device)
-            in_pools = _in_pools(stats, self._pools(device))
-            in_pools = (*in_pools, self._times_cleared) if in_pools else ()
+            in_pools = partial(self._in_pools, device, stats, self._times_cleared)
             readings[device] = replace(_reading(stats), in_pools=in_pools)
         if not self._unmeasured:
             for listener in self.listeners:
@@ -168,7 +166,7 @@ class CudaStatistics:
         """Return the blocks in use that can be workspaces of cuBLAS and cuBLASLt."""
         if self._workspaces is not None:
             return self._workspaces()
-        sizes = {device: self._possible_sizes(device) for device in self._devices()}
+        sizes = {device: possible_sizes(device) for device in self._devices()}
         if not any(known is None or known for known in sizes.values()):
             return frozenset()  # a snapshot of the allocator takes milliseconds
         return frozenset(self._active(sizes))
@@ -252,22 +250,11 @@ class CudaStatistics:
                 if known is None or block["requested_size"] in known:
                     yield Block(device, block["address"], block["size"])
 
-    def _pools(self, device: int) -> tuple[str, ...]:
-        """Return the allocator's pools that can hold a workspace of ``device``.
-
-        Before its blocks have been inspected, the sizes are not asked for: the program may set them
-        later, and a fixture's set-up is watched for questions about devices.
-        """
-        if device not in self._capabilities:
-            return _POOLS
-        sizes = self._possible_sizes(device)
+    def _in_pools(self, device: int, stats: Mapping[str, Any], cleared: int) -> tuple[int, ...]:
+        sizes = possible_sizes(device)
         small = sizes is None or any(size <= MOST_IN_SMALL_POOL for size in sizes)
-        return _POOLS if small else _POOLS[:1]
-
-    def _possible_sizes(self, device: int) -> frozenset[int] | None:
-        if device not in self._capabilities:
-            self._capabilities[device] = torch.cuda.get_device_capability(device)
-        return possible_sizes(self._capabilities[device])
+        counted = _in_pools(stats, _POOLS if small else _POOLS[:1])
+        return (*counted, cleared) if counted else ()
 
     def _devices(self) -> range:
         return range(self._device_count) if _initialized() else range(0)

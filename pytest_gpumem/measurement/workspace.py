@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -15,11 +16,10 @@ from pytest_gpumem.simulated.gpu.workspace_settings import (
 )
 
 
-def possible_sizes(capability: tuple[int, int]) -> frozenset[int] | None:
-    """Return the bytes that torch requests for a workspace on a GPU; ``None``: not known.
+def possible_sizes(device: int) -> frozenset[int] | None:
+    """Return the bytes that torch requests for a workspace on ``device``; ``None``: not known.
 
-    Where torch reads ``CUBLAS_WORKSPACE_CONFIG`` once, this may be what makes it read the
-    variable: call it where workspaces can have been allocated. None are known where every operation takes a workspace and returns it, as since 2.15.
+    None are known where every operation takes a workspace and returns it, as since 2.15.
     See :mod:`pytest_gpumem.simulated.gpu.workspaces`, which has the sources; not for ROCm.
     """
     if torch.version.hip is not None:
@@ -27,7 +27,10 @@ def possible_sizes(capability: tuple[int, int]) -> frozenset[int] | None:
     if _per_operation():
         return frozenset()
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    return _sizes(config, capability) | _set_by_code()
+    # Not get_device_capability(), which asks for the number of devices: a fixture that is set up
+    # meanwhile would be taken to depend on it.
+    found: Any = torch.cuda._get_device_properties(device)  # type: ignore[attr-defined]  # C++ sets it
+    return _sizes(config, (found.major, found.minor)) | _set_by_code()
 
 
 @cache
