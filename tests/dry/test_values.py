@@ -110,6 +110,7 @@ def test_replays_a_graph():
         del result
         given += kept
         drawn = torch.rand(3, device="cuda")
+        leaky = nn.functional.rrelu(drawn, training=True)
     assert given.tolist() == [1.0] * 3
     graph.replay()
     assert (kept.tolist(), given.tolist()) == ([3.0] * 3, [4.0] * 3)
@@ -119,6 +120,7 @@ def test_replays_a_graph():
     assert (kept.tolist(), given.tolist()) == ([21.0] * 3, [31.0] * 3)
     torch.cuda.manual_seed(3)
     assert torch.equal(torch.rand(3, device="cuda"), drawn)
+    assert torch.equal(leaky, drawn)  # positive numbers stay
 
 def test_history_has_the_lines_of_the_program():
     torch.cuda.memory._record_memory_history(stacks="python")

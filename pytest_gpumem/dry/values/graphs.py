@@ -163,6 +163,8 @@ class Graphs:
             self._forget((*step.targets, *_views(step.result)))
             return
         if operator.blank:
+            for view in _views(step.result):
+                self._know(view)  # it may be written to in part
             return
         try:
             spared = step.targets if operator.overwrites else ()
@@ -187,7 +189,7 @@ class Graphs:
             is_read = value.end and not operator.shaped_like and value not in spared
             if not self._memory.holds(value.place):
                 raise KeyError
-            if is_read and not self._memory.knows(value.place):
+            if is_read and not self._is_known(value):
                 raise KeyError
             return value.seen()
         if isinstance(value, (list, tuple)):
@@ -195,6 +197,9 @@ class Graphs:
         if isinstance(value, dict):
             return {name: self._real(item, operator, spared) for name, item in value.items()}
         return value
+
+    def _is_known(self, view: _View) -> bool:
+        return self._memory.knows(view.place) or self._values.holds_at(view.storage[0])
 
     def _write(self, result: Any, computed: Any, written: set[Place]) -> None:
         if isinstance(result, _View):
@@ -215,12 +220,12 @@ class Graphs:
                 self._write(one, other, written)
 
     def _know(self, view: _View) -> None:
-        self._values.replayed(view.storage[0])
+        self._values.replayed(view.storage[0], known=True)
         self._memory.know(view.place)
 
     def _forget(self, views: tuple[_View, ...]) -> None:
         for view in views:
-            self._values.replayed(view.storage[0])
+            self._values.replayed(view.storage[0], known=False)
             self._memory.forget(view.place)
 
 

@@ -149,15 +149,21 @@ class DryValues(Values):
         """Forget the values of the storage of ``tensor`` when it dies."""
         self._watch(tensor)
 
-    def replayed(self, start: int) -> None:
-        """Drop the record of the storage at ``start``, where a graph has written.
-
-        Numbers that are known are read from memory anew.
-        """
+    def holds_at(self, start: int) -> bool:
+        """Return whether the values of the storage at ``start`` are known."""
         key, _ = self._watched.get(start, (None, 0))
-        if key is not None:
-            self._places.pop(key, None)
-            super().forget(key)
+        return key in self._bases
+
+    def replayed(self, start: int, *, known: bool) -> None:
+        """Record that a graph has written to the storage at ``start``, ``known`` numbers or not."""
+        key, _ = self._watched.get(start, (None, 0))
+        if key is None:
+            return
+        if known:
+            self._stated.pop(key, None)
+            self.ranges.by_key.pop(key, None)
+        else:
+            self.forget(key)
 
     @contextmanager
     def replaying(self, generators: Iterable[torch.Generator | None]) -> Iterator[None]:
