@@ -195,7 +195,7 @@ class Strays:
 
     def _look_up(self, one: torch.Tensor) -> None:
         if one.is_cuda and one.layout is torch.strided and one.numel():
-            start = one.data_ptr() - one.storage_offset() * one.dtype.itemsize
+            start = one.data_ptr() - int(one.storage_offset()) * one.dtype.itemsize
             self._known.get(self._blocks.number(start), []).append(weakref.ref(one))
 
     def moved(self, before: int, after: int) -> None:

@@ -51,6 +51,12 @@ def test_sizes():
     assert sparse._nnz() == 3
     assert torch.eye(5, device="cuda").to_sparse()._nnz() == 5
 
+def test_magnifies():
+    # A decomposition, which is Python's: the dispatcher has no kernel for it.
+    picture = torch.ones(1, 8, 8, 8, device="cuda")
+    for mode in ("nearest", "bilinear"):
+        assert nn.functional.interpolate(picture, scale_factor=2, mode=mode).sum() == 4 * 8 * 64
+
 def test_trains_until_its_loss_is_small():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1)).cuda()
