@@ -39,12 +39,22 @@ def _pattern(names: str, corpus: str = "op", passes: str = ".*") -> re.Pattern[s
     return re.compile(f"{corpus}/({'|'.join(names.split())})/.*/{passes}$")
 
 
+_VALUES_OF_PROGRAMS = re.compile(
+    r"(scenario/(reductions/prod|optimizers/ASGD one by one)|program/weighted_losses)/run$"
+)
+"""Whether an element is zero, whether ASGD averages yet, how many targets are not ignored."""
+
+_LIBRARY_OF_PROGRAMS = re.compile(r"scenario/recurrent/LSTM dropout/run$")
+"""The size of the state of cuDNN's dropout."""
+
 _REASONS = (
     (_pattern(_VALUES), VALUES),
     (_pattern(_VALUES_OF_GRADIENTS, passes="backward"), VALUES),
     (_pattern(_VALUES_OF_OPTIMIZERS, "optim"), VALUES),
     (_pattern(_LIBRARY), LIBRARY),
     (_pattern(_LIBRARY_OF_MODULES, "module"), LIBRARY),
+    (_VALUES_OF_PROGRAMS, VALUES),
+    (_LIBRARY_OF_PROGRAMS, LIBRARY),
 )
 """Patterns of passes, and why those cannot be compared."""
 

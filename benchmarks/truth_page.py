@@ -15,7 +15,9 @@ code on the simulated device and on the [dry device](dry.md), which is torch's o
 a runtime whose kernels compute nothing, and compares every allocation and every free, by size and
 in order, then the highest bytes allocated and reserved. Samples are those that PyTorch tests
 itself with (`op_db`, `module_db`, `optim_db` of `torch.testing`), in float32, bfloat16, float16
-and int64. What recorded GPUs say stands below, and is right where the two differ.
+and int64. What recorded GPUs say stands below, and is right where the two differ. Frees with
+nothing between them count as the same in any order: casts that autocast has kept are dropped in
+the order of a hash of their addresses.
 
 Not compared, and counted at the end of each row: passes whose values decide what is taken, which
 the dry device reads as zero, and workspaces that a library chooses (cuDNN, cuFFT, cuSOLVER),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from strangers import MIXED, Program, listed
 def net(*widths: int) -> nn.Sequential:
     """Return a perceptron on the GPU."""
     layers: list[nn.Module] = []
-    for given, made in zip(widths, widths[1:], strict=False):
+    for given, made in pairwise(widths):
         layers += [nn.Linear(given, made), nn.ReLU()]
     return nn.Sequential(*layers[:-1]).cuda()
 

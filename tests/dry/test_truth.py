@@ -14,6 +14,8 @@ import pytest
 from tests.dry.conftest import bare_environment, why_not
 
 REPOSITORY = Path(__file__).parent.parent.parent
+CORPORA = "op,module,optim,scenario,program"
+"""Without programs of strangers, which need many packages and compile."""
 GROUPS = "180"
 """Groups of samples, one case of each: some 400 passes; and 18 programs beside them."""
 
@@ -26,7 +28,7 @@ def test_a_sample_of_programs_has_the_events_of_torchs_own_code() -> None:
     seed = os.environ.get("GPUMEM_TRUTH_SEED", str(datetime.date.today()))
     command = [sys.executable, "benchmarks/truth.py", "--sample", GROUPS, "--seed", seed]
     done = subprocess.run(
-        [*command, "--dtype", "f32,bf16"],
+        [*command, "--dtype", "f32,bf16", "--corpus", CORPORA],
         cwd=REPOSITORY,
         env=bare_environment(),
         capture_output=True,

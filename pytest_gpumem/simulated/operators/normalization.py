@@ -3,8 +3,9 @@
 Source: aten/src/ATen/native/Normalization.cpp (_select_batch_norm_backend,
 _batch_norm_impl_index), native/cudnn/BatchNorm.cpp, native/cuda/Normalization.cu and .cuh
 (batch_norm_cuda, batch_norm_backward_cuda and their channels-last templates),
-native/layer_norm.cpp (rms_norm_symint) and cuda/layer_norm_kernel.cu, of torch 2.6 to 2.15. cuDNN needs no workspace and no reserve for batch
-norm of contiguous tensors; for channels-last training it does, in sizes that only it determines.
+native/layer_norm.cpp (rms_norm_symint) and cuda/layer_norm_kernel.cu, of torch 2.6 to 2.15.
+cuDNN needs no workspace and no reserve for batch norm of contiguous tensors; for channels-last
+training it does, in sizes that only it determines.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.real import kernels as real_kernels
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import (
-    HALVES,
     INDEXABLE,
     accumulated,
     copied,

@@ -83,7 +83,7 @@ def _inverted(gpu: GPU, A: Tensor) -> None:
     scratch.free()
 
 
-def _solved(gpu: GPU, A: Tensor, result: tuple[Tensor, ...]) -> None:
+def _solved(gpu: GPU, A: Tensor) -> None:
     leave_out(gpu, "cuSOLVER", "linalg_solve_ex")
     if not A.numel():
         return

@@ -29,6 +29,7 @@ from pytest_gpumem.simulated.operators import (
     encoders,
     engine,
     foreach,
+    gradient_layouts,
     group_norm,
     grouped,
     indexing,
@@ -152,7 +153,7 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
         for name, kernel in (*foreach.SHAPES.items(), *shapes_only.SHAPES.items()):
             if _lacks_shapes(name):
                 library.impl(name, kernel, "Meta")
-        for name, kernel in shapes_only.WRONG.items():
+        for name, kernel in (*shapes_only.WRONG.items(), *gradient_layouts.WRONG.items()):
             if MAY_OVERRIDE and overload_of(name) is not None:
                 library.impl(name, kernel, "Meta", allow_override=True)
         with casts.reachable(), slices.made(machine.current.version):

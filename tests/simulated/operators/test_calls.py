@@ -65,6 +65,7 @@ _TYPES = {
     "Tensor?[]": "Sequence[Tensor | None]",
     "int": "int",
     "str": "str",
+    "str?": "str | None",
     "SymInt": "int",
     "int?": "int | None",
     "int[]": "Sequence[int]",

@@ -1,0 +1,50 @@
+"""Layouts of gradients are those of CUDA's kernels, seen on the dry device, not of the formulas."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytestmark = pytest.mark.skipif(
+    "allow_override" not in inspect.signature(torch.library.Library.impl).parameters,
+    reason="before 2.8 torch's kernels for meta cannot be replaced",
+)
+
+ROWS, COLUMNS = (128, 8, 1), (128, 1, 16)
+"""Strides of 2 x 16 x 8 numbers: contiguous, and transposed."""
+
+
+@pytest.mark.parametrize(
+    ("call", "strides"),
+    [
+        (lambda x: nn.LayerNorm(8).cuda()(x), ROWS),
+        (lambda x: F.log_softmax(x, -1), ROWS),
+        (lambda x: F.mse_loss(x, torch.zeros_like(x), reduction="none"), ROWS),
+        (F.hardswish, COLUMNS),
+        (F.elu, COLUMNS),
+    ],
+)
+def test_a_transposed_gradient_of_contiguous_numbers(
+    on: Any, call: Callable[[torch.Tensor], torch.Tensor], strides: tuple[int, ...]
+) -> None:
+    on()
+    x = torch.ones(2, 16, 8, device="cuda", requires_grad=True)
+    gradient = torch.ones(2, 8, 16, device="cuda").transpose(1, 2)
+    (found,) = torch.autograd.grad(call(x), x, gradient)
+    assert found.stride() == strides
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_norms_gradient_has_the_inputs_format(on: Any, dtype: torch.dtype) -> None:
+    on()
+    norm = nn.BatchNorm2d(8).cuda().to(dtype)
+    x = torch.ones(2, 8, 4, 4, device="cuda", dtype=dtype, requires_grad=True)
+    gradient = torch.ones_like(x).to(memory_format=torch.channels_last)
+    (found,) = torch.autograd.grad(norm(x), x, gradient)
+    assert found.stride() == (128, 16, 4, 1)
