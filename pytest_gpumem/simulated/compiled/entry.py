@@ -15,7 +15,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -214,7 +214,8 @@ class Compilation:
     def _callback(self, callback: Any) -> Any:
         """Return the compiler in the place of ``callback``; ``None`` to run eagerly."""
         if callback not in self._callbacks:
-            with self._exclusively():  # torch may have to import modules for compiling
+            # torch may have to import modules for compiling
+            with nullcontext() if self._how == EAGER else self._exclusively():
                 self._callbacks[callback] = self._replaced(callback)
         found = self._callbacks[callback]
         self._ran_eagerly |= found is None
@@ -222,9 +223,9 @@ class Compilation:
 
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
-        """Have exclusive use of torch inside; eager code does not need it."""
+        """Have exclusive use of torch inside."""
         with self._exclusive() as is_exclusive:
-            if not is_exclusive and self._how != EAGER:
+            if not is_exclusive:
                 raise another_goes_on()
             yield
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from threading import get_ident
+from time import monotonic, sleep
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,8 @@ from pytest_gpumem.simulated.machine.dispatch import Dispatch
 
 _PATIENCE = 60.0
 """Seconds that a thread waits for a lock which another may hold that waits for it."""
+_LOOKS = 0.02
+"""Seconds between two looks at the other threads."""
 _LOADERS_LOOP = "_pin_memory_loop"
 
 
@@ -32,6 +35,9 @@ class Exclusive:
 
     ``threads`` are those that take part in the simulation; operators run in ``execution``.
     """
+
+    patience = 5.0
+    """Seconds in which others have to end or wait."""
 
     def __init__(self, execution: Dispatch, threads: Callable[[], Collection[int]]) -> None:
         self._execution = execution
@@ -58,7 +64,7 @@ class Exclusive:
         if not self._take():
             yield False
             return
-        is_held = lock.acquire(timeout=_PATIENCE)
+        is_held = self._others_rest() and lock.acquire(timeout=_PATIENCE)
         try:
             yield is_held and not self._others_go_on()
         finally:
@@ -93,6 +99,15 @@ class Exclusive:
                 self._changed.wait_for(lambda: self._holder in (None, thread), _PATIENCE)
                 if is_outer:
                     self._waiting.discard(thread)
+
+    def _others_rest(self) -> bool:
+        """Return whether all others end or wait before long: one may be about to join this one."""
+        until = monotonic() + self.patience
+        while self._others_go_on():
+            if monotonic() > until:
+                return False
+            sleep(_LOOKS)
+        return True
 
     def _others_go_on(self) -> bool:
         frames = sys._current_frames()

@@ -103,6 +103,7 @@ class Threads:
         if execution.lock is None and not execution.in_child:
             compilers.load()
         execution.share()
+        execution.users.add(self.first)  # before, there was no other
 
     def _in_thread(self, run: Callable[[], None], task: Task) -> Callable[[], None]:
         def call() -> None:
