@@ -25,6 +25,9 @@ from pytest_gpumem.late_modules import when_imported
 from pytest_gpumem.simulated.common.patching import Patches
 
 Context = Callable[[], AbstractContextManager[object]]
+TIME = 1.0
+"""Milliseconds of every kernel: choices between two divide by one of them."""
+
 Plan = Callable[[Patches, ModuleType], None]
 
 
@@ -89,14 +92,14 @@ def _inside(context: Context, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_inductors_kernels(patches: Patches, module: ModuleType) -> None:
-    patches.add(vars(module)["CachingAutotuner"], "bench", lambda *args, **options: 0.0)
+    patches.add(vars(module)["CachingAutotuner"], "bench", lambda *args, **options: TIME)
 
 
 def _of_inductors_choices(patches: Patches, module: ModuleType) -> None:
     for kind in list(vars(module).values()):
         for name in ("benchmark_gpu", "benchmark_gpu_with_cuda_graph"):
             if isinstance(kind, type) and name in vars(kind):
-                patches.add(kind, name, lambda *args, **options: 0.0)
+                patches.add(kind, name, lambda *args, **options: TIME)
 
 
 def _of_inductors_cache(patches: Patches, module: ModuleType) -> None:
@@ -133,7 +136,7 @@ class _DoBench:
                 return [math.inf] * 3
             launch()
             self._tuned.add(tuner)
-            return [0.0] * 3
+            return [TIME] * 3
 
         return do_bench
 
