@@ -299,9 +299,18 @@ def _fourier(given: Arguments) -> Exception | None:
     return RuntimeError(f"cuFFT takes only powers of two in half precision, but got {sizes}")
 
 
+def _decimals(given: Arguments) -> Exception | None:
+    """Refuse integers that are rounded to decimals (cuda/UnaryFractionKernels.cu)."""
+    dtype = given["self"].dtype
+    if given.get("decimals") is None or dtype in _FRACTIONS:
+        return None
+    return _not_implemented("round (decimals)", dtype)
+
+
 def _all_checks() -> dict[str, tuple[Check, ...]]:
     rows = [(name, _same(name, arguments)) for name, arguments in _SAME.items()]
     rows += [(name, _indices(name, *row)) for name, row in _OF_INDICES.items()]
+    rows.append(("round", _decimals))
     rows += [(name, _fourier) for name in ("_fft_r2c", "_fft_c2c", "_fft_c2r")]
     for accepted, dtype_of, names in _KERNELS:
         rows += [(name, _dispatch(name, accepted, dtype_of)) for name in names.split()]

@@ -47,6 +47,7 @@ def refusal(operation: Operation, **options: Any) -> Exception:
         (lambda x: torch.linalg.qr(x.half()), "linalg_qr", "float16"),
         (lambda x: torch.special.bessel_j0(x.half()), "special_bessel_j0", "float16"),
         (lambda x: x.long().std(), "std", "int64"),
+        (lambda x: x.long().round(decimals=1), "round (decimals)", "int64"),
         (lambda x: torch.arange(3, dtype=torch.bool, device="cuda"), "arange", "bool"),
         (lambda x: x.index_select(0, x[0]), "index_select (index)", "float32"),
         (lambda x: x.gather(0, x), "gather (index)", "float32"),
