@@ -20,7 +20,7 @@ _JOINED = " + "
 """Separator of the operators that compiled code fuses into one kernel."""
 
 _HELD_BY = "held by "
-"""What stands before the variable that keeps a block: a text of any length."""
+"""The text before the variable that keeps a block, of any length."""
 
 _NAMESPACE = re.compile(r"^(?:torch\.|aten::|functional\.)(?=\w)")
 

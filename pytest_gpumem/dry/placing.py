@@ -54,7 +54,7 @@ class Fixtures:
         self._expected: list[object] = []
         """The fixtures of the test that are not in their places yet, in order."""
         self._placed: list[object] = []
-        """Those that are, with blocks."""
+        """The fixtures that are in their places, with blocks."""
 
     def begin(
         self, fixtures: Sequence[object], is_there: Callable[[object], bool], renewed: Renewed

@@ -61,7 +61,7 @@ class _Kept(NamedTuple):
 
     nbytes: int
     graph: int
-    """Those of them that only the graph of its tensors keeps."""
+    """The ones among them that only the graph of its tensors keeps."""
     batches: bool
     """Whether all of them may be batches, of this step or of one to come."""
 
@@ -82,7 +82,7 @@ class Carried:
         self._forwards = 0
         self._bytes: list[int] = []
         self._seen: list[dict[_Holder, _Kept]] = []
-        """What each holder keeps, at each inspection."""
+        """The bytes that each holder keeps, at each inspection."""
 
     def forward(
         self, known: Callable[[], Iterable[int]], given: Callable[[], Iterable[torch.Tensor]]

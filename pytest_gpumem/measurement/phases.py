@@ -86,7 +86,7 @@ class Phase:
     blocks: frozenset[Block] = frozenset()
     """The live blocks when the phase was last left and inspected."""
     inspected: tuple[tuple[int, ...], ...] | None = None
-    """How much was live in the pools of workspaces when ``blocks`` were read."""
+    """Live blocks and bytes of the pools of workspaces when ``blocks`` were read."""
     loop: str | None = None
     """The phase whose window it is, where windows are numbered."""
     opened: Positions = ()

@@ -1,4 +1,4 @@
-"""What is written at the end of a run: baselines, reports, and the terminal's section."""
+"""The end of a run, which writes baselines, reports, and the terminal's section."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of a process share: settings, devices, results, and parts made on first use.
+"""The parts that tests of a process share: settings, devices, results; some made on first use.
 
 Every project with the plugin installed pays for this module: imports that only measured tests
 need are local.
@@ -43,7 +43,7 @@ class Parts:
         self.expectations = Expectations(settings, self.selector)
         self.launched = self._launched()
         self.closing = ExitStack()
-        """What restores the state of the process at its end."""
+        """The contexts that restore the state of the process at its end."""
         self.ambient: Device | None = None
         """The device of unmarked tests; ``None`` for the machine as it is."""
 

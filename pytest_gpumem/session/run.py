@@ -38,7 +38,7 @@ EXPLAINED_BY = "all"
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is known of a test before it begins."""
+    """The facts on a test that are known before it begins."""
 
     item: pytest.Item
     expectation: Expectation | None
@@ -53,7 +53,7 @@ class Prepared:
 
     @property
     def runs(self) -> int:
-        """How often the body runs; the last one counts."""
+        """The number of times the body runs; the last one counts."""
         return self.expectation.warmup + self.expectation.repeat if self.expectation else 1
 
 

@@ -143,14 +143,14 @@ class GpumemSession(Parts):
 
     @cached_property
     def conclusion(self) -> Conclusion:
-        """What is written at the end."""
+        """The reports and baselines that are written at the end."""
         from pytest_gpumem.session.conclusion import Conclusion
 
         return Conclusion(self.results)
 
     @cached_property
     def controller(self) -> Controller:
-        """What this process does for the workers of pytest-xdist that it has started."""
+        """The service to workers of pytest-xdist that this process has started."""
         from pytest_gpumem.session.controller import Controller
 
         return Controller(self)

@@ -66,7 +66,7 @@ _SOLVERS = (
     "linalg_eig _linalg_eigvals linalg_lu linalg_lstsq _linalg_slogdet geqrf "
     "linalg_householder_product ormqr linalg_ldl_factor_ex"
 ).split()
-"""Those of which nothing but their library is known; others are in ``solvers``."""
+"""Operators of which nothing but their library is known; others are in ``solvers``."""
 
 RULES = {
     "aten::_fft_c2c": Rule(after=_complex),

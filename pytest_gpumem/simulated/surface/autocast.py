@@ -70,7 +70,7 @@ def add_patches(cache: CastCache, patches: Patches) -> None:
 
 class _Depth:
     of_engine = 0
-    """How many contexts nodes of a backward pass have open."""
+    """The number of contexts that nodes of a backward pass have open."""
 
 
 def _is_on_engine() -> bool:
