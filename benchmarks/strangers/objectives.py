@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -261,7 +262,7 @@ def learned_inner_steps() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     lost = torch.zeros((), device="cuda")
     for _ in range(3):
-        fast = dict(model.named_parameters())
+        fast: dict[str, Any] = dict(model.named_parameters())
         given, wanted = noise(16, 16), noise(16, 1)
         for _ in range(2):
             inner = F.mse_loss(torch.func.functional_call(model, fast, given), wanted)

@@ -14,7 +14,7 @@ from strangers import Program, ranked
 from strangers.regimes import Model, step, tokens
 
 
-def _steps(model: nn.Module, optimizer: Any = None, count: int = 3) -> None:
+def _steps(model: Any, optimizer: Any = None, count: int = 3) -> None:
     chosen = optimizer or torch.optim.AdamW(model.parameters())
     for _ in range(count):
         step(model, chosen, tokens())

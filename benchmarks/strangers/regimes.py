@@ -78,13 +78,13 @@ def tokens(batch: int = 4) -> torch.Tensor:
     return torch.randint(0, WORDS, (batch, LENGTH + 1)).cuda()
 
 
-def loss_of(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
+def loss_of(model: Any, given: torch.Tensor) -> torch.Tensor:
     """Return the loss of the next words."""
     logits = model(given[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), given[:, 1:].flatten())
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, given: torch.Tensor) -> None:
+def step(model: Any, optimizer: torch.optim.Optimizer, given: torch.Tensor) -> None:
     """Take a step."""
     optimizer.zero_grad(set_to_none=True)
     loss_of(model, given).backward()
@@ -179,7 +179,8 @@ def master_weights() -> None:
     for _ in range(2):
         loss_of(model, tokens()).backward()
         for master, one in zip(masters, model.parameters(), strict=True):
-            master.grad, one.grad = one.grad.float(), None
+            slope: Any = one.grad
+            master.grad, one.grad = slope.float(), None
         optimizer.step()
         with torch.no_grad():
             for master, one in zip(masters, model.parameters(), strict=True):
@@ -236,7 +237,7 @@ def averaged_weights() -> None:
 
 def optimizer_in_backward() -> None:
     model = Model().cuda()
-    optimizers = {one: torch.optim.SGD([one], lr=0.1) for one in model.parameters()}
+    optimizers: dict[Any, Any] = {one: torch.optim.SGD([one], lr=0.1) for one in model.parameters()}
 
     def apply(one: torch.Tensor) -> None:
         optimizers[one].step()
@@ -253,7 +254,7 @@ def sharpness_aware() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = tokens()
     loss_of(model, given).backward()
-    parts = [one for one in model.parameters() if one.grad is not None]
+    parts: list[Any] = [one for one in model.parameters() if one.grad is not None]
     with torch.no_grad():
         norm = torch.stack([one.grad.norm() for one in parts]).norm()
         moved = [one.grad * (0.05 / (norm + 1e-12)) for one in parts]
@@ -278,7 +279,8 @@ def low_rank_adapters() -> None:
             return made
 
     model = Model().requires_grad_(False)
-    for block in model.blocks:
+    blocks: Any = model.blocks
+    for block in blocks:
         block.attention.qkv = Adapted(block.attention.qkv)
     model.cuda()
     optimizer = torch.optim.AdamW(one for one in model.parameters() if one.requires_grad)

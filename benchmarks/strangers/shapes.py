@@ -200,7 +200,8 @@ def segmentation() -> None:
         marks = F.one_hot(wanted, 5).permute(0, 3, 1, 2)
         overlap = (chances * marks).sum((0, 2, 3))
         dice = 2 * overlap / (chances + marks).sum((0, 2, 3))
-        return F.cross_entropy(scores, wanted) + 1 - dice.mean()
+        found: torch.Tensor = F.cross_entropy(scores, wanted) + 1 - dice.mean()
+        return found
 
     fitted(UNet(5), loss)
 
@@ -285,7 +286,9 @@ def translation() -> None:
             self.head = nn.Linear(64, 200)
 
         def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device="cuda")
+            mask = nn.Transformer.generate_square_subsequent_mask(
+                target.shape[1], device=torch.device("cuda")
+            )
             made: torch.Tensor = self.head(
                 self.body(
                     self.words(source),
@@ -350,7 +353,8 @@ def graph_attention() -> None:
 
     def loss(net: nn.Module) -> torch.Tensor:
         x, edges = torch.randn(150, 32, device="cuda"), torch.randint(0, 150, (2, 600)).cuda()
-        return net(x, edges).square().mean()
+        found: torch.Tensor = net(x, edges).square().mean()
+        return found
 
     fitted(Net(), loss)
 
@@ -394,7 +398,8 @@ def radiance_field() -> None:
             clear = torch.exp(-density * 0.125)
             before = torch.cumprod(torch.cat([torch.ones_like(clear[:, :1]), clear + 1e-10], 1), 1)
             weights = before[:, :-1] * (1 - clear)
-            return (weights[..., None] * color).sum(1)
+            found: torch.Tensor = (weights[..., None] * color).sum(1)
+            return found
 
     def loss(net: nn.Module) -> torch.Tensor:
         rays = torch.randn(256, 3).cuda(), F.normalize(torch.randn(256, 3), dim=-1).cuda()
