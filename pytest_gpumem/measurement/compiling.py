@@ -89,7 +89,8 @@ class Compiling:
             starts(handler, *args)
             if not any(each.callback_trigger.name == _RECORDING for each in args):
                 self._begin()
-                self._frames.begin()
+                if self._apart is not None:
+                    self._frames.begin()
 
         def run_end_callbacks(handler: Any, *args: Any) -> None:
             self._end()
