@@ -83,6 +83,9 @@ def regress(project: Project, program: Program, regression: Regression) -> None:
 
 
 def _write(project: Project, program: Program, *, changed: bool = False) -> None:
+    # Python takes a file of the same size and second for the one that it has compiled.
+    for compiled in project.path.rglob("__pycache__"):
+        shutil.rmtree(compiled)
     project.write(**program.files)
     project.write_ini(f"pythonpath = . {SITE}")
     if program.library:

@@ -136,7 +136,7 @@ def test_kernels_that_triton_tunes_belong_to_it_whoever_imports_triton(
         statistics.use(10)
     assert tracker.records(0, Bytes())["call"].peak_allocated == 10
     for name in ("triton", "triton.runtime", "triton.runtime.autotuner"):
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]  # not by monkeypatch, which would bring it back
 
 
 def test_torch_compiles_in_the_context_that_is_given(statistics: FakeStatistics) -> None:

@@ -730,6 +730,7 @@ NOT_OF_THE_CPU = frozenset(
         "DataParallel.forward",
         "DistributedDataParallel.__init__",
         "emit_nvtx",
+        "_memory_profile",
         "HigherOrderOperator.dispatch",
         "run",  # of Triton's kernels
         "GridExecutor.__call__",  # of Triton's interpreter
