@@ -204,7 +204,7 @@ def test_values_that_must_not_be_computed_are_named(project: Path) -> None:
     short = pytest_in(project, "--gpumem-sim-values-limit=0.001", "-rs", "-k", "trains")
 
     assert "1 passed, 1 skipped" in never.stdout
-    assert "bool() at test_values.py:49 depends on a value of a CUDA tensor" in never.stdout
+    assert "bool() at test_values.py:55 depends on a value of a CUDA tensor" in never.stdout
     assert "0.001 s that --gpumem-sim-values-limit" in " ".join(short.stdout.split())
 
 
