@@ -43,7 +43,7 @@ class _Finder(MetaPathFinder):
             return None
         self._busy.add(thread)
         try:
-            spec = _found(fullname, path, target)
+            spec = spec_of_others(fullname, path, target)
         finally:
             self._busy.discard(thread)
         if spec is not None and spec.loader is not None:
@@ -51,9 +51,10 @@ class _Finder(MetaPathFinder):
         return spec
 
 
-def _found(
+def spec_of_others(
     fullname: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
+    """Return the spec that the finders have, for one of them that now answers ``None`` itself."""
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         spec: ModuleSpec | None = None if find is None else find(fullname, path, target)

@@ -26,7 +26,7 @@ PEER_POOLS: Final[Version] = (2, 8)
 LENDS_FIRST: Final[Version] = (2, 11)
 """Pools lend their free blocks as the first step (``try_mempool_fallback``)."""
 LAST_SCOPE_FIRST: Final[Version] = (2, 10)
-"""Of open pool scopes the last one decides; before, the first one (``captures_underway``)."""
+"""Whether the pool scope opened last decides; before, the first one did (``captures_underway``)."""
 CAPTURE_OF_STREAM: Final[Version] = (2, 13)
 """Only a capture of the current stream does without events; before, any open scope does."""
 REUSE_IN_CAPTURE: Final[Version] = (2, 15)

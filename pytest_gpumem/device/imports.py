@@ -18,6 +18,7 @@ from threading import get_ident
 from types import ModuleType
 
 from pytest_gpumem.garbage import FramesLetGo
+from pytest_gpumem.late_modules import spec_of_others
 
 
 @contextmanager
@@ -47,23 +48,12 @@ class _ImportWatch(MetaPathFinder):
             return None
         self._busy.add(thread)  # finders import, too
         try:
-            spec = self._found(fullname, path, target)
+            spec = spec_of_others(fullname, path, target)
         finally:
             self._busy.discard(thread)
         if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
             spec.loader = _TidyLoader(spec.loader, self._busy)
         return spec
-
-    def _found(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> ModuleSpec | None:
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            if finder is not self and find is not None:
-                spec: ModuleSpec | None = find(fullname, path, target)
-                if spec is not None:
-                    return spec
-        return None
 
 
 def _is_only_asked() -> bool:

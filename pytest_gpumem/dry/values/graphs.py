@@ -21,23 +21,21 @@ from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 from pytest_gpumem.simulated.machine.values.operator import Operator
+from pytest_gpumem.simulated.machine.values.views import Layout, layout_of, view_of
 
 _REQUESTS = ("capture_begin", "capture_end", "replay")
 
 
 @dataclass(frozen=True)
-class _View:
-    """A tensor of captured work: the place of its storage, and what of it the tensor shows."""
+class _View(Layout):
+    """A tensor of captured work, and the place of its storage."""
 
     storage: Place
-    shape: torch.Size
-    strides: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    conjugate: bool
-    negative: bool
-    end: int
-    """The first byte behind it, from the beginning of the storage."""
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it, from the beginning of the storage; 0 without elements."""
+        return end_of(self) if self.shape.numel() else 0
 
     @property
     def place(self) -> Place:
@@ -47,11 +45,7 @@ class _View:
 
     def seen(self) -> torch.Tensor:
         """Return the memory as a CPU tensor."""
-        whole = seen_by_cpu(self.storage, self.dtype)
-        found = whole.as_strided(self.shape, self.strides, self.offset)
-        if self.conjugate:
-            found = found.conj()
-        return torch._neg_view(found) if self.negative else found
+        return view_of(seen_by_cpu(self.storage, self.dtype), self)
 
 
 @dataclass(frozen=True)
@@ -141,16 +135,7 @@ class Graphs:
         if isinstance(value, torch.Tensor):
             if not value.is_cuda or value.layout is not torch.strided:
                 return value
-            return _View(
-                self._memory.place_of(value),
-                value.shape,
-                value.stride(),
-                int(value.storage_offset()),
-                value.dtype,
-                value.is_conj(),
-                value.is_neg(),
-                end_of(value) if value.numel() else 0,
-            )
+            return _View(*layout_of(value), self._memory.place_of(value))
         if isinstance(value, (list, tuple)):
             return type(value)([self._described(item) for item in value])
         if isinstance(value, dict):

@@ -18,6 +18,7 @@ from pytest_gpumem.simulated.machine.values.facts import Fact
 from pytest_gpumem.simulated.machine.values.finite import Infinity
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.ranges import Range, Ranges
+from pytest_gpumem.simulated.machine.values.views import Layout
 from pytest_gpumem.sizes import MIB
 
 
@@ -218,7 +219,7 @@ class DryValues(Values):
             self._watched[start] = storage_key(tensor), self._memory.watch(start)
 
 
-def end_of(tensor: torch.Tensor) -> int:
+def end_of(tensor: torch.Tensor | Layout) -> int:
     """Return where ``tensor`` ends, in bytes from the beginning of its storage."""
     steps = (
         max(size - 1, 0) * stride

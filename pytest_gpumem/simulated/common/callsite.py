@@ -56,7 +56,7 @@ class Purpose(NamedTuple):
     name: str
     """The name in the operator's place: ``all-gather of layers.3``."""
     kind: str
-    """The same as :attr:`Provenance.kind`."""
+    """The kind that :attr:`Provenance.kind` describes."""
     place: Place | None = None
     """The user's code that it comes from, where frames do not show it."""
 

@@ -18,7 +18,7 @@ from pytest_gpumem.simulated.machine.generators import shared_state
 from pytest_gpumem.simulated.machine.pool_contents import Place, PoolContents
 from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 from pytest_gpumem.simulated.machine.storages import storage_key
-from pytest_gpumem.simulated.machine.values.views import view_of
+from pytest_gpumem.simulated.machine.values.views import Layout, layout_of, view_of
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.values.known import Values
@@ -26,28 +26,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _View:
-    """A tensor of captured work, without hold on its storage; answers as far as values ask."""
+class _View(Layout):
+    """A tensor of captured work."""
 
     place: Place
-    shape: torch.Size
-    strides: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    conjugate: bool
-    negative: bool
-
-    def stride(self) -> tuple[int, ...]:
-        return self.strides
-
-    def storage_offset(self) -> int:
-        return self.offset
-
-    def is_conj(self) -> bool:
-        return self.conjugate
-
-    def is_neg(self) -> bool:
-        return self.negative
 
 
 @dataclass(frozen=True)
@@ -110,10 +92,7 @@ class Recording:
         if isinstance(value, torch.Tensor):
             if not raw.is_meta(value) or value.layout is not torch.strided:
                 return value
-            return _View(
-                self._place(value), value.shape, value.stride(), int(value.storage_offset()),
-                value.dtype, value.is_conj(), value.is_neg(),
-            )  # fmt: skip
+            return _View(*layout_of(value), self._place(value))
         if isinstance(value, (list, tuple)):
             return type(value)([self.described(item) for item in value])
         if isinstance(value, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,44 @@ from pytest_gpumem.simulated.common.raw import CPU
 _empty = torch.empty
 _empty_strided = torch.empty_strided
 _as_strided = torch.as_strided
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor as a view of its storage, without hold on it: :func:`view_of` takes either."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conjugate: bool
+    negative: bool
+
+    def stride(self) -> tuple[int, ...]:
+        """Return the strides, in elements."""
+        return self.strides
+
+    def storage_offset(self) -> int:
+        """Return the first element."""
+        return self.offset
+
+    def is_conj(self) -> bool:
+        """Return whether elements are the conjugates of what the storage has."""
+        return self.conjugate
+
+    def is_neg(self) -> bool:
+        """Return whether elements are the negatives of what the storage has."""
+        return self.negative
+
+
+def layout_of(
+    tensor: torch.Tensor,
+) -> tuple[torch.Size, tuple[int, ...], int, torch.dtype, bool, bool]:
+    """Return the fields of the :class:`Layout` of ``tensor``."""
+    return (
+        tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype,
+        tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip
 
 
 def view_of(base: torch.Tensor, tensor: Any) -> torch.Tensor:

@@ -396,7 +396,7 @@ class _Described(NamedTuple):
     schema: str
     description: Any
     values: Any
-    """The same kernel on the CPU, in numbers."""
+    """The function that computes the kernel's values on the CPU."""
     mutates: tuple[str, ...] = ()
 
 
