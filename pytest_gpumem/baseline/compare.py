@@ -62,9 +62,9 @@ def missing_text(
     environment: Environment, elsewhere: Sequence[tuple[Environment, BaselineEntry]]
 ) -> str:
     """Return a note that a test has no baseline, with its peaks in other environments."""
-    text = f"no baseline for {environment.key}"
+    text = f"none is stored for {environment.key}"
     known = [f"{other.key} {format_size(entry.peak_allocated)}" for other, entry in elsewhere]
-    return f"{text}; known elsewhere: {', '.join(known)}" if known else text
+    return f"{text}; stored elsewhere: {', '.join(known)}" if known else text
 
 
 def missing_cause(

@@ -229,8 +229,8 @@ def test_without_a_baseline_only_a_test_that_says_baseline_true_fails() -> None:
     assert judgement.missing_baseline
     assert (verdict.kind, verdict.limit, verdict.reference) == ("baseline", None, None)
     assert verdict.short == (
-        "the test peaked at 512 B and has no baseline to match; no baseline for sim-T4-torch2.13; "
-        "known elsewhere: sim-A10-torch2.13 1.0 MiB [simulated T4]"
+        "the test peaked at 512 B and has no baseline to match; none is stored for sim-T4-torch2.13; "
+        "stored elsewhere: sim-A10-torch2.13 1.0 MiB [simulated T4]"
     )
 
 
@@ -249,9 +249,9 @@ def test_baseline_false_is_never_compared() -> None:
 def test_what_other_environments_know_is_shown_and_never_compared() -> None:
     judgement = judged(measured(5000), elsewhere=[(A10, stored(1))])
     assert not judgement.verdicts
-    assert missing_text(T4, []) == "no baseline for sim-T4-torch2.13"
+    assert missing_text(T4, []) == "none is stored for sim-T4-torch2.13"
     assert missing_text(T4, [(A10, stored(MIB)), (T4, stored(512))]) == (
-        "no baseline for sim-T4-torch2.13; known elsewhere: "
+        "none is stored for sim-T4-torch2.13; stored elsewhere: "
         "sim-A10-torch2.13 1.0 MiB, sim-T4-torch2.13 512 B"
     )
 

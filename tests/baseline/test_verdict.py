@@ -147,11 +147,11 @@ def test_a_simulated_number_and_another_device_say_so() -> None:
 
 
 def test_a_missing_baseline_says_what_to_do() -> None:
-    note = "no baseline for sim-T4-torch2.13; known elsewhere: sim-A10-torch2.13 1.22 GiB"
+    note = "none is stored for sim-T4-torch2.13; stored elsewhere: sim-A10-torch2.13 1.22 GiB"
     missing = verdict(BASELINE, phase=None, limit=None, reference=None, notes=(note,))
     assert long(missing) == (
         "the test peaked at 1.62 GiB (1,739,461,632 B) and has no baseline to match; "
-        "no baseline for sim-T4-torch2.13; known elsewhere: sim-A10-torch2.13 1.22 GiB\n"
+        "none is stored for sim-T4-torch2.13; stored elsewhere: sim-A10-torch2.13 1.22 GiB\n"
         'record it: pytest --gpumem-update-baselines "tests/test_model.py::test_step"'
     )
 

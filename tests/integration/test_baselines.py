@@ -286,7 +286,7 @@ def test_another_environment_s_baseline_is_shown_and_never_compared(project: Pro
     result = project.run("--gpumem-require-baselines", device="--gpumem-device=sim:L4")
 
     result.assert_outcomes(failed=2)
-    result.stdout.fnmatch_lines(["*no baseline for sim-L4*known elsewhere: sim-T4*4.0 KiB*"])
+    result.stdout.fnmatch_lines(["*none is stored for sim-L4*stored elsewhere: sim-T4*4.0 KiB*"])
 
 
 def test_the_json_report_holds_baseline_and_verdicts(project: Project) -> None:
