@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from gc import disable, enable, get_objects, get_stats, isenabled
 from inspect import CO_GENERATOR
 from itertools import chain
+from sys import getrefcount
 from types import FrameType
 
 _YOUNG = (0, 1)
@@ -44,17 +45,22 @@ class FramesLetGo:
     that is stored or is part of a cycle of references (``FailedMatch`` in
     torch/_inductor/pattern_matcher.py). Exceptions lose their tracebacks, and frames their local
     variables. Nothing is done where an exception is raised out of the ``with`` statement.
+
+    The frames are searched for among all objects, which takes long, but only where the function
+    with the ``with`` statement has more references than before: ``f_back`` is one.
     """
 
     def __enter__(self) -> None:
-        self._caller: FrameType | None = sys._getframe(1)
+        caller = self._caller = sys._getframe(1)
         self._collections = get_stats()[-1]["collections"]
+        self._references = getrefcount(caller)
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        caller, self._caller = self._caller, None
-        if caller is not None and kind is None:
+        caller = self._caller
+        if kind is None and getrefcount(caller) > self._references:
             is_young = get_stats()[-1]["collections"] == self._collections
             _let_go_of(caller, _YOUNG if is_young else (*_YOUNG, _OLDEST))
+        del self._caller
 
 
 class LeftFrames:
@@ -65,18 +71,23 @@ class LeftFrames:
 
     def __init__(self) -> None:
         self._before: list[FrameType] = []
+        self._references: list[int] = []
 
     def begin(self) -> None:
         """Record the functions that run."""
         self._before = list(_running())
+        self._references = [getrefcount(frame) for frame in self._before]
 
     def end(self) -> None:
         """Clear the frames that have been left below the innermost of them that still runs."""
-        before, self._before = self._before, []
-        caller = next((frame for frame in _running() if frame in before), None)
-        before.clear()
-        if caller is not None:
-            _let_go_of(caller, (*_YOUNG, _OLDEST))
+        references = [getrefcount(frame) for frame in self._before]
+        running = set(_running())
+        for frame, now, then in zip(self._before, references, self._references, strict=True):
+            if frame in running:
+                if now > then:
+                    _let_go_of(frame, (*_YOUNG, _OLDEST))
+                break
+        self._before.clear()
 
 
 def _running() -> Iterator[FrameType]:

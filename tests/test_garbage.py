@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from pytest_gpumem import garbage
 from pytest_gpumem.garbage import FramesLetGo, LeftFrames
 
 
@@ -112,3 +113,12 @@ def test_frames_are_found_between_two_calls_from_below_a_function(
         return weakref.ref(variable)
 
     assert called_by_others()() is None
+
+
+def test_objects_are_searched_only_where_a_frame_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[object] = []
+    monkeypatch.setattr(garbage, "_let_go_of", lambda *given: searches.append(given))
+    assert called(list)() is None
+    assert not searches
+    called(keep_own_frame)
+    assert len(searches) == 1

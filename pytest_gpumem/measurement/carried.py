@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_gpumem.attribution.history import Origin
+from pytest_gpumem.measurement.contents import CONTAINERS, attributes_of, is_a, tensors_in
 from pytest_gpumem.measurement.graphs import saved_by_graphs
 from pytest_gpumem.measurement.phases import Positions
 from pytest_gpumem.simulated.common.callsite import is_internal
@@ -26,15 +26,12 @@ MadeSince = Callable[[Positions], Iterable[int]]
 LOOKS = 5
 """The number of forwards at whose beginning live blocks are inspected: one to know what was there
 before, one more for what a first step alone makes, and three for two growths."""
-MOST_ITEMS = 10_000
-"""The most items of a container that are inspected."""
 MOST_HOLDERS = 3
 """The most variables that are named: where two keep the same, a comparison tells which is new."""
 DEEPEST = 3
 """The deepest nesting of containers that is inspected."""
 
 _TESTERS = ("_pytest", "pluggy", "pytest_gpumem")
-_CONTAINERS = (list, dict, tuple, set, deque)
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 
@@ -157,10 +154,10 @@ def _holders_of(left: Mapping[int, int], batches: set[int]) -> dict[_Holder, _Ke
     """
     found: dict[_Holder, tuple[set[int], list[torch.Tensor]]] = {}
     for variable in _variables():
-        tensors = list(_tensors(variable.value, DEEPEST))
+        tensors = list(tensors_in(variable.value, DEEPEST))
         addresses = {_address(tensor) for tensor in tensors} & left.keys()
         if addresses:
-            kind = type(variable.value).__name__ if isinstance(variable.value, _CONTAINERS) else ""
+            kind = "" if is_a(variable.value, torch.Tensor) else type(variable.value).__name__
             holder = _Holder(variable.name, variable.where, kind)
             found[holder] = addresses, tensors
     named = set().union(*(addresses for addresses, _ in found.values()))
@@ -206,36 +203,22 @@ def _locals(frame: FrameType) -> dict[str, Any]:
 
 def _named(variables: Mapping[str, Any], where: str) -> Iterator[_Variable]:
     for name, value in list(variables.items()):
-        if name.startswith("__") or isinstance(value, (ModuleType, type)):
+        if name.startswith("__") or is_a(value, ModuleType, type):
             continue
-        if isinstance(value, (torch.Tensor, *_CONTAINERS)):
+        if is_a(value, torch.Tensor, *CONTAINERS):
             yield _Variable(name, where, value)
-        elif isinstance(value, torch.nn.Module):
+        elif is_a(value, torch.nn.Module):
             for path, module in value.named_modules():
                 owner = ".".join(filter(None, (name, path)))
                 yield from _attributes(module, owner, where)
-        elif hasattr(value, "__dict__") and not callable(value):
+        elif not callable(value):
             yield from _attributes(value, name, where)
 
 
 def _attributes(owner: Any, name: str, where: str) -> Iterator[_Variable]:
-    for attribute, value in list(vars(owner).items()):
-        if attribute not in _OF_MODULES and isinstance(value, (torch.Tensor, *_CONTAINERS)):
+    for attribute, value in list(attributes_of(owner).items()):
+        if attribute not in _OF_MODULES and is_a(value, torch.Tensor, *CONTAINERS):
             yield _Variable(f"{name}.{attribute}", where, value)
-
-
-def _tensors(value: Any, levels: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif levels and isinstance(value, dict):
-        yield from _each(list(value.values()), levels)
-    elif levels and isinstance(value, _CONTAINERS):
-        yield from _each(list(value), levels)
-
-
-def _each(values: Sequence[Any], levels: int) -> Iterator[torch.Tensor]:
-    for value in values[:MOST_ITEMS]:
-        yield from _tensors(value, levels - 1)
 
 
 def _address(tensor: torch.Tensor) -> int:

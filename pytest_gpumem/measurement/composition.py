@@ -27,6 +27,7 @@ from pytest_gpumem.attribution.history import (
 )
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory, post_mortem
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
+from pytest_gpumem.measurement.contents import CONTAINERS, attributes_of, is_a, items_of
 from pytest_gpumem.measurement.holders import holders_of
 from pytest_gpumem.measurement.libraries import releases_of
 from pytest_gpumem.measurement.phases import PhaseTracker, Positions, position_on
@@ -277,14 +278,12 @@ def _holders(values: Iterable[Any]) -> Iterable[torch.nn.Module | torch.optim.Op
     """Yield the modules and optimizers among ``values`` and directly inside of them."""
     for value in values:
         inner = [value, *_parts(value)]
-        yield from (part for part in inner if isinstance(part, HOLDERS))
+        yield from (part for part in inner if is_a(part, *HOLDERS))
 
 
 def _parts(value: Any) -> list[Any]:
-    if isinstance(value, HOLDERS):
+    if is_a(value, *HOLDERS):
         return []
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    return list(vars(value).values()) if hasattr(value, "__dict__") else []
+    if is_a(value, *CONTAINERS):
+        return [item for _, item in items_of(value)]
+    return list(attributes_of(value).values())

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pytest_gpumem.measurement.contents import attributes_of, is_a
 from pytest_gpumem.measurement.leaks import Places, blocks_reachable, graph_of
 from pytest_gpumem.measurement.referrers import Referrers
 from pytest_gpumem.measurement.statistics import Block
@@ -110,33 +111,32 @@ class _Search:
 def _followed(heap: Referrers, referrer: Any, link: _Link) -> _Link | None:
     """Return the link of ``referrer``, ``None`` where its path cannot be named."""
     value, path, _ = link
-    if isinstance(referrer, dict):
+    if is_a(referrer, dict):
         key = heap.key(referrer, value)
         return None if key is None else _Link(referrer, (f"[{key!r}]", *path), key)
-    if isinstance(referrer, (list, tuple)):
+    if is_a(referrer, list, tuple):
         index = heap.key(referrer, value)
         return None if index is None else _Link(referrer, (f"[{index}]", *path))
-    if isinstance(referrer, types.CellType):
+    if is_a(referrer, types.CellType):
         return _Link(referrer, path)
-    attributes = getattr(referrer, "__dict__", None)
-    if isinstance(attributes, Mapping):
+    if attributes := attributes_of(referrer):
         if attributes is value:
             return _Link(referrer, (link.as_attribute,))
         name = next((name for name, held in attributes.items() if held is value), None)
         return None if name is None else _Link(referrer, (f".{name}", *path))
-    followed = isinstance(referrer, (types.FrameType, set, frozenset, deque))
+    followed = is_a(referrer, types.FrameType, set, frozenset, deque)
     return _Link(referrer, path) if followed else None
 
 
 def _named(heap: Referrers, referrer: Any, link: _Link) -> str | None:
     """Return the expression that begins with a module, class or frame, if ``referrer`` is one."""
     value, path, key = link
-    if isinstance(referrer, types.FrameType):
+    if is_a(referrer, types.FrameType):
         names = [name for name, held in referrer.f_locals.items() if held is value]
         return f"{names[0]} in {referrer.f_code.co_name}(){''.join(path)}" if names else None
-    if isinstance(referrer, type) and isinstance(value, dict) and isinstance(key, str):
+    if is_a(referrer, type) and is_a(value, dict) and isinstance(key, str):
         return f"{referrer.__module__}.{referrer.__qualname__}{link.as_attribute}"
-    if isinstance(referrer, dict) and (owner := _module(referrer)):
+    if is_a(referrer, dict) and (owner := _module(referrer)):
         name = heap.key(referrer, value)
         return None if name is None else f"{owner}.{name}{''.join(path)}"
     return None
@@ -154,6 +154,6 @@ def _module(namespace: dict[Any, Any]) -> str | None:
 
 
 def _is_ours(value: Any) -> bool:
-    if isinstance(value, types.FrameType):
+    if is_a(value, types.FrameType):
         return str(value.f_globals.get("__name__", "")).startswith(_FOREIGN)
     return type(value).__module__.partition(".")[0] in _FOREIGN

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.measurement.contents import is_a
 from pytest_gpumem.measurement.referrers import holds_memory
 from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.values.errors import UnknownValueError
@@ -74,7 +75,7 @@ def reachable_objects(roots: Iterable[Any]) -> Iterator[Any]:
         if _is_foreign(value):
             continue
         yield value
-        if not isinstance(value, _NOT_ENTERED):
+        if not is_a(value, *_NOT_ENTERED):
             queue.extend(_referents(value))
 
 
@@ -85,7 +86,7 @@ def holders_of_class(cls: type) -> list[Any]:
     """
     kinds = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
     attributes = [value for base in cls.__mro__ for value in vars(base).values()]
-    return [value for value in attributes if isinstance(value, kinds)]
+    return [value for value in attributes if is_a(value, *kinds)]
 
 
 def values_given(fixtures: Iterable[Any], item: Any) -> list[Any]:
@@ -115,11 +116,11 @@ def _is_foreign(value: Any) -> bool:
 
 
 def _referents(value: Any) -> Iterable[Any]:
-    if isinstance(value, torch.Tensor):
+    if is_a(value, torch.Tensor):
         return [*gc.get_referents(value), *_tensor_parts(value)]
-    if isinstance(value, torch.autograd.graph.Node):
+    if is_a(value, torch.autograd.graph.Node):
         return [*gc.get_referents(value), *_node_parts(value)]
-    if isinstance(value, types.FunctionType):
+    if is_a(value, types.FunctionType):
         # Its globals would lead everywhere.
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
     return gc.get_referents(value)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+from pytest_gpumem.measurement.contents import items_of
 
 CHUNK = 128
 """The number of objects examined together: most have no relevant reference."""
@@ -53,9 +55,8 @@ class Referrers:
         """Return the first key or index under which ``container`` has ``value``, or ``None``."""
         keys = self._keys.get(id(container))
         if keys is None:
-            items = container.items() if isinstance(container, Mapping) else enumerate(container)
             keys = self._keys[id(container)] = {}
-            for key, held in list(items):
+            for key, held in items_of(container):
                 keys.setdefault(id(held), key)
         return keys.get(id(value))
 

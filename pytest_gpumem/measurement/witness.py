@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -20,6 +20,7 @@ from pytest_gpumem.attribution.history import (
     Span,
 )
 from pytest_gpumem.measurement.carried import Held, MadeSince
+from pytest_gpumem.measurement.contents import tensors_in
 from pytest_gpumem.measurement.facts import Facts
 from pytest_gpumem.measurement.leaks import graph_of
 from pytest_gpumem.measurement.phases import Positions, position_on
@@ -120,7 +121,7 @@ class Witness:
             mine = outermost and self.begin("forward")
             path = self._paths.get(module) or type(module).__name__
             if mine:
-                self.facts.forward(self._owned, lambda: _tensors((args, kwargs), DEEPEST_INPUT))
+                self.facts.forward(self._owned, lambda: tensors_in((args, kwargs), DEEPEST_INPUT))
                 if first:
                     self.facts.model(module)
             elif outermost and self._span is not None and self._span[0] == "backward":
@@ -278,7 +279,7 @@ class Witness:
                 self._name(module)
             self._see_module(self._positions(), module)
         now = self._positions()
-        for tensor in _tensors(arguments, DEEPEST_INPUT):
+        for tensor in tensors_in(arguments, DEEPEST_INPUT):
             if graph_of(tensor) is None:
                 self._see(now, tensor, INPUTS, "", "")
                 self.facts.given(tensor)
@@ -382,14 +383,3 @@ def _address(tensor: torch.Tensor) -> int:
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _tensors(value: Any, levels: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif levels and isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item, levels - 1)
-    elif levels and isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item, levels - 1)

@@ -1,0 +1,79 @@
+"""Objects of the user are read without running the user's code."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, deque
+from typing import Any
+
+import pytest
+import torch
+
+from pytest_gpumem.measurement.contents import attributes_of, is_a, items_of, tensors_in
+
+TENSOR = torch.zeros(1)
+
+
+class LoadsWhenAsked(OrderedDict[str, Any]):
+    """A mapping as transformers' ``CONFIG_MAPPING``, whose values are imported when asked for."""
+
+    def values(self) -> Any:
+        raise AssertionError("the values were asked for")
+
+    items = __iter__ = values
+
+
+class StandsFor:
+    """A proxy of an object that is not there yet, as Django's ``SimpleLazyObject``."""
+
+    @property
+    def __class__(self) -> Any:
+        raise AssertionError("the class was asked for")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was asked for")
+
+
+class OtherLength(tuple[Any, ...]):
+    """A tuple of another length than it says."""
+
+    def __len__(self) -> int:
+        raise AssertionError("the length was asked for")
+
+
+def test_a_mapping_that_loads_its_values_is_not_asked_for_them() -> None:
+    mapping = LoadsWhenAsked()
+    dict.__setitem__(mapping, "first", TENSOR)
+    assert items_of(mapping) == [("first", TENSOR)]
+
+
+def test_a_proxy_is_not_asked_for_the_class_of_its_object() -> None:
+    proxy = StandsFor()
+    assert not is_a(proxy, torch.Tensor, dict)
+    assert items_of(proxy) == []
+    assert attributes_of(proxy) == {}
+    assert list(tensors_in([proxy], 2)) == []
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        [TENSOR],
+        (TENSOR,),
+        OtherLength([TENSOR]),
+        {TENSOR},
+        deque([TENSOR]),
+        {0: TENSOR},
+        UserDict({0: TENSOR}),
+        OrderedDict({0: TENSOR}),
+    ],
+    ids=lambda container: type(container).__name__,
+)
+def test_containers_have_their_items(container: Any) -> None:
+    assert items_of(container) == [(0, TENSOR)]
+    assert list(tensors_in([container], 2)) == [TENSOR]
+    assert list(tensors_in([container], 1)) == []
+
+
+def test_only_the_first_items_of_a_long_container_are_read() -> None:
+    assert items_of(range(3)) == []
+    assert items_of([7, 8, 9], 2) == [(0, 7), (1, 8)]
