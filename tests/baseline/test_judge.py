@@ -230,7 +230,8 @@ def test_without_a_baseline_only_a_test_that_says_baseline_true_fails() -> None:
     assert (verdict.kind, verdict.limit, verdict.reference) == ("baseline", None, None)
     assert verdict.short == (
         "the test peaked at 512 B and has no baseline to match; "
-        "none is stored for sim-T4-torch2.13; stored elsewhere: sim-A10-torch2.13 1.0 MiB [simulated T4]"
+        "none is stored for sim-T4-torch2.13; "
+        "stored elsewhere: sim-A10-torch2.13 1.0 MiB [simulated T4]"
     )
 
 

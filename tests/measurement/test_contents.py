@@ -25,8 +25,8 @@ class LoadsWhenAsked(OrderedDict[str, Any]):
 class StandsFor:
     """A proxy of an object that is not there yet, as Django's ``SimpleLazyObject``."""
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]  # computed, as proxies have it
+    @property  # type: ignore[misc]  # proxies compute it
+    def __class__(self) -> Any:
         raise AssertionError("the class was asked for")
 
     def __getattr__(self, name: str) -> Any:
