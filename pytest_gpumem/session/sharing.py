@@ -295,7 +295,7 @@ class Sharing:
             return lesson.reserved, "earlier run"
         if lesson.predicted:
             return lesson.predicted, "prediction"
-        return None, "nobody"
+        return None, "unknown"
 
     def _lesson(self, nodeid: str, device: Device) -> Lesson:
         return self._learned.of(device.environment.key, without_group(nodeid))

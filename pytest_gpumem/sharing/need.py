@@ -14,7 +14,7 @@ class Need:
     """Bytes on its device, fixtures included; ``None`` if unknown: then it runs alone."""
     source: str
     """The origin of the number: ``max``, ``max_reserved``, ``baseline``, ``earlier run``,
-    ``prediction`` or ``nobody``."""
+    ``prediction`` or ``unknown``."""
     duration: float | None = None
     """Seconds; ``None`` if unknown."""
     exclusive: bool = False
