@@ -8,7 +8,6 @@ from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.execution.elements import run_by_kinds
 from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner
 from pytest_gpumem.simulated.execution.shapes import NEW, is_of_lists
-from pytest_gpumem.simulated.machine.checks.dtypes import checks_of
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import sparse, sparse_products, tables
@@ -42,7 +41,6 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
     run = runner.run_seeded
     placement = machine.placement
     name = func._schema.name
-    checks = checks_of(func)
     is_checked = not resizes or "out" in func._schema.overload_name
     overload = str(func)
     parts = _SPARSE_PARTS.get(overload)
@@ -66,7 +64,7 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
         ):
             with runner.mode:
                 return in_parts(*args, **kwargs)
-        if make is NEW and is_checked and runner.is_elsewhere(func, checks, args, kwargs):
+        if make is NEW and is_checked and runner.is_elsewhere(func, args, kwargs):
             return runner.run_elsewhere(func, args, kwargs)
         call = None if rule is None else Call(rule, device, args, kwargs)
         if make is NEW or make is None:

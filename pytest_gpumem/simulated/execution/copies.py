@@ -8,7 +8,7 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.execution.runner import HOST, Runner
-from pytest_gpumem.simulated.machine.checks.devices import NO_DATA
+from pytest_gpumem.simulated.machine.checks import NO_DATA
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import sparse, transfers
