@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.execution.elements import run_by_kinds
+from pytest_gpumem.simulated.execution.computing import run_by_kinds
 from pytest_gpumem.simulated.execution.shapes import Shapes
 from pytest_gpumem.simulated.machine.storages import Storages
 
