@@ -29,16 +29,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.autograd.graph
 
 from pytest_gpumem.allocator.timeline import Marks, StreamKey, Timeline
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.captures import Capture
-
+from pytest_gpumem.simulated.machine.captures import Capture
 
 STREAMS_PER_POOL = 32
 """kStreamsPerPool of c10/cuda/CUDAStream.cpp: after these the first stream is returned again."""

@@ -15,28 +15,22 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.thread import _worker
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.gpu.memory import Memory
-from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.gpu.workspaces import Workspaces
+from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.surface import compilers
 from pytest_gpumem.simulated.surface.exclusive import Exclusive
 from pytest_gpumem.values.errors import SimulationError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.gpu.workspaces import Workspaces
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-
 
 UNMEASURED = "code that is not measured"
 """Owner of the threads that are started while no test is."""
