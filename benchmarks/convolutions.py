@@ -17,7 +17,7 @@ from single_numbers import MIB, Number, print_numbers
 from torch import nn
 
 from pytest_gpumem import simulate
-from pytest_gpumem.prediction.unfilled import unfilled
+from pytest_gpumem.prediction.batch import unfilled
 
 GIB = 2**30
 _ISSUES = "github.com/pytorch/pytorch/issues/{}"

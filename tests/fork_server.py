@@ -44,7 +44,7 @@ REWRITTEN = (
     *("pytest_gpumem.baseline.renamed", "pytest_gpumem.baseline.unused"),
     *("pytest_gpumem.report.header", "pytest_gpumem.report.reported_run"),
     *("pytest_gpumem.report.written", "pytest_gpumem.session.course"),
-    *("pytest_gpumem.session.faults", "pytest_gpumem.session.hooks"),
+    *("pytest_gpumem.session.course", "pytest_gpumem.session.hooks"),
     *("pytest_gpumem.session.hosts", "pytest_gpumem.session.isolated"),
     *("pytest_gpumem.session.item", "pytest_gpumem.session.learning"),
     *("pytest_gpumem.session.prepare", "pytest_gpumem.session.conclusion"),

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import compact
 from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
-from pytest_gpumem.values.measurement import CALL
-
-if TYPE_CHECKING:
-    from pytest_gpumem.values.measurement import Measurement, PhaseRecord
+from pytest_gpumem.values.measurement import CALL, Measurement, PhaseRecord
 
 
 @dataclass(frozen=True)

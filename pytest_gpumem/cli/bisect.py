@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.command import Answer, Command, argument
@@ -22,9 +21,7 @@ from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.report.difference import explain_peaks
 from pytest_gpumem.report.json_report import ReportError, read_report
 from pytest_gpumem.sizes import SizeError, Tolerance, format_exact, format_size, parse_tolerance
-
-if TYPE_CHECKING:
-    from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.values.measurement import Measurement
 
 FOUND = 1
 

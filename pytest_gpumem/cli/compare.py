@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytest_gpumem.attribution.explain import explain
 from pytest_gpumem.baseline.compare import default_tolerance_for
@@ -19,9 +19,7 @@ from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.cli.sides import Side, Test, read_side
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.sizes import SizeError, Tolerance, format_size, parse_tolerance
-
-if TYPE_CHECKING:
-    from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.environment import Environment
 
 REGRESSION = 1
 STATUSES = ("regression", "improvement", "same", "new", "gone", "failed")

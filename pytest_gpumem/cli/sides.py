@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.baseline.store import BaselineEntry, read_folder, split_nodeid
 from pytest_gpumem.report.json_report import read_report
+from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import Tolerance, parse_tolerance
-
-if TYPE_CHECKING:
-    from pytest_gpumem.report.record import TestRecord
-    from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.environment import Environment
 
 Figures = Mapping[str, int]
 """Peaks in bytes by phase, the whole test's under the empty name; empty for a failed test."""

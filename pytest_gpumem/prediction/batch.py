@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from statistics import linear_regression
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.measurement.unmeasured import unmeasured
 from pytest_gpumem.prediction.largest import Runs, largest_batch
-from pytest_gpumem.prediction.unfilled import unfilled
 from pytest_gpumem.sizes import format_size
 
 OFF_THE_LINE = 0.1
@@ -129,3 +128,24 @@ def _usable_memory() -> int:
     """Return the bytes that the process may allocate on the current device."""
     _, total = torch.cuda.mem_get_info()
     return int(total * torch.cuda.get_per_process_memory_fraction())
+
+
+@contextmanager
+def unfilled() -> Iterator[None]:
+    """Leave large random tensors on the CPU as the system gave them, if the GPU computes nothing.
+
+    For runs where only memory matters: half of the time of a step that makes its model on the CPU
+    is spent on random weights, and samples for the largest batch of a large GPU, once written, need
+    more memory than a laptop has. Does nothing outside a simulation.
+    """
+    from pytest_gpumem.simulated.simulation import active_simulation
+
+    machine = active_simulation()
+    if machine is None or machine.values.everything:
+        yield
+        return
+    before, machine.leaves_unfilled = machine.leaves_unfilled, True
+    try:
+        yield
+    finally:
+        machine.leaves_unfilled = before

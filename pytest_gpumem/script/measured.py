@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
+import tempfile
 import time
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory
 from pytest_gpumem.device.device import Device
 from pytest_gpumem.device.simulated import SimulatedDevice
+from pytest_gpumem.measurement.automatic_phases import BACKWARD, FORWARD, STEP
 from pytest_gpumem.measurement.composition import Account
 from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.measurement.meter import Meter
+from pytest_gpumem.measurement.phases import Phase, PhaseTracker
 from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.script.entry import Script, chain
-from pytest_gpumem.script.files import checkpoints_kept
-from pytest_gpumem.script.phases import Iterations, shown_phases
+from pytest_gpumem.script.iterations import ITERATION, LOAD, numbered
 from pytest_gpumem.script.stopping import Alarm, Steps
-from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.simulated.common.callsite import callers_line, user_line
+from pytest_gpumem.simulated.surface.checkpoints import gives_no_values, restore_unknown
+from pytest_gpumem.values.measurement import CALL, SETUP, Measurement, PhaseRecord
 
 STACKS = "all"
 """The recorded stacks of a real device's allocations: Python's and C++'s."""
@@ -133,3 +145,148 @@ def _post_mortem(meter: Meter, device: Device) -> OutOfMemory | None:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether ``error`` is, or was caused by, an allocation that found no memory."""
     return any(isinstance(one, torch.OutOfMemoryError) for one in chain(error))
+
+
+_MARK = restore_unknown.__name__.encode()
+"""The name that the pickle of a tensor without values calls; torch.save does not compress it.
+Metadata of safetensors, at the beginning of the file, contain it, too."""
+
+_METADATA = {"pytest_gpumem": _MARK.decode()}
+
+_LOOKED_AT = 1 << 24
+"""Bytes that are read of a file, which begins with its pickle."""
+
+
+@contextmanager
+def checkpoints_kept(note: Callable[[str], None]) -> Iterator[None]:
+    """Keep ``torch.save`` and safetensors inside from writing shapes over a file that holds values.
+
+    A distributed checkpoint is not written to a folder that holds one with values either. ``note``
+    is called with a sentence for each.
+    """
+    save = torch.save
+    prepare = FileSystemWriter.prepare_local_plan
+    elsewhere: list[tempfile.TemporaryDirectory[str]] = []
+
+    def preparing(writer: FileSystemWriter, plan: Any) -> Any:
+        folder = Path(writer.path)
+        if any(not _has_no_values(part) for part in folder.glob("*.distcp")):
+            elsewhere.append(tempfile.TemporaryDirectory())
+            writer.path = Path(elsewhere[-1].name)
+            note(
+                f"a distributed checkpoint at {user_line()} has left {folder.name} as it was: a "
+                "simulated GPU has shapes to write, and no values"
+            )
+        return prepare(writer, plan)
+
+    @functools.wraps(save)
+    def keeping(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        path = Path(f) if isinstance(f, (str, os.PathLike)) else None
+        if path is None or not path.is_file() or _has_no_values(path):
+            save(obj, f, *args, **kwargs)
+            return
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            new = Path(folder) / path.name
+            save(obj, new, *args, **kwargs)
+            if not _has_no_values(new):
+                new.replace(path)
+                return
+        note(
+            f"torch.save at {user_line()} has left {path.name} as it was: a simulated GPU has "
+            "shapes to write, and no values"
+        )
+
+    def serializing(serialize: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(serialize)
+        def call(tensors: Any, filename: Any, metadata: Any = None) -> None:
+            if not gives_no_values():
+                serialize(tensors, filename, metadata=metadata)
+                return
+            path = Path(filename)
+            if not path.is_file() or _has_no_values(path):
+                serialize(tensors, filename, metadata={**(metadata or {}), **_METADATA})
+                return
+            note(
+                f"safetensors at {callers_line()} has left {path.name} as it was: a simulated GPU "
+                "has shapes to write, and no values"
+            )
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patches:
+        if find_spec("safetensors") is not None:
+            module = importlib.import_module("safetensors.torch")
+            patches.setattr(module, "serialize_file", serializing(module.serialize_file))
+        for place in (torch, torch.serialization):
+            patches.setattr(place, "save", keeping)
+        patches.setattr(FileSystemWriter, "prepare_local_plan", preparing)
+        try:
+            yield
+        finally:
+            for folder in elsewhere:
+                folder.cleanup()
+
+
+def _has_no_values(path: Path) -> bool:
+    with path.open("rb") as file:
+        return _MARK in file.read(_LOOKED_AT)
+
+
+PARTS = (FORWARD, BACKWARD, STEP)
+
+
+class Iterations(PhaseTracker):
+    """The phases of a script: ``load``, then ``iteration_1`` with ``forward_1`` and so on in it.
+
+    A script that accumulates gradients has several forwards in an iteration, which are one phase.
+    """
+
+    _count = 0
+    _present: Phase | None = None
+    _is_over = False
+
+    def load(self) -> None:
+        """Begin the phase before the first iteration."""
+        self._present = super().enter(LOAD)
+
+    def enter(self, name: str) -> Phase | None:
+        """Begin the phase ``name``, numbered by iteration where it is an automatic phase."""
+        if name not in PARTS:
+            return super().enter(name)
+        if self._is_over:  # code at a script's exit is no iteration
+            return None
+        if not self._count:
+            self.iterated(more=True)
+        return super().enter(numbered(name, self._count))
+
+    def iterated(self, *, more: bool) -> None:
+        """End the current phase, and begin another iteration if there are ``more``."""
+        if self._present is not None:
+            self.leave(self._present)
+        self._present = None
+        self._is_over = not more
+        if more:
+            self._count += 1
+            self._present = super().enter(numbered(ITERATION, self._count))
+
+
+def shown_phases(found: Mapping[str, PhaseRecord], steps: int) -> dict[str, PhaseRecord]:
+    """Return the informative ones of ``found``, in order.
+
+    Without an optimizer's step there are no iterations: inference has one ``forward``.
+    """
+    return {phase.name: phase for phase in _shown(found, steps)}
+
+
+def _shown(found: Mapping[str, PhaseRecord], steps: int) -> Iterator[PhaseRecord]:
+    for name, phase in found.items():
+        if name in (SETUP, CALL):
+            continue
+        part, _, number = name.rpartition("_")
+        parent = None if phase.parent == CALL else phase.parent
+        if not steps and part == ITERATION:
+            continue
+        if not steps and part in PARTS and number == "1":
+            yield replace(phase, name=part, parent=None)
+        else:
+            yield replace(phase, parent=parent)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,6 @@ from pytest_gpumem.sharing.learned import (
     add_learned,
     read_learned,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 INPUT = "gpumem_learned"
 """Key of a pytest-xdist worker's input: the data of earlier runs."""

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from pytest_gpumem.options import settings_from
+import pytest
+
+from pytest_gpumem.options import Settings, settings_from
 from pytest_gpumem.session.host import SIZED
-
-if TYPE_CHECKING:
-    import pytest
-
-    from pytest_gpumem.options import Settings
 
 
 class Room(NamedTuple):

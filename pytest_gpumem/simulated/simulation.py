@@ -29,14 +29,13 @@ from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.engine import references_of_sole_owner
 from pytest_gpumem.simulated.operators.tables import installed
 from pytest_gpumem.simulated.stand_ins.imports import served
-from pytest_gpumem.simulated.surface import compilers, in_place, parts, pinned
+from pytest_gpumem.simulated.surface import compilers, in_place, parts, pinned, triton
 from pytest_gpumem.simulated.surface.checkpoints import loading_on
 from pytest_gpumem.simulated.surface.cpp_extensions import Compiling
 from pytest_gpumem.simulated.surface.cuda import answers_for_gpu
 from pytest_gpumem.simulated.surface.kernels import EXTENSIONS
 from pytest_gpumem.simulated.surface.sequences import be_no_sequences
 from pytest_gpumem.simulated.surface.threads import Threads
-from pytest_gpumem.simulated.surface.triton import driver, launches
 from pytest_gpumem.values.world import World
 
 _stack: list[Simulation] = []
@@ -211,9 +210,9 @@ class Simulation(SimulatedMachine):
     def _follow_imports(self) -> None:
         self._compiling.look()
         be_no_sequences()
-        if self._patches.are_applied and launches.ARE_IN in sys.modules:
+        if self._patches.are_applied and triton.ARE_IN in sys.modules:
             if not self._of_triton.added:
-                launches.add_patches(self, self._of_triton)
+                triton.add_patches(self, self._of_triton)
             if not self._of_triton.are_applied:
                 self._of_triton.apply()
 
@@ -246,7 +245,7 @@ class Simulation(SimulatedMachine):
         """Restore torch's names inside, but for those that answer for the GPU."""
         with (
             self._patches.paused(but=answers_for_gpu),
-            self._of_triton.paused(but=driver.answers_for_gpu),
+            self._of_triton.paused(but=triton.answers_for_gpu),
             self._single_rank.patches.paused(),
         ):
             yield

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from pytest_gpumem.cli import main
-from pytest_gpumem.cli.screen import frame, watch
+from pytest_gpumem.cli.gpus import frame, watch
 from pytest_gpumem.sharing.admission import Device
 from pytest_gpumem.sharing.database import FOLDER_VARIABLE
 from pytest_gpumem.sharing.ledger import Ledger

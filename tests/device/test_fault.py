@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pytest_gpumem.device.fault import fault_of
+from pytest_gpumem.device.cuda import fault_of
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, text: str) -> str | None:

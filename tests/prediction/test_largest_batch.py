@@ -12,7 +12,7 @@ import torch
 
 from examples.cnn_memory.models import train_alexnet
 from pytest_gpumem import fit_batch, simulate
-from pytest_gpumem.prediction.unfilled import unfilled
+from pytest_gpumem.prediction.batch import unfilled
 from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
 Step = Callable[[int], None]

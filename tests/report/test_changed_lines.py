@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.report.changed_lines import changed_lines
-from pytest_gpumem.report.github import workflow_commands
+from pytest_gpumem.report.github import changed_lines, workflow_commands
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.reported_run import ReportedRun
 from tests.report.example_run import MIB, measured, record, verdict

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pytest_gpumem.garbage import FramesLetGo
 from pytest_gpumem.simulated.common.callsite import is_own, user_line
 from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE, RUNS_EAGERLY
-from pytest_gpumem.simulated.common.late_imports import LateImports
+from pytest_gpumem.simulated.common.late_imports import LateImports, Unpatched
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import flex_attention, streams, trace_log
 from pytest_gpumem.simulated.compiled.launched import launched
@@ -42,8 +42,8 @@ from pytest_gpumem.simulated.compiled.steps import MarkedSteps
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.late_imports import Unpatched
     from pytest_gpumem.simulated.compiled.tracing import Context, Exclusive, Tracing
+
 
 AUTO, ALWAYS, EAGER = HOW = ("auto", "always", "eager")
 """Modes: follow if possible, refuse otherwise, or run compiled code eagerly."""

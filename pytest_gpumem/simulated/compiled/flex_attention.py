@@ -17,11 +17,12 @@ import torch
 import torch._higher_order_ops.flex_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pytest_gpumem.simulated.common.late_imports import Unpatched
 from pytest_gpumem.simulated.common.patching import Patches
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.late_imports import Unpatched
     from pytest_gpumem.simulated.compiled.tracing import Tracing
+
 
 _MODULE = sys.modules["torch._higher_order_ops.flex_attention"]
 _TRACES = "create_fw_bw_graph"

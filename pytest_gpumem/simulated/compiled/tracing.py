@@ -2,6 +2,15 @@
 
 The functions that answer for the GPU are replaced below ``torch.cuda``
 (``torch._C._cuda_getDevice``, ...), so Dynamo meets torch's own functions and recognises them.
+
+Operators that CUDA takes apart otherwise than the CPU, traced in inference mode.
+
+They are taken apart above autograd, whose key the tensors of inference mode have not. There
+FakeTensorMode and FunctionalTensorMode take an operator apart by ``OpOverload.decompose``, in C++,
+for which the tensors are on ``meta``: attention would be the one of the math kernel.
+
+Source: torch/_ops.py (``OpOverload.decompose``), torch/_subclasses/fake_tensor.py and
+functional_tensor.py, torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -17,10 +26,10 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-import torch._inductor.codegen.cuda_combined_scheduling  # with what it imports of Triton, or not
+import torch._inductor.codegen.cuda_combined_scheduling
 import torch._inductor.codegen.triton
 import torch._inductor.codegen.triton_combo_kernel
-import torch._inductor.cudagraph_trees  # for resets: it looks for what only builds with CUDA have
+import torch._inductor.cudagraph_trees
 import torch._inductor.runtime.triton_heuristics
 import torch._inductor.utils
 import torch.utils._triton
@@ -37,23 +46,23 @@ from torch._inductor.fx_passes import pad_mm
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.hints import DeviceProperties
+from torch._ops import OpOverload
 from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pytest_gpumem.garbage import FramesLetGo, paused
 from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.compiled import composites, fakes, gradients, settings, wrapper
+from pytest_gpumem.simulated.compiled import fakes, gradients, settings, wrapper
 from pytest_gpumem.simulated.compiled.computed import Computed
-from pytest_gpumem.simulated.compiled.refusals import (
-    CompiledCodeError,
-    note_at_line,
-)
+from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, note_at_line
 from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.layout import HALVES
+from pytest_gpumem.simulated.operators.rules import on_machine
+from pytest_gpumem.simulated.operators.tables import COMPOSITES
 
 Context = Callable[[], AbstractContextManager[object]]
 """A context in which torch is its own, but for the functions that answer for the GPU."""
@@ -105,7 +114,7 @@ class Tracing:
         self._exclusively = exclusively
         self._patches = Patches()
         fakes.add_patches(machine, self._patches)
-        composites.add_patches(machine, self._patches)
+        add_patches(machine, self._patches)
         wrapper.add_patches(machine, self._patches)
         self._answer_for_gpu()
         self._lasting = Patches()
@@ -413,3 +422,22 @@ def _know_own_functions() -> None:
             forget = getattr(getattr(owner, name), "cache_clear", None)
             if forget is not None:
                 forget()
+
+
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
+    """Plan decompositions of operators on the GPUs of ``machine`` as on CUDA."""
+    patches.add(OpOverload, "decompose", _as_on_cuda(machine, OpOverload.decompose))
+
+
+def _as_on_cuda(machine: SimulatedMachine, decompose: Callable[..., Any]) -> Callable[..., Any]:
+    def call(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        implementation = COMPOSITES.get(str(operator))
+        if implementation is None or not any(map(_is_of_gpu, tree_leaves((args, kwargs)))):
+            return decompose(operator, *args, **kwargs)
+        return on_machine(implementation, operator, machine)(*args, **kwargs)
+
+    return call
+
+
+def _is_of_gpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from pytest_gpumem.simulated.common.callsite import is_internal, is_own, user_line
 from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.distributed.alike import (
     Sent,
     exchanged,
@@ -33,14 +34,11 @@ from pytest_gpumem.simulated.distributed.alike import (
     unchanged,
 )
 from pytest_gpumem.simulated.distributed.nccl import Communicator
+from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.gpu.releases import PART_BY_PART
+from pytest_gpumem.simulated.machine.dispatch import Handler
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.rules import Scratch
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.execution.mode import ShapeExecution
-    from pytest_gpumem.simulated.machine.dispatch import Handler
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _Arguments = Mapping[str, Any]
 _BARRIER = 4

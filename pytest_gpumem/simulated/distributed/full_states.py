@@ -21,8 +21,9 @@ from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import _optim_utils
 
+from pytest_gpumem.simulated.common.patching import Patches
+
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.distributed.objects import Told
 
 

@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.values.errors import UnknownValueError
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-
 
 Told = Callable[[Any], AbstractContextManager[None]]
 """The object that the root broadcasts inside, unless it is ``None``."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING
 
 import torch.distributed
 
+from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.distributed import refusals
+from pytest_gpumem.simulated.distributed.nccl import Communicator
 from pytest_gpumem.simulated.distributed.single_rank import SingleRank
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.distributed.nccl import Communicator
-    from pytest_gpumem.simulated.execution.mode import ShapeExecution
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-    from pytest_gpumem.values.world import World
+from pytest_gpumem.simulated.execution.mode import ShapeExecution
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.values.world import World
 
 Communicators = MutableMapping[str, "Communicator"]
 """The communicators that NCCL would have created, by group name."""

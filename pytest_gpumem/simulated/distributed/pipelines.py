@@ -11,18 +11,15 @@ Source: torch/distributed/pipelining/stage.py (``_warmup_forward_vote``, ``_recv
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed.pipelining import stage as stages
 
 from pytest_gpumem.simulated.common.callsite import user_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:

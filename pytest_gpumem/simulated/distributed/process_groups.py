@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,8 @@ from torch._C._distributed_c10d import (
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
-from pytest_gpumem.values.world import NCCL_TIMEOUT
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.values.world import World
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.values.world import NCCL_TIMEOUT, World
 
 _LOST = timedelta(seconds=1)
 """The time that a read waits for a key that no other rank will write."""

@@ -13,14 +13,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.patching import Patches
 
 _NAME = "propagate_op_sharding_non_cached"
 _OF_LISTS = "aten::_foreach_"

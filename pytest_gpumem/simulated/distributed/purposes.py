@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._C._distributed_c10d import Reducer
 from torch.distributed.fsdp import _flat_param, _runtime_utils
@@ -16,9 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gpumem.simulated.common.callsite import Purpose, running
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.patching import Patches
 
 _BUFFER, _UNSHARDED = "buffer", "unsharded"
 _Named = Callable[[Any], Purpose]

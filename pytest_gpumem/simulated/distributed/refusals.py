@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed
 from torch import nn
 
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.distributed.single_rank import SingleRank
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 from pytest_gpumem.values.world import NCCL_TIMEOUT
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.distributed.single_rank import SingleRank
 
 _Applies = Callable[..., bool]
 

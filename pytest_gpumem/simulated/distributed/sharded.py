@@ -12,7 +12,8 @@ sharded_tensor/api.py (``_init_from_local_shards``), torch 2.6 to 2.15.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,15 +21,11 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.execution.mode import ShapeExecution
+from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.operators.chunks import numbers_of
 from pytest_gpumem.values.errors import UnknownValueError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.execution.mode import ShapeExecution
-    from pytest_gpumem.simulated.machine.dispatch import Handler
 
 _COMPARING = (
     *("torch.distributed.fsdp.", "torch.distributed._state_dict_utils"),

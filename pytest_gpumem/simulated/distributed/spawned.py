@@ -11,18 +11,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException
 
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.distributed.process_groups import Membership
 from pytest_gpumem.values.errors import UnsupportedOperatorError
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.values.world import World
+from pytest_gpumem.values.world import World
 
 
 def add_patches(world: World, patches: Patches) -> None:

@@ -11,7 +11,6 @@ from torch._ops import HigherOrderOperator
 from pytest_gpumem.simulated.common.callsite import running, user_line
 from pytest_gpumem.simulated.execution import computing
 from pytest_gpumem.simulated.execution.runner import CUDA, Runner
-from pytest_gpumem.simulated.machine.checks.dtypes import checks_of
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import tables
@@ -124,10 +123,9 @@ def whole(runner: Runner, func: Any, handler: Handler) -> Handler:
 
 
 def _checked(runner: Runner, func: Any, handler: Handler) -> Handler:
-    checks = checks_of(func)
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        runner.is_elsewhere(func, checks, args, kwargs)
+        runner.is_elsewhere(func, args, kwargs)
         return handler(args, kwargs)
 
     return handle

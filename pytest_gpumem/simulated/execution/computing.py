@@ -1,14 +1,28 @@
-"""Operators that compute: kernels for ``meta``, and the rules of CUDA's allocations beside."""
+"""Operators that compute: kernels for ``meta``, and the rules of CUDA's allocations beside.
+
+Operators of lists, run on one element of each kind: equal elements have equal results.
+
+An optimizer hands all its parameters to one operator. For ``meta`` torch takes the slow route of
+aten/src/ATen/native/ForeachOpsKernels.cpp, one element after the other, most of them by kernels in
+Python; a model of many equal layers has few kinds of parameters.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from pytest_gpumem.simulated.common.nesting import tensors_in
-from pytest_gpumem.simulated.execution.elements import run_by_kinds
 from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner
-from pytest_gpumem.simulated.execution.shapes import NEW, is_of_lists
-from pytest_gpumem.simulated.machine.checks.dtypes import checks_of
+from pytest_gpumem.simulated.execution.shapes import (
+    NEW,
+    UnknownError,
+    is_of_lists,
+    recipe,
+    storages_in,
+)
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import sparse, sparse_products, tables
@@ -42,7 +56,6 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
     run = runner.run_seeded
     placement = machine.placement
     name = func._schema.name
-    checks = checks_of(func)
     is_checked = not resizes or "out" in func._schema.overload_name
     overload = str(func)
     parts = _SPARSE_PARTS.get(overload)
@@ -66,7 +79,7 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
         ):
             with runner.mode:
                 return in_parts(*args, **kwargs)
-        if make is NEW and is_checked and runner.is_elsewhere(func, checks, args, kwargs):
+        if make is NEW and is_checked and runner.is_elsewhere(func, args, kwargs):
             return runner.run_elsewhere(func, args, kwargs)
         call = None if rule is None else Call(rule, device, args, kwargs)
         if make is NEW or make is None:
@@ -106,3 +119,48 @@ def each_device(runner: Runner, func: Any, handler: Handler) -> Handler:
     """Run ``func``, of lists of tensors, on one GPU after the other where there are several."""
     placement = runner.machine.placement
     return handler if placement is None else placement.each(handler)
+
+
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def run_by_kinds(run: Run, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of lists with ``run``; ``Shapes.find`` described its arguments as ``key``."""
+    func, _, described, _ = key
+    lists = [place for place, arg in enumerate(args) if isinstance(arg, (list, tuple))]
+    kinds = _kinds(args, kwargs, lists, described)
+    first: dict[Any, int] = {}
+    for place, kind in enumerate(kinds):
+        first.setdefault(kind, place)
+    if len(first) == len(kinds):
+        return run(func, args, kwargs)
+    fewer = tuple(
+        [arg[number] for number in first.values()] if place in lists else arg
+        for place, arg in enumerate(args)
+    )
+    results = run(func, fewer, kwargs)
+    if results is None:
+        return None
+    inputs = storages_in((fewer, kwargs))
+    try:
+        make = {
+            kind: recipe(result, (), inputs) for kind, result in zip(first, results, strict=True)
+        }
+    except UnknownError:
+        return run(func, args, kwargs)
+    return [make[kind](()) for kind in kinds]
+
+
+def _kinds(
+    args: tuple[Any, ...], kwargs: dict[str, Any], lists: list[int], described: tuple[Any, ...]
+) -> list[tuple[Any, ...]]:
+    """Return each element's description in all lists; empty if an argument differs by element."""
+    others = (*kwargs.values(), *(arg for place, arg in enumerate(args) if place not in lists))
+    if (
+        not lists
+        or len({len(args[place]) for place in lists}) > 1  # torch refuses them
+        or any(isinstance(other, (list, tuple)) for other in kwargs.values())
+        or any(isinstance(other, torch.Tensor) and other.dim() for other in others)
+    ):
+        return []
+    return list(zip(*(described[place] for place in lists), strict=True))

@@ -11,8 +11,7 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import FROM_HOST, running, user_line
 from pytest_gpumem.simulated.common.raw import CPU, META
 from pytest_gpumem.simulated.execution.runner import HOST, Runner
-from pytest_gpumem.simulated.machine.checks.devices import NO_DATA
-from pytest_gpumem.simulated.machine.checks.dtypes import checks_of, refuse_types
+from pytest_gpumem.simulated.machine.checks import NO_DATA
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.placement import source_of_node
@@ -37,7 +36,6 @@ def factory(runner: Runner, func: Any) -> Handler:
     """Return a handler that makes a tensor on a GPU, the host, or ``meta`` if user code asks so."""
     machine = runner.machine
     copies = func._schema.name == "aten::_to_copy"
-    checks = checks_of(func)
     rule = tables.rule_of(func)
     operator = Operator.of(func)
     placement = machine.placement
@@ -94,8 +92,6 @@ def factory(runner: Runner, func: Any) -> Handler:
         if copies and runner.is_users_own(args[0]):
             raise NotImplementedError(NO_DATA)
         machine.thread_state.on_meta = False
-        if checks:
-            refuse_types(checks, func, args, kwargs)
         shapes_only = kwargs
         if kwargs.get("generator") is not None:
             shapes_only = {**kwargs, "generator": None}

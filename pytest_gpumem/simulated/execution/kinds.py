@@ -2,25 +2,260 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from pytest_gpumem.simulated.execution import (
-    composites,
-    computing,
-    copies,
-    factories,
-    masks,
-    pinning,
-    reads,
-    refused,
-    sized,
-    views,
-)
-from pytest_gpumem.simulated.execution.runner import Runner
+import torch
+
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.execution import composites, computing, factories, pinning, sized
+from pytest_gpumem.simulated.execution.composites import followed, of_parts
+from pytest_gpumem.simulated.execution.computing import may_resize
+from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner, no_shapes
 from pytest_gpumem.simulated.execution.shapes import is_of_lists
+from pytest_gpumem.simulated.machine.checks import NO_DATA
 from pytest_gpumem.simulated.machine.dispatch import Handler
-from pytest_gpumem.simulated.operators import tables
+from pytest_gpumem.simulated.machine.values.operator import Operator
+from pytest_gpumem.simulated.operators import (
+    comparisons,
+    sparse,
+    sparse_products,
+    tables,
+    transfers,
+)
+from pytest_gpumem.simulated.operators.indexing import is_masked_fill
+from pytest_gpumem.simulated.operators.sparse import is_sparse
+from pytest_gpumem.values.errors import UnknownValueError
+
+
+def makes_views(func: Any) -> bool:
+    """Return whether ``func`` returns views, and no target that it has written to."""
+    aliases = [one.alias_info for one in func._schema.returns]
+    writes = [alias is not None and alias.is_write for alias in aliases]
+    return any(alias is not None for alias in aliases) and not all(writes)
+
+
+def views(runner: Runner, func: Any) -> Handler:
+    """Run torch's own kernel, and nothing else."""
+    run = runner.run
+    machine = runner.machine
+
+    def viewed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if machine.has_real_meta:
+            runner.owner(args, kwargs)  # numbers that C++ makes next are of the same device
+        return run(func, args, kwargs)
+
+    parts = sparse_products.TRANSPOSES.get(str(func))
+    if parts is None:
+        return followed(runner, viewed)
+    copied = of_parts(runner, parts)
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_sparse(args[0]) and runner.owner(args, kwargs) == CUDA:
+            return copied(args, kwargs)
+        return viewed(args, kwargs)
+
+    return followed(runner, handle)
+
+
+def quantizes(func: Any) -> bool:
+    """Return whether ``func`` makes a quantized tensor."""
+    return bool(func._schema.name.startswith("aten::quantize_per_"))
+
+
+def quantize(runner: Runner, func: Any) -> Handler:
+    """Return a handler that refuses quantizing, but for tensors of the CPU."""
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if runner.owner(args, kwargs) is None:
+            return runner.run_elsewhere(func, args, kwargs)
+        # The meta kernel returns an ordinary tensor of the input's type.
+        raise no_shapes(runner, func, args, kwargs)
+
+    return handle
+
+
+_NEUTRAL = frozenset({torch.ops.aten._local_scalar_dense.default})
+
+
+_READS = frozenset(
+    {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is_nonzero"}
+)
+
+
+def is_read(func: Any) -> bool:
+    """Return whether ``func`` yields a number of Python."""
+    return func._schema.name in _READS
+
+
+def read(runner: Runner, func: Any) -> Handler:
+    """Return a handler that gives the known value, else a neutral one, else an error."""
+    machine = runner.machine
+    operator = Operator.of(func)
+    parts = comparisons.PARTS.get(func._schema.name)
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if runner.owner(args, kwargs) is None:
+            return runner.run_elsewhere(func, args, kwargs)
+        machine.streams.host_waits(machine.current_index)
+        value = runner.values.computed(operator, args, kwargs)
+        if value is None and func in _NEUTRAL:
+            value = machine.neutral_value(args[0])
+        if value is None:
+            raise UnknownValueError(runner.unknown(func))
+        if parts is not None:
+            with runner.mode, runner.values.ignoring():
+                parts(*args, **kwargs)
+        return value
+
+    return handle
+
+
+_MASKED = frozenset(
+    {
+        "aten::index",
+        "aten::_unsafe_index",
+        "aten::index_put",
+        "aten::index_put_",
+        "aten::_unsafe_index_put",
+        "aten::_index_put_impl_",
+    }
+)
+
+
+def takes_masks(func: Any) -> bool:
+    """Return whether masks may be among the indices that ``func`` is given."""
+    return func._schema.name in _MASKED
+
+
+def is_selection(func: Any) -> bool:
+    """Return whether ``func`` is ``masked_select``, into a tensor of its own."""
+    return func._schema.name == "aten::masked_select" and not may_resize(func)
+
+
+def selected(runner: Runner, func: Any, handler: Handler) -> Handler:
+    """Return a handler of ``masked_select``, where only the mask is known.
+
+    Source: aten/src/ATen/native/cuda/IndexKernel.cpp (masked_select_out_cuda_impl).
+    """
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor, mask = args
+        if runner.owner(args[:1], {}) != CUDA or not _is_countable(runner, mask):
+            return handler(args, kwargs)
+        with runner.mode:
+            pair = [one if one.dim() else one.unsqueeze(0) for one in (mask, tensor)]
+            chosen, whole = torch.broadcast_tensors(*pair)
+            return torch.ops.aten.index.Tensor(whole, [chosen])
+
+    return handle
+
+
+def masked(runner: Runner, func: Any, handler: Handler) -> Handler:
+    """Return a handler of indexing by masks, which CUDA first turns into indices.
+
+    Source: aten/src/ATen/native/IndexingUtils.h (expandTensors).
+    """
+
+    writes = "put" in func._schema.name
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (
+            any(map(_is_mask, args[1]))
+            and runner.owner(args[:1], {}) == CUDA
+            and all(_is_countable(runner, index) for index in args[1])
+            and not (writes and is_masked_fill(runner.storages, *args[1:4]))
+        ):
+            with runner.mode:
+                indices = _expanded(args[1], args[0])
+            args = (args[0], indices, *args[2:])
+        return handler(args, kwargs)
+
+    return handle
+
+
+def _is_countable(runner: Runner, index: torch.Tensor | None) -> bool:
+    if index is None or not _is_mask(index) or not raw.is_meta(index):
+        return True
+    return runner.values.of(index) is not None
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _expanded(indices: Sequence[Any], tensor: torch.Tensor) -> list[Any]:
+    expanded: list[Any] = []
+    device = tensor.device
+    for index in indices:
+        if _is_mask(index):
+            _check_mask(index, tensor, len(expanded))
+            places = index.nonzero()
+            columns = [places.select(1, at) for at in range(index.dim())]
+            expanded += [column.to(device) for column in columns]
+        else:
+            expanded.append(index)
+    return expanded
+
+
+def _check_mask(mask: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
+    for at, (wanted, found) in enumerate(zip(mask.shape, tensor.shape[first:], strict=False)):
+        if wanted != found:
+            raise IndexError(
+                f"The shape of the mask {list(mask.shape)} at index {at} does not match the shape "
+                f"of the indexed tensor {list(tensor.shape)} at index {first + at}"
+            )
+
+
+def copy(runner: Runner, func: Any) -> Handler:
+    """Return a handler that writes a tensor's contents to another, on any devices."""
+    operator = Operator.of(func)
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        target, source = args[0], args[1]
+        if not isinstance(source, torch.Tensor):
+            # A number is a tensor of the host here too: it was taken out of it on the way.
+            source = torch.tensor(source)
+            args = (target, source, *args[2:])
+        if runner.storages.of(target) is None and runner.is_users_own(target):
+            return runner.run_elsewhere(func, args, kwargs)
+        if runner.storages.of(source) is None and runner.is_users_own(source):
+            raise NotImplementedError(NO_DATA)
+        if sparse.is_sparse(target) and raw.is_meta(target):
+            with runner.mode:
+                return sparse.copy_(target, source)
+        if not raw.is_meta(target) and runner.owner((source,), {}) is not None:
+            _stage(runner, target, source, args, kwargs)
+            if runner.values.everything and runner.values.records(operator, args, kwargs, None):
+                return target
+            if runner.values.computed(operator, args, kwargs) is None:
+                runner.on_host.lose(func, target)
+            return target
+        if runner.storages.on_host and runner.owner(args, kwargs) == HOST:
+            return runner.run_on_host(operator, args, kwargs)
+        if not raw.is_meta(source):
+            _stage(runner, target, source, args, kwargs)
+        result = runner.run(func, args, kwargs)
+        runner.values.follow(operator, args, kwargs, result)
+        return result
+
+    return handle
+
+
+def _stage(
+    runner: Runner, target: torch.Tensor, source: torch.Tensor, args: Any, kwargs: dict[str, Any]
+) -> None:
+    """Allocate the memory that ``copy_`` between host and GPU takes for the time of the call."""
+    non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+    to, of = runner.storages.of(target), runner.storages.of(source)
+    if non_blocking and (of or to):
+        for tensor, record in ((target, of), (source, to)):
+            if record is not None:
+                runner.machine.pinned.used_by(tensor, record.device.index)
+    if to is not None and of is None:
+        transfers.stage_upload(to.device, target, source, non_blocking)
+    elif of is not None and to is None:
+        transfers.stage_download(of.device, target, source, non_blocking)
 
 
 class Kind(NamedTuple):
@@ -35,13 +270,13 @@ KINDS = (
     Kind(composites.is_composite, composites.composite),
     Kind(lambda func: str(func) in tables.IN_VIEW, composites.in_view),
     Kind(composites.is_move, composites.move),
-    Kind(reads.is_read, reads.read),
-    Kind(refused.quantizes, refused.quantize),
+    Kind(is_read, read),
+    Kind(quantizes, quantize),
     Kind(lambda func: func._schema.name == "aten::scalar_tensor", factories.scalar),
     Kind(pinning.is_pinning, pinning.pinning),
     Kind(factories.is_factory, factories.factory),
-    Kind(lambda func: func._schema.name == "aten::copy_", copies.copy),
-    Kind(views.makes_views, views.views),
+    Kind(lambda func: func._schema.name == "aten::copy_", copy),
+    Kind(makes_views, views),
 )
 """The kinds of operators: the first that takes one runs it; by default it computes."""
 
@@ -56,8 +291,8 @@ class Special(NamedTuple):
 
 SPECIAL = (
     Special(sized.is_sized_by_values, sized.sized),
-    Special(masks.takes_masks, masks.masked),
-    Special(masks.is_selection, masks.selected),
+    Special(takes_masks, masked),
+    Special(is_selection, selected),
     Special(is_of_lists, computing.each_device),
 )
 """All such kinds, from the inside out."""

@@ -1,7 +1,20 @@
-"""Shape-only execution: CUDA tensors are served by ``meta`` tensors whose storages hold blocks."""
+"""Shape-only execution: CUDA tensors are served by ``meta`` tensors whose storages hold blocks.
+
+Results of CUDA graphs whose memory a later run has used again: reading them raises an error.
+
+On a GPU an operator that asks such a tensor for its storage, or the storage for its address,
+raises the error that compiled code has set before. Here operators that only view are refused, too.
+
+Source: c10/core/TensorImpl.h (release_storage_and_set_meta_custom_data_ptr_error_msg_),
+StorageImpl.h (release_data_and_set_meta_custom_data_ptr_error_msg_), torch 2.6 to 2.15.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import cache
+from math import prod
 from threading import get_ident
 from typing import Any
 
@@ -10,15 +23,18 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import running
-from pytest_gpumem.simulated.execution import composites, custom, taken_back
-from pytest_gpumem.simulated.execution.in_place import in_place, may_be_in_place
+from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.execution import composites, custom
+from pytest_gpumem.simulated.execution.factories import is_factory
 from pytest_gpumem.simulated.execution.kinds import handler_of
 from pytest_gpumem.simulated.execution.runner import Runner
-from pytest_gpumem.simulated.execution.seeded import noting_randomness
 from pytest_gpumem.simulated.machine import forks
 from pytest_gpumem.simulated.machine.dispatch import Dispatch, Handler
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.machine.storages import Storages, storage_key
+from pytest_gpumem.simulated.operators.engine import IN_PLACE, in_formula
 
 _DISABLED = torch._C._disabled_torch_dispatch_impl
 
@@ -74,7 +90,7 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
         try:
             running.operator = func
             if self._storages.taken_back:
-                taken_back.refuse(self._storages, func, args, kwargs)
+                refuse(self._storages, func, args, kwargs)
             handler = self._handlers.get(func)
             if handler is None:
                 handler = self._handlers[func] = self._bind(func)
@@ -107,3 +123,107 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
             return func(*args, **kwargs)
 
         return handle
+
+
+def may_be_in_place(func: Any) -> bool:
+    """Return whether some formula applies ``func`` in place."""
+    return str(func) in IN_PLACE
+
+
+def in_place(
+    func: Any, handler: Handler, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+) -> Handler:
+    """Return a handler that runs the in-place operator where such a formula calls ``func``."""
+    chosen = IN_PLACE[str(func)]
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Two frames up is the operator's caller.
+        if in_formula(sys._getframe(2)):
+            node = torch._C._current_autograd_node()
+            operator = chosen(args, node.name())
+            if operator is not None:
+                return run(operator, args, kwargs)
+        return handler(args, kwargs)
+
+    return handle
+
+
+SMALLEST = 1 << 16
+"""Fewest numbers of a tensor that is left unfilled; code may decide by smaller ones."""
+
+
+def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) -> Handler:
+    """Wrap a random operator: in a capture it may need memory for its state.
+
+    On the CPU it may be left out, if ``machine`` leaves large tensors unfilled.
+    """
+    unfilled = _UNFILLED.get(func)
+    draws = _draws(func)
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        streams = machine.streams
+        if streams.captures and draws(args, kwargs):
+            gpu = machine.current
+            capture = streams.captures.get((gpu.index, gpu.stream))
+            if capture is not None and capture.graph is not None:
+                capture.graph.use_random_operator(gpu, kwargs.get("generator"))
+        if unfilled is not None and machine.leaves_unfilled:
+            left = unfilled(args, kwargs)
+            if left is not None:
+                return left
+        return handler(args, kwargs)
+
+    return handle
+
+
+def _draws(func: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
+    """Return whether a call uses the generator: fused attention does only to drop something.
+
+    Source: native/transformers/cuda/attention.cu (_efficient_attention_forward) and
+    flash_attn/flash_api.cpp (mha_fwd), ``if (p_dropout > 0.0)``; cuDNN's always does.
+    """
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names or "cudnn" in func._schema.name:
+        return lambda args, kwargs: True
+    at = names.index("dropout_p")
+
+    def draws(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return bool(args[at] if len(args) > at else kwargs.get("dropout_p", 0.0))
+
+    return draws
+
+
+def _in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    tensor: torch.Tensor = args[0]
+    return None if raw.is_meta(tensor) or tensor.numel() < SMALLEST else tensor
+
+
+def _factory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    device = kwargs.get("device")
+    is_on_host = device is None or device.type == "cpu"
+    if not is_on_host or kwargs.get("pin_memory") or prod(args[0]) < SMALLEST:
+        return None
+    return torch.empty(args[0], **kwargs)
+
+
+_UNFILLED: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], torch.Tensor | None]] = {
+    torch.ops.aten.uniform_.default: _in_place,
+    torch.ops.aten.normal_.default: _in_place,
+    torch.ops.aten.rand.default: _factory,
+    torch.ops.aten.randn.default: _factory,
+}
+"""Functions that return an uninitialised tensor, or ``None`` for one that is to be filled."""
+
+
+def refuse(storages: Storages, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    """Raise where ``func`` reads memory that has been taken back."""
+    if _reads(func):
+        for tensor in tensors_in((args, kwargs or {})):
+            storages.refuse_taken_back(storage_key(tensor))
+
+
+@cache
+def _reads(func: Any) -> bool:
+    """Return whether ``func`` uses more of its tensors than their shapes."""
+    name = func._schema.name
+    return name == "aten::_to_copy" or not (name == "aten::detach" or is_factory(func))

@@ -9,20 +9,17 @@ touched, so that a model of any size can be moved to the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.common.raw import META
-from pytest_gpumem.simulated.machine.storages import poison
+from pytest_gpumem.simulated.machine.storages import Storages, poison
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.views import covers
 from pytest_gpumem.values.errors import UnknownValueError
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.storages import Storages
 
 Run = Callable[..., Any]
 _empty_strided = torch.empty_strided

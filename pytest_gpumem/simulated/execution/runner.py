@@ -14,9 +14,7 @@ from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.common.raw import CPU, META
 from pytest_gpumem.simulated.execution.on_host import OnHost
 from pytest_gpumem.simulated.execution.shapes import NEW, TORCHS_OWN, Shapes
-from pytest_gpumem.simulated.execution.words import said_by_aten
-from pytest_gpumem.simulated.machine.checks import devices
-from pytest_gpumem.simulated.machine.checks.dtypes import Check, refuse_types
+from pytest_gpumem.simulated.machine import checks
 from pytest_gpumem.simulated.machine.dispatch import Dispatch
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import storage_key
@@ -114,26 +112,19 @@ class Runner:
         """Return the arguments, with CPU tensors of unknown values on ``meta``."""
         return self.on_host.concealed((args, kwargs)) if self.storages.on_host else (args, kwargs)
 
-    def is_elsewhere(
-        self,
-        func: Any,
-        checks: tuple[Check, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> bool:
+    def is_elsewhere(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Check arguments of a new kind: raise the errors of a GPU, which meta kernels do not.
 
         Returns whether they are on ``meta``, although not by a request in this simulation.
         """
-        place = self._place_of_index if func._schema.name in devices.INDEXING else self.place
-        tensors = devices.placed(func, args, kwargs, place)
+        place = self._place_of_index if func._schema.name in checks.INDEXING else self.place
+        tensors = checks.placed(func, args, kwargs, place)
         where = {each.device for each in tensors}
         if "meta" in where and where <= {"meta", "cpu"}:
             self.machine.has_real_meta = True
             return True
-        devices.refuse_mixed(func, tensors)
-        if checks:
-            refuse_types(checks, func, args, kwargs)
+        checks.refuse_mixed(func, tensors)
+        checks.refuse_types(func, tensors, kwargs)
         return False
 
     def adopt(self, result: Any, device: GPU) -> None:
@@ -182,14 +173,14 @@ class Runner:
             return str(record.device.torch_device)
         if not raw.is_meta(tensor):
             return HOST
-        return devices.NUMBER if storage_key(tensor) in self.storages.numbers else "meta"
+        return checks.NUMBER if storage_key(tensor) in self.storages.numbers else "meta"
 
     def _place_of_index(self, tensor: torch.Tensor) -> str:
         """Return where an indexing operand is: of x[:, [0, 1]] C++ makes a tensor out of sight."""
         place = self.place(tensor)
         if place != "meta" or tensor.dtype not in _OF_LISTS:
             return place
-        return place if storage_key(tensor) in self.storages.users_own else devices.NUMBER
+        return place if storage_key(tensor) in self.storages.users_own else checks.NUMBER
 
     def unknown(self, func: Any) -> str:
         """Return the sentence that ``func`` reads an unknown value."""
@@ -214,9 +205,6 @@ class Runner:
             raise no_shapes(self, func, args, kwargs) from error
         if "meta tensor" in text:
             raise UnknownValueError(self.unknown(func)) from error
-        words = said_by_aten(func, args, kwargs, error)
-        if words is not None:
-            raise words from None
 
 
 def no_shapes(

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import META
-from pytest_gpumem.simulated.machine.storages import storage_key
+from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.operators import tables
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.storages import Storages
 
 MOST_SHAPES = 50_000
 

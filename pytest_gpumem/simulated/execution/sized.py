@@ -9,7 +9,6 @@ import torch
 from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.execution.runner import CUDA, DATA_DEPENDENT, Runner
-from pytest_gpumem.simulated.machine.checks.dtypes import checks_of
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import tables
@@ -28,7 +27,6 @@ def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
     rule = tables.rule_of(func)
     operator = Operator.of(func)
     machine = runner.machine
-    checks = checks_of(func)
     placement = machine.placement
     name = func._schema.name
 
@@ -38,7 +36,7 @@ def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
             computed = runner.values.computed(operator, args, kwargs)
         if computed is None:
             return otherwise(args, kwargs)
-        runner.is_elsewhere(func, checks, args, kwargs)
+        runner.is_elsewhere(func, args, kwargs)
         device = machine.current if placement is None else placement.of(name, args, kwargs)
         call = None if rule is None else Call(rule, device, args, kwargs)
         result = _shaped_as(func, computed)

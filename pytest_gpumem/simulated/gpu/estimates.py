@@ -5,13 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.sizes import format_size
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Estimates:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.gpu.device import Device
-from pytest_gpumem.simulated.machine.checks.devices import INDEXING, indices_elsewhere, two_devices
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.storages import Storages
+from pytest_gpumem.simulated.machine.checks import INDEXING, indices_elsewhere, two_devices
+from pytest_gpumem.simulated.machine.storages import Storages
 
 _D = TypeVar("_D", bound=Device)
 Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]

@@ -7,18 +7,15 @@ and another graph may use the same memory: a write of either is read by both.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
 
+from pytest_gpumem.allocator.blocks import PoolId
+from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.machine.storages import storage_key
-
-if TYPE_CHECKING:
-    from pytest_gpumem.allocator.blocks import PoolId
-    from pytest_gpumem.simulated.gpu.device import Device
-    from pytest_gpumem.simulated.gpu.memory import Memory
-    from pytest_gpumem.simulated.machine.values.known import Values
+from pytest_gpumem.simulated.machine.values.known import Values
 
 
 class Place:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,11 +18,9 @@ from pytest_gpumem.simulated.machine.generators import shared_state
 from pytest_gpumem.simulated.machine.pool_contents import Place, PoolContents
 from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 from pytest_gpumem.simulated.machine.storages import storage_key
+from pytest_gpumem.simulated.machine.values.known import Values
+from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.views import Layout, layout_of, view_of
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.values.known import Values
-    from pytest_gpumem.simulated.machine.values.operator import Operator
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from threading import RLock
+from typing import Any
 
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import Provenance, provenance
-
-if TYPE_CHECKING:
-    from threading import RLock
-
-    from pytest_gpumem.simulated.gpu.device import Device
-    from pytest_gpumem.simulated.gpu.memory import Memory
-
+from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.gpu.memory import Memory
 
 ELSEWHERE = 1 << 48
 """Offset of addresses of memory that is not the present test's; CUDA's have 47 bits."""

@@ -4,26 +4,38 @@ Work is done when it is issued, as far as a program can see: queries return true
 that ``torch.cuda._sleep`` takes. Work the *host* has seen finish decides when memory that another
 stream used may be used again; the
 :class:`~pytest_gpumem.allocator.timeline.Timeline` keeps that.
+
+The time that ``torch.cuda._sleep`` keeps a stream busy; nothing else takes any.
+
+The host's clock gives the time. Waiting for a sleeping stream takes the host no time: the clock
+is moved on instead.
+
+The stream on which autograd gives a leaf its gradient: the one that used it first.
+
+The node of a leaf is made when an operator first uses it, and keeps the stream of that moment
+(``Node::stream`` of torch/csrc/autograd/function.h). The graph shows which one it was: of the nodes
+that lead to the leaf, the one with the lowest sequence number was made first.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
+import time
 import warnings
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
+import torch.autograd.graph
 
 from pytest_gpumem.allocator.timeline import Marks, StreamKey, Timeline
-from pytest_gpumem.simulated.machine.clock import Clock
-from pytest_gpumem.simulated.machine.leaves import NO_SEQUENCE, Leaves
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.captures import Capture
+from pytest_gpumem.simulated.machine.captures import Capture
 
 STREAMS_PER_POOL = 32
 """kStreamsPerPool of c10/cuda/CUDAStream.cpp: after these the first stream is returned again."""
@@ -220,3 +232,115 @@ def priority_of(stream: int) -> int:
     """Return the priority of a handle of :meth:`Streams.make`; 0 for other handles."""
     kind = stream >> 1 & (1 << _TYPE_BITS) - 1
     return 1 - kind if stream & 1 and 1 <= kind <= 1 - HIGHEST_PRIORITY else 0
+
+
+CYCLES_PER_SECOND = 1e9
+"""The GPU's clock, which is not simulated: a round number near those of the catalogue's GPUs."""
+
+
+class Clock:
+    """The times until which streams sleep, in seconds on a clock of their own."""
+
+    def __init__(self) -> None:
+        self._ends: dict[StreamKey, float] = {}
+        self._skipped = 0.0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any stream ever slept."""
+        return bool(self._ends)
+
+    @property
+    def now(self) -> float:
+        """The time in seconds, on this clock."""
+        return time.perf_counter() + self._skipped
+
+    def sleep(self, stream: StreamKey, cycles: int) -> None:
+        """Keep a stream busy for ``cycles`` once its work so far is done."""
+        self._ends[stream] = self.end(stream) + cycles / CYCLES_PER_SECOND
+
+    def end(self, stream: StreamKey) -> float:
+        """Return the time when the work of a stream is done: now, or when it wakes up."""
+        return max(self.now, self._ends.get(stream, 0.0))
+
+    def delay(self, stream: StreamKey, moment: float) -> None:
+        """Delay later work of a stream until ``moment``."""
+        if not self.is_over(moment):
+            self._ends[stream] = max(self.end(stream), moment)
+
+    def is_over(self, moment: float) -> bool:
+        """Return whether ``moment`` has passed."""
+        return moment <= self.now
+
+    def wait_for(self, moment: float) -> None:
+        """Make the host wait for ``moment``."""
+        self._skipped += max(0.0, moment - self.now)
+
+    def wait_for_device(self, device: int) -> None:
+        """Make the host wait for every stream of a device."""
+        for stream, moment in self._ends.items():
+            if stream[0] == device:
+                self.wait_for(moment)
+
+
+NO_SEQUENCE = 2**64 - 1
+"""Sequence number of the nodes that accumulate gradients into leaves."""
+_ENGINE_RUNS = torch.autograd.graph._engine_run_backward.__code__
+
+
+class Leaves:
+    """The leaves of the graph that runs backward on this thread."""
+
+    def __init__(self) -> None:
+        self._hooked: torch.Tensor | None = None
+        self._task = -1
+        self._first: dict[int, int] = {}
+        """By leaf: the sequence number of the node that used it first."""
+
+    @contextmanager
+    def hooks_of(self, leaf: torch.Tensor | None) -> Iterator[None]:
+        """Mark that a hook of ``leaf`` runs: autograd has no current node then."""
+        before, self._hooked = self._hooked, leaf
+        try:
+            yield
+        finally:
+            self._hooked = before
+
+    def first_use(self, task: int) -> int | None:
+        """Return the number of the node that first used the present leaf; ``None`` if unknown."""
+        leaf = self._hooked
+        if leaf is None:
+            leaf = getattr(torch._C._current_autograd_node(), "variable", None)
+        if leaf is None:
+            return None
+        if task != self._task:
+            self._task, self._first = task, _first_uses(_roots())
+        return self._first.get(leaf._cdata)
+
+
+def _roots() -> list[Any]:
+    """Return the nodes at which the engine, which is somewhere below in the stack, has begun."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _ENGINE_RUNS:
+        frame = frame.f_back
+    if frame is None:
+        return []
+    outputs = frame.f_locals["t_outputs"]
+    return [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
+
+
+def _first_uses(roots: list[Any]) -> dict[int, int]:
+    first: dict[int, int] = {}
+    waiting = [root for root in roots if root is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        number = node._sequence_nr()
+        for following, _ in node.next_functions:
+            leaf = getattr(following, "variable", None)
+            if leaf is not None:
+                first[leaf._cdata] = min(number, first.get(leaf._cdata, NO_SEQUENCE))
+            elif following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return first

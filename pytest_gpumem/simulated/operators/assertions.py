@@ -6,14 +6,10 @@ a failed one stops the process's CUDA at its next call; here it stops the call i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.rules import Rule
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 
 def _check(gpu: GPU, self: torch.Tensor) -> None:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import HALVES
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 MATH, FLASH, EFFICIENT, CUDNN = "math", "flash", "efficient", "cudnn"
 _NAMES = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}

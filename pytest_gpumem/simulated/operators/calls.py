@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
 
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.machine.machine import GPU
 
 _R = TypeVar("_R")
 

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, prod, sqrt
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import is_dense
 from pytest_gpumem.simulated.operators.rules import Rule, passing
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 _THREADS = 128
 """BLOCK_SIZE."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import cudnn
 from pytest_gpumem.simulated.operators.convolution_choice import (
     CONTIGUOUS,
@@ -29,9 +29,6 @@ from pytest_gpumem.simulated.operators.convolution_choice import (
 from pytest_gpumem.simulated.operators.layout import suggested_format
 from pytest_gpumem.simulated.operators.rules import Composite, Scratch
 from pytest_gpumem.simulated.operators.slow_convolution import SlowConvolution
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 

@@ -9,15 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import HALVES, INDEXABLE, suggested_format
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 CUDNN, DEPTHWISE, SLOW, EMPTY = "cudnn", "depthwise", "slow", "empty"
 """Kernels: ConvBackend::Cudnn and CudnnTranspose, CudaDepthwise2d and 3d, Slow*, Empty."""

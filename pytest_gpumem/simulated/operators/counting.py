@@ -9,16 +9,13 @@ exact; the scans and selections, of a state for each of many hundred elements, a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 _SHORT_INDEX_BYTES = 4
 BOTH_EXTREMES_SINCE = (2, 12)

@@ -8,16 +8,14 @@ takes 32-bit targets in CPU memory, is not simulated: such a loss is computed by
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, first_of
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 _aten = torch.ops.aten
 _MEAN, _SUM = 1, 2

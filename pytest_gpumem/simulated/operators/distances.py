@@ -7,16 +7,12 @@ them up), native/Normalization.cpp (renorm_out), of torch 2.6 to 2.15.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import accumulated
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 
 def _parts(gpu: GPU, shape: tuple[int, int, int, int], like: Tensor) -> None:

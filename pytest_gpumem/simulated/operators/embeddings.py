@@ -9,18 +9,15 @@ EmbeddingBag.cu (_embedding_bag_cuda, embedding_bag_backward_cuda_sum_avg) and c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import cub
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, accumulated, copied
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
 from pytest_gpumem.simulated.operators.sorting import sort_row
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 INDICES_WITHOUT_SORT = 3072
 """Most indices for which one kernel adds the rows up in place."""

@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, accumulated, is_dense
 from pytest_gpumem.simulated.operators.reductions import sum_of_all
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 CHUNK = 65_536
 """Elements one block reduces."""

@@ -9,21 +9,12 @@ kernels of their own: seen on the dry device, for inputs and gradients of both l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.operators.layout import (
-    HALVES,
-    accumulated,
-    copied,
-    suggested_format,
-)
+from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.operators.layout import HALVES, accumulated, copied, suggested_format
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """By the input, by its weight and by its bias."""

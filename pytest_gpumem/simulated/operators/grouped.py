@@ -11,16 +11,13 @@ else is multiplied group by group by cuBLAS.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.common.raw import META
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 _empty_strided = torch.empty_strided
 _DTYPES = {

@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 
 from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.counting import BOTH_EXTREMES_SINCE
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
-    from pytest_gpumem.simulated.machine.storages import Storages
 
 _FLAGS = frozenset({torch.bool, torch.uint8})
 

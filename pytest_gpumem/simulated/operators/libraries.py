@@ -8,14 +8,11 @@ _fft_c2c_cufft), linalg/BatchLinearAlgebra.cpp.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.rules import Rule, passing
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 _DIMS_AT_ONCE = 3
 """Dimensions that cuFFT transforms in one call."""

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 _MEAN = 1
 """at::Reduction::Mean."""

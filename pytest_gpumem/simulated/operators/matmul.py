@@ -7,16 +7,12 @@ CUDABlas.cpp (gemm, bgemm, gemv and dot take getCurrentCUDABlasHandle()), native
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import HALVES
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 _LT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 

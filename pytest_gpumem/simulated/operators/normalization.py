@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.real import kernels as real_kernels
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import (
@@ -26,9 +27,6 @@ from pytest_gpumem.simulated.operators.layout import (
     suggested_format,
 )
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, is_traced, passing
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 _aten = torch.ops.aten
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]

@@ -9,19 +9,16 @@ mha_varlen_bwd), of torch 2.6 to 2.15.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import META
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import attention
 from pytest_gpumem.simulated.operators.layout import copied
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 
 def _by_head(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ the state of its dropout, of a size that only cuDNN determines, is left out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.backends.cudnn.rnn as cudnn_rnn
@@ -18,12 +18,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.real import recurrent
 from pytest_gpumem.simulated.operators import cudnn
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, is_traced
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _LSTM = 2

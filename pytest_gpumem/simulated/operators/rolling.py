@@ -7,14 +7,11 @@ native/TensorTransformations.h (roll_common), torch 2.6 to 2.15.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 
 def _rolled_so_far(gpu: GPU, self: Tensor, dims: Sequence[int]) -> Scratch | None:

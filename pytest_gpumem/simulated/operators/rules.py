@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from pytest_gpumem.simulated.common.callsite import provenance
+from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.operators.calls import Signature
-
-if TYPE_CHECKING:
-    import torch
-    from torch._ops import OpOverload
-
-    from pytest_gpumem.simulated.gpu.device import Device
-    from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 
 Before = Callable[..., "Scratch | None"]
 After = Callable[..., None]

@@ -7,16 +7,12 @@ cuda/DistributionTemplates.h (bernoulli_kernel), of torch 2.6 to 2.15.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import HALVES
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 
 def _check(gpu: GPU, std: Tensor | float) -> None:

@@ -9,16 +9,13 @@ that of torch 2.6, 2.13 and 2.15 on the dry device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import cub
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 
 def _scattered_mean(gpu: GPU, src: Tensor, reduce: str, result: Tensor) -> None:

@@ -9,17 +9,14 @@ types and strides as CUDA's do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides, make_contiguous_strides_for
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import copied
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, passing
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 
 def _forward(gpu: GPU, self: Tensor) -> None:

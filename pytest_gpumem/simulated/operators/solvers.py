@@ -12,17 +12,14 @@ on the dry device, 2.13 and 2.15, for matrices of 16 to 600 rows, alone and in b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES
 from pytest_gpumem.simulated.operators.libraries import leave_out
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 _aten = torch.ops.aten
 _CODE = 4

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.counting import BOTH_EXTREMES_SINCE
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied, is_dense
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 _SORTED_IN_SHARED_MEMORY = 4096
 """Most elements of a dimension that one block sorts."""

@@ -16,20 +16,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import cub
 from pytest_gpumem.simulated.operators.rules import Composite, Scratch
 from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 _aten = torch.ops.aten
 _ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

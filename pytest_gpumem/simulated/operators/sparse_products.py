@@ -9,17 +9,13 @@ product is sized by the library; it is left out, with a note of the simulation.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.libraries import leave_out
 from pytest_gpumem.simulated.operators.rules import Composite
 from pytest_gpumem.simulated.operators.sparse import is_sparse, refusal
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 _aten = torch.ops.aten
 _MULTIPLIED = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})

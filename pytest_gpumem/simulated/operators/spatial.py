@@ -10,15 +10,12 @@ CUDA's do.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import copied, suggested_format
 from pytest_gpumem.simulated.operators.rules import After, Rule, Scratch, passing
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 
 def _in_its_format(gpu: GPU, self: Tensor) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from inspect import signature
-from typing import TYPE_CHECKING
 
 import torch
 from torch._ops import OpOverload
 
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators import (
     activations,
     assertions,
@@ -52,12 +52,9 @@ from pytest_gpumem.simulated.operators import (
     sync_batch_norm,
     whole,
 )
+from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.operators.calls import overload_of
 from pytest_gpumem.simulated.operators.rules import BoundRule, Composite, Rule, on_machine
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-    from pytest_gpumem.simulated.operators.autocast import CastCache
 
 RULES: dict[str, Rule] = {
     **assertions.RULES,

@@ -9,16 +9,14 @@ are copied, which are contiguous.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.operators.layout import is_dense
 from pytest_gpumem.simulated.operators.rules import Scratch, passing
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import Device
 
 
 def stage_upload(gpu: Device, target: Tensor, source: Tensor, non_blocking: bool) -> None:

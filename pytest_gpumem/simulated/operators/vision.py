@@ -5,17 +5,13 @@ Source: torchvision/csrc/ops/cuda/nms_kernel.cu (nms_kernel) of torchvision 0.29
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.rules import Composite
 from pytest_gpumem.values.errors import UnknownValueError
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 _BOXES_OF_A_BLOCK = 64
 """Boxes whose overlaps with another are the bits of one number."""

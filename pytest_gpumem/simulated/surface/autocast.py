@@ -15,14 +15,13 @@ torch/_dynamo/variables/ctx_manager.py (``AutocastModeVariable``), torch 2.6 to 
 from __future__ import annotations
 
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.amp.autocast_mode import autocast
 
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.operators.autocast import CastCache
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.operators.autocast import CastCache
 
 
 def add_patches(cache: CastCache, patches: Patches) -> None:

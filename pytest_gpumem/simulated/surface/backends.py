@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.backends.cuda
 import torch.backends.cudnn
 
 from pytest_gpumem.echo import quoted
+from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.gpu.releases import CUDNN, STATIC_SIZE
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.attention_choice import usable_kernels
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:

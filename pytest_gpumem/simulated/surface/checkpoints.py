@@ -11,7 +11,7 @@ import copy
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,11 +19,8 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _machine: SimulatedMachine | None = None
 """The one that files are loaded on: pickle calls by name, and passes only data it has read."""

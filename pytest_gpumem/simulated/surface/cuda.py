@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.generators import generator_type
+from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.surface.pools import chosen_pool
 from pytest_gpumem.simulated.surface.properties import DeviceProperties
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
-
 
 CUDA_OF_CPU_BUILDS = "12.6"
 """``torch.version.cuda`` where the running build has none; the allocator does not depend on it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.jit._builtins
@@ -13,12 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
+from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import META
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.surface.sequences import numbers_in
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _FACTORIES = (
     "arange",

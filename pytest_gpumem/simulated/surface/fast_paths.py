@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.backends.mha
 
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.encoders import is_followed
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:

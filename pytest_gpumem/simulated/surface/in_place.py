@@ -12,14 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
 import torch
 
 from pytest_gpumem.simulated.common import raw
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.execution.mode import ShapeExecution
+from pytest_gpumem.simulated.execution.mode import ShapeExecution
 
 _QUESTION = "_has_compatible_shallow_copy_type"
 

@@ -12,14 +12,12 @@ import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytest_gpumem.simulated.common.callsite import callers_line
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.values.errors import UnsupportedOperatorError
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _NEEDS = (b"libcudart.so", b"libcuda.so", b"libcublas.so", b"cudart64_", b"nvcuda.dll")
 """Names of libraries, one of which is in each library with kernels of CUDA's."""

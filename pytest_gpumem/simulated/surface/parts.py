@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.surface import (
     autocast,
     backends,
@@ -32,11 +33,6 @@ from pytest_gpumem.simulated.surface import (
     unsupported,
     wrappers,
 )
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-    from pytest_gpumem.simulated.operators.autocast import CastCache
 
 
 def add_patches(machine: SimulatedMachine, casts: CastCache, patches: Patches) -> None:

@@ -9,18 +9,16 @@ _tensors_data_ptrs_at_indices_equal), torch 2.6 to 2.15.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pytest_gpumem.allocator import AllocatorError
 from pytest_gpumem.allocator.blocks import PoolId
 from pytest_gpumem.allocator.checkpoints import PoolState
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import NOBODYS, storage_key
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
 class _Surface:

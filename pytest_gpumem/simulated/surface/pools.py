@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -15,15 +15,13 @@ from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.allocator.releases import GENERIC_CONFIG
 from pytest_gpumem.allocator.snapshot import snapshot
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.releases import OPTIONS_SINCE, THREAD_POOLS
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.machine.pools import Pool
 from pytest_gpumem.simulated.surface.functions import add_functions
 from pytest_gpumem.values.errors import UnsupportedOperatorError
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.gpu.memory import Memory
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-    from pytest_gpumem.simulated.machine.pools import Pool
 
 
 class SimulatedMemPool:

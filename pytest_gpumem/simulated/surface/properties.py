@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.machine.machine import GPU
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.autograd.graph import save_on_cpu
 
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:

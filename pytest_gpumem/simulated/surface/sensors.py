@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.autograd.profiler
 import torch.profiler
 
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.pinned import ALREADY_REGISTERED, NOT_REGISTERED
 from pytest_gpumem.values.errors import UnsupportedOperatorError
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _MEASURED = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
 """Readings of ``torch.cuda`` without a model here; all but the first two exist since 2.1."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,12 +12,10 @@ from torch.nn.parallel import comm
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.placement import return_gradient
 from pytest_gpumem.values.errors import UnsupportedOperatorError
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _BEGIN_WITH_A_FACTORY = (
     (torch._C._nn, "one_hot"),

@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.machine.checks.devices import NO_DATA
+from pytest_gpumem.simulated.machine.checks import NO_DATA
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.placement import return_gradient
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage

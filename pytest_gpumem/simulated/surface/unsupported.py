@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch._higher_order_ops.flex_attention
@@ -20,12 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.elementwise import jiterated
 from pytest_gpumem.values.errors import UnsupportedOperatorError
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 MOST_LOOKED_AT = 8
 """Items of a list whose device is looked up: all of them are on one device."""

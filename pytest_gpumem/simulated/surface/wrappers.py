@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
 
 from pytest_gpumem.simulated.common import raw
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _PLACE = "_pytest_gpumem_device"
 """Attribute for a wrapper's device: weak references would keep it from being swapped."""

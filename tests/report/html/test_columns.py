@@ -7,7 +7,7 @@ from array import array
 from base64 import b64decode
 from typing import Any
 
-from pytest_gpumem.report.html.columns import Columns
+from pytest_gpumem.report.html.recording import Columns
 
 CODES = {1: "B", 2: "H", 4: "I"}
 

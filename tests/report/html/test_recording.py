@@ -45,7 +45,7 @@ def recorded() -> Allocator:
 
 def told(snapshot: dict[str, Any], **question: Any) -> tuple[dict[str, Any], list[list[int]]]:
     """The first device of the page's data, and its columns: what events did, reserved, split."""
-    from pytest_gpumem.report.html.columns import Columns
+    from pytest_gpumem.report.html.recording import Columns
 
     class Kept(Columns):
         def packed(self) -> str:

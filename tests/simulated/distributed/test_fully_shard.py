@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pytest_gpumem import simulate
-from pytest_gpumem.prediction.unfilled import unfilled
+from pytest_gpumem.prediction.batch import unfilled
 from pytest_gpumem.simulating import SimulatedRun
 
 MIB = 1 << 20

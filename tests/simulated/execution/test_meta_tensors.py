@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.machine.checks.devices import NO_DATA
+from pytest_gpumem.simulated.machine.checks import NO_DATA
 
 ELSEWHERE = torch.empty(4, 4, device="meta")
 """Made while nothing is simulated."""

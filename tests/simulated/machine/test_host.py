@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pytest_gpumem.simulated.machine.values.host import available_memory
+from pytest_gpumem.simulated.machine.values.reading import available_memory
 
 
 def write(root: Path, files: dict[str, str]) -> None:

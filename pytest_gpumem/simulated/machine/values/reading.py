@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from pytest_gpumem.simulated.common import raw
@@ -17,7 +20,6 @@ from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.thread_state import ThreadState
 from pytest_gpumem.simulated.machine.values.facts import Facts
 from pytest_gpumem.simulated.machine.values.finite import Infinity
-from pytest_gpumem.simulated.machine.values.host import available_memory
 from pytest_gpumem.simulated.machine.values.kept import Kept
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.views import blank, view_of
@@ -217,3 +219,32 @@ def _drawing(source: torch.Generator) -> Iterator[None]:
     finally:
         source.set_state(default.get_state())
         default.set_state(before)
+
+
+_GROUPS = (
+    # cgroup v2 and v1: the limit and the use, in bytes.
+    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+    (
+        "sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
+)
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that new allocations can take, by the system and by the container.
+
+    Only Linux has files with these numbers; elsewhere psutil reads them.
+    """
+    bounds = []
+    with suppress(OSError):
+        known = (root / "proc/meminfo").read_text(encoding="ascii")
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", known, re.M)
+        bounds += [int(found[1]) * 1024] if found else []
+    if not bounds:
+        bounds.append(psutil.virtual_memory().available)
+    for limit, used in _GROUPS:
+        with suppress(OSError, ValueError):  # "max": no limit
+            most, taken = (int((root / name).read_text(encoding="ascii")) for name in (limit, used))
+            bounds.append(max(most - taken, 0))
+    return min(bounds)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from types import ModuleType
 from typing import Any
 
@@ -35,24 +34,12 @@ def add_kernel(x_ptr: Any, y_ptr: Any, out_ptr: Any, n: Any, BLOCK: Any = 128) -
     tl.store(out_ptr + at, tl.load(x_ptr + at) + tl.load(y_ptr + at))
 
 
-@pytest.fixture(autouse=True)
-def language(triton: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "tl", vars(triton)["language"])
+pytestmark = pytest.mark.usefixtures("triton")
 
 
 @pytest.fixture
 def kernel() -> JITFunction:
     return JITFunction(add_kernel)
-
-
-def noting(seen: list[dict[str, Any]]) -> Any:
-    """A grid that is asked for with the arguments of the launch."""
-
-    def grid(given: dict[str, Any]) -> tuple[int, ...]:
-        seen.append(dict(given))
-        return 1, 2
-
-    return grid
 
 
 def tensors(count: int = 256) -> list[torch.Tensor]:
@@ -73,13 +60,14 @@ def test_a_launch_allocates_nothing_and_the_code_around_it_what_it_does(
         assert [event.size for event in gpu.trace if event.action == "alloc"] == [1024] * 4
 
 
-def test_only_what_the_kernel_stores_to_is_unknown_afterwards(kernel: JITFunction) -> None:
+def test_every_tensor_that_the_kernel_is_given_is_unknown_afterwards(kernel: JITFunction) -> None:
     with simulate("T4"):
-        x, y, out = (torch.arange(3, device="cuda") for _ in range(3))
-        kernel[(1,)](x, y, out, 3)
-        assert (x.tolist(), y.tolist()) == ([0, 1, 2], [0, 1, 2])
-        with pytest.raises(UnknownValueError):
-            out.sum().item()
+        x, y, out, other = (torch.arange(3, device="cuda") for _ in range(4))
+        kernel[(1,)](x, y, out_ptr=out, n=3)
+        for given in (x, y, out):
+            with pytest.raises(UnknownValueError):
+                given.sum().item()
+        assert other.tolist() == [0, 1, 2]
 
 
 def test_a_read_of_what_a_kernel_wrote_names_the_kernel_where_values_are_computed(
@@ -88,7 +76,6 @@ def test_a_read_of_what_a_kernel_wrote_names_the_kernel_where_values_are_compute
     with simulate("T4", real_values=True):
         x, y, out = tensors()
         kernel[(2,)](x, y, out, 256)
-        assert x.sum().item() == 256
         sentence = r"because the Triton kernel \S*add_kernel cannot be computed on the CPU"
         with pytest.raises(UnknownValueError, match=sentence):
             out.sum().item()
@@ -105,58 +92,11 @@ def test_what_a_kernel_wrote_is_taken_for_finite_where_values_are_computed(
         assert not torch.isinf(total)
 
 
-def test_an_empty_grid_launches_nothing(kernel: JITFunction) -> None:
-    with simulate("T4"):
-        x, y, out = (torch.arange(3, device="cuda") for _ in range(3))
-        kernel[(0,)](x, y, out, 3)
-        assert out.tolist() == [0, 1, 2]
-
-
-def test_a_grid_may_be_a_function_of_all_arguments(kernel: JITFunction) -> None:
-    seen: list[dict[str, Any]] = []
-    with simulate("T4"):
-        kernel[noting(seen)](*tensors(), 256)
-    assert [*seen[0]] == ["x_ptr", "y_ptr", "out_ptr", "n", "BLOCK"]
-    assert (seen[0]["n"], seen[0]["BLOCK"]) == (256, 128)
-
-
-def test_arguments_are_bound_as_triton_binds_them(kernel: JITFunction) -> None:
-    with simulate("T4"), pytest.raises(TypeError, match="missing a required argument: 'out_ptr'"):
-        kernel[(1,)](*tensors()[:2])
-
-
-@pytest.mark.parametrize(
-    ("grid", "error", "text"),
-    [
-        ((1, 65536), RuntimeError, "Triton Error [CUDA]: invalid argument"),
-        ((2**31,), RuntimeError, "Triton Error [CUDA]: invalid argument"),
-        ((1.5,), TypeError, "'float' object cannot be interpreted as an integer"),
-    ],
-)
-def test_grids_that_a_gpu_refuses(
-    kernel: JITFunction, grid: tuple[Any, ...], error: type[Exception], text: str
-) -> None:
-    with simulate("T4"), pytest.raises(error, match=re.escape(text)):
-        kernel[grid](*tensors(), 256)
-
-
-def test_tensors_of_the_cpu_are_refused_and_pinned_ones_are_not(kernel: JITFunction) -> None:
-    with simulate("T4"):
-        x, y, out = tensors()
-        with pytest.raises(ValueError, match=r"Pointer argument \(at 1\) cannot be accessed"):
-            kernel[(1,)](x, torch.ones(3), out, 256)
-        with pytest.raises(ValueError, match=r"Pointer argument \(at 0\) cannot be accessed"):
-            kernel[(1,)](x.cpu(), y, out, 256)
-        kernel[(1,)](x, torch.ones(256).pin_memory(), out, 256)
-
-
 def test_the_first_configuration_is_taken_without_timing(kernel: JITFunction) -> None:
-    seen: list[dict[str, Any]] = []
     tuner = Autotuner(kernel, [Config({"BLOCK": 64}), Config({"BLOCK": 32})])
     with simulate("T4") as gpu:
-        tuner[noting(seen)](*tensors(), 256)
+        tuner[(1,)](*tensors(), 256)
         assert gpu.peak_allocated == 3 * 1024
-    assert [given["BLOCK"] for given in seen] == [64]
     assert tuner.best_config.kwargs == {"BLOCK": 64}
     (note,) = gpu.notes
     assert note.startswith(f"{__name__}.add_kernel at tests/simulated/")
@@ -172,42 +112,18 @@ def test_what_a_timing_of_the_users_own_allocates_is_left_out(kernel: JITFunctio
 
 
 def test_heuristics_see_the_arguments(kernel: JITFunction) -> None:
-    seen: list[dict[str, Any]] = []
-    chosen = Heuristics(kernel, {"BLOCK": lambda given: 2 * given["n"]})
+    seen: list[int] = []
+    chosen = Heuristics(kernel, {"BLOCK": lambda given: seen.append(given["n"])})
     with simulate("T4"):
-        chosen[noting(seen)](*tensors(), 256)
-    assert [given["BLOCK"] for given in seen] == [512]
+        chosen[(1,)](*tensors(), 256)
+    assert seen == [256]
 
 
-def test_nothing_is_left_for_a_real_gpu_to_launch(kernel: JITFunction) -> None:
-    with simulate("T4"):
-        kernel[(1,)](*tensors(), 256)
-    assert not kernel.device_caches
-    assert not hasattr(kernel, "compile")
-    with pytest.raises(RuntimeError, match="0 active drivers"):
-        kernel[(1,)](*tensors_of_cpu(), 256)
-
-
-def tensors_of_cpu() -> list[torch.Tensor]:
-    return [torch.ones(3) for _ in range(3)]
-
-
-def test_a_warmed_up_kernel_says_what_its_compiler_knows(kernel: JITFunction) -> None:
-    with simulate("A100-40GB"):
-        x, y, out = (torch.arange(3, device="cuda") for _ in range(3))
-        compiled = kernel.warmup(x, y, out, 3, num_warps=8, grid=(1,))
-        assert out.tolist() == [0, 1, 2]
-        assert (compiled.metadata.shared, compiled.metadata.num_warps) == (4096, 8)
-        assert compiled.metadata.target == ("cuda", 80)
-        with pytest.raises(UnsupportedOperatorError) as caught:
-            _ = compiled.n_regs
-        assert str(caught.value).startswith(
-            "tests/simulated/surface/triton_kernels/test_launches.py:"
-        )
-        assert f"asks for n_regs of the compiled kernel {__name__}.add_kernel" in str(caught.value)
-        compiled[(1, 1, 1)](x, y, out, 3, 128)
-        with pytest.raises(UnknownValueError):
-            out.sum().item()
+def test_a_kernel_is_compiled_on_the_dry_device_alone(kernel: JITFunction) -> None:
+    with simulate("T4"), pytest.raises(UnsupportedOperatorError) as caught:
+        kernel.warmup(*tensors(), 256, grid=(1,))
+    assert f"compiles the Triton kernel {__name__}.add_kernel, which no " in str(caught.value)
+    assert str(caught.value).endswith("run pytest --gpumem-device=dry")
 
 
 def test_the_driver_answers_for_the_gpu(triton: ModuleType) -> None:
@@ -224,7 +140,9 @@ def test_the_driver_answers_for_the_gpu(triton: ModuleType) -> None:
         assert properties["max_shared_mem"] == 163 * 1024
         with pytest.raises(UnsupportedOperatorError, match="for sm_clock_rate, which no simulated"):
             _ = properties["sm_clock_rate"]
-        with pytest.raises(UnsupportedOperatorError, match=r"test_launches.py:\d+ calls load_bin"):
+        with pytest.raises(
+            UnsupportedOperatorError, match=r"test_launches.py:\d+ asks for load_bin"
+        ):
             active.utils.load_binary("name", b"", 0, 0)
     with pytest.raises(RuntimeError, match="0 active drivers"):
         _ = driver.active
@@ -269,5 +187,5 @@ def test_a_description_runs_in_the_place_of_a_kernel(kernel: JITFunction) -> Non
         assert kernel.warmup(*tensors(), 256, grid=(1,)) is None
         assert seen == [(4, {"num_warps": 4})] * 2
         assert gpu.notes == ()
-    with pytest.raises(RuntimeError, match="0 active drivers"):
-        kernel[(1,)](*tensors_of_cpu(), 256)
+    with pytest.raises(AssertionError, match="was compiled"):
+        kernel[(1,)](*(torch.ones(3) for _ in range(3)), 256)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.surface.triton.stores import Stores
-from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.values.errors import UnknownValueError
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 if os.environ.get("TRITON_INTERPRET", "0") != "0":
@@ -46,47 +45,19 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def test_the_source_tells_what_is_written() -> None:
-    assert {"x_ptr", "y_ptr", "out_ptr"} & Stores().of(add_kernel) == {"out_ptr"}
-
-
 def test_a_launch_allocates_what_the_code_around_it_does() -> None:
     with simulate("T4") as gpu:
         x, y = torch.arange(256, device="cuda"), torch.ones(256, device="cuda")
         out = add(x, y)
         assert gpu.allocated == 2048 + 1024 + 2048
-        assert x.tolist() == [*range(256)]
         with pytest.raises(UnknownValueError):
             out.sum().item()
     with pytest.raises(RuntimeError, match="active driver"):
         add_kernel[(1,)](torch.ones(3), torch.ones(3), torch.ones(3), 3, BLOCK=4)
 
 
-@pytest.mark.parametrize(
-    ("launch", "error", "text"),
-    [
-        (lambda x: add_kernel[(1,)](x, x, x), TypeError, "missing 2 required positional"),
-        (lambda x: add_kernel[(1,)](x, x, x, 3, BLOCK=4, foo=1), KeyError, "foo was specified but"),
-        (lambda x: add_kernel[(1,)](x.cpu(), x, x, 3, BLOCK=4), ValueError, r"cpu tensor\?"),
-        (
-            lambda x: add_kernel[(1,)](x, x, object(), 3, BLOCK=4),
-            (TypeError, AttributeError),  # the latter in 3.2
-            "object",
-        ),
-    ],
-)
-def test_wrong_arguments_are_triton_s_own_errors(launch: Any, error: Any, text: str) -> None:
-    with simulate("T4"), pytest.raises(error, match=text):
-        launch(torch.ones(3, device="cuda"))
-
-
 def test_tuning_and_heuristics() -> None:
-    blocks: list[int] = []
     configs = [triton.Config({"BLOCK": size}) for size in (256, 512)]
-
-    def grid(meta: dict[str, Any]) -> tuple[int]:
-        blocks.append(meta["BLOCK"])
-        return (1,)
 
     with simulate("T4") as gpu:
         # Up to 3.3 the driver is asked where a kernel is decorated.
@@ -96,26 +67,13 @@ def test_tuning_and_heuristics() -> None:
         )
         x = torch.ones(1000, device="cuda")
         for kernel in (tuner, chosen):
-            kernel[grid](x, x, x, 1000)
+            kernel[(1,)](x, x, x, 1000)
         assert gpu.peak_allocated == 4096
-    assert blocks == [256, 1024]
     assert tuner.best_config is configs[0]
     assert not tuner.cache
     (note,) = gpu.notes
     assert f"{__name__}.add_kernel at tests/simulated/surface/triton_kernels/test_real_" in note
     assert "clear 256 MiB" in note
-
-
-def test_shared_memory_is_known_to_the_compiler_and_registers_to_the_device() -> None:
-    with simulate("A100-40GB"):
-        x = torch.ones(3, device="cuda")
-        compiled = add_kernel.warmup(x, x, x, 3, BLOCK=4, grid=(1,))
-        assert compiled.metadata.shared == 0
-        assert compiled.metadata.target.arch == 80
-        with pytest.raises(
-            UnsupportedOperatorError, match=r"test_real_triton.py:\d+ asks for n_regs"
-        ):
-            _ = compiled.n_regs
 
 
 def test_the_driver_is_the_simulated_gpu_s() -> None:

@@ -1,4 +1,4 @@
-"""Tensors of several devices in one operator: allowed ones, and an error for the rest.
+"""Arguments that CUDA's kernels refuse and meta kernels accept: devices and types that differ.
 
 Operators with a CUDA kernel compare the devices of all their tensors, in the order of their
 arguments, unless native_functions.yaml has ``device_check: NoCheck``
@@ -7,13 +7,17 @@ common_device_check_failure). The others are built on TensorIterator, which lets
 host stand beside CUDA tensors (ATen/TensorIterator.cpp, compute_types). torch 2.6 to 2.15.
 Meta kernels that compare no devices (``mm``, ``gather``) return uninitialised memory for a tensor
 on ``meta`` beside CUDA tensors: that is refused here, too.
+
+Products and normalizations compare the types of their tensors (native/LinearAlgebra.cpp,
+cuda/Blas.cpp, cuda/layer_norm_kernel.cu, cuda/group_norm_kernel.cu). The types that each kernel
+is compiled for are not known here; on the dry device torch's own code refuses others.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,6 +118,31 @@ def two_devices(one: str, other: str) -> str:
 def indices_elsewhere(target: str) -> str:
     """TensorAdvancedIndexing.cpp (make_info), torch 2.6 to 2.15."""
     return f"indices should be either on cpu or on the same device as the indexed tensor ({target})"
+
+
+_SAME = {
+    "mm": "self mat2",
+    "addmm": "self mat1 mat2",
+    "_addmm_activation": "self mat1 mat2",
+    "addmv": "self mat vec",
+    "mv": "self vec",
+    "dot": "self tensor",
+    "vdot": "self other",
+    "native_layer_norm": "input weight bias",
+    "native_group_norm": "input weight bias",
+}
+"""By operator: arguments that are of one type, unless ``out_dtype`` says which types there are."""
+
+
+def refuse_types(func: Any, tensors: Sequence[Placed], kwargs: Mapping[str, Any]) -> None:
+    """Raise an error if ``tensors``, the arguments of ``func``, should have one type."""
+    name = func._schema.name.removeprefix("aten::")
+    compared = _SAME.get(name, "").split()
+    types = {each.name: each.tensor.dtype for each in tensors if each.name in compared}
+    strided = all(each.tensor.layout is torch.strided for each in tensors)
+    if len(set(types.values())) > 1 and strided and kwargs.get("out_dtype") is None:
+        listed = ", ".join(f"{each} {types[each]}" for each in compared if each in types)
+        raise RuntimeError(f"{name} expects tensors of the same dtype, but got {listed}")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Tensors of several devices in one operator, refused or allowed as on a GPU."""
+"""Tensors of several devices or types in one operator, refused or allowed as on a GPU."""
 
 from __future__ import annotations
 
@@ -130,3 +130,35 @@ def test_what_was_refused_is_refused_again_and_leaves_no_memory() -> None:
             with pytest.raises(RuntimeError, match="mat2 of aten::mm"):
                 x @ y
         assert gpu.allocated == allocated
+
+
+@pytest.mark.parametrize(
+    ("operation", "text"),
+    [
+        (
+            lambda x: F.linear(x, x.half()),
+            "mm expects tensors of the same dtype, but got self torch.float32, mat2 torch.float16",
+        ),
+        (
+            lambda x: F.linear(x, x.half(), x[0].half()),
+            "addmm expects tensors of the same dtype, but got self torch.float16, mat1 "
+            "torch.float32, mat2 torch.float16",
+        ),
+        (
+            lambda x: F.layer_norm(x.half(), (4,), x[0], x[0]),
+            "native_layer_norm expects tensors of the same dtype, but got input torch.float16, "
+            "weight torch.float32, bias torch.float32",
+        ),
+        (
+            lambda x: F.conv1d(x[None], x[None].half()),
+            "Input type (torch.float32 on cuda:0) and weight type (torch.float16 on cuda:0) should "
+            "be the same",
+        ),
+    ],
+)
+def test_operators_that_combine_types_say_which(
+    operation: Callable[[torch.Tensor], Any], text: str
+) -> None:
+    with simulate("T4"), pytest.raises(RuntimeError) as caught:
+        operation(torch.ones(4, 4, device="cuda"))
+    assert str(caught.value) == text
