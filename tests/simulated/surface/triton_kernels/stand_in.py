@@ -117,12 +117,34 @@ class DriverConfig:
 driver = DriverConfig()
 
 
+def _of_language(name: str) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(f"{name} ran outside a kernel")
+
+    function.__name__, function.__module__ = name, "triton.language.core"
+    return function
+
+
+class Tensor:
+    """triton.language.tensor, as far as its methods are asked for."""
+
+    def to(self) -> None: ...
+
+
+LANGUAGE = (
+    *("program_id", "arange", "load", "store", "atomic_add", "make_block_ptr", "advance"),
+    *("inline_asm_elementwise", "where", "sum", "make_tensor_descriptor", "pointer_type"),
+)
+
+
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The stand-in, in the place of Triton."""
+    language = {name: _of_language(name) for name in LANGUAGE}
     monkeypatch.setattr(driver, "_active", None)
     members: dict[str, dict[str, Any]] = {
         "triton": {"jit": JITFunction, "Config": Config},
+        "triton.language": {**language, "tensor": Tensor},
         "triton.backends": {"backends": {"nvidia": SimpleNamespace(driver=CudaDriver)}},
         "triton.runtime": {},
         "triton.runtime.jit": {"JITFunction": JITFunction},

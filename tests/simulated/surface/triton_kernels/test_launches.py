@@ -34,7 +34,9 @@ def add_kernel(x_ptr: Any, y_ptr: Any, out_ptr: Any, n: Any, BLOCK: Any = 128) -
     tl.store(out_ptr + at, tl.load(x_ptr + at) + tl.load(y_ptr + at))
 
 
-pytestmark = pytest.mark.usefixtures("triton")
+@pytest.fixture(autouse=True)
+def language(triton: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "tl", vars(triton)["language"])
 
 
 @pytest.fixture
@@ -60,14 +62,23 @@ def test_a_launch_allocates_nothing_and_the_code_around_it_what_it_does(
         assert [event.size for event in gpu.trace if event.action == "alloc"] == [1024] * 4
 
 
-def test_every_tensor_that_the_kernel_is_given_is_unknown_afterwards(kernel: JITFunction) -> None:
+def test_only_what_the_kernel_stores_to_is_unknown_afterwards(kernel: JITFunction) -> None:
     with simulate("T4"):
-        x, y, out, other = (torch.arange(3, device="cuda") for _ in range(4))
+        x, y, out = (torch.arange(3, device="cuda") for _ in range(3))
         kernel[(1,)](x, y, out_ptr=out, n=3)
-        for given in (x, y, out):
-            with pytest.raises(UnknownValueError):
-                given.sum().item()
-        assert other.tolist() == [0, 1, 2]
+        assert (x.tolist(), y.tolist()) == ([0, 1, 2], [0, 1, 2])
+        with pytest.raises(UnknownValueError):
+            out.sum().item()
+
+
+def test_tensors_of_the_cpu_are_refused_and_pinned_ones_are_not(kernel: JITFunction) -> None:
+    with simulate("T4"):
+        x, y, out = tensors()
+        with pytest.raises(ValueError, match=r"Pointer argument \(at 1\) cannot be accessed"):
+            kernel[(1,)](x, torch.ones(3), out, 256)
+        with pytest.raises(ValueError, match=r"Pointer argument \(at 0\) cannot be accessed"):
+            kernel[(1,)](x.cpu(), y, out, 256)
+        kernel[(1,)](x, torch.ones(256).pin_memory(), out, 256)
 
 
 def test_a_read_of_what_a_kernel_wrote_names_the_kernel_where_values_are_computed(
@@ -76,6 +87,7 @@ def test_a_read_of_what_a_kernel_wrote_names_the_kernel_where_values_are_compute
     with simulate("T4", real_values=True):
         x, y, out = tensors()
         kernel[(2,)](x, y, out, 256)
+        assert x.sum().item() == 256
         sentence = r"because the Triton kernel \S*add_kernel cannot be computed on the CPU"
         with pytest.raises(UnknownValueError, match=sentence):
             out.sum().item()
