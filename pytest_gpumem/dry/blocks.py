@@ -13,6 +13,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ import torch
 _MOST_IN_SMALL = 1 << 20
 """Bytes of the largest block in a segment of small ones (``kSmallSize`` of
 c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15)."""
+
+_HELD = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _MOST_TRIES = 100
 """The most parts of fixtures' segments that are taken before one of another segment is."""
@@ -187,11 +190,12 @@ class Strays:
     def _search(self, numbers: Set[int]) -> None:
         """Look up all tensors of Python's in the blocks of these ``numbers``, and known ones."""
         self._known = {number: [] for number in numbers | self._known.keys()}
-        for one in gc.get_objects():
-            if type(one) in (torch.Tensor, torch.nn.Parameter):
-                self._look_up(one)
-                if one.is_leaf and one.grad is not None:
-                    self._look_up(one.grad)
+        objects = gc.get_objects()
+        # Without a step of Python's for each object, of which there may be millions.
+        for one in compress(objects, map(_HELD.__contains__, map(type, objects))):
+            self._look_up(one)
+            if one.is_leaf and one.grad is not None:
+                self._look_up(one.grad)
 
     def _look_up(self, one: torch.Tensor) -> None:
         if one.is_cuda and one.layout is torch.strided and one.numel():
