@@ -28,7 +28,7 @@ API int cublasDestroy_v2(struct handle *handle)
 API int cublasSetStream_v2(struct handle *handle, void *stream)
 {
     handle->stream = stream;
-    stream_add_node(stream);
+    stream_add_kernel(stream);
     return SUCCESS;
 }
 
@@ -77,7 +77,7 @@ API size_t cublasLtGetVersion(void) { return CUDA_VERSION * 10; }
 
 API int cublasLtMatmul(AFTER_15, void *stream)
 {
-    stream_add_node(stream);
+    stream_add_kernel(stream);
     return SUCCESS;
 }
 

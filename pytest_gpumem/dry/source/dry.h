@@ -72,6 +72,8 @@ bool shared_process(int index, int device, int *pid, size_t *used);
 
 /* written.c: which values on the device a copy has brought. */
 void written_note(const void *start, size_t size);
+void written_note_within(const void *start, size_t size); /* until the next kernel */
+void written_by_kernel(void);
 void written_drop(const void *start, size_t size);
 bool written_has(const void *start, size_t size);
 
@@ -84,6 +86,7 @@ struct stream;
 struct stream *stream_of(void *handle);
 unsigned long long stream_capture(void *handle); /* 0: not capturing */
 void stream_add_node(void *handle);
+void stream_add_kernel(void *handle);
 void stream_sleep(void *handle);
 void stream_finish(void *handle);
 void device_finish(int device);

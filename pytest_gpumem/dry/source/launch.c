@@ -29,7 +29,7 @@ API void __cudaRegisterFunction(IGNORED void **handle, const void *function, IGN
 
 static int launch(const void *function, void *stream)
 {
-    stream_add_node(stream);
+    stream_add_kernel(stream);
     if (function == sleeping)
         stream_sleep(stream);
     return SUCCESS;
@@ -111,14 +111,14 @@ API int cuLaunchKernel(IGNORED void *function, IGNORED unsigned grid_x, IGNORED 
                        IGNORED unsigned block_z, IGNORED unsigned shared, void *stream, IGNORED void **arguments,
                        IGNORED void **extra)
 {
-    stream_add_node(stream);
+    stream_add_kernel(stream);
     return SUCCESS;
 }
 
 API int cuLaunchKernelEx(const struct driver_launch *launch, IGNORED void *function, IGNORED void **arguments,
                          IGNORED void **extra)
 {
-    stream_add_node(launch->stream);
+    stream_add_kernel(launch->stream);
     return SUCCESS;
 }
 

@@ -279,10 +279,14 @@ void memory_copy(void *to, const void *from, size_t size)
         memmove(to, from, size);
     else if (!to_device)
         values_answer(to, size);
-    if (to_device && known)
-        written_note(to, size);
-    else if (to_device)
+    if (!to_device)
+        return;
+    if (!known)
         written_drop(to, size);
+    else if (from_device)
+        written_note_within(to, size);
+    else
+        written_note(to, size);
 }
 
 void memory_set(void *at, int value, size_t size)
@@ -293,7 +297,7 @@ void memory_set(void *at, int value, size_t size)
     if (!on_device(at))
         return;
     if (known)
-        written_note(at, size);
+        written_note_within(at, size);
     else
         written_drop(at, size);
 }

@@ -86,7 +86,7 @@
 #define SETS_STREAM(name)                                                                                              \
     API int name(WORD handle, void *stream)                                                                            \
     {                                                                                                                  \
-        stream_add_node(stream);                                                                                       \
+        stream_add_kernel(stream);                                                                                     \
         return 0;                                                                                                      \
     }
 

@@ -130,6 +130,13 @@ void stream_add_node(void *handle)
         stream->graph->nodes++;
 }
 
+/* Of a kernel, or of the call of a library that launches some. */
+void stream_add_kernel(void *handle)
+{
+    written_by_kernel();
+    stream_add_node(handle);
+}
+
 API int cudaStreamCreateWithPriority(struct stream **handle, IGNORED unsigned flags, int priority)
 {
     struct stream *stream = calloc(1, sizeof *stream);
@@ -422,7 +429,7 @@ API int cudaGraphInstantiateWithFlags(void **executable, void *graph, unsigned l
 
 API int cudaGraphLaunch(IGNORED void *executable, void *handle)
 {
-    stream_add_node(handle);
+    stream_add_kernel(handle);
     return SUCCESS;
 }
 

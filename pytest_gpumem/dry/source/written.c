@@ -2,6 +2,9 @@
  *
  * A kernel writes nothing. So a number can be read only where a copy has brought it since its block was allocated
  * (allocations.c); every other number reads as zero.
+ *
+ * Copies on the device and memset are often the first step of an operator whose kernel then writes there, as scatter
+ * copies its input. Such a copy is known until the next kernel, whichever memory that writes.
  */
 #include <pthread.h>
 #include <stdlib.h>
@@ -11,11 +14,20 @@
 
 struct copy {
     uintptr_t start, end;
+    unsigned long kernels; /* launched when it was made, where the next one ends it; else 0 */
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct copy *copies; /* sorted, disjoint */
 static size_t count, room;
+static unsigned long kernels = 1;
+
+void written_by_kernel(void) { __atomic_add_fetch(&kernels, 1, __ATOMIC_RELAXED); }
+
+static bool is_over(const struct copy *copy)
+{
+    return copy->kernels && copy->kernels != __atomic_load_n(&kernels, __ATOMIC_RELAXED);
+}
 
 /* Position of the first copy that ends behind the address. */
 static size_t position_of(uintptr_t address)
@@ -42,31 +54,36 @@ static void make_room(void)
 }
 
 /* Replace what is known of the range by the new one, or by nothing; what lies before and behind it stays known. */
-static void replace(const void *address, size_t size, bool known)
+static void replace(const void *address, size_t size, bool known, unsigned long until)
 {
     struct copy added[3];
     size_t more = 0;
-    struct copy copy = {(uintptr_t)address, (uintptr_t)address + size};
+    struct copy copy = {(uintptr_t)address, (uintptr_t)address + size, until};
     pthread_mutex_lock(&lock);
     make_room();
     size_t first = position_of(copy.start), behind = first;
     while (behind < count && copies[behind].start < copy.end)
         behind++;
     if (behind > first && copies[first].start < copy.start)
-        added[more++] = (struct copy){copies[first].start, copy.start};
+        added[more++] = (struct copy){copies[first].start, copy.start, copies[first].kernels};
     if (known)
         added[more++] = copy;
     if (behind > first && copies[behind - 1].end > copy.end)
-        added[more++] = (struct copy){copy.end, copies[behind - 1].end};
+        added[more++] = (struct copy){copy.end, copies[behind - 1].end, copies[behind - 1].kernels};
     memmove(&copies[first + more], &copies[behind], (count - behind) * sizeof *copies);
     memcpy(&copies[first], added, more * sizeof *copies);
     count = count - (behind - first) + more;
     pthread_mutex_unlock(&lock);
 }
 
-void written_note(const void *address, size_t size) { replace(address, size, true); }
+void written_note(const void *address, size_t size) { replace(address, size, true, 0); }
 
-void written_drop(const void *address, size_t size) { replace(address, size, false); }
+void written_note_within(const void *address, size_t size)
+{
+    replace(address, size, true, __atomic_load_n(&kernels, __ATOMIC_RELAXED));
+}
+
+void written_drop(const void *address, size_t size) { replace(address, size, false, 0); }
 
 /* How many parts of the range are known; offsets and sizes of as many as there is room for. */
 API size_t pytest_gpumem_dry_written(const void *address, size_t size, int64_t *parts, size_t most)
@@ -74,13 +91,16 @@ API size_t pytest_gpumem_dry_written(const void *address, size_t size, int64_t *
     uintptr_t start = (uintptr_t)address, end = start + size;
     size_t found = 0;
     pthread_mutex_lock(&lock);
-    for (size_t at = position_of(start); at < count && copies[at].start < end; at++, found++) {
+    for (size_t at = position_of(start); at < count && copies[at].start < end; at++) {
+        if (is_over(&copies[at]))
+            continue;
         uintptr_t from = copies[at].start > start ? copies[at].start : start;
         uintptr_t to = copies[at].end < end ? copies[at].end : end;
         if (found < most) {
             parts[2 * found] = (int64_t)(from - start);
             parts[2 * found + 1] = (int64_t)(to - from);
         }
+        found++;
     }
     pthread_mutex_unlock(&lock);
     return found;
@@ -91,9 +111,9 @@ bool written_has(const void *address, size_t size)
     uintptr_t start = (uintptr_t)address, end = start + size;
     pthread_mutex_lock(&lock);
     size_t at = position_of(start);
-    while (at < count && copies[at].start <= start && copies[at].end < end)
+    while (at < count && copies[at].start <= start && copies[at].end < end && !is_over(&copies[at]))
         start = copies[at++].end;
-    bool has = at < count && copies[at].start <= start && copies[at].end >= end;
+    bool has = at < count && copies[at].start <= start && copies[at].end >= end && !is_over(&copies[at]);
     pthread_mutex_unlock(&lock);
     return has;
 }

@@ -17,7 +17,7 @@ from pytest_gpumem.dry.values import sizes, sparse
 from pytest_gpumem.dry.values.dispatch import unseen
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
-from pytest_gpumem.dry.values.memory import Memory
+from pytest_gpumem.dry.values.memory import Memory, seen_by_cpu
 from pytest_gpumem.dry.values.reads import Reads
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import shown_operator
@@ -34,6 +34,7 @@ _READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::allclose"
 _COMPARISONS = _READS - {"aten::_local_scalar_dense"}
 """Operators that read two tensors as a whole, without reads of their parts."""
 _COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
+_GROUPED = frozenset({"aten::_grouped_mm", "aten::_scaled_grouped_mm"})
 _WRITES_NOTHING = frozenset({"aten::record_stream"})
 """Operators whose schema declares a write to the tensor, though only its block is changed."""
 _DISABLED = torch._C._disabled_torch_dispatch_impl
@@ -98,6 +99,8 @@ class Execution:
             return self._reading(func)
         if name in _COPIES:
             return self._copying(func)
+        if name in _GROUPED:
+            return self._grouped(func)
         if name in sparse.BY_NAME:
             return self._sparse(func, sparse.BY_NAME[name])
         if name in sizes.BY_NAME and "out" not in func._schema.overload_name:
@@ -151,6 +154,35 @@ class Execution:
                 return otherwise(args, kwargs)
             finally:
                 self._memory.answer(())
+
+        return handle
+
+    def _grouped(self, func: Any) -> Handler:
+        """Handle products of groups, whose ends torch reads on the host below capability 9.0.
+
+        Where they are not known, all groups get the same length: what is allocated does not depend
+        on it, but an empty group's product would not be computed at all, without a workspace
+        (``_grouped_mm_fallback`` in ATen/native/GroupedMMUtils.h, torch 2.9 to 2.15).
+        """
+        otherwise = self._computing(func)
+        names = [argument.name for argument in func._schema.arguments]
+        values, memory = self._values, self._memory
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            ends = given.get("offs")
+            if ends is None or not ends.is_cuda or values.known(ends) is not None:
+                return otherwise(args, kwargs)
+            place = (ends.data_ptr(), ends.numel() * ends.element_size())
+            whole = sizes.of_groups(args[0], args[1])
+            count = len(ends)
+            equal = torch.tensor([whole * (at + 1) // count for at in range(count)], device="cpu")
+            seen_by_cpu(place, ends.dtype).copy_(equal)
+            memory.know(place)
+            try:
+                return otherwise(args, kwargs)
+            finally:
+                memory.forget(place)
 
         return handle
 

@@ -98,6 +98,9 @@ class Reads:
         add("__array__", lambda tensor, *args, **kwargs: self._array(tensor, *args, **kwargs))
         for name in _NUMBERS:
             add(name, self._number(name))
+        if not self._followed:
+            for name in ("cpu", "to"):
+                add(name, self._to_host(base(name), f"{name}()"))
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -191,7 +194,7 @@ class Reads:
             value = read(tensor)
         finally:
             here.expected -= 1
-        if here.unknown == before:
+        if here.unknown == before and not self._is_outdated(tensor):
             return value
         if sys._getframe(2).f_globals.get("__name__") == _SCALER:
             self.made_up = True
@@ -209,7 +212,7 @@ class Reads:
         before = self.here.unknown
         with self.expected():
             answer = _bool(tensor)
-        if self.here.unknown == before:
+        if self.here.unknown == before and not self._is_outdated(tensor):
             return _Truth(answer)
         self.made_up = True
         asking = sys._getframe(2)
@@ -225,7 +228,11 @@ class Reads:
         before = self.here.unknown
         with self.expected():
             found = _tolist(tensor)
-        if self.here.unknown == before and not self._is_lost(tensor):
+        if (
+            self.here.unknown == before
+            and not self._is_lost(tensor)
+            and not self._is_outdated(tensor)
+        ):
             return found
         return (
             _neutral(tuple(tensor.shape)) if self._has_integers(tensor) else self._none("tolist()")
@@ -240,6 +247,29 @@ class Reads:
     def _is_lost(self, tensor: torch.Tensor) -> _Truth:
         """Return whether ``tensor`` is a CPU tensor of unknown values."""
         return self._storages.is_on_host(tensor)
+
+    def _is_outdated(self, tensor: torch.Tensor) -> _Truth:
+        """Return whether kernels may have changed ``tensor`` since a copy brought its values.
+
+        Only where operators are not followed: torch counts those that write to a tensor in place,
+        but for tensors of inference mode.
+        """
+        if self._followed or not tensor.is_cuda:
+            return False
+        return tensor.is_inference() or tensor._version > 0
+
+    def _to_host(self, read: Callable[..., Any], shown: str) -> Callable[..., Any]:
+        """Return ``read``, a copy to the host, which refuses values that may have changed."""
+
+        def copied(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            found = read(tensor, *args, **kwargs)
+            if found.is_cpu and tensor.is_cuda and self._is_outdated(tensor):
+                self.made_up = True
+                if found.numel() * found.element_size() <= MOST_DECIDED_BY:
+                    self.refuse(shown)
+            return found
+
+        return copied
 
     def _has_integers(self, tensor: torch.Tensor) -> _Truth:
         dtype = tensor.dtype

@@ -115,3 +115,15 @@ BY_NAME: dict[str, Answers] = {
     "aten::multinomial": _valid,
     **{f"aten::{name}": _indexed for name in _INDEXING},
 }
+
+
+def of_groups(first: torch.Tensor, second: torch.Tensor) -> int:
+    """Return the length of the dimension that the groups of a grouped product divide.
+
+    Rows of ``first`` where each group has a matrix of ``second``, columns of ``second`` where each
+    has one of ``first``, and the dimension that is summed over where both are matrices
+    (``_grouped_mm`` in torch/nn/functional.py).
+    """
+    if first.dim() == 3:
+        return int(second.shape[-1])
+    return int(first.shape[-1] if second.dim() == 2 else first.shape[0])
