@@ -7,7 +7,7 @@ they are marked as exact, and there is neither a driver nor timing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from math import gcd
@@ -25,6 +25,7 @@ from pytest_gpumem.dry.values.follower import Follower
 from pytest_gpumem.measurement.phases import Bytes
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.simulated.machine.values.work import Work
+from pytest_gpumem.simulated.surface import compilers
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.world import Seat, world_of
@@ -88,9 +89,13 @@ class DryDevice(CudaDevice):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make the dry devices visible inside; a rank also has its process groups."""
+        """Make the dry devices visible inside; a rank also has its process groups.
+
+        Torch's compilers are imported by code that is compiled, and by no optimizer.
+        """
         with (
             scope.opened(),
+            compilers.kept_out(nullcontext, nullcontext),
             super().active(),
             self._follower.active(),
             compiling.served(self._follower.following),
@@ -152,8 +157,9 @@ class DryDevice(CudaDevice):
         return compiling.apart
 
     def restart_collector(self) -> None:
-        """Clear the garbage collector's state of earlier code."""
+        """Reset state that depends on all earlier code: the collector, autograd's numbering."""
         self._collector.restart()
+        autograd.number_anew()
         self._blocks.count_anew()
 
     @contextmanager

@@ -166,7 +166,11 @@ class DeviceSelector:
     def _dry_gpus(self) -> int:
         from pytest_gpumem.simulated.gpu.catalogue import find_machine
 
-        return sum(find_machine(name).count for name in self._choice.models)
+        machines = [find_machine(name) for name in self._choice.models]
+        # CUDA shows a process one instance of MIG and no other device.
+        if any(one.model.profile for one in machines):
+            return 1
+        return sum(one.count for one in machines)
 
     def close(self) -> None:
         """Leave the process groups of dry ranks."""

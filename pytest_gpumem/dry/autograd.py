@@ -8,6 +8,7 @@ machine is after the caller's memory has been read.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,11 @@ def settle() -> None:
         engine.run_backward(
             (root,), (leaf.detach(),), False, False, (leaf,), allow_unreachable=True
         )
+
+
+def number_anew() -> None:
+    """Count the nodes of every thread from zero, as in a new process (``source/numbers.c``)."""
+    ctypes.CDLL(None).pytest_gpumem_dry_number_anew()
 
 
 def _devices() -> Iterator[int]:

@@ -26,7 +26,7 @@ _HELD = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _MOST_TRIES = 100
 """The most parts of fixtures' segments that are taken before one of another segment is."""
-_MOST_ROUNDS = 10
+_MOST_ROUNDS = 100
 """Rounds of filling: a part from which another one's block was taken is filled in the next."""
 
 Span = tuple[int, int]
@@ -104,30 +104,38 @@ class Strays:
         if not torch.cuda.is_initialized():
             return
         elsewhere: list[int] = []
+        grew = False
         for _ in range(_MOST_ROUNDS):
-            holes, strangers = self._holes(spans)
+            holes, strangers, segments = self._holes(spans)
             if not holes:
                 break
             for hole in holes:
-                self._fill(hole, holes, elsewhere)
+                grew |= self._fill(hole, holes, segments, elsewhere)
         for address in elsewhere:
             torch.cuda.caching_allocator_delete(address)
-        if elsewhere:
+        if elsewhere or grew:
             torch.cuda.empty_cache()
         self._kept = list(self.tensors_in(strangers))
 
-    def _holes(self, spans: Sequence[Span]) -> tuple[Sequence[_Hole], set[int]]:
-        """Return the free parts of segments without a fixture's block, and all others' blocks."""
+    def _holes(
+        self, spans: Sequence[Span]
+    ) -> tuple[Sequence[_Hole], set[int], Sequence[tuple[int, int]]]:
+        """Return the free parts of segments without a fixture's block, the smallest first.
+
+        With them the blocks of others by number, and all segments by their start and end.
+        """
         holes: list[_Hole] = []
         strangers: set[int] = set()
+        segments: list[tuple[int, int]] = []
         for segment in torch.cuda.memory_snapshot():
+            segments.append((segment["address"], segment["address"] + segment["total_size"]))
             used = [each["address"] for each in segment["blocks"] if each["state"] != "inactive"]
             numbers = {self._blocks.number(one) for one in used if one not in self._filled}
             others = {number for number in numbers if not _is_in(number, spans)}
             strangers |= others
             if others == numbers and used and not segment.get("is_expandable"):
                 holes += _holes_of(segment)
-        return holes, strangers
+        return sorted(holes, key=lambda hole: hole.size), strangers, segments
 
     def release(self) -> None:
         """Free the filled space, and forget tensors that are kept."""
@@ -140,8 +148,18 @@ class Strays:
             address, _ = self._filled.popitem()
             torch.cuda.caching_allocator_delete(address)
 
-    def _fill(self, hole: _Hole, holes: Sequence[_Hole], elsewhere: list[int]) -> None:
-        """Take as much as ``hole`` has of ``holes``, and note what came from ``elsewhere``."""
+    def _fill(
+        self,
+        hole: _Hole,
+        holes: Sequence[_Hole],
+        segments: Sequence[tuple[int, int]],
+        elsewhere: list[int],
+    ) -> bool:
+        """Take as much as ``hole`` has of ``holes``, and note what came from ``elsewhere``.
+
+        Stops with ``True`` where there is no such part any more, because blocks for other holes
+        have come from it, so that the allocator has made a segment.
+        """
         left = hole.size
         tries = 0
         while left and tries < _MOST_TRIES:
@@ -150,10 +168,14 @@ class Strays:
             if any(one.start <= address < one.start + one.size for one in holes):
                 self._filled[address] = size
                 left -= size
-            else:
-                # The allocator takes the smallest part that has room, even a fixture's.
-                elsewhere.append(address)
-                tries += 1
+                continue
+            if not any(start <= address < end for start, end in segments):
+                torch.cuda.caching_allocator_delete(address)
+                return True
+            # The allocator takes the smallest part that has room, even a fixture's.
+            elsewhere.append(address)
+            tries += 1
+        return False
 
     def tensors_in(self, numbers: Set[int]) -> Iterator[torch.Tensor]:
         """Yield the tensors of Python's in the blocks of these ``numbers``, and their gradients."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
-from pytest_gpumem.simulated.gpu.catalogue import GpuModel, find_machine
+from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuError, GpuModel, find_machine
+from pytest_gpumem.simulated.gpu.instances import COMPUTE_SLICES, INSTANCES, fit
 from pytest_gpumem.sizes import KIB
 
 DEFAULT = "A100-40GB"
@@ -47,15 +49,36 @@ _BUS_WIDTHS = {
 def models_of(names: str) -> list[GpuModel]:
     """Return the GPUs of ``"A100-40GB*2,H100"``, one by one.
 
-    Raises ``GpuError`` for a model or a number that does not exist.
+    Instances of MIG that follow one another are of one GPU, as in
+    ``"A100-40GB/3g.20gb,A100-40GB/2g.10gb"``. Raises ``GpuError`` for a model or a number that does
+    not exist, and for instances that do not fit on their GPU.
     """
     machines = [find_machine(name) for name in names.split(",")]
-    return [machine.model for machine in machines for _ in range(machine.count)]
+    models = [machine.model for machine in machines for _ in range(machine.count)]
+    for parts in _divided(models):
+        if parts[0].profile and not fit([INSTANCES[one.whole][one.profile] for one in parts]):
+            written = ",".join(one.name for one in parts)
+            raise GpuError(
+                f'"{written}" are more instances of MIG than fit on one {parts[0].whole}'
+            )
+    return models
+
+
+def _divided(models: Sequence[GpuModel]) -> Iterator[Sequence[GpuModel]]:
+    """Yield whole GPUs, each alone, and instances with those of the same GPU."""
+    for (_, divided), group in groupby(models, lambda one: (one.whole, bool(one.profile))):
+        parts = list(group)
+        yield from [parts] if divided else [[one] for one in parts]
 
 
 def description(models: Sequence[GpuModel]) -> str:
     """Return ``models`` as ``source/devices.c`` reads them, in the order of their indices."""
-    return ";".join(_one(model, index) for index, model in enumerate(models))
+    lines: list[str] = []
+    for parts in _divided(models):
+        if parts[0].profile:
+            lines.append(_one(GPUS[parts[0].whole], len(lines)))
+        lines += [_one(part, len(lines) + number) for number, part in enumerate(parts)]
+    return ";".join(lines)
 
 
 def _one(model: GpuModel, index: int) -> str:
@@ -73,6 +96,8 @@ def _one(model: GpuModel, index: int) -> str:
         "shared": shared * KIB,
         "optin": optin * KIB,
         "blocks": blocks,
-        "bus": _BUS_WIDTHS[model.name],
+        "bus": _BUS_WIDTHS[model.whole],
+        "instances": COMPUTE_SLICES if model.name in INSTANCES else 0,
+        "instance": int(bool(model.profile)),
     }
     return ",".join(f"{name}={value}" for name, value in fields.items())

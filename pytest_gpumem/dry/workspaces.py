@@ -92,13 +92,16 @@ def events(device: int) -> int:
 
 def notes(device: int) -> tuple[str, ...]:
     """Return the remarks on the libraries of GPU ``device`` for readers of its numbers."""
-    from pytest_gpumem.simulated.gpu.estimates import estimate_note
-    from pytest_gpumem.simulated.operators.libraries import left_out_note
-
     told = (ctypes.c_int64 * 4)()
     _runtime().pytest_gpumem_dry_estimates(device, told)
     largest, in_peak, at_largest, at_peak = told
-    sentences = [left_out_note(*call) for call in _left_out()]
+    calls = list(_left_out())
+    if not (calls or largest):  # the rules of operators are slow to import
+        return ()
+    from pytest_gpumem.simulated.gpu.estimates import estimate_note
+    from pytest_gpumem.simulated.operators.libraries import left_out_note
+
+    sentences = [left_out_note(*call) for call in calls]
     if largest:
         sentences.append(
             estimate_note(largest, _SENTENCES[at_largest], in_peak, _SENTENCES[at_peak])

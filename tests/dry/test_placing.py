@@ -105,3 +105,34 @@ told["moved"] = made["loss"].data_ptr() != before
 """
     )
     assert not told["moved"]
+
+
+def test_parts_of_several_segments_are_filled_to_the_last_byte(dry_run: Run) -> None:
+    """The allocator takes the smallest part that has room, which may be another segment's.
+
+    Three tests leave 256 KiB, 1 MiB and 1,250 KiB, each in a segment of 2 MiB. The first megabyte
+    for the largest free part, of 1,792 KiB, is the second segment's, which is free as a whole; the
+    768 KiB that are left of it are the third's, of 798 KiB. Those no longer have room then, and
+    their bytes are found in the first segment.
+    """
+    told = dry_run(
+        BEGIN
+        + """
+left = []
+for size in (256 * KIB, MIB, 1250 * KIB):
+    strays.fill([])
+    left.append(of(size) if size <= MIB else [of(MIB), of(size - MIB)])
+    strays.release()
+    torch.cuda.empty_cache()
+told["segments"] = [each["total_size"] for each in torch.cuda.memory_snapshot()]
+strays.fill([])
+told["filled"] = strays.filled
+told["reserved"] = torch.cuda.memory_reserved()
+own = of(1)
+told["more"] = torch.cuda.memory_reserved() - told["reserved"]
+"""
+    )
+    assert told["segments"] == [2 << 20] * 3
+    assert told["reserved"] == 6 << 20
+    assert told["filled"] == (6 << 20) - ((256 + 1024 + 1250) << 10)
+    assert told["more"] == 2 << 20

@@ -1,6 +1,7 @@
-/* The GPUs: read once from PYTEST_GPUMEM_DRY_DEVICES, which devices.py writes.
+/* The GPUs: read once from PYTEST_GPUMEM_DRY_DEVICES, which gpus.py writes.
  *
- * One GPU is "name=NVIDIA A100-SXM4-40GB,memory=42298834944,major=8,..."; several are separated by ";".
+ * One GPU is "name=NVIDIA A100-SXM4-40GB,memory=42298834944,major=8,..."; several are separated by ";". Instances of
+ * MIG follow their GPU and say "instance=1".
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -27,6 +28,8 @@ static void read_field(struct device *device, char *field)
         {"l2", offsetof(struct device, l2)},         {"shared", offsetof(struct device, shared)},
         {"optin", offsetof(struct device, optin)},   {"blocks", offsetof(struct device, blocks)},
         {"bus", offsetof(struct device, bus_width)}, {"memory", offsetof(struct device, memory)},
+        {"instance", offsetof(struct device, instance)},
+        {"instances", offsetof(struct device, instances)},
     };
     char *value = strchr(field, '=');
     if (value == NULL)
@@ -42,43 +45,91 @@ static void read_field(struct device *device, char *field)
             *(int64_t *)((char *)device + numbers[i].offset) = strtoll(value, NULL, 10);
 }
 
-/* CUDA_VISIBLE_DEVICES hides and orders devices, as it does for the real runtime; an index that does not exist ends
- * the list ("CUDA C++ Programming Guide", environment variables). */
+void device_uuid(const struct device *device, char text[UUID_TEXT])
+{
+    strcpy(text, device->instance ? "MIG-" : "GPU-");
+    for (int i = 0; i < 16; i++)
+        sprintf(text + strlen(text), i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x", device->uuid[i]);
+}
+
+/* Gives each GPU its number, and its instances the same. */
+static void number_all(void)
+{
+    int gpu = -1;
+    for (int i = 0; i < all_count; i++) {
+        gpu += !all[i].instance;
+        all[i].index = i;
+        all[i].gpu = gpu;
+        all[i].is_divided = !all[i].instance && i + 1 < all_count && all[i + 1].instance;
+    }
+}
+
+static const struct device *gpu_among_all(int number)
+{
+    for (int i = 0; i < all_count; i++)
+        if (!all[i].instance && all[i].gpu == number)
+            return &all[i];
+    return NULL;
+}
+
+/* What an entry of CUDA_VISIBLE_DEVICES means: the number of a GPU, or the beginning of a UUID. */
+static const struct device *named(const char *entry)
+{
+    char *end, text[UUID_TEXT];
+    size_t length = strcspn(entry, ",");
+    long number = strtol(entry, &end, 10);
+    if (end != entry)
+        return gpu_among_all((int)number);
+    for (int i = 0; length > strlen("GPU-") && i < all_count; i++) {
+        device_uuid(&all[i], text);
+        if (strncmp(entry, text, length) == 0)
+            return &all[i];
+    }
+    return NULL;
+}
+
+/* Shows a device to CUDA; returns whether more of them can be shown. Of a divided GPU it is the first instance, and
+ * beside an instance CUDA shows no other device ("NVIDIA Multi-Instance GPU User Guide", CUDA Device Enumeration). */
+static bool show(const struct device *device)
+{
+    if (device->is_divided)
+        device++;
+    if (device->instance)
+        count = 0;
+    devices[count++] = *device;
+    return !device->instance;
+}
+
+/* CUDA_VISIBLE_DEVICES hides and orders devices, as it does for the real runtime; an entry that is no device ends the
+ * list ("CUDA C++ Programming Guide", environment variables). */
 static void choose_visible(void)
 {
     const char *visible = getenv("CUDA_VISIBLE_DEVICES");
-    all_count = count;
-    for (int i = 0; i < count; i++)
-        devices[i].index = i;
-    memcpy(all, devices, sizeof all);
-    if (visible == NULL)
+    const struct device *device;
+    if (visible == NULL) {
+        for (int i = 0; (device = gpu_among_all(i)) != NULL && show(device);)
+            i++;
         return;
-    int known = count;
-    count = 0;
-    for (const char *at = visible; *at != '\0' && count < MOST_DEVICES;) {
-        char *end;
-        long index = strtol(at, &end, 10);
-        if (end == at || index < 0 || index >= known)
-            break;
-        devices[count++] = all[index];
-        at = *end == ',' ? end + 1 : end;
     }
+    while (count < MOST_DEVICES && (device = named(visible)) != NULL && show(device) &&
+           (visible = strchr(visible, ',')) != NULL)
+        visible++;
 }
 
 static void read_devices(void)
 {
     const char *text = getenv("PYTEST_GPUMEM_DRY_DEVICES");
     char *copy = strdup(text == NULL ? "" : text), *rest = copy, *one;
-    while (copy != NULL && (one = strsep(&rest, ";")) != NULL && count < MOST_DEVICES) {
+    while (copy != NULL && (one = strsep(&rest, ";")) != NULL && all_count < MOST_DEVICES) {
         if (*one == '\0')
             continue;
         char *field;
         while ((field = strsep(&one, ",")) != NULL)
-            read_field(&devices[count], field);
-        count++;
+            read_field(&all[all_count], field);
+        all_count++;
     }
     free(copy);
-    choose_visible();
+    number_all();
 }
 
 static void read_once(void)
@@ -87,9 +138,12 @@ static void read_once(void)
     pthread_once(&once, read_devices);
 }
 
+/* NVML may be asked before: a program reads it and then chooses what CUDA is to show. */
 int device_count(void)
 {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
     read_once();
+    pthread_once(&once, choose_visible);
     driver_begin();
     return count;
 }
@@ -116,3 +170,9 @@ int machine_count(void)
 }
 
 const struct device *machine_at(int index) { return index < 0 || index >= machine_count() ? NULL : &all[index]; }
+
+const struct device *gpu_at(int number)
+{
+    read_once();
+    return gpu_among_all(number);
+}

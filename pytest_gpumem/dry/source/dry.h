@@ -35,15 +35,22 @@ struct device {
     size_t memory;
     int64_t major, minor, sms, threads, l2, shared, optin, blocks, bus_width;
     unsigned char uuid[16];
-    int index; /* in the machine, whatever CUDA_VISIBLE_DEVICES hides */
+    int64_t instance;  /* not 0: one of MIG's, of the GPU that is listed before it */
+    int64_t instances; /* into which MIG can divide it, 0: none */
+    bool is_divided;   /* a GPU that has instances */
+    int index;         /* in the machine, whatever CUDA_VISIBLE_DEVICES hides; instances count */
+    int gpu;           /* the number of the GPU; instances have that of theirs */
 };
+enum { UUID_TEXT = 48 };
 int device_count(void);
 void driver_begin(void);
 int current_device(void);
 int set_current_device(int index);
 const struct device *device_at(int index);
-int machine_count(void);
+int machine_count(void); /* of GPUs and instances */
 const struct device *machine_at(int index);
+const struct device *gpu_at(int number);
+void device_uuid(const struct device *device, char text[UUID_TEXT]);
 
 /* memory.c: what each address belongs to. */
 enum kind { DEVICE_MEMORY, HOST_MEMORY, VIRTUAL_RANGE, REGISTERED_HOST, MANAGED_MEMORY };

@@ -19,57 +19,116 @@ enum nvml_error {
     NVML_INSUFFICIENT_SIZE = 7,
 };
 
-/* A device's handle is its index, counted from 1. */
-static void *handle_of(int index) { return (void *)(uintptr_t)(index + 1); }
+/* A device's handle is its index in the machine, counted from 1. */
+static int give(const struct device *device, void **handle, int otherwise)
+{
+    if (device == NULL)
+        return otherwise;
+    *handle = (void *)(uintptr_t)(device->index + 1);
+    return NVML_SUCCESS;
+}
 
-static int index_of(void *handle) { return (int)(uintptr_t)handle - 1; }
-
-static const struct device *device_of(void *handle) { return machine_at(index_of(handle)); }
+static const struct device *device_of(void *handle) { return machine_at((int)(uintptr_t)handle - 1); }
 
 API int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **handle)
 {
     unsigned domain, number;
-    if (sscanf(bus, "%x:%x:", &domain, &number) != 2 || machine_at((int)number - 1) == NULL)
+    if (sscanf(bus, "%x:%x:", &domain, &number) != 2)
         return NVML_NOT_FOUND;
-    *handle = handle_of((int)number - 1);
-    return NVML_SUCCESS;
+    return give(gpu_at((int)number - 1), handle, NVML_NOT_FOUND);
 }
 
 API int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle)
 {
-    if (machine_at((int)index) == NULL)
-        return NVML_INVALID_ARGUMENT;
-    *handle = handle_of((int)index);
-    return NVML_SUCCESS;
+    return give(gpu_at((int)index), handle, NVML_INVALID_ARGUMENT);
 }
 
 API int nvmlDeviceGetCount_v2(unsigned *count)
 {
-    *count = (unsigned)machine_count();
+    for (*count = 0; gpu_at((int)*count) != NULL;)
+        ++*count;
     return NVML_SUCCESS;
 }
 
 API int nvmlDeviceGetUUID(void *handle, char *text, unsigned size)
 {
     const struct device *device = device_of(handle);
-    char digits[37] = "";
+    char uuid[UUID_TEXT];
     if (device == NULL)
         return NVML_INVALID_ARGUMENT;
-    for (int i = 0; i < 16; i++)
-        snprintf(digits + strlen(digits), 4, i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x", device->uuid[i]);
-    snprintf(text, size, "GPU-%s", digits);
+    device_uuid(device, uuid);
+    snprintf(text, size, "%s", uuid);
     return NVML_SUCCESS;
 }
 
 API int nvmlDeviceGetHandleByUUID(const char *wanted, void **handle)
 {
-    char text[64];
-    for (int i = 0; i < machine_count(); i++)
-        if (nvmlDeviceGetUUID(handle_of(i), text, sizeof text) == NVML_SUCCESS && strcmp(text, wanted) == 0) {
-            *handle = handle_of(i);
-            return NVML_SUCCESS;
-        }
+    char text[UUID_TEXT];
+    for (int i = 0; i < machine_count(); i++) {
+        device_uuid(machine_at(i), text);
+        if (strcmp(text, wanted) == 0)
+            return give(machine_at(i), handle, NVML_NOT_FOUND);
+    }
     return NVML_NOT_FOUND;
+}
+
+/* Instances of MIG. Those of one GPU follow it in the machine, and hold together what it holds. */
+static bool is_part(int index, const struct device *whole)
+{
+    const struct device *part = machine_at(index);
+    return part != NULL && part->gpu == whole->gpu && (part == whole || whole->is_divided);
+}
+
+static size_t used_of(const struct device *device)
+{
+    size_t used = 0;
+    for (int i = device->index; is_part(i, device); i++)
+        used += shared_used(i);
+    return used;
+}
+
+API int nvmlDeviceGetMigMode(void *handle, unsigned *current, unsigned *pending)
+{
+    const struct device *device = device_of(handle);
+    if (device == NULL || device->instance)
+        return NVML_INVALID_ARGUMENT;
+    if (device->instances == 0)
+        return NVML_NOT_SUPPORTED;
+    *current = *pending = device->is_divided;
+    return NVML_SUCCESS;
+}
+
+API int nvmlDeviceGetMaxMigDeviceCount(void *handle, unsigned *count)
+{
+    const struct device *device = device_of(handle);
+    if (device == NULL || device->instance)
+        return NVML_INVALID_ARGUMENT;
+    *count = (unsigned)device->instances;
+    return NVML_SUCCESS;
+}
+
+API int nvmlDeviceGetMigDeviceHandleByIndex(void *handle, unsigned index, void **instance)
+{
+    const struct device *device = device_of(handle);
+    if (device == NULL || device->instance || index >= device->instances)
+        return NVML_INVALID_ARGUMENT;
+    int at = device->index + 1 + (int)index;
+    return give(is_part(at, device) ? machine_at(at) : NULL, instance, NVML_NOT_FOUND);
+}
+
+API int nvmlDeviceIsMigDeviceHandle(void *handle, unsigned *is)
+{
+    const struct device *device = device_of(handle);
+    if (device == NULL)
+        return NVML_INVALID_ARGUMENT;
+    *is = device->instance != 0;
+    return NVML_SUCCESS;
+}
+
+API int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(void *instance, void **handle)
+{
+    const struct device *device = device_of(instance);
+    return give(device == NULL || !device->instance ? NULL : gpu_at(device->gpu), handle, NVML_INVALID_ARGUMENT);
 }
 
 /* nvmlMemory_t, and nvmlMemory_v2_t with what the driver keeps for itself */
@@ -87,7 +146,7 @@ API int nvmlDeviceGetMemoryInfo(void *handle, struct memory *memory)
     const struct device *device = device_of(handle);
     if (device == NULL)
         return NVML_INVALID_ARGUMENT;
-    size_t used = shared_used(device->index);
+    size_t used = used_of(device);
     *memory = (struct memory){device->memory, device->memory > used ? device->memory - used : 0, used};
     return NVML_SUCCESS;
 }
@@ -116,9 +175,14 @@ API int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, s
     size_t used;
     if (device == NULL)
         return NVML_INVALID_ARGUMENT;
-    for (; shared_process((int)found, device->index, &pid, &used); found++)
-        if (processes != NULL && found < room)
-            processes[found] = (struct process){(unsigned)pid, used, ~0u, ~0u};
+    for (int i = device->index; is_part(i, device); i++)
+        for (int j = 0; shared_process(j, i, &pid, &used); j++) {
+            if (used == 0 && (device->is_divided || device->instance))
+                continue; /* it uses another instance */
+            if (processes != NULL && found < room)
+                processes[found] = (struct process){(unsigned)pid, used, ~0u, ~0u};
+            found++;
+        }
     *count = found;
     return found > room ? NVML_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
@@ -186,11 +250,6 @@ static int answer(void *handle, unsigned *value, unsigned is)
 }
 
 API int nvmlSystemGetDriverVersion(IGNORED char *version, IGNORED unsigned size) { return NVML_NOT_SUPPORTED; }
-
-API int nvmlDeviceGetMigMode(IGNORED void *handle, IGNORED unsigned *current, IGNORED unsigned *pending)
-{
-    return NVML_NOT_SUPPORTED;
-}
 
 API int nvmlDeviceGetVirtualizationMode(IGNORED void *handle, int *mode)
 {

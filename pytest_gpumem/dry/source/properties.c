@@ -57,7 +57,7 @@ enum attribute {
 /* Values that all GPUs since Volta share: "CUDA C++ Programming Guide", "Technical Specifications per Compute
  * Capability". Clock rates are round numbers: the device has no clock. Fabric handles, multicast and managed memory of
  * another kind are not there. */
-static int64_t attribute_of(const struct device *device, int index, int attribute)
+static int64_t attribute_of(const struct device *device, int attribute)
 {
     switch (attribute) {
     case MAX_THREADS_PER_BLOCK:
@@ -89,7 +89,7 @@ static int64_t attribute_of(const struct device *device, int index, int attribut
     case MULTIPROCESSORS:
         return device->sms;
     case PCI_BUS:
-        return index + 1;
+        return device->gpu + 1;
     case BUS_WIDTH:
         return device->bus_width;
     case L2_BYTES:
@@ -140,7 +140,7 @@ API int cudaDeviceGetAttribute(int *value, int attribute, int index)
     const struct device *device = device_at(index);
     if (device == NULL)
         return fail(INVALID_DEVICE);
-    *value = (int)attribute_of(device, index, attribute);
+    *value = (int)attribute_of(device, attribute);
     return SUCCESS;
 }
 
@@ -209,7 +209,7 @@ API int cudaGetDeviceProperties(char *properties, int index)
     memcpy(properties + UUID_AT, device->uuid, sizeof device->uuid);
     memcpy(properties + TOTAL_MEMORY_AT, &device->memory, sizeof device->memory);
     for (size_t i = 0; i < sizeof FIELDS / sizeof *FIELDS; i++) {
-        int64_t value = attribute_of(device, index, FIELDS[i].attribute);
+        int64_t value = attribute_of(device, FIELDS[i].attribute);
         char *field = properties + (CUDA_VERSION < 13000 ? FIELDS[i].at_12 : FIELDS[i].at_13);
         if (FIELDS[i].size == 8)
             memcpy(field, &value, 8);

@@ -35,7 +35,7 @@ API int cudaDeviceGetPCIBusId(char *text, int size, int index)
 {
     if (device_at(index) == NULL)
         return fail(INVALID_DEVICE);
-    snprintf(text, (size_t)size, "0000:%02x:00.0", index + 1);
+    snprintf(text, (size_t)size, "0000:%02x:00.0", device_at(index)->gpu + 1);
     return SUCCESS;
 }
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from pytest_gpumem.echo import printable, quoted
+from pytest_gpumem.simulated.gpu.instances import INSTANCES, MEMORY_SLICES
 from pytest_gpumem.sizes import KIB, MIB
 from pytest_gpumem.values.plain import Plain
 
@@ -20,7 +21,7 @@ class GpuModel(Plain):
     """Properties of one GPU model that a program can read; sizes in bytes."""
 
     name: str
-    """The name in this catalogue, ``A100-40GB``."""
+    """The name in this catalogue, ``A100-40GB``, or ``A100-40GB/1g.5gb`` for an instance of MIG."""
     full_name: str
     """The name by the driver and ``torch.cuda.get_device_name``, ``NVIDIA A100-SXM4-40GB``."""
     total_memory: int
@@ -30,6 +31,16 @@ class GpuModel(Plain):
     """Streaming multiprocessors, ``multi_processor_count``."""
     max_threads_per_sm: int
     l2_cache_bytes: int
+
+    @property
+    def whole(self) -> str:
+        """The name of the GPU that an instance of MIG is a part of, or its own."""
+        return self.name.partition("/")[0]
+
+    @property
+    def profile(self) -> str:
+        """The profile of an instance of MIG, ``1g.5gb``; empty for a whole GPU."""
+        return self.name.partition("/")[2]
 
 
 # max_threads_per_sm: CUDA C++ Programming Guide, "Technical Specifications per Compute
@@ -118,6 +129,11 @@ def find_machine(name: str | GpuModel | Machine) -> Machine:
     number = number.strip()
     if not star:
         return Machine(find_gpu(name), 1)
+    if "/" in model:
+        raise GpuError(
+            f"{quoted(name)} is several instances of MIG, of which CUDA shows a process only one; "
+            f"write {printable(model.strip(), 40)}"
+        )
     if number.isascii() and number.isdecimal() and 1 <= int(number) <= MOST_GPUS:
         return Machine(find_gpu(model), int(number))
     raise GpuError(
@@ -127,15 +143,34 @@ def find_machine(name: str | GpuModel | Machine) -> Machine:
 
 
 def find_gpu(name: str) -> GpuModel:
-    """Return the model called ``name``, without regard to case.
+    """Return the model called ``name``, or an instance of MIG of one, without regard to case.
 
     Raises :class:`GpuError` with the closest names and the whole list.
     """
+    whole, slash, profile = name.strip().casefold().partition("/")
     by_folded_name = {known.casefold(): gpu for known, gpu in GPUS.items()}
-    if (gpu := by_folded_name.get(name.strip().casefold())) is not None:
-        return gpu
+    if (gpu := by_folded_name.get(whole)) is not None:
+        return _instance(gpu, profile, name) if slash else gpu
     raise GpuError(
         f"{quoted(name)} is not a simulated GPU; {_suggestion(name)}known: {', '.join(GPUS)}"
+    )
+
+
+def _instance(gpu: GpuModel, profile: str, name: str) -> GpuModel:
+    known = INSTANCES.get(gpu.name, {})
+    if (found := known.get(profile)) is None:
+        divided = [f"{model}/{one}" for model, profiles in INSTANCES.items() for one in profiles]
+        raise GpuError(
+            f"{quoted(name)} is not an instance of MIG that can be simulated; "
+            f"known: {', '.join(divided)}"
+        )
+    return replace(
+        gpu,
+        name=f"{gpu.name}/{profile}",
+        full_name=f"{gpu.full_name} MIG {profile}",
+        total_memory=found.memory,
+        sm_count=found.sms,
+        l2_cache_bytes=gpu.l2_cache_bytes * found.memory_slices // MEMORY_SLICES,
     )
 
 
