@@ -123,6 +123,11 @@ class DryDevice(CudaDevice):
         self._fixtures.begin(fixtures, is_set_up, placed)
         workspaces.forget()
 
+    def begin_unmeasured(self) -> None:
+        """Drop what earlier tests have read; the values of their tensors stay."""
+        super().begin_unmeasured()
+        self._follower.begin()
+
     def begin_body(self) -> None:
         """Place fixtures that follow one which the test turned out not to use."""
         self._fixtures.begin_body()

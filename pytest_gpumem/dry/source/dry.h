@@ -88,12 +88,14 @@ bool written_has(const void *start, size_t size);
 bool values_are_copied(size_t size, size_t most);
 void values_answer(void *to, size_t size);
 
-/* streams.c: order of work, as far as the host knows it; captures. */
+/* captures.c: SUCCESS, or the error of a call that is unsafe beside captures of graphs, which it ends. */
+int captures_refuse(void);
+
+/* streams.c: order of work, as far as the host knows it. */
 struct stream;
 struct stream *stream_of(void *handle);
-unsigned long long stream_capture(void *handle); /* 0: not capturing */
-void stream_add_node(void *handle);
-void stream_add_kernel(void *handle);
+int stream_add_node(void *handle); /* an error where the stream's capture has been invalidated */
+int stream_add_kernel(void *handle);
 void stream_sleep(void *handle);
 void stream_finish(void *handle);
 void device_finish(int device);

@@ -29,10 +29,10 @@ API void __cudaRegisterFunction(IGNORED void **handle, const void *function, IGN
 
 static int launch(const void *function, void *stream)
 {
-    stream_add_kernel(stream);
+    int error = stream_add_kernel(stream);
     if (function == sleeping)
         stream_sleep(stream);
-    return SUCCESS;
+    return error;
 }
 
 /* Between <<<...>>> and the launch, nvcc's code keeps the configuration with the runtime, per thread and nested. */
@@ -111,15 +111,13 @@ API int cuLaunchKernel(IGNORED void *function, IGNORED unsigned grid_x, IGNORED 
                        IGNORED unsigned block_z, IGNORED unsigned shared, void *stream, IGNORED void **arguments,
                        IGNORED void **extra)
 {
-    stream_add_kernel(stream);
-    return SUCCESS;
+    return stream_add_kernel(stream);
 }
 
 API int cuLaunchKernelEx(const struct driver_launch *launch, IGNORED void *function, IGNORED void **arguments,
                          IGNORED void **extra)
 {
-    stream_add_kernel(launch->stream);
-    return SUCCESS;
+    return stream_add_kernel(launch->stream);
 }
 
 API int cuModuleLoadData(void **module, IGNORED const void *image)

@@ -19,7 +19,11 @@ static int given(void *address, enum kind kind)
     return address == NULL || memory_give(address, kind) ? SUCCESS : fail(INVALID_VALUE);
 }
 
-API int cudaMalloc(void **address, size_t size) { return taken(address, size, DEVICE_MEMORY); }
+API int cudaMalloc(void **address, size_t size)
+{
+    int error = captures_refuse();
+    return error == SUCCESS ? taken(address, size, DEVICE_MEMORY) : error;
+}
 
 API int cudaFree(void *address)
 {
@@ -90,8 +94,7 @@ API int cudaMemcpyAsync(void *to, const void *from, size_t size, IGNORED int dir
 {
     trace("copy of %zu bytes from %p to %p", size, from, to);
     memory_copy(to, from, size);
-    stream_add_node(stream);
-    return SUCCESS;
+    return stream_add_node(stream);
 }
 
 API int cudaMemcpyPeerAsync(void *to, IGNORED int device, const void *from, IGNORED int source, size_t size,
@@ -114,8 +117,7 @@ API int cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t fr
     if (values_are_copied(width * height, MIB))
         for (size_t row = 0; row < height; row++)
             memory_copy((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
-    stream_add_node(stream);
-    return SUCCESS;
+    return stream_add_node(stream);
 }
 
 API int cudaMemset(void *at, int value, size_t size)
@@ -127,8 +129,7 @@ API int cudaMemset(void *at, int value, size_t size)
 API int cudaMemsetAsync(void *at, int value, size_t size, void *stream)
 {
     memory_set(at, value, size);
-    stream_add_node(stream);
-    return SUCCESS;
+    return stream_add_node(stream);
 }
 
 /* cudaMallocAsync (PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync): each device has one pool. */

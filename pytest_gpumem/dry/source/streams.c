@@ -14,39 +14,11 @@
 
 #include "abi.h"
 #include "dry.h"
-
-/* Later work of a stream, behind its position `at`, comes after `until` of another stream. */
-struct dependency {
-    uint64_t at, until;
-    struct stream *on;
-    struct dependency *next;
-};
-
-struct stream {
-    int device, priority;
-    uint64_t issued, done;
-    uint64_t slept; /* the first position that sleeps, if it lies behind `done` */
-    unsigned long long capture;
-    struct graph *graph;
-    bool broken;
-    struct dependency *dependencies;
-    struct stream *next;
-};
-
-struct event {
-    struct stream *stream;
-    uint64_t at;
-    unsigned long long capture;
-};
-
-struct graph {
-    size_t nodes;
-};
+#include "streams.h"
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct stream *streams; /* all that were made */
 static struct stream defaults[120];
-static unsigned long long captures;
 
 /* Handles 0, 1 and 2 mean the default stream: none, cudaStreamLegacy, cudaStreamPerThread. */
 struct stream *stream_of(void *handle)
@@ -93,7 +65,14 @@ void device_finish(int device)
     pthread_mutex_unlock(&lock);
 }
 
-unsigned long long stream_capture(void *handle) { return stream_of(handle)->capture; }
+void streams_leave(const struct capture *capture)
+{
+    pthread_mutex_lock(&lock);
+    for (struct stream *stream = streams; stream != NULL; stream = stream->next)
+        if (stream->capture == capture)
+            stream->capture = NULL;
+    pthread_mutex_unlock(&lock);
+}
 
 void stream_sleep(void *handle)
 {
@@ -122,19 +101,25 @@ static bool is_asleep(const struct stream *stream, uint64_t until)
     return answer;
 }
 
-void stream_add_node(void *handle)
+int stream_add_node(void *handle)
 {
     struct stream *stream = stream_of(handle);
-    stream->issued++;
-    if (stream->capture && stream->graph != NULL)
-        stream->graph->nodes++;
+    struct capture *capture = stream->capture;
+    if (capture == NULL) {
+        stream->issued++;
+        return SUCCESS;
+    }
+    if (capture->broken)
+        return fail(CAPTURE_INVALIDATED);
+    capture->graph->nodes++;
+    return SUCCESS;
 }
 
 /* Of a kernel, or of the call of a library that launches some. */
-void stream_add_kernel(void *handle)
+int stream_add_kernel(void *handle)
 {
     written_by_kernel();
-    stream_add_node(handle);
+    return stream_add_node(handle);
 }
 
 API int cudaStreamCreateWithPriority(struct stream **handle, IGNORED unsigned flags, int priority)
@@ -172,17 +157,11 @@ API int cudaStreamGetPriority(void *handle, int *priority)
     return SUCCESS;
 }
 
-static int refused_in_capture(struct stream *stream)
-{
-    stream->broken = true;
-    return fail(CAPTURE_UNSUPPORTED);
-}
-
 API int cudaStreamSynchronize(void *handle)
 {
     struct stream *stream = stream_of(handle);
-    if (stream->capture)
-        return refused_in_capture(stream);
+    if (stream->capture != NULL)
+        return capture_break(stream->capture);
     stream_finish(handle);
     return SUCCESS;
 }
@@ -190,15 +169,25 @@ API int cudaStreamSynchronize(void *handle)
 API int cudaStreamQuery(void *handle)
 {
     struct stream *stream = stream_of(handle);
-    if (!stream->capture && is_asleep(stream, stream->issued))
+    if (stream->capture == NULL && is_asleep(stream, stream->issued))
         return fail(NOT_READY);
     return cudaStreamSynchronize(handle);
 }
 
 API int cudaDeviceSynchronize(void)
 {
+    int error = captures_refuse();
+    if (error != SUCCESS)
+        return error;
     device_finish(current_device());
     return SUCCESS;
+}
+
+/* Whether the event was recorded in a capture that goes on. */
+static bool is_captured(const struct event *event)
+{
+    const struct capture *capture = event->stream->capture;
+    return capture != NULL && event->capture == capture->number;
 }
 
 API int cudaStreamWaitEvent(void *handle, struct event *event, IGNORED unsigned flags)
@@ -206,9 +195,10 @@ API int cudaStreamWaitEvent(void *handle, struct event *event, IGNORED unsigned 
     struct stream *stream = stream_of(handle);
     if (event->stream == NULL || event->stream == stream)
         return SUCCESS;
-    if (event->capture && event->capture == event->stream->capture) {
-        stream->capture = event->capture;
-        stream->graph = event->stream->graph;
+    if (is_captured(event)) {
+        if (event->stream->capture->broken)
+            return fail(CAPTURE_INVALIDATED);
+        stream->capture = event->stream->capture;
         return SUCCESS;
     }
     pthread_mutex_lock(&lock);
@@ -238,7 +228,10 @@ API int cudaEventDestroy(struct event *event)
 API int cudaEventRecord(struct event *event, void *handle)
 {
     struct stream *stream = stream_of(handle);
-    *event = (struct event){stream, ++stream->issued, stream->capture};
+    struct capture *capture = stream->capture;
+    if (capture != NULL && capture->broken)
+        return fail(CAPTURE_INVALIDATED);
+    *event = (struct event){stream, ++stream->issued, capture == NULL ? 0 : capture->number};
     return SUCCESS;
 }
 
@@ -251,8 +244,8 @@ API int cudaEventSynchronize(struct event *event)
 {
     if (event->stream == NULL)
         return SUCCESS;
-    if (event->capture && event->capture == event->stream->capture)
-        return refused_in_capture(event->stream);
+    if (is_captured(event))
+        return capture_break(event->stream->capture);
     pthread_mutex_lock(&lock);
     finish(event->stream, event->at);
     pthread_mutex_unlock(&lock);
@@ -294,8 +287,8 @@ API int cudaEventQuery(struct event *event)
 {
     if (event->stream == NULL || event->stream->done >= event->at)
         return SUCCESS;
-    if (event->capture && event->capture == event->stream->capture)
-        return refused_in_capture(event->stream);
+    if (is_captured(event))
+        return capture_break(event->stream->capture);
     if (is_allocator(__builtin_return_address(0)) || is_asleep(event->stream, event->at))
         return fail(NOT_READY);
     return cudaEventSynchronize(event);
@@ -319,122 +312,14 @@ API int cudaEventElapsedTime_v2(float *milliseconds, struct event *start, struct
 /* Host functions run at once: all earlier work is done. */
 API int cudaLaunchHostFunc(void *handle, void (*function)(void *), void *data)
 {
-    stream_add_node(handle);
-    if (!stream_capture(handle))
+    int error = stream_add_node(handle);
+    if (error == SUCCESS && stream_of(handle)->capture == NULL)
         function(data);
-    return SUCCESS;
+    return error;
 }
 
 API int cudaStreamAddCallback(void *handle, void (*function)(void *, int, void *), void *data, IGNORED unsigned flags)
 {
     function(handle, SUCCESS, data);
-    return SUCCESS;
-}
-
-/* Capture of graphs: a graph is the number of its nodes. */
-
-API int cudaStreamBeginCapture(void *handle, IGNORED int mode)
-{
-    struct stream *stream = stream_of(handle);
-    if ((uintptr_t)handle <= 2 || stream->capture)
-        return fail(CAPTURE_UNSUPPORTED);
-    stream->graph = calloc(1, sizeof *stream->graph);
-    stream->capture = ++captures;
-    stream->broken = false;
-    return SUCCESS;
-}
-
-API int cudaStreamBeginCaptureToGraph(void *handle, struct graph *graph, IGNORED const void *nodes,
-                                      IGNORED const void *edges, IGNORED size_t count, int mode)
-{
-    int error = cudaStreamBeginCapture(handle, mode);
-    if (error == SUCCESS) {
-        free(stream_of(handle)->graph);
-        stream_of(handle)->graph = graph;
-    }
-    return error;
-}
-
-API int cudaStreamEndCapture(void *handle, struct graph **graph)
-{
-    struct stream *stream = stream_of(handle);
-    unsigned long long capture = stream->capture;
-    bool broken = stream->broken;
-    *graph = NULL;
-    if (!capture)
-        return fail(INVALID_VALUE);
-    struct graph *captured = stream->graph;
-    pthread_mutex_lock(&lock);
-    for (struct stream *each = streams; each != NULL; each = each->next)
-        if (each->capture == capture) {
-            broken = broken || each->broken;
-            each->capture = 0;
-            each->graph = NULL;
-        }
-    pthread_mutex_unlock(&lock);
-    if (broken)
-        return fail(CAPTURE_INVALIDATED);
-    *graph = captured;
-    return SUCCESS;
-}
-
-API int cudaStreamIsCapturing(void *handle, int *status)
-{
-    struct stream *stream = stream_of(handle);
-    *status = !stream->capture ? CAPTURE_NONE : stream->broken ? CAPTURE_BROKEN : CAPTURE_ACTIVE;
-    return SUCCESS;
-}
-
-/* Up to CUDA 12 without the edges' data, as _v2; CUDA 13 has the name to itself, and edges before the count. */
-API int cudaStreamGetCaptureInfo_v2(void *handle, int *status, unsigned long long *identity, void **graph,
-                                    const void ***dependencies, size_t *count)
-{
-    struct stream *stream = stream_of(handle);
-    cudaStreamIsCapturing(handle, status);
-    if (identity != NULL)
-        *identity = stream->capture;
-    if (graph != NULL)
-        *graph = stream->graph;
-    if (dependencies != NULL)
-        *dependencies = NULL;
-    if (count != NULL)
-        *count = 0;
-    return SUCCESS;
-}
-
-API int cudaStreamGetCaptureInfo_v3(void *handle, int *status, unsigned long long *identity, void **graph,
-                                    const void ***dependencies, const void **edges, size_t *count)
-{
-    if (edges != NULL)
-        *edges = NULL;
-    return cudaStreamGetCaptureInfo_v2(handle, status, identity, graph, dependencies, count);
-}
-
-API int cudaStreamGetCaptureInfo(void *handle, int *status, unsigned long long *identity, void **graph,
-                                 const void ***dependencies, const void **edges, size_t *count)
-{
-    return cudaStreamGetCaptureInfo_v3(handle, status, identity, graph, dependencies, edges, count);
-}
-
-API int cudaGraphInstantiate(void **executable, void *graph, IGNORED unsigned long long flags)
-{
-    *executable = graph;
-    return SUCCESS;
-}
-
-API int cudaGraphInstantiateWithFlags(void **executable, void *graph, unsigned long long flags)
-{
-    return cudaGraphInstantiate(executable, graph, flags);
-}
-
-API int cudaGraphLaunch(IGNORED void *executable, void *handle)
-{
-    stream_add_kernel(handle);
-    return SUCCESS;
-}
-
-API int cudaGraphGetNodes(struct graph *graph, IGNORED void **nodes, size_t *count)
-{
-    *count = graph->nodes;
     return SUCCESS;
 }

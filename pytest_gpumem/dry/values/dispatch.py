@@ -8,11 +8,14 @@ on (``isTensorSubclassLike`` of aten/src/ATen/TensorSubclassLikeUtils.h).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+
+from pytest_gpumem.simulated.common.patching import Patches
 
 _parse: Any = torch._C._dispatch_key_parse
 KEY: Any = _parse("Fake")
@@ -39,14 +42,36 @@ _NAMELESS = frozenset({"prim", "prims", "profiler"})
 
 @contextmanager
 def followed(follow: Follow) -> Iterator[None]:
-    """Call ``follow`` for every operator that this thread, and its backward passes, call inside."""
+    """Call ``follow`` for every operator that is called inside.
+
+    By this thread, its backward passes, and the threads that Python code starts.
+    """
     _register()
+    patches = Patches()
+    patches.add(threading.Thread, "start", _start_followed)
     before, _Followed.by = _Followed.by, follow
+    patches.apply()
     try:
         with torch._C._IncludeDispatchKeyGuard(KEY):
             yield
     finally:
+        patches.undo()
         _Followed.by = before
+
+
+_start: Any = threading.Thread.start
+
+
+def _start_followed(thread: threading.Thread) -> None:
+    """Start ``thread`` with the key, which a thread does not inherit."""
+    run = thread.run
+
+    def run_with_key() -> None:
+        with torch._C._IncludeDispatchKeyGuard(KEY):
+            run()
+
+    thread.run = run_with_key  # type: ignore[method-assign]  # of this thread only
+    _start(thread)
 
 
 def unseen() -> AbstractContextManager[None]:

@@ -6,6 +6,8 @@ the rules of the simulated device, into the memory of the device.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +59,12 @@ class Execution:
         self._values = values
         self._reads = reads
         self._handlers: dict[Any, Handler] = {}
+        self._renew_lock()
+        os.register_at_fork(after_in_child=self._renew_lock)
+
+    def _renew_lock(self) -> None:
+        """Make a lock for threads, whose operators are followed one after the other."""
+        self._lock = threading.RLock()
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func`` and compute its values."""
@@ -69,7 +77,7 @@ class Execution:
             handler = self._handlers[func] = self._bind(func)
         if isinstance(handler, _Parts):
             return handler(args, kwargs)
-        with unseen(), torch._C.DisableTorchFunction():
+        with self._lock, unseen(), torch._C.DisableTorchFunction():
             self._values.end()
             self._values.adopt(tensor for tensor in tensors if tensor.is_cuda)
             return handler(args, kwargs)

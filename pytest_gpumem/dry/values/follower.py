@@ -77,6 +77,7 @@ class Follower:
 
     def begin(self) -> None:
         """Begin a test."""
+        self._memory.renew()
         self._reads.begin()
         self._values.begin()
 

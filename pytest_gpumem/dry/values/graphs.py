@@ -6,9 +6,9 @@ their tensors, so that memory is freed as on a GPU, and a replay runs their CPU 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,7 @@ import torch
 from pytest_gpumem.dry.values.dispatch import unseen
 from pytest_gpumem.dry.values.known import DryValues, end_of
 from pytest_gpumem.dry.values.memory import Memory, Place, seen_by_cpu
+from pytest_gpumem.dry.values.random_numbers import share_state
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
@@ -56,12 +57,9 @@ class _Step:
     kwargs: dict[str, Any]
     result: Any
     targets: tuple[_View, ...]
-
-    @property
-    def generator(self) -> torch.Generator | None:
-        """The generator that its numbers are drawn from: ``None`` for the device's own."""
-        found: torch.Generator | None = self.kwargs.get("generator")
-        return found
+    generator: torch.Generator | None = None
+    """One that has the state from which random numbers are drawn, whatever state the program's
+    generator has later."""
 
 
 class Graphs:
@@ -96,13 +94,14 @@ class Graphs:
         def end(graph: Any, *args: Any, **kwargs: Any) -> Any:
             steps = self._steps.get(graph)
             self._under_way = [other for other in self._under_way if other is not steps]
-            return function(graph, *args, **kwargs)
+            result = function(graph, *args, **kwargs)
+            with unseen():
+                _merge_generators(steps or [])
+            return result
 
         def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
             steps = self._steps.get(graph, [])
-            with self._values.replaying(
-                {step.generator for step in steps if step.operator and step.operator.random}
-            ):
+            with self._values.replaying(_generators(steps)):
                 result = function(graph, *args, **kwargs)
                 with unseen(), torch.no_grad(), torch._C.DisableTorchFunction():
                     self._values.end()
@@ -120,8 +119,14 @@ class Graphs:
             return
         targets = tuple(self._described(tensor) for tensor in operator.targets(args, kwargs))
         described = self._described
+        generator = None
+        if operator.random:
+            own = self._values.generator_of(kwargs.get("generator"))
+            generator = own.graphsafe_get_state()
         self._under_way[-1].append(
-            _Step(operator, described(args), described(kwargs), described(result), targets)
+            _Step(
+                operator, described(args), described(kwargs), described(result), targets, generator
+            )
         )
 
     def lost(self, tensor: torch.Tensor) -> None:
@@ -160,6 +165,7 @@ class Graphs:
         except KeyError:  # a number that is not known
             self._forget((*step.targets, *_views(step.result)))
             return
+        self._values.repeat_drawing(step.generator)
         computed = self._values.run(operator, args, kwargs)
         if computed is None:
             self._forget((*step.targets, *_views(step.result)))
@@ -212,6 +218,23 @@ class Graphs:
         for view in views:
             self._values.replayed(view.storage[0], known=False)
             self._memory.forget(view.place)
+
+
+def _generators(steps: Iterable[_Step]) -> list[torch.Generator]:
+    """Return the generators of ``steps``, each once."""
+    return list({step.generator: None for step in steps if step.generator is not None})
+
+
+def _merge_generators(steps: list[_Step]) -> None:
+    """Replace generators of ``steps`` that have the same state by one of them."""
+    of_state: dict[torch.Generator, torch.Generator] = {}
+    for generator in _generators(steps):
+        same = [other for other in of_state.values() if share_state(generator, other)]
+        of_state[generator] = same[0] if same else generator
+    steps[:] = [
+        replace(step, generator=of_state[step.generator]) if step.generator else step
+        for step in steps
+    ]
 
 
 def _views(value: Any) -> list[_View]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,8 @@ class DryValues(Values):
         """Places of values known to the runtime, by key."""
         self._watched: dict[int, tuple[int, int]] = {}
         """Key of a block's storage and the block's number, by address."""
-        self._empty: list[int] = []
+        self._passing: list[int] = []
+        """Keys of storages without a block, whose death is not reported."""
         self.ranges = _WatchedRanges(self)
         self._random = RandomNumbers()
 
@@ -51,9 +52,11 @@ class DryValues(Values):
                 continue
             start, size = self._memory.place_of(tensor)
             if not size:
-                if not tensor.numel():
-                    self._bases[key] = seen_by_cpu((start, 0), tensor.dtype)
-                    self._empty.append(key)
+                # No block, but numbers: it was made of the address of memory in a graph's pool.
+                size = end_of(tensor) if tensor.numel() else 0
+                if not size or self._memory.knows((start, size)):
+                    self._bases[key] = seen_by_cpu((start, size), tensor.dtype)
+                    self._passing.append(key)
                 continue
             # The end of a block belongs to no tensor: no copy writes it.
             end = end_of(tensor)
@@ -61,10 +64,10 @@ class DryValues(Values):
                 self._hold_in(tensor, seen_by_cpu((start, size), tensor.dtype))
 
     def end(self) -> None:
-        """Forget dead storages, and tensors without elements, whose death is not reported."""
+        """Forget dead storages, and those whose death is not reported."""
         self.forget_dead()
-        while self._empty:
-            self._bases.pop(self._empty.pop(), None)
+        while self._passing:
+            self._bases.pop(self._passing.pop(), None)
 
     def forget_dead(self) -> None:
         """Forget storages that have died since."""
@@ -167,15 +170,22 @@ class DryValues(Values):
             self.forget(key)
 
     @contextmanager
-    def replaying(self, generators: Iterable[torch.Generator | None]) -> Iterator[None]:
+    def replaying(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
         """Draw inside, one after the other, the numbers of a graph that uses ``generators``."""
-        default = torch.cuda.default_generators[self._here.current_index]
-        with self._random.replaying([each or default for each in generators]):
+        with self._random.replaying(generators):
             yield
+
+    def repeat_drawing(self, generator: torch.Generator | None) -> None:
+        """Set the generator of the next operator of a graph that is replayed."""
+        self._random.replayed = generator
+
+    def generator_of(self, given: torch.Generator | None) -> torch.Generator:
+        """Return ``given``, or the current device's own generator."""
+        return given or torch.cuda.default_generators[self._here.current_index]
 
     def begin_drawing(self, generator: torch.Generator | None) -> None:
         """Set the generator of the next operator: ``generator``, or the current device's own."""
-        self._random.begin(generator or torch.cuda.default_generators[self._here.current_index])
+        self._random.begin(self.generator_of(generator))
 
     def source_of(self, generator: torch.Generator) -> torch.Generator:
         """Return the CPU's generator that draws the numbers of ``generator``, one of a GPU."""

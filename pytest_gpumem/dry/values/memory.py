@@ -54,6 +54,11 @@ class Memory:
         _listening.append((self._told, everything))
         self._listen()
 
+    def renew(self) -> None:
+        """Tell again of reads in threads that have raised an error since :meth:`begin`."""
+        if _listening:
+            self._listen()
+
     def end(self) -> None:
         """Return to the listener before."""
         _listening.pop()

@@ -33,6 +33,8 @@ class RandomNumbers:
         """The state in which the last operator has left its generator."""
         self._replaying: dict[torch.Generator, torch.Generator] = {}
         """Sources of a graph's generators, while it is replayed."""
+        self.replayed: torch.Generator | None = None
+        """The generator of the operator that is repeated now."""
 
     def begin(self, generator: torch.Generator) -> None:
         """Set ``generator`` for the next operator's numbers."""
@@ -61,8 +63,8 @@ class RandomNumbers:
 
     def source_of(self, generator: torch.Generator) -> torch.Generator:
         """Return the CPU's generator for an operator that has moved ``generator`` on."""
-        if generator in self._replaying:
-            return self._replaying[generator]
+        if self._replaying and self.replayed is not None:
+            return self._replaying[self.replayed]
         if generator.device.type != "cuda" or self._before is None:
             return generator
         self._set(self._source)
@@ -83,6 +85,20 @@ class RandomNumbers:
         self._states[state] = source.get_state()
         if len(self._states) > MOST_STATES:
             self._states.popitem(last=False)
+
+
+def share_state(first: torch.Generator, second: torch.Generator) -> bool:
+    """Return whether two generators of a GPU have one state, as ``graphsafe_get_state`` makes them.
+
+    Only one that moves on tells, which it must not while a graph is captured.
+    """
+    before = first.get_state()
+    if not torch.equal(before, second.get_state()):
+        return False
+    first.set_offset(first.get_offset() + 4)
+    moved = second.get_offset() == first.get_offset()
+    first.set_state(before)
+    return moved
 
 
 def _state_of(generator: torch.Generator) -> _State:

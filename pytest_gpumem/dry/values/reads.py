@@ -7,7 +7,6 @@ by one gets an error, as on the simulated device: the test then runs again with 
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import sys
 import threading
@@ -90,17 +89,22 @@ class Reads:
 
     def _add_patches(self) -> None:
         # Functions, not methods of this object, which would not receive their tensor.
-        add = functools.partial(self._patches.add, torch.Tensor)
-        add("item", lambda tensor: self._read(_item, tensor, "item()"))
-        add("__bool__", lambda tensor: self._condition(tensor))
-        add("tolist", lambda tensor: self._list(tensor))
-        add("numpy", lambda tensor, **kwargs: self._numpy(tensor, **kwargs))
-        add("__array__", lambda tensor, *args, **kwargs: self._array(tensor, *args, **kwargs))
-        for name in _NUMBERS:
-            add(name, self._number(name))
+        replaced: dict[str, Callable[..., Any]] = {
+            "item": lambda tensor: self._read(_item, tensor, "item()"),
+            "__bool__": lambda tensor: self._condition(tensor),
+            "tolist": lambda tensor: self._list(tensor),
+            "numpy": lambda tensor, **kwargs: self._numpy(tensor, **kwargs),
+            "__array__": lambda tensor, *args, **kwargs: self._array(tensor, *args, **kwargs),
+            **{name: self._number(name) for name in _NUMBERS},
+        }
         if not self._followed:
             for name in ("cpu", "to"):
-                add(name, self._to_host(base(name), f"{name}()"))
+                replaced[name] = self._to_host(base(name), f"{name}()")
+        for name, function in replaced.items():
+            # Dynamo traces torch's own method where the name is one (is_bound_tensor_method of
+            # torch/_dynamo/utils.py, 2.6 to 2.15), and else this function.
+            function.__name__ = name
+            self._patches.add(torch.Tensor, name, function)
 
     @contextmanager
     def patched(self) -> Iterator[None]:

@@ -137,6 +137,12 @@ def gru_cell_backward(gradient: Tensor, workspace: Tensor) -> tuple[Tensor, Tens
     )
 
 
+def _gru_cell_backward(gradient: Tensor, workspace: Tensor, has_bias: bool) -> Any:
+    given, held, state = gru_cell_backward(gradient, workspace)
+    biases = (given.sum(0), held.sum(0)) if has_bias else (None, None)
+    return given, held, state, *biases
+
+
 def _sum(*terms: Tensor | None) -> Tensor:
     total, *others = (term for term in terms if term is not None)
     for term in others:
@@ -149,5 +155,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "aten::_cudnn_rnn_backward": _recurrent_backward,
     "aten::_thnn_fused_lstm_cell": _lstm_cell,
     "aten::_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
+    "aten::_thnn_fused_gru_cell": gru_cell,
+    "aten::_thnn_fused_gru_cell_backward": _gru_cell_backward,
 }
 """By operator name."""

@@ -293,6 +293,10 @@ class Values(Reading):
         if operator.moves_views or (not bases and not operator.overwrites):
             return
         targets = operator.targets(args, kwargs)
+        if not targets:  # running statistics may be left out
+            if device_tensors(result, []) and self._known(args, kwargs):
+                self._derive(operator, args, kwargs, result)
+            return
         for target in targets:
             if storage_key(target) in self._blank:
                 self._put_blank(target)
@@ -322,7 +326,7 @@ class Values(Reading):
         places = {at for at, _ in operator.written}
         read = [value for at, value in enumerate(args) if at not in places]
         read += [value for name, value in kwargs.items() if name not in names]
-        if targets and self._unknown_among(read) is not True:
+        if self._unknown_among(read) is not True:
             for target in targets:
                 key = storage_key(target)
                 if key in self._bases:
