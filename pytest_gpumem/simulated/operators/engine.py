@@ -110,7 +110,7 @@ def _accumulation(args: tuple[Any, ...], node: str) -> OpOverload | None:
 
 _FORMULAS_THAT_ADD = (
     *("Atan2", "Logcumsumexp", "LinalgEig", "LinalgSvd", "LinalgQr", "LinalgLu", "SpecialI1E"),
-    "SpecialModifiedBesselK1",
+    *("SpecialModifiedBesselK1", "Mvlgamma"),
 )
 """Nodes whose own formula adds two tensors; the engine's addition after it stays out of place."""
 
@@ -160,15 +160,16 @@ _CHOICES = (
 
 
 def _product(args: tuple[Any, ...], node: str) -> OpOverload | None:
-    # binary_cross_entropy_with_logits_backward multiplies its own result, but pos_weight itself.
+    # binary_cross_entropy_with_logits_backward multiplies its own result, but pos_weight itself,
+    # and binary_cross_entropy_with_logits_target_backward the input.
     if node == "BinaryCrossEntropyBackward0":
         return _aten.mul_.Tensor if _is_temporary(args[0]) else None
     if node != _LOGITS:
         return None
     running: Any = torch._C._current_autograd_node()
-    weight = running._saved_pos_weight
-    is_weight = weight is not None and _storage(weight) == _storage(args[0])
-    return None if is_weight else _aten.mul_.Tensor
+    saved = running._saved_pos_weight, running._saved_self
+    is_saved = any(one is not None and _storage(one) == _storage(args[0]) for one in saved)
+    return None if is_saved else _aten.mul_.Tensor
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -77,3 +77,14 @@ def test_the_way_back_of_a_soft_margin_has_exponentials_beside_it(on: Any) -> No
         -MATRIX, -MATRIX,
         MATRIX, -MATRIX,
     ]  # fmt: skip
+
+
+def test_the_gradient_of_targets_leaves_the_input_as_it_is(on: Any) -> None:
+    # binary_cross_entropy_with_logits_target_backward: the input times the negative gradient.
+    gpu = on()
+    x, target = torch.randn(64, 64, device="cuda"), torch.rand(64, 64, device="cuda")
+    target.requires_grad_()
+    loss = functional.binary_cross_entropy_with_logits(x, target, reduction="none")
+    gradient = torch.ones_like(loss)
+    matrix = 64 * 64 * 4
+    assert gpu.of(lambda: loss.backward(gradient)) == [matrix, matrix, -matrix]
