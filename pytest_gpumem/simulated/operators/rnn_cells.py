@@ -83,8 +83,9 @@ class _FusedGruCell(torch.autograd.Function):
         hidden_bias: Tensor | None,
     ) -> Tensor:
         workspace = hx.new_empty((hx.shape[0], hx.shape[1] * 5))
-        # Its gradient may be differentiated, which takes the gates (derivatives.yaml).
-        ctx.save_for_backward(hidden_gates, input_gates, workspace)
+        # Its gradient may be differentiated, which takes all of them (derivatives.yaml); they are
+        # released in the order of their names.
+        ctx.save_for_backward(hidden_bias, hidden_gates, hx, input_bias, input_gates, workspace)
         ctx.biases = (input_bias is not None, hidden_bias is not None)
         output = torch.empty_like(hx, memory_format=torch.contiguous_format)
         gates = (input_gates, hidden_gates, hx, input_bias, hidden_bias)
@@ -111,7 +112,8 @@ class _FusedGruCell(torch.autograd.Function):
                 (grad_input_gates, grad_hidden_gates), ctx.biases, strict=True
             )
         ]
-        return None, grad_input_gates, grad_hidden_gates, grad_hx, *grad_biases
+        wanted = grad_hx if ctx.needs_input_grad[3] else None
+        return None, grad_input_gates, grad_hidden_gates, wanted, *grad_biases
 
 
 COMPOSITES: dict[str, Composite] = {
