@@ -110,7 +110,7 @@ def _accumulation(args: tuple[Any, ...], node: str) -> OpOverload | None:
 
 _FORMULAS_THAT_ADD = (
     *("Atan2", "Logcumsumexp", "LinalgEig", "LinalgSvd", "LinalgQr", "LinalgLu", "SpecialI1E"),
-    *("SpecialModifiedBesselK1", "Mvlgamma"),
+    *("SpecialModifiedBesselK1", "Mvlgamma", "LinalgCholesky"),
 )
 """Nodes whose own formula adds two tensors; the engine's addition after it stays out of place."""
 
