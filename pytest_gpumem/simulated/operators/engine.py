@@ -198,6 +198,9 @@ IN_PLACE: dict[str, InPlace] = {
         _WHOLE_SELECTIONS if _SINCE_2_14 else f"{_WHOLE_SELECTIONS} ClampBackward0",
         _aten.logical_and_.default,
     ),
+    "aten.logical_or.default": _in(
+        "" if _SINCE_2_14 else "ClampBackward0", _aten.logical_or_.default
+    ),
     "aten.masked_fill.Scalar": _in(_CHOICES, _aten.masked_fill_.Scalar),
     "aten.sub.Tensor": _in(_LOGITS, _aten.sub_.Tensor),
     "aten.mul.Tensor": _product,
