@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import ProcessGroup, ReduceOp, Work
-from torch.futures import Future
 
 from pytest_gpumem.simulated.common.callsite import is_internal, is_own, user_line
 from pytest_gpumem.simulated.common.nesting import tensors_in
@@ -33,6 +32,7 @@ from pytest_gpumem.simulated.distributed.alike import (
     reduced,
     unchanged,
 )
+from pytest_gpumem.simulated.distributed.futures import DoneFuture
 from pytest_gpumem.simulated.distributed.nccl import Communicator
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.gpu.releases import PART_BY_PART
@@ -46,7 +46,7 @@ _BARRIER = 4
 
 
 _group_named: Callable[[str], Any] = vars(c10d)["_resolve_process_group"]
-_create_work: Callable[[Future[Any]], Work] = vars(c10d)["_create_work_from_future"]
+_create_work: Callable[[DoneFuture], Work] = vars(c10d)["_create_work_from_future"]
 
 
 class _Collective(NamedTuple):
@@ -157,8 +157,10 @@ class _Work(Work):
         result: Sequence[torch.Tensor],
         scratch: Scratch,
         waited: Callable[[_Work], None],
+        machine: SimulatedMachine,
     ) -> None:
         super().__init__()
+        self._machine = machine
         self._tensors = tensors
         self._result = result
         self._scratch = scratch
@@ -180,7 +182,7 @@ class _Work(Work):
     def get_future(self) -> Any:
         """Return a future that is already done, with the results."""
         self.wait()
-        return _done(self._result)
+        return DoneFuture(self._machine, self._result)
 
     def result(self) -> list[torch.Tensor]:
         """Return the results."""
@@ -191,12 +193,6 @@ class _Work(Work):
         return True
 
     is_success = is_completed
-
-
-def _done(result: Sequence[torch.Tensor]) -> Future[list[torch.Tensor]]:
-    future: Future[list[torch.Tensor]] = Future()
-    future.set_result(list(result))
-    return future
 
 
 class Collectives:
@@ -249,7 +245,7 @@ class Collectives:
             for each in works:
                 each.wait()
 
-        return _Work((), (), Scratch(self._machine.current), waited)
+        return _Work((), (), Scratch(self._machine.current), waited, self._machine)
 
     def bind(self) -> None:
         """Bind the operators to their handlers."""
@@ -342,9 +338,10 @@ class Collectives:
             scratch.free()
             if collective.is_awaited:
                 self._machine.streams.host_waits(self._machine.current_index)
-            return _create_work(_done(written))
+            return _create_work(DoneFuture(self._machine, written))
         waited = self._barred if collective.is_awaited else self._pending.discard
-        work = _Work([*read, *written], written if self._has_result else (), scratch, waited)
+        result = written if self._has_result else ()
+        work = _Work([*read, *written], result, scratch, waited, self._machine)
         self._pending.add(work)
         return work
 

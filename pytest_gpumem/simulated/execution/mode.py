@@ -34,7 +34,12 @@ from pytest_gpumem.simulated.machine import forks
 from pytest_gpumem.simulated.machine.dispatch import Dispatch, Handler
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
-from pytest_gpumem.simulated.operators.engine import IN_PLACE, in_formula
+from pytest_gpumem.simulated.operators.engine import (
+    ACCUMULATED,
+    IN_PLACE,
+    in_formula,
+    with_cuda_sums,
+)
 
 _DISABLED = torch._C._disabled_torch_dispatch_impl
 
@@ -126,14 +131,23 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
 
 
 def may_be_in_place(func: Any) -> bool:
-    """Return whether some formula applies ``func`` in place."""
-    return str(func) in IN_PLACE
+    """Return whether some formula calls ``func`` otherwise on a GPU: in place, or for a type."""
+    return str(func) in IN_PLACE or str(func) in ACCUMULATED
 
 
 def in_place(
     func: Any, handler: Handler, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 ) -> Handler:
     """Return a handler that runs the in-place operator where such a formula calls ``func``."""
+    if str(func) in ACCUMULATED:
+
+        def handle_sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if in_formula(sys._getframe(2)):
+                node = torch._C._current_autograd_node().name()
+                kwargs = with_cuda_sums(args[0], kwargs, node)
+            return handler(args, kwargs)
+
+        return handle_sum
     chosen = IN_PLACE[str(func)]
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

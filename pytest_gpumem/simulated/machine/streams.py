@@ -194,10 +194,24 @@ class Streams:
         if number == NO_SEQUENCE:
             # A leaf's node has the stream on which the leaf was first used.
             user = here.leaves.first_use(task)
-            return here.of_last_node.get(device, 0) if user is None else self._at(device, user)
-        stream = self._at(device, number)
-        here.of_last_node[device] = stream
+            stream = here.of_last_node.get(device, 0) if user is None else self._at(device, user)
+        else:
+            stream = self._at(device, number)
+            here.of_last_node[device] = stream
+        self._joins(device, stream)
         return stream
+
+    def _joins(self, device: int, stream: int) -> None:
+        """Let a node's stream take part in the capture of the stream that backward began on.
+
+        The engine makes the stream of each node wait for those of its inputs
+        (torch/csrc/autograd/input_buffer.cpp), and of the roots for the current stream. The default
+        stream takes part in none.
+        """
+        if self.captures and stream:
+            capture = self.captures.get((device, self._here.current.get(device, 0)))
+            if capture is not None:
+                self.captures.setdefault((device, stream), capture)
 
     def _at(self, device: int, number: int) -> int:
         """Return the current stream of ``device`` when autograd's node ``number`` was made."""

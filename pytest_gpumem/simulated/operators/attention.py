@@ -204,10 +204,11 @@ def flash_outputs(
 def efficient_outputs(gpu: GPU, dropout_p: float, result: tuple[Tensor, ...]) -> Iterator[Tensor]:
     """Yield the outputs of the memory efficient kernel that are on the device.
 
-    Since 2.15 seed and offset are there, and come first, where there is no dropout; with dropout
-    they are on the CPU, as in all releases before (seen with torch 2.15.0+cu132).
+    Seed and offset are there, and come first, in a capture, and since 2.15 where there is no
+    dropout; else they are on the CPU (seen with torch 2.13.0+cu130 and 2.15.0+cu132).
     """
-    if gpu.version >= (2, 15) and not dropout_p:
+    is_captured = gpu.simulation.streams.is_capturing(gpu.index)
+    if is_captured or (gpu.version >= (2, 15) and not dropout_p):
         yield result[2]
         yield result[3]
     yield result[0]

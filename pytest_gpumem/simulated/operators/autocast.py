@@ -1,9 +1,9 @@
 """Operators that CUDA autocast casts, and the casts it keeps.
 
 Source: aten/src/ATen/autocast_mode.h (AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32,
-AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE, AT_FORALL_PROMOTE) and
-autocast_mode.cpp (cached_cast, the CUDA registrations). The lists are those of torch 2.6 to 2.15; a
-name that a release does not have is passed over.
+AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE, AT_FORALL_PROMOTE),
+autocast_mode.cpp (cached_cast, the CUDA registrations) and cudnn/AutocastRNN.cpp. The lists are
+those of torch 2.6 to 2.15; a name that a release does not have is passed over.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from pytest_gpumem.allocator.releases import Version
 from pytest_gpumem.simulated.operators.calls import overload_of
 from pytest_gpumem.simulated.operators.engine import IN_PLACE, in_formula
+from pytest_gpumem.simulated.operators.rnn import flat_copies
 
 LOWER_PRECISION = """
     _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -57,6 +58,8 @@ PROMOTE = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """.split()
 
+RECURRENT = ("_cudnn_rnn",)
+
 BANNED = ("binary_cross_entropy",)
 
 _KEY = torch._C.DispatchKey.AutocastCUDA
@@ -89,6 +92,7 @@ class CastCache:
                 (FLOAT32_OUTPUT, self._float32_output),
                 (FLOAT32_NORMS, self._float32_norm),
                 (PROMOTE, self._promote),
+                (RECURRENT, self._recurrent),
                 (BANNED, self._banned),
             ):
                 for name in names:
@@ -234,6 +238,32 @@ class CastCache:
                 if any(t.dtype == torch.float32 for t in tensors if _eligible(t)):
                     dtype = torch.float32
                 return self._run(overload, args, kwargs, dtype)
+
+        return kernel
+
+    def _recurrent(self, overload: Any) -> Callable[..., Any]:
+        """Cast cuDNN's layers, to float16 whatever autocast's type is.
+
+        Source: aten/src/ATen/cudnn/AutocastRNN.cpp (_cudnn_rnn_cast_reflatten), torch 2.6 to 2.15.
+        """
+
+        def kernel(
+            input: torch.Tensor,
+            weight: list[torch.Tensor],
+            per_layer: int,
+            buffer: torch.Tensor | None,
+            hx: torch.Tensor,
+            cx: torch.Tensor | None,
+            *args: Any,
+        ) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+                held = weight[0] if buffer is None else buffer
+                if _eligible(held) and held.dtype != torch.float16:
+                    buffer, weight = flat_copies(weight, per_layer, torch.float16)
+                cell = self._cast(cx, torch.float16)
+                hidden = self._cast(hx, torch.float16)
+                given = self._cast(input, torch.float16)
+                return overload(given, weight, per_layer, buffer, hidden, cell, *args)
 
         return kernel
 

@@ -27,15 +27,19 @@ def _parts(gpu: GPU, shape: tuple[int, int, int, int], like: Tensor) -> None:
     parts.free()
 
 
-def _cdist_backward(gpu: GPU, x1: Tensor, x2: Tensor, cdist: Tensor) -> None:
+_ZERO_NORMS = (2, 15)
+"""First release that computes gradients of the norm 0; others return zeros at once."""
+
+
+def _cdist_backward(gpu: GPU, x1: Tensor, x2: Tensor, p: float, cdist: Tensor) -> None:
     rows, others, columns = x1.shape[-2], x2.shape[-2], x1.shape[-1]
-    if rows and others:
+    if rows and others and (p or gpu.version >= _ZERO_NORMS):
         _parts(gpu, (cdist.numel() // (rows * others), others, rows, columns), x1)
 
 
-def _pdist_backward(gpu: GPU, self: Tensor) -> None:
+def _pdist_backward(gpu: GPU, self: Tensor, p: float) -> None:
     rows, columns = self.shape
-    if rows > 1:
+    if rows > 1 and (p or gpu.version >= _ZERO_NORMS):
         _parts(gpu, (1, rows - 1, rows, columns), self)
 
 

@@ -100,7 +100,7 @@ def _accumulation(args: tuple[Any, ...], node: str) -> OpOverload | None:
     # The engine adds a gradient to the one its buffer already holds for the same input of a node.
     if len(args) != 2 or node.startswith(_FORMULAS_THAT_ADD) or "BackwardBackward" in node:
         return None
-    if node in _MEANS_TOO and _begins():
+    if node in _MEANS_TOO and not _additions.count():
         return None
     held, new = args
     if not isinstance(new, torch.Tensor) or held.shape != new.shape or held.dtype != new.dtype:
@@ -110,7 +110,7 @@ def _accumulation(args: tuple[Any, ...], node: str) -> OpOverload | None:
 
 _FORMULAS_THAT_ADD = (
     *("Atan2", "Logcumsumexp", "LinalgEig", "LinalgSvd", "LinalgQr", "LinalgLu", "SpecialI1E"),
-    "SpecialModifiedBesselK1",
+    *("SpecialModifiedBesselK1", "Mvlgamma", "LinalgCholesky"),
 )
 """Nodes whose own formula adds two tensors; the engine's addition after it stays out of place."""
 
@@ -118,20 +118,23 @@ _MEANS_TOO = frozenset({"VarMeanBackward0", "StdMeanBackward0"})
 """Nodes whose formula adds the gradient of a mean to another one, before the engine adds."""
 
 
-class _LastNode(threading.local):
+class _Calls(threading.local):
+    """How often the node that runs has called something."""
+
     run = (-1, -1)
-    """The graph task and the number of the node that has added last."""
+    """The graph task and the number of the node that called last."""
+    before = 0
+
+    def count(self) -> int:
+        """Count a call; return how many the node has made before."""
+        node = torch._C._current_autograd_node()
+        run = torch._C._current_graph_task_id(), -1 if node is None else int(node._sequence_nr())
+        self.before = self.before + 1 if run == self.run else 0
+        self.run = run
+        return self.before
 
 
-_last = _LastNode()
-
-
-def _begins() -> bool:
-    """Return whether the node that runs adds for the first time."""
-    node = torch._C._current_autograd_node()
-    run = torch._C._current_graph_task_id(), -1 if node is None else int(node._sequence_nr())
-    before, _last.run = _last.run, run
-    return run != before
+_additions, _products = _Calls(), _Calls()
 
 
 def _in(nodes: str, operator: OpOverload) -> InPlace:
@@ -160,15 +163,19 @@ _CHOICES = (
 
 
 def _product(args: tuple[Any, ...], node: str) -> OpOverload | None:
-    # binary_cross_entropy_with_logits_backward multiplies its own result, but pos_weight itself.
     if node == "BinaryCrossEntropyBackward0":
         return _aten.mul_.Tensor if _is_temporary(args[0]) else None
     if node != _LOGITS:
         return None
     running: Any = torch._C._current_autograd_node()
-    weight = running._saved_pos_weight
-    is_weight = weight is not None and _storage(weight) == _storage(args[0])
-    return None if is_weight else _aten.mul_.Tensor
+    pos_weight = running._saved_pos_weight
+    if pos_weight is not None:
+        # By the input: of its own result, but of pos_weight itself.
+        is_weight = _storage(pos_weight) == _storage(args[0])
+        return None if is_weight else _aten.mul_.Tensor
+    # By the input: times the gradient, times the weight. By the target: a product of its own first.
+    by_input = 1 + (running._saved_weight is not None) if running.next_functions[0][0] else 0
+    return None if _products.count() == by_input else _aten.mul_.Tensor
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -191,11 +198,26 @@ IN_PLACE: dict[str, InPlace] = {
         _WHOLE_SELECTIONS if _SINCE_2_14 else f"{_WHOLE_SELECTIONS} ClampBackward0",
         _aten.logical_and_.default,
     ),
+    "aten.logical_or.default": _in(
+        "" if _SINCE_2_14 else "ClampBackward0", _aten.logical_or_.default
+    ),
     "aten.masked_fill.Scalar": _in(_CHOICES, _aten.masked_fill_.Scalar),
     "aten.sub.Tensor": _in(_LOGITS, _aten.sub_.Tensor),
     "aten.mul.Tensor": _product,
 }
 """By overload: which in-place operator CUDA runs instead, given arguments and node."""
+
+
+ACCUMULATED = frozenset({"aten.linalg_vector_norm.default", "aten.sum.dim_IntList"})
+"""Overloads that a formula calls with the type which sums of a device have (renorm_backward)."""
+_SUMS_BY_DEVICE = "RenormBackward0"
+
+
+def with_cuda_sums(given: Tensor, kwargs: dict[str, Any], node: str) -> dict[str, Any]:
+    """Return the arguments with CUDA's type of sums: that of ``meta`` tensors is float64."""
+    if node == _SUMS_BY_DEVICE and kwargs.get("dtype") is torch.float64 != given.dtype:
+        return {**kwargs, "dtype": torch.float32}
+    return kwargs
 
 
 def cumprod_backward(grad: Tensor, input: Tensor, dim: int, output: Tensor) -> Tensor:

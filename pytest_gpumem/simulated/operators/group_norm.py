@@ -21,7 +21,7 @@ _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 _FLOAT_STATISTICS = (2, 13)
 """First release that computes statistics of halves in float32 first; 2.11 does not."""
 _COPIES_INSIDE = (2, 14)
-"""First release that copies inside."""
+"""First release that copies inside, and that sums vectors without a sum of each channel."""
 _LAYOUTS_SINCE = (2, 15)
 """First release with kernels for channels that are last."""
 
@@ -87,7 +87,7 @@ def _backward(
     nbytes = accumulated(input.dtype).itemsize
     is_kept = _is_kept(gpu, input)
     scratch = Scratch(gpu)
-    if HxW > 1:
+    if HxW > 1 or gpu.version < _COPIES_INSIDE:
         scratch.take(N * C * nbytes)
         scratch.take(N * C * nbytes)
     if result[0] is not None:

@@ -1,27 +1,23 @@
-"""Recurrent layers: cuDNN's kernels, their parameters in one buffer, and the fused cells.
+"""Recurrent layers: cuDNN's kernels, and their parameters in one buffer.
 
 Source: aten/src/ATen/native/cudnn/RNN.cpp (_cudnn_impl, try_get_weight_buf, _cudnn_rnn,
-_cudnn_rnn_backward, _cudnn_rnn_flatten_weight), native/RNN.cpp (LSTMCell, GRUCell),
-native/cuda/RNN.cu (_thnn_fused_lstm_cell_cuda, _thnn_fused_gru_cell_cuda), native/ConvUtils.h
-(cudnn_is_acceptable), of torch 2.6 to 2.15. cuDNN's workspace and reserve come from :mod:`cudnn`;
+_cudnn_rnn_backward, _cudnn_rnn_flatten_weight), native/ConvUtils.h (cudnn_is_acceptable), of torch
+2.6 to 2.15. cuDNN's workspace and reserve come from :mod:`cudnn`;
 the state of its dropout, of a size that only cuDNN determines, is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.backends.cudnn.rnn as cudnn_rnn
 from torch import Tensor
-from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.machine.real import recurrent
-from pytest_gpumem.simulated.operators import cudnn
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, is_traced
+from pytest_gpumem.simulated.operators import cudnn, rnn_cells
+from pytest_gpumem.simulated.operators.rules import Composite, Scratch, is_traced
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _LSTM = 2
@@ -37,6 +33,16 @@ def is_acceptable(tensor: Tensor) -> bool:
         and tensor.dtype in _DTYPES
         and tensor.numel() > 0
     )
+
+
+def _cudnn_takes(gpu: GPU, tensor: Tensor) -> bool:
+    """``cudnn_is_acceptable``, which since 2.11 accepts a type that its Python namesake does not.
+
+    So parameters in bfloat16 are never made one buffer, and each call copies them into one.
+    """
+    if tensor.dtype is torch.bfloat16 and gpu.version >= (2, 11):
+        return tensor.is_cuda and bool(torch.backends.cudnn.enabled) and tensor.numel() > 0
+    return is_acceptable(tensor)
 
 
 def flatten_weight(weights: list[Tensor], per_layer: int, *args: Any) -> Tensor:
@@ -90,11 +96,25 @@ def _buffer_of(weights: list[Tensor]) -> Tensor | None:
     return weights[0].detach().as_strided((elements,), (1,), 0)
 
 
+def flat_copies(
+    weights: list[Tensor], per_layer: int, dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor]]:
+    """Return a buffer of another type and the parameters as copies in it, as autocast makes them.
+
+    ``copy_weights_to_flat_buf_views`` of native/cudnn/RNN.cpp: gradients go through the copies.
+    """
+    elements = _buffer_elements(weights, per_layer)
+    buffer = torch.zeros(elements, dtype=dtype, device=weights[0].device)
+    views = [view.detach() for view in _views(buffer, weights)]
+    return buffer, [view.copy_(weight) for view, weight in zip(views, weights, strict=True)]
+
+
 # The composite operators, one for padded and one for packed sequences.
 
 
 def _padded(name: str, overload: Any) -> Composite:
     def layer(
+        gpu: GPU,
         input: Tensor,
         hx: Any,
         params: list[Tensor],
@@ -106,16 +126,19 @@ def _padded(name: str, overload: Any) -> Composite:
         batch_first: bool,
         *args: Any,
     ) -> Any:
-        if not is_acceptable(input):
-            return overload.decompose(*args)
         shape = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
-        return _run(name, input, hx, params, shape, [])
+        if _cudnn_takes(gpu, input):
+            return _run(name, input, hx, params, shape, [])
+        if input.is_cuda and name in ("lstm", "gru") and not is_traced(input):
+            return rnn_cells.run_in_steps(gpu, name, input, hx, params, shape)
+        return overload.decompose(*args)
 
     return layer
 
 
 def _packed(name: str, overload: Any) -> Composite:
     def layer(
+        gpu: GPU,
         data: Tensor,
         batch_sizes: Tensor,
         hx: Any,
@@ -127,7 +150,7 @@ def _packed(name: str, overload: Any) -> Composite:
         bidirectional: bool,
         *args: Any,
     ) -> Any:
-        if not is_acceptable(data):
+        if not _cudnn_takes(gpu, data):
             return overload.decompose(*args)
         shape = (has_biases, num_layers, dropout, train, bidirectional, False)
         return _run(name, data, hx, params, shape, batch_sizes.tolist())
@@ -173,102 +196,7 @@ COMPOSITES: dict[str, Composite] = {
     f"aten.{name}.{overload}": make(name, getattr(getattr(_aten, name), overload))
     for name in _MODES
     for overload, make in (("input", _padded), ("data", _packed))
-}
-
-
-# Cells: one fused kernel behind two products.
-
-
-def _lstm_cell(
-    input: Tensor,
-    hx: list[Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None,
-    b_hh: Tensor | None,
-) -> Any:
-    if not input.is_cuda:
-        return _aten.lstm_cell.default.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
-    gates = (torch.matmul(input, w_ih.t()), torch.matmul(hx[0], w_hh.t()))
-    hidden, cell, _ = _aten._thnn_fused_lstm_cell(*gates, hx[1], b_ih, b_hh)
-    return hidden, cell
-
-
-def _gru_cell(
-    gpu: GPU,
-    input: Tensor,
-    hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None,
-    b_hh: Tensor | None,
-) -> Any:
-    if not input.is_cuda:
-        return _aten.gru_cell.default.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
-    if is_traced(input):
-        # torch has no shapes for it: compiled code breaks here, and continues after it.
-        raise UnsupportedOperatorException(_aten._thnn_fused_gru_cell.default)
-    gates = (torch.matmul(input, w_ih.t()), torch.matmul(hx, w_hh.t()))
-    return _FusedGruCell.apply(gpu, *gates, hx, b_ih, b_hh)  # type: ignore[no-untyped-call]  # torch's
-
-
-class _FusedGruCell(torch.autograd.Function):
-    """_thnn_fused_gru_cell and its backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        gpu: GPU,
-        input_gates: Tensor,
-        hidden_gates: Tensor,
-        hx: Tensor,
-        input_bias: Tensor | None,
-        hidden_bias: Tensor | None,
-    ) -> Tensor:
-        workspace = hx.new_empty((hx.shape[0], hx.shape[1] * 5))
-        # Its gradient may be differentiated, which takes the gates (derivatives.yaml).
-        ctx.save_for_backward(hidden_gates, input_gates, workspace)
-        ctx.biases = (input_bias is not None, hidden_bias is not None)
-        output = torch.empty_like(hx, memory_format=torch.contiguous_format)
-        gates = (input_gates, hidden_gates, hx, input_bias, hidden_bias)
-        ctx.gpu = gpu
-        gpu.simulation.values.assign((output, workspace), recurrent.gru_cell, *gates)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        *_, workspace = ctx.saved_tensors
-        batch, size = gradients[0].shape
-        grad_input_gates = workspace.new_empty((batch, 3 * size))
-        grad_hidden_gates = workspace.new_empty((batch, 3 * size))
-        grad_hx = torch.empty_like(gradients[0], memory_format=torch.contiguous_format)
-        ctx.gpu.simulation.values.assign(
-            (grad_input_gates, grad_hidden_gates, grad_hx),
-            recurrent.gru_cell_backward,
-            gradients[0],
-            workspace,
-        )
-        grad_biases = [
-            gates.sum(0) if has_bias else None
-            for gates, has_bias in zip(
-                (grad_input_gates, grad_hidden_gates), ctx.biases, strict=True
-            )
-        ]
-        return None, grad_input_gates, grad_hidden_gates, grad_hx, *grad_biases
-
-
-COMPOSITES |= {
-    "aten.lstm_cell.default": _lstm_cell,
-    "aten.gru_cell.default": _gru_cell,
-}
-
-
-def _fused_lstm_outputs(result: tuple[Tensor, Tensor, Tensor]) -> Iterator[Tensor]:
-    hidden, cell, workspace = result
-    yield from (workspace, hidden, cell)
-
-
-RULES = {"aten::_thnn_fused_lstm_cell": Rule(placed=_fused_lstm_outputs)}
+} | rnn_cells.COMPOSITES
 
 
 # Below autograd.
@@ -400,4 +328,5 @@ def _backward(
 IN_VIEW: dict[str, Composite] = {
     "aten._cudnn_rnn.default": _forward,
     "aten._cudnn_rnn_backward.default": _backward,
+    **rnn_cells.IN_VIEW,
 }

@@ -6,7 +6,7 @@ with a note of the simulation.
 
 Source: aten/src/ATen/native/BatchLinearAlgebra.cpp, LinearAlgebra.cpp (_linalg_det), native/cuda/
 linalg/BatchLinearAlgebra.cpp and BatchLinearAlgebraLib.cpp. Their order is that of torch's own code
-on the dry device, 2.13 and 2.15, for matrices of 16 to 600 rows, alone and in batches of three.
+on the dry device, 2.13 and 2.15, for matrices of 4 to 600 rows, alone and in small batches.
 """
 
 from __future__ import annotations
@@ -39,35 +39,93 @@ def _pointers(gpu: GPU, matrices: Tensor, lists: int) -> None:
 
 def _checked(gpu: GPU, info: Tensor) -> None:
     """_linalg_check_errors: whether any code is not zero; a single one is made a flag first."""
-    passing(gpu, *_flags(is_single=not info.dim()))
+    passing(gpu, *_flags(is_single=info.numel() == 1))
 
 
 def _flags(*, is_single: bool) -> list[int]:
     return [1, 1] if is_single else [1]
 
 
+_LARGEST_IN_BATCH = 128
+"""Rows up to which cuBLAS factorizes a batch at once ..."""
+_LARGEST_SINCE_2_15 = 236
+"""... and since 2.15 where it has more than two matrices."""
+
+
 def _factorized(gpu: GPU, matrices: Tensor) -> None:
-    if matrices.dim() > 2 and matrices.numel():
+    count = _count(matrices)
+    is_new = gpu.version >= (2, 15) and count > 2
+    largest = _LARGEST_SINCE_2_15 if is_new else _LARGEST_IN_BATCH
+    if count > 1 and 0 < matrices.shape[-1] <= largest:
         _pointers(gpu, matrices, 1)
 
 
-def _lu_solved(gpu: GPU, LU: Tensor, result: Tensor) -> None:
+def _lu_solved(gpu: GPU, LU: Tensor, adjoint: bool, result: Tensor) -> None:
     leave_out(gpu, "cuSOLVER", "linalg_lu_solve")
-    _by_triangles(gpu, LU, result)
-
-
-def _by_triangles(gpu: GPU, matrices: Tensor, result: Tensor) -> None:
-    """Apply the permutation, then solve with both triangles."""
-    if not result.numel():
-        return
-    if matrices.dim() > 2:
-        _pointers(gpu, matrices, 2)
-        return
-    permutations = [matrices.shape[-1] * INDEX_BYTES] * 3
-    scratch = Scratch(gpu, *permutations, result.nbytes)
-    gpu.workspaces.gemm(gpu.stream)
-    gpu.workspaces.gemm(gpu.stream)
+    copied = 0 if LU.mT.is_contiguous() else LU.nbytes
+    scratch = Scratch(gpu, copied if result.numel() else 0)
+    _by_factors(gpu, LU, result, transposed=adjoint)
     scratch.free()
+
+
+def _by_factors(gpu: GPU, LU: Tensor, solved: Tensor, *, transposed: bool = False) -> None:
+    """lu_solve_kernel: as many right sides as rows are fastest with a triangle after the other."""
+    if not solved.numel():
+        return
+    rows, sides = LU.shape[-1], solved.shape[-1] if solved.dim() >= LU.dim() else 1
+    if rows <= 64:
+        few, for_cusolver = 8, sides <= 64 or transposed or rows <= 32
+    else:
+        few, for_cusolver = 2, sides <= 2
+    if rows <= (16 if sides == rows else 8):
+        _pointers(gpu, LU, 2)
+    elif sides == rows or rows > _LARGEST_BY_FACTORS:
+        _by_triangles(gpu, LU, solved, transposed=transposed)
+    elif for_cusolver and _count(LU) <= 2:
+        passing(gpu, _CODE)
+    elif sides <= few:
+        _pointers(gpu, LU, 2)
+    else:
+        _by_triangles(gpu, LU, solved, transposed=transposed)
+
+
+_LARGEST_BY_FACTORS = 128
+"""Rows up to which cuSOLVER or cuBLAS may solve with both factors at once."""
+_WITHOUT_POINTERS = 64
+"""From so many rows on, cuBLAS solves the triangles of a batch one by one."""
+
+
+def _by_triangles(gpu: GPU, LU: Tensor, solved: Tensor, *, transposed: bool) -> None:
+    """lu_solve_triangular: apply the permutation before or behind both triangles."""
+    rows = LU.shape[-1]
+    scratch = Scratch(gpu)
+    places = rows * INDEX_BYTES
+    permutation = _count(LU) * places
+    if _count(LU) > 1:
+        counted = scratch.take(places)
+        scratch.take(permutation)
+        scratch.drop(counted)
+    else:
+        scratch.take(permutation)
+    if not transposed:
+        scratch.take(places)
+        scratch.take(permutation)
+        scratch.take(solved.nbytes)
+    lists = 2 if rows < _WITHOUT_POINTERS else 0
+    _pointers(gpu, LU, lists)
+    _pointers(gpu, LU, lists)
+    if transposed:
+        scratch.take(solved.nbytes)
+    scratch.free()
+
+
+_BY_COLUMNS = (2, 11)
+"""First release that factorizes a copy by columns."""
+
+
+def _is_turned(gpu: GPU, A: Tensor) -> bool:
+    """Return whether a matrix of rows is factorized as the transposed one of columns that it is."""
+    return gpu.version < _BY_COLUMNS and A.is_contiguous()
 
 
 def _inverted(gpu: GPU, A: Tensor) -> None:
@@ -76,19 +134,20 @@ def _inverted(gpu: GPU, A: Tensor) -> None:
         return
     scratch = Scratch(gpu, A.nbytes, _count(A) * A.shape[-1] * _CODE)
     _factorized(gpu, A)
-    _by_triangles(gpu, A, A)
+    _by_factors(gpu, A, A, transposed=_is_turned(gpu, A))
     scratch.free()
 
 
-def _solved(gpu: GPU, A: Tensor) -> None:
+def _solved(gpu: GPU, A: Tensor, result: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     leave_out(gpu, "cuSOLVER", "linalg_solve_ex")
     if not A.numel():
         return
     _factorized(gpu, A)
-    if A.dim() > 2:
-        _pointers(gpu, A, 2)
-    else:
-        passing(gpu, _CODE)
+    # Vectors are copied into matrices of one column, in a batch or for triangles.
+    is_copied = result[0].dim() < A.dim() and (A.dim() > 2 or A.shape[-1] > _LARGEST_BY_FACTORS)
+    scratch = Scratch(gpu, result[0].nbytes if is_copied else 0)
+    _by_factors(gpu, A, result[0], transposed=_is_turned(gpu, A))
+    scratch.free()
 
 
 def _cholesky(gpu: GPU, self: Tensor) -> None:

@@ -76,7 +76,6 @@ RULES: dict[str, Rule] = {
     **normalization.RULES,
     **group_norm.RULES,
     **reductions.RULES,
-    **rnn.RULES,
     **rolling.RULES,
     **sampling.RULES,
     **scattering.RULES,

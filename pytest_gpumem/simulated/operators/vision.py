@@ -40,7 +40,7 @@ def _nms(gpu: GPU, dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor
     if known[0] is None or known[1] is None:
         read = f"torchvision.ops.nms at {user_line()} reads"
         raise UnknownValueError(values.refusal(read))
-    best, order = scores.sort(stable=True, dim=0, descending=True)
+    order = scores.sort(stable=True, dim=0, descending=True)[1]
     boxes = dets.index_select(0, order)
     count = dets.shape[0]
     overlaps = dets.new_empty((count * -(-count // _BOXES_OF_A_BLOCK),), dtype=torch.int64)
@@ -48,7 +48,7 @@ def _nms(gpu: GPU, dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor
     values.keep(keep, _kept(known[0], known[1], iou_threshold))
     chosen = order.masked_select(keep)
     # They live until the function ends.
-    del keep, overlaps, boxes, order, best
+    del keep, overlaps, boxes, order
     return chosen
 
 

@@ -98,6 +98,20 @@ def test_a_hook_that_compresses_takes_half_a_bucket() -> None:
     assert WEIGHTS // 2 - LAYERS * 32 * 1024 < more <= WEIGHTS // 2
 
 
+def test_what_a_hook_sends_is_free_when_the_host_has_waited() -> None:
+    # The callback runs on a stream of the pool, on which the sent half of the bucket is used.
+    with simulate("H100", world_size=8) as gpu:
+        parallel = DistributedDataParallel(model(), gradient_as_bucket_view=True)
+        parallel.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        step(parallel)
+        before = len(gpu.trace)
+        torch.cuda.synchronize()
+        kept = torch.ones(1, device="cuda")  # the allocator asks for events when it is called
+        done = [event.size for event in gpu.trace[before:] if event.action == "free_completed"]
+        assert sum(done) == WEIGHTS // 2
+        assert kept.is_cuda
+
+
 def test_unsynchronised_buffers_and_several_groups() -> None:
     with simulate("H100", world_size=8, rank=5) as gpu:
         group = dist.new_group([4, 5, 6, 7])

@@ -219,3 +219,14 @@ def test_efficient_attention_without_dropout_has_its_random_state_on_the_device_
     freed = [-size for size in random]
     assert gpu.of(lambda: attend(query, query, query)) == [*random, out, *freed]
     assert gpu.of(lambda: attend(query, query, query, dropout_p=0.1)) == [out]
+
+
+@pytest.mark.parametrize("version", ["2.13", "2.15"])
+def test_a_capture_keeps_seed_and_offset_on_the_device(on: Any, version: str) -> None:
+    gpu = on("A100-40GB", version)
+    given = torch.randn(2, 8, 256, 64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        gpu.events()  # up to 2.13 the capture's own generator
+        result = attend(given, given, given)
+    assert gpu.events()[:5] == [8, 8, result.nbytes, -8, -8]

@@ -130,6 +130,18 @@ def test_tensors_saved_on_the_host_come_back_one_by_one(on: Any, pinned: bool) -
     assert back == [1, 1, 1, -1, -1, 1, 1, -1, -1]
 
 
+@pytest.mark.parametrize(("pinned", "copies"), [(True, [1, -1]), (False, [])])
+def test_pinned_memory_is_contiguous(on: Any, pinned: bool, copies: list[int]) -> None:
+    # packed.copy_(saved) of a transposed matrix first copies it on the device; saved.cpu() keeps
+    # its strides and copies it as it is.
+    def forward(x: Tensor) -> Tensor:
+        with save_on_cpu(pin_memory=pinned):
+            return x.t().exp()
+
+    there, _ = forward_and_backward(on(), forward)
+    assert there == [1, *copies]
+
+
 def test_hooks_change_what_is_saved(on: Any) -> None:
     def forward(x: Tensor) -> Tensor:
         with saved_tensors_hooks(lambda saved: saved.half(), lambda packed: packed.float()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 
@@ -22,3 +23,12 @@ def test_norms_of_halves_are_float32_and_their_factors_halves(on: Any) -> None:
     half = x.bfloat16()
     assert gpu.of(lambda: torch.renorm(x, 2, 0, 1.0)) == [25_600, 256, -256]
     assert gpu.of(lambda: torch.renorm(half, 2, 0, 1.0)) == [12_800, 256, 128, -128, -256]
+
+
+@pytest.mark.parametrize(("version", "parts"), [("2.14", []), ("2.15", [400, -400])])
+def test_the_norm_0_has_parts_since_2_15(on: Any, version: str, parts: list[int]) -> None:
+    gpu = on("A100-40GB", version)
+    x = torch.randn(5, 5, device="cuda", requires_grad=True)
+    distances = torch.pdist(x, 0.0)
+    gradient = torch.ones_like(distances)
+    assert gpu.of(lambda: torch.autograd.grad(distances, x, gradient)) == [100, *parts]

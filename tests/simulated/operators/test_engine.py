@@ -178,3 +178,22 @@ def test_formulas_that_autocast_knows_write_in_place_under_it(on: Any, select: A
     # index_put_ and scatter_add_ fill the zeros that become the gradient: 1000 x 64 x 4 bytes.
     assert events.count(256_000) == 1
     assert -256_000 not in events
+
+
+def test_norms_are_summed_in_the_type_of_cuda(on: Any) -> None:
+    # renorm_backward asks for the type that sums have on the device: float64 on meta tensors.
+    gpu = on()
+    x = torch.randn(8, 128, device="cuda", requires_grad=True)
+    y = x.renorm(2, 0, 1.0)
+    gradient = torch.ones_like(y)
+    sizes = {abs(event) for event in gpu.of(lambda: y.backward(gradient))}
+    assert sizes == {8 * 128 * 4, 8 * 4, 8}  # the matrix, a number and a flag for each row
+
+
+def test_a_formula_that_adds_takes_a_sum_of_its_own(on: Any) -> None:
+    gpu = on()
+    x = torch.full((), 5.0, device="cuda", requires_grad=True)
+    y = torch.mvlgamma(x, 1)
+    gradient = torch.ones_like(y)
+    # arange, its sum with the input, digamma in place; that summed, and multiplied.
+    assert gpu.of(lambda: y.backward(gradient)) == [4, 4, -4, 4, 4, -4, -4]

@@ -57,3 +57,15 @@ def test_an_expanded_gradient_is_copied(on: Any) -> None:
     freed = [-STATISTICS, -STATISTICS, -SCALES, -SCALES, -SCALES, -IMAGES]
     events = gpu.of(lambda: output.backward(gradient))
     assert events[: len(taken + freed)] == taken + freed
+
+
+@pytest.mark.parametrize("version", ["2.13", "2.14"])
+def test_the_gradient_of_vectors_sums_each_channel_before_2_14(on: Any, version: str) -> None:
+    gpu = on("A100-40GB", version)
+    norm = nn.GroupNorm(4, 8).cuda()
+    output = norm(torch.ones(2, 8, device="cuda", requires_grad=True))
+    gradient = torch.ones_like(output)
+    vectors, weights = 2 * 8 * 4, 8 * 4
+    sums = [SCALES, SCALES] if version == "2.13" else []
+    taken = [vectors, weights, weights, *sums, STATISTICS, STATISTICS]
+    assert gpu.of(lambda: output.backward(gradient))[: len(taken)] == taken

@@ -77,3 +77,26 @@ def test_the_way_back_of_a_soft_margin_has_exponentials_beside_it(on: Any) -> No
         -MATRIX, -MATRIX,
         MATRIX, -MATRIX,
     ]  # fmt: skip
+
+
+def test_the_gradient_of_targets_leaves_the_input_as_it_is(on: Any) -> None:
+    # binary_cross_entropy_with_logits_target_backward: the input times the negative gradient.
+    gpu = on()
+    x, target = torch.randn(64, 64, device="cuda"), torch.rand(64, 64, device="cuda")
+    target.requires_grad_()
+    loss = functional.binary_cross_entropy_with_logits(x, target, reduction="none")
+    gradient = torch.ones_like(loss)
+    matrix = 64 * 64 * 4
+    assert gpu.of(lambda: loss.backward(gradient)) == [matrix, matrix, -matrix]
+
+
+def test_the_gradient_of_logits_is_multiplied_in_place(on: Any) -> None:
+    gpu = on()
+    x, target = torch.randn(64, 64, device="cuda"), torch.rand(64, 64, device="cuda")
+    given = x.requires_grad_(), target.requires_grad_()
+    loss = functional.binary_cross_entropy_with_logits(*given, reduction="none")
+    gradient = torch.ones_like(loss)
+    matrix = 64 * 64 * 4
+    # The sigmoid, minus the target, times the gradient; then as above.
+    taken = [matrix, matrix, matrix, -matrix]
+    assert gpu.of(lambda: loss.backward(gradient)) == taken

@@ -95,3 +95,47 @@ def test_packed_sequences(on: Any) -> None:
     output, _ = layer(packed)
     assert output.data.shape == (25, HIDDEN)
     assert output.data.grad_fn.name() == "CudnnRnnBackward0"
+
+
+def test_autocast_copies_all_parameters_into_one_buffer_of_halves(on: Any) -> None:
+    gpu = on()
+    layer = nn.LSTM(INPUTS, HIDDEN).cuda()
+    x = torch.randn(STEPS, BATCH, INPUTS, device="cuda")
+    state = BATCH * HIDDEN * 2
+    elements = 4 * HIDDEN * (INPUTS + HIDDEN + 2)
+    with torch.autocast("cuda", dtype=torch.bfloat16):  # float16 all the same
+        events = gpu.of(lambda: layer(x))
+    zeros = [2 * state, 2 * state]
+    # The buffer; the cell's state, the hidden one and the input are cast, the last argument first.
+    casts = [elements * 2, state, state, STEPS * BATCH * INPUTS * 2]
+    assert events[:8] == [*zeros, *casts, STEPS * BATCH * HIDDEN * 2, state]
+
+
+@pytest.mark.parametrize(("version", "by_cudnn"), [("2.10", False), ("2.11", True)])
+def test_bfloat16_is_cudnns_since_2_11(on: Any, version: str, by_cudnn: bool) -> None:
+    gpu = on("A100-40GB", version)
+    layer = nn.LSTM(INPUTS, HIDDEN).cuda().bfloat16()
+    x = torch.randn(STEPS, BATCH, INPUTS, device="cuda", dtype=torch.bfloat16)
+    state = BATCH * HIDDEN * 2
+    events = gpu.of(lambda: layer(x))[2:]
+    if by_cudnn:  # output, states, and a buffer for parameters that are not in one
+        elements = 4 * HIDDEN * (INPUTS + HIDDEN + 2)
+        assert events[:4] == [STEPS * BATCH * HIDDEN * 2, state, state, elements * 2]
+    else:
+        assert events.count(4 * state) == 3 * STEPS  # two products and a workspace of each cell
+
+
+@pytest.mark.parametrize("has_biases", [True, False])
+def test_without_cudnn_each_step_is_a_cell(on: Any, has_biases: bool) -> None:
+    gpu = on()
+    layer = nn.LSTM(INPUTS, HIDDEN, bias=has_biases).cuda()
+    x = torch.randn(2, BATCH, INPUTS, device="cuda")
+    state = BATCH * HIDDEN * 4
+    layer(x)  # takes cuBLAS's workspace
+    with torch.backends.cudnn.flags(enabled=False):
+        events = gpu.of(lambda: layer(x))
+    cell = [4 * state, 4 * state, 4 * state, state, state]
+    workspaces = {event for event in map(abs, events) if event > 1 << 20}
+    steps = [event for event in events if abs(event) not in workspaces]
+    # The states that begin, two steps, the outputs of both, and the last states.
+    assert steps[:15] == [state, state, *cell, *cell, 2 * state, state, state]

@@ -182,6 +182,27 @@ class TestCapture:
             }
             assert owners[grad.data_ptr()] == (1, 0)
 
+    def test_streams_of_nodes_are_captured_with_their_backward(self) -> None:
+        # The engine makes each node's stream wait, and memory for a stream that takes part in a
+        # capture is the graph's: a copy that autocast keeps may have been made on another stream.
+        with simulate("T4", torch_version=NO_RANDOM_STATE):
+            side = torch.cuda.Stream()
+            x = torch.ones(1 << 20, device="cuda", requires_grad=True)
+            with torch.cuda.stream(side):
+                y = x.exp()
+            gradient = torch.ones_like(y)
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                made = torch.autograd.grad(y * 2, y, gradient)[0]
+                (slope,) = torch.autograd.grad(y, x, made)
+                assert side.is_capturing()
+            assert not side.is_capturing()
+            owners = {
+                block["address"]: segment["segment_pool_id"]
+                for segment in torch.cuda.memory_snapshot()
+                for block in segment["blocks"]
+            }
+            assert owners[slope.data_ptr()] == (1, 0)
+
     def test_values_are_unknown_after_a_replay(self) -> None:
         with simulate("T4"):
             count = torch.zeros(1, dtype=torch.int64, device="cuda")
