@@ -17,18 +17,18 @@ from pytest_gpumem.allocator import snapshot as snapshots
 from pytest_gpumem.allocator.blocks import (
     SHARED_POOL,
     SIZE_SHIFT,
+    SMALL_SIZE,
+    TOO_LARGE,
     Block,
     FreeList,
     PoolId,
+    round_size,
 )
-from pytest_gpumem.allocator.checkpoints import PoolState
-from pytest_gpumem.allocator.constants import SMALL_SIZE, TOO_LARGE
+from pytest_gpumem.allocator.checkpoints import PoolState, restore
 from pytest_gpumem.allocator.freeing import complete_free, request_free
 from pytest_gpumem.allocator.messages import AllocatorError, OutOfMemory
 from pytest_gpumem.allocator.pool_scopes import PoolScopes
 from pytest_gpumem.allocator.readings import Readings
-from pytest_gpumem.allocator.restoring import restore
-from pytest_gpumem.allocator.rounding import round_size
 from pytest_gpumem.allocator.trace import FREE
 
 

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pytest_gpumem.allocator.addresses import RisingAddresses
-from pytest_gpumem.allocator.blocks import Block, Pool
-from pytest_gpumem.allocator.constants import TOO_LARGE, UNLIMITED
-from pytest_gpumem.allocator.device_memory import DeviceMemory, SharedDevice
+from pytest_gpumem.allocator.blocks import TOO_LARGE, UNLIMITED, Block, Pool
+from pytest_gpumem.allocator.device_memory import DeviceMemory, RisingAddresses, SharedDevice
 from pytest_gpumem.allocator.freeing import complete_free
 from pytest_gpumem.allocator.messages import AllocatorError
 from pytest_gpumem.allocator.private_pools import Pools
@@ -25,8 +23,7 @@ from pytest_gpumem.allocator.settings import AllocatorSettings, SettingsError
 from pytest_gpumem.allocator.statistics import Counters, DeviceTally, PoolTally
 from pytest_gpumem.allocator.stream_uses import StreamUses
 from pytest_gpumem.allocator.supply import Supply
-from pytest_gpumem.allocator.timeline import Timeline
-from pytest_gpumem.allocator.trace import RawEntry, Trace
+from pytest_gpumem.allocator.trace import RawEntry, Timeline, Trace
 
 _ignore: Callable[[object], None] = deque[object](maxlen=0).append
 """Sink of events when none are kept: a queue of length 0 costs the least."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.allocator.rounding import round_size
+from pytest_gpumem.allocator.blocks import round_size
 from pytest_gpumem.attribution.history import Event, Origin
 from pytest_gpumem.measurement.history import recording
 from pytest_gpumem.simulated.common.callsite import shown_operator

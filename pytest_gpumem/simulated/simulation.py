@@ -14,7 +14,7 @@ import torch
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pytest_gpumem.allocator.timeline import Timeline
+from pytest_gpumem.allocator.trace import Timeline
 from pytest_gpumem.simulated.common.late_imports import LateImports
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.entry import AUTO, Compilation

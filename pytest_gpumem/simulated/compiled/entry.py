@@ -37,8 +37,7 @@ from pytest_gpumem.simulated.compiled.refusals import (
     not_followed,
     note_at_line,
 )
-from pytest_gpumem.simulated.compiled.settings import HELPERS, no_helpers
-from pytest_gpumem.simulated.compiled.steps import MarkedSteps
+from pytest_gpumem.simulated.compiled.settings import HELPERS, MarkedSteps, no_helpers
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 if TYPE_CHECKING:

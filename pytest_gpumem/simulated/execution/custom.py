@@ -14,7 +14,7 @@ from torch._library.custom_ops import OPDEFS
 from torch._library.utils import has_tensor_arg
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.execution.composites import of_parts, whole
 from pytest_gpumem.simulated.execution.factories import is_factory
 from pytest_gpumem.simulated.execution.runner import Runner

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import running
-from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.execution import composites, custom
 from pytest_gpumem.simulated.execution.factories import is_factory
 from pytest_gpumem.simulated.execution.kinds import handler_of

@@ -10,8 +10,7 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import callers_line, user_line
-from pytest_gpumem.simulated.common.nesting import tensors_in
-from pytest_gpumem.simulated.common.raw import CPU, META
+from pytest_gpumem.simulated.common.raw import CPU, META, tensors_in
 from pytest_gpumem.simulated.execution.on_host import OnHost
 from pytest_gpumem.simulated.execution.shapes import NEW, TORCHS_OWN, Shapes
 from pytest_gpumem.simulated.machine import checks

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.common.nesting import tensors_in
-from pytest_gpumem.simulated.common.raw import META
+from pytest_gpumem.simulated.common.raw import META, tensors_in
 from pytest_gpumem.simulated.execution.runner import CUDA, DATA_DEPENDENT, Runner
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.common.raw import tensors_in
 
 NO_DATA = "Cannot copy out of meta tensor; no data!"
 """Source: aten/src/ATen/native/Copy.cpp (copy_impl), torch 2.6 to 2.15; a NotImplementedError."""

@@ -11,21 +11,20 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_gpumem.allocator.trace import TraceEntry
-from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.gpu.catalogue import Machine
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.gpu.memory import Memory
-from pytest_gpumem.simulated.machine.dispatch import Dispatch
+from pytest_gpumem.simulated.machine.captures import ActivePool, PoolIds
+from pytest_gpumem.simulated.machine.dispatch import Dispatch, ThreadState
+from pytest_gpumem.simulated.machine.generators import RandomState
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.numbering import Numbering
 from pytest_gpumem.simulated.machine.pinned import Pinned
 from pytest_gpumem.simulated.machine.placement import Placement
 from pytest_gpumem.simulated.machine.pool_contents import EveryPoolContents
-from pytest_gpumem.simulated.machine.pools import ActivePool, PoolIds
-from pytest_gpumem.simulated.machine.random_state import RandomState
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage, Storages
 from pytest_gpumem.simulated.machine.streams import Streams
-from pytest_gpumem.simulated.machine.thread_state import ThreadState
 from pytest_gpumem.simulated.machine.values.assumptions import drawn_seed
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from pytest_gpumem.allocator.blocks import PoolId
-from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.patching import Patches, add_functions
 from pytest_gpumem.simulated.machine.graphs import Graph
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.surface.functions import add_functions
 
 
 class _Api:

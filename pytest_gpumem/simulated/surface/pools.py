@@ -15,12 +15,11 @@ from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.allocator.releases import GENERIC_CONFIG
 from pytest_gpumem.allocator.snapshot import snapshot
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.patching import Patches, add_functions
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.releases import OPTIONS_SINCE, THREAD_POOLS
+from pytest_gpumem.simulated.machine.captures import Pool
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.machine.pools import Pool
-from pytest_gpumem.simulated.surface.functions import add_functions
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 

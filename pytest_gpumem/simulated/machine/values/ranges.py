@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.common.nesting import tensors_in
-from pytest_gpumem.simulated.common.raw import is_on_device
+from pytest_gpumem.simulated.common.raw import is_on_device, tensors_in
 from pytest_gpumem.simulated.machine.storages import storage_key
 
 Range = tuple[int, int]
