@@ -108,7 +108,6 @@ class Conclusion:
             missing=self._missing,
             rows=self._settings.rows,
             sort=self._settings.sort,
-            snippets=self._results.snippets,
         )
         write_section(writer, lines, verbosity=verbosity)
 

@@ -19,7 +19,6 @@ from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.operators import suggested
 from pytest_gpumem.simulated.operators.described import how_to_describe
 from pytest_gpumem.values.errors import (
     UndescribedKernelError,
@@ -220,5 +219,4 @@ def no_shapes(
     return UndescribedKernelError(
         f"{sentence}: {how_to_describe(func)}",
         func._schema.name,
-        suggested.of_operator(func, args, kwargs, line, runner.place),
     )

@@ -17,7 +17,6 @@ import torch
 
 from pytest_gpumem.simulated.common.callsite import callers_line
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.operators.bound import bound_in, of_module
 from pytest_gpumem.simulated.surface.kernels import EXTENSIONS
 from pytest_gpumem.values.errors import (
     UndescribedKernelError,
@@ -67,18 +66,14 @@ def _compile(module: Any, real: Callable[..., Any]) -> Callable[..., Any]:
         name, sources = given["name"], given["sources"]
         caller = sys._getframe(1).f_code.co_name
         loader = caller if caller in _LOADERS else _LOADERS[0]
-
-        def snippet(line: str) -> str:
-            return of_module(loader, name, bound_in(sources), line)
-
         with_cuda = given["with_cuda"]
         if with_cuda is None:
             with_cuda = any(map(module._is_cuda_file, sources))
         if with_cuda and not _can_compile(module):
-            _refuse(f'{loader}(name="{name}", ...)', f"{_MODULE}.{loader}", snippet)
+            _refuse(f'{loader}(name="{name}", ...)', f"{_MODULE}.{loader}")
         made = real(*args, **options)
         if inspect.ismodule(made):
-            EXTENSIONS.compiled(made, f"{_MODULE}.{loader}", snippet)
+            EXTENSIONS.compiled(made, f"{_MODULE}.{loader}")
         return made
 
     return call
@@ -98,11 +93,9 @@ def _join(module: Any, real: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _refuse(call: str, path: str, snippet: Callable[[str], str]) -> NoReturn:
-    line = callers_line()
+def _refuse(call: str, path: str) -> NoReturn:
     raise UndescribedKernelError(
-        f"{call} at {line} compiles for CUDA, whose compiler is not here: say what the functions "
-        f'of the module allocate with pytest_gpumem.simulate_operator("{path}")',
+        f"{call} at {callers_line()} compiles for CUDA, whose compiler is not here: say what the "
+        f'functions of the module allocate with pytest_gpumem.simulate_operator("{path}")',
         call,
-        snippet(line),
     )

@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 
 from pytest_gpumem.simulated.common.callsite import callers_line
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.operators.described import tensors_in
-from pytest_gpumem.simulated.operators.suggested import of_function
+from pytest_gpumem.simulated.operators.described import OR_DRY, tensors_in
 from pytest_gpumem.values.errors import UndescribedKernelError
 
 _TENSOR_IN_SIGNATURE = ("torch.Tensor", "at::Tensor")
@@ -49,13 +48,10 @@ class Extensions:
             finally:
                 self._open = None
 
-    def compiled(self, module: Any, path: str, snippet: Callable[[str], str]) -> None:
-        """Keep them from ``module`` too, which was compiled just now and was not imported.
-
-        ``path`` names the function that compiled it, ``snippet`` makes its description for a line.
-        """
+    def compiled(self, module: Any, path: str) -> None:
+        """Keep them from ``module`` too, which the function of this ``path`` has compiled."""
         found = [
-            (module, attribute, _Guarded(value, f"{module.__name__}.{attribute}", path, snippet))
+            (module, attribute, _Guarded(value, f"{module.__name__}.{attribute}", path))
             for attribute, value in vars(module).items()
             if _takes_tensors(value)
         ]
@@ -103,35 +99,23 @@ class _Guarded:
     """A compiled function; no Python function, which would bind as a method does."""
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        path: str,
-        described_as: str | None = None,
-        snippet: Callable[[str], str] | None = None,
+        self, function: Callable[..., Any], path: str, described_as: str | None = None
     ) -> None:
         self._function = function
         self._path = path
         self._described_as = described_as or path
-        self._snippet = snippet
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if any(tensor.is_cuda for tensor in tensors_in((args, options))):
-            self._refuse(args, options)
+            self._refuse()
         return self._function(*args, **options)
 
-    def _refuse(self, args: tuple[Any, ...], options: dict[str, Any]) -> NoReturn:
-        path, described_as, line = self._path, self._described_as, callers_line()
-        snippet = (
-            of_function(path, getattr(self._function, "__doc__", None), args, options, line)
-            if self._snippet is None
-            else self._snippet(line)
-        )
+    def _refuse(self) -> NoReturn:
         raise UndescribedKernelError(
-            f"{path} at {line} is a function of a compiled extension, which a simulated GPU "
-            f"cannot run: say what it allocates with "
-            f'pytest_gpumem.simulate_operator("{described_as}")',
-            path,
-            snippet,
+            f"{self._path} at {callers_line()} is a function of a compiled extension, which a "
+            f"simulated GPU cannot run: say what it allocates with "
+            f'pytest_gpumem.simulate_operator("{self._described_as}"), {OR_DRY}',
+            self._path,
         )
 
     def __getattr__(self, name: str) -> Any:
