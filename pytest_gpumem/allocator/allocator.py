@@ -12,7 +12,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pytest_gpumem.allocator import checkpoints
 from pytest_gpumem.allocator import snapshot as snapshots
 from pytest_gpumem.allocator.blocks import (
     SHARED_POOL,
@@ -24,11 +23,11 @@ from pytest_gpumem.allocator.blocks import (
     PoolId,
     round_size,
 )
-from pytest_gpumem.allocator.checkpoints import PoolState, restore
 from pytest_gpumem.allocator.freeing import complete_free, request_free
 from pytest_gpumem.allocator.messages import AllocatorError, OutOfMemory
 from pytest_gpumem.allocator.pool_scopes import PoolScopes
 from pytest_gpumem.allocator.readings import Readings
+from pytest_gpumem.allocator.restoring import restore
 from pytest_gpumem.allocator.trace import FREE
 
 
@@ -316,43 +315,6 @@ class Allocator(Readings, PoolScopes):
         restore(segments, self._pools, self._memory, self._supply.expandable, self._live)
         self.reset_peak_stats()
         self.reset_accumulated_stats()
-
-    def pool_state(self, pool: PoolId) -> PoolState:
-        """Return how the segments of a private pool are divided now (``getCheckpointState``).
-
-        Raises:
-            AllocatorError: there is no such pool.
-        """
-        return checkpoints.state_of(self._pools.get(pool).identity, self.every_block())
-
-    def set_pool_state(self, state: PoolState) -> tuple[set[int], set[int]]:
-        """Divide a private pool as it was (``setCheckpointPoolState``); all that lives is freed.
-
-        Returns the addresses that were freed, and those that are live now.
-
-        Raises:
-            AllocatorError: there is no such pool, or it lacks a segment that it had.
-        """
-        freed = self.pool_addresses(state.pool)
-        for address in freed:
-            Allocator.free(self, address)
-        live = set()
-        for segment in state.segments:
-            private = self._pools.get(state.pool)
-            free = {
-                block.address: block
-                for pool in (private.small, private.large)
-                for free_list in pool.free_lists.values()
-                for block in free_list.blocks.values()
-            }
-            for block in checkpoints.divide(segment, free, self._note):
-                self._live[block.address] = block
-            for each in segment:
-                if each.is_live:
-                    live.add(each.address)
-                else:
-                    Allocator.free(self, each.address)
-        return freed, live
 
     def _choose(self, size: int, stream: int) -> tuple[int, FreeList]:
         """Return the rounded size of a request, and the free list that serves it."""
