@@ -19,9 +19,9 @@ from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.report.rows import parents_first
 from pytest_gpumem.script import request as endings
 from pytest_gpumem.script.entry import Script
+from pytest_gpumem.script.iterations import iteration_of
 from pytest_gpumem.script.kept import kept_test
 from pytest_gpumem.script.process import Result, Settings, run_on
-from pytest_gpumem.script.stopping import iteration_of
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import wrap

@@ -9,8 +9,7 @@ import torch
 import torch.autograd.graph
 
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.machine.numbering import leaves_of, renumber
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine, leaves_of, renumber
 
 _next = torch._C._autograd._get_sequence_nr
 _graph_task = torch._C._current_graph_task_id
