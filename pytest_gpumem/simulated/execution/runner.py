@@ -122,7 +122,7 @@ class Runner:
             self.machine.has_real_meta = True
             return True
         checks.refuse_mixed(func, tensors)
-        checks.refuse_types(func, tensors, kwargs)
+        checks.refuse_types(func, tensors, (*args, *kwargs.values()))
         return False
 
     def adopt(self, result: Any, device: GPU) -> None:
