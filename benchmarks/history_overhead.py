@@ -19,7 +19,7 @@ import torch
 from training_step import training_step
 
 from pytest_gpumem import simulate
-from pytest_gpumem.measurement.history import recording
+from pytest_gpumem.measurement.recorded import recording
 
 WAYS = {"plain": None, "python": "python", "all": "all"}
 

@@ -23,9 +23,8 @@ from pytest_gpumem.allocator.replay import replay  # noqa: E402
 from pytest_gpumem.attribution.history import CATEGORIES  # noqa: E402
 from pytest_gpumem.report.html import write_html, write_recording  # noqa: E402
 from pytest_gpumem.report.html.recording import Watchers  # noqa: E402
-from pytest_gpumem.report.json_report import write_report  # noqa: E402
+from pytest_gpumem.report.json_report import thin, write_report  # noqa: E402
 from pytest_gpumem.report.record import TestRecord  # noqa: E402
-from pytest_gpumem.report.thinned import thin  # noqa: E402
 from tests.report.example_run import MIB, failing, measured, record, verdict  # noqa: E402
 from tests.report.html import chromium  # noqa: E402
 

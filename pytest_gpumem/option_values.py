@@ -147,7 +147,7 @@ def process_quota(value: str) -> Quota:
 
 def shard_part(value: str) -> tuple[int, int]:
     """Return the part's number and the number of parts: ``2/5``."""
-    from pytest_gpumem.sharing.shards import parse_shard
+    from pytest_gpumem.sharing.weights import parse_shard
 
     return parse_shard(value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 
@@ -15,3 +16,34 @@ def relative(path: str | Path, folder: str | Path) -> str:
         return os.path.relpath(path, folder)
     except ValueError:
         return str(path)
+
+
+class GitError(ValueError):
+    """An error of git; the message is one sentence for the user."""
+
+
+def git(folder: Path, *arguments: str) -> bytes:
+    """Return git's output in ``folder``; raises :class:`GitError` with its message."""
+    # Set by a hook that runs this, they would name the hook's repository.
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_HOOKS}
+    try:
+        ran = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            check=False,
+            env={**environment, "LC_ALL": "C"},
+        )
+    except FileNotFoundError:
+        raise GitError("git is not installed, and what was committed is read by it") from None
+    if ran.returncode:
+        said = ran.stderr.decode(errors="replace").strip().splitlines() or ["it failed"]
+        raise GitError(f"git: {said[0].removeprefix('fatal: ')}")
+    return ran.stdout
+
+
+def toplevel(folder: Path) -> Path:
+    """Return the root of the work tree that ``folder`` is in; raises :class:`GitError` outside."""
+    return Path(git(folder, "rev-parse", "--show-toplevel").decode().removesuffix("\n"))
+
+
+_OF_HOOKS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")

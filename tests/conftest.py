@@ -57,7 +57,7 @@ _OF_EVERY_RUN = """
     sqlite3 filelock pytest_gpumem.device.simulated
     pytest_gpumem.baseline.renamed pytest_gpumem.baseline.unused
     pytest_gpumem.report.failures pytest_gpumem.report.header pytest_gpumem.report.remarks
-    pytest_gpumem.report.reported_run pytest_gpumem.report.terminal pytest_gpumem.report.written
+    pytest_gpumem.report.record pytest_gpumem.report.terminal pytest_gpumem.report.written
     pytest_gpumem.session.course pytest_gpumem.session.conclusion
     pytest_gpumem.session.affinity pytest_gpumem.session.prepare pytest_gpumem.session.course
     pytest_gpumem.session.hooks pytest_gpumem.session.item pytest_gpumem.session.judge

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from pytest_gpumem.jsonfile import schema_problem
-from pytest_gpumem.schemas import compiled
+from pytest_gpumem.jsonfile import compiled, schema_problem
 
 BASELINE: Any = {
     "schema_version": 1,

@@ -1,18 +1,40 @@
-"""Blocks, and the ordered sets of free ones."""
+"""Blocks, and the ordered sets of free ones.
+
+Constants of PyTorch's CUDA caching allocator, in bytes; the same in torch 2.6 to 2.15.
+
+From c10/core/AllocatorConfig.h and c10/cuda/CUDACachingAllocator.cpp.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
-from pytest_gpumem.allocator.constants import SMALL_SIZE
 from pytest_gpumem.allocator.statistics import (
     DeviceTally,
     PoolTally,
     UnsplitDeviceTally,
     UnsplitPoolTally,
 )
+
+MIN_BLOCK: Final = 512
+"""kMinBlockSize: every block is a multiple of this."""
+SMALL_SIZE: Final = 1 << 20
+"""kSmallSize: the largest rounded request that the small pool serves."""
+SMALL_SEGMENT: Final = 2 << 20
+"""kSmallBuffer: size of a small-pool segment."""
+LARGE_SEGMENT: Final = 20 << 20
+"""kLargeBuffer: segment for requests below MIN_LARGE_ALLOC; `large_segment_size_mb` since 2.11."""
+MIN_LARGE_ALLOC: Final = 10 << 20
+"""kMinLargeAlloc: from this rounded size on, a request gets a segment of its own size."""
+ROUND_LARGE: Final = 2 << 20
+"""kRoundLarge: such a segment is a multiple of this."""
+UNLIMITED: Final = 1 << 62
+"""The value of an unset limit: size_t's maximum."""
+TOO_LARGE: Final = 1 << 60
+"""kExabyte: a request this large is refused before anything is tried."""
+
 
 PoolId = tuple[int, int]
 """torch's MempoolId_t; (0, 0) is the shared pool."""
@@ -244,3 +266,49 @@ def split_threshold(*, small: bool, split_freely: bool) -> int:
     The small pool, and every pool while expandable segments are on, splits off any remainder.
     """
     return 0 if small or split_freely else SMALL_SIZE
+
+
+DIVISION_SLOTS = 16
+
+
+def round_size(size: int, divisions: Sequence[int] | None = None) -> int:
+    """Return the bytes of the block that serves a request of ``size`` bytes (``round_size``).
+
+    ``divisions`` are the 16 slots of ``roundup_power2_divisions``; None when all are off.
+    """
+    if size < MIN_BLOCK:
+        return MIN_BLOCK
+    if divisions is not None:
+        division = divisions[division_slot(size)]
+        if division > 1 and size > MIN_BLOCK * division:
+            return round_to_division(size, division)
+    return (size + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK
+
+
+def division_slot(size: int) -> int:
+    """Return the slot of ``roundup_power2_divisions``: floor(log2) of ``size`` above 1 MiB, 0 to
+    15."""
+    return min(max(size.bit_length() - 1 - 20, 0), DIVISION_SLOTS - 1)
+
+
+def round_to_division(size: int, division: int) -> int:
+    """``size`` rounded up to a ``division``-th of the power of two below it."""
+    if size & (size - 1) == 0:
+        return size
+    power = 1 << (size.bit_length() - 1)
+    step = power >> (division.bit_length() - 1)
+    return (size + step - 1) // step * step
+
+
+def is_small(rounded: int) -> bool:
+    """Return whether the small pool serves a request of ``rounded`` bytes (``get_pool``)."""
+    return rounded <= SMALL_SIZE
+
+
+def segment_size(rounded: int, large_segment: int = LARGE_SEGMENT) -> int:
+    """Return the bytes of a segment for ``rounded`` requested bytes (``get_allocation_size``)."""
+    if rounded <= SMALL_SIZE:
+        return SMALL_SEGMENT
+    if rounded < MIN_LARGE_ALLOC:
+        return large_segment
+    return (rounded + ROUND_LARGE - 1) // ROUND_LARGE * ROUND_LARGE

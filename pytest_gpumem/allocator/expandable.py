@@ -11,8 +11,14 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pytest_gpumem.allocator.blocks import SIZE_SHIFT, Block, FreeList, Pool, new_block
-from pytest_gpumem.allocator.constants import SMALL_SEGMENT
+from pytest_gpumem.allocator.blocks import (
+    SIZE_SHIFT,
+    SMALL_SEGMENT,
+    Block,
+    FreeList,
+    Pool,
+    new_block,
+)
 
 MapPages = Callable[[FreeList, int, int, Any], bool]
 UnmapPages = Callable[[FreeList, int, int], None]

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pytest_gpumem.allocator.blocks import SHARED_POOL, Pool, PoolId, split_threshold
-from pytest_gpumem.allocator.constants import UNLIMITED
+from pytest_gpumem.allocator.blocks import SHARED_POOL, UNLIMITED, Pool, PoolId, split_threshold
 from pytest_gpumem.allocator.messages import AllocatorError
 from pytest_gpumem.allocator.releases import LAST_SCOPE_FIRST, Version
 from pytest_gpumem.allocator.statistics import Stat

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.allocator.blocks import SHARED_POOL
-from pytest_gpumem.allocator.constants import SMALL_SEGMENT
+from pytest_gpumem.allocator.blocks import SHARED_POOL, SMALL_SEGMENT
 from pytest_gpumem.allocator.messages import AllocatorError
 from pytest_gpumem.allocator.releases import OLDEST, Version
 from pytest_gpumem.garbage import paused

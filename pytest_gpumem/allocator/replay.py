@@ -17,8 +17,6 @@ from typing import Any, Protocol
 
 from pytest_gpumem.allocator.allocator import Allocator
 from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
-from pytest_gpumem.allocator.disagreement import first_mismatch, layout_mismatch
-from pytest_gpumem.allocator.history import check_history
 from pytest_gpumem.allocator.messages import AllocatorError, OutOfMemory
 from pytest_gpumem.allocator.recording import (
     Json,
@@ -37,9 +35,12 @@ from pytest_gpumem.allocator.replayed import (
     ReplayResult,
     Shortage,
     Usage,
+    first_mismatch,
+    layout_mismatch,
 )
 from pytest_gpumem.allocator.settings import AllocatorSettings
 from pytest_gpumem.allocator.start import PENDING, starting_segments
+from pytest_gpumem.allocator.trace import check_history
 
 _UNBOUNDED = 1 << 48
 """Device memory of a replay: allocations that did not fit are on record as events."""

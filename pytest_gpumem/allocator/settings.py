@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from pytest_gpumem.allocator.constants import LARGE_SEGMENT, MIN_LARGE_ALLOC
+from pytest_gpumem.allocator.blocks import DIVISION_SLOTS, LARGE_SEGMENT, MIN_LARGE_ALLOC
 from pytest_gpumem.allocator.messages import GIB, MIB, AllocatorError
 from pytest_gpumem.allocator.releases import (
     GENERIC_CONFIG,
@@ -21,7 +21,6 @@ from pytest_gpumem.allocator.releases import (
     OLDEST,
     Version,
 )
-from pytest_gpumem.allocator.rounding import DIVISION_SLOTS
 from pytest_gpumem.echo import MOST, printable, quoted
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pytest_gpumem.allocator.blocks import Block, PoolId
-from pytest_gpumem.allocator.timeline import Marks, StreamKey, Timeline
+from pytest_gpumem.allocator.trace import Marks, StreamKey, Timeline
 
 MOST_AHEAD = 1024
 """Allocations after which an event counts as over even if the host never waited.

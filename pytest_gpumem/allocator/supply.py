@@ -11,8 +11,17 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.allocator.blocks import SHARED_POOL, SIZE_SHIFT, Block, FreeList, Pool, PoolId
-from pytest_gpumem.allocator.constants import SMALL_SIZE, UNLIMITED
+from pytest_gpumem.allocator.blocks import (
+    SHARED_POOL,
+    SIZE_SHIFT,
+    SMALL_SIZE,
+    UNLIMITED,
+    Block,
+    FreeList,
+    Pool,
+    PoolId,
+    segment_size,
+)
 from pytest_gpumem.allocator.device_memory import DeviceMemory
 from pytest_gpumem.allocator.expandable import ExpandableSegments
 from pytest_gpumem.allocator.messages import (
@@ -23,7 +32,6 @@ from pytest_gpumem.allocator.messages import (
 )
 from pytest_gpumem.allocator.private_pools import Pools
 from pytest_gpumem.allocator.releases import LENDS_FIRST, PEER_POOLS, Version
-from pytest_gpumem.allocator.rounding import segment_size
 from pytest_gpumem.allocator.settings import AllocatorSettings
 from pytest_gpumem.allocator.stream_uses import StreamUses
 

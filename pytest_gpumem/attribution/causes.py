@@ -14,11 +14,12 @@ from typing import Any
 
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.deeds import DEEDS, carried_sentence, steady_step, unfused_sentence
-from pytest_gpumem.attribution.explain import Change, block_size
-from pytest_gpumem.attribution.growth import (
+from pytest_gpumem.attribution.explain import (
     MOST,
+    Change,
     Growth,
     Side,
+    block_size,
     largest_gain,
     listed,
     place,

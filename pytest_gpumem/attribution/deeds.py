@@ -12,9 +12,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from pytest_gpumem.attribution.composition import Site
-from pytest_gpumem.attribution.explain import Change
-from pytest_gpumem.attribution.growth import (
+from pytest_gpumem.attribution.explain import (
     MOST,
+    Change,
     Facts,
     Growth,
     Side,

@@ -11,9 +11,11 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from pytest_gpumem.baseline.content import (
+    BaselineEntry,
     BaselineError,
     BaselineFile,
     Entries,
+    StoredPeak,
     file_bytes,
     parse,
     read_file,
@@ -21,7 +23,6 @@ from pytest_gpumem.baseline.content import (
     serialize,
     unusable,
 )
-from pytest_gpumem.baseline.entry import BaselineEntry, StoredPeak
 from pytest_gpumem.baseline.locks import PATIENCE, LockError, Locks
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.jsonfile import replace_file

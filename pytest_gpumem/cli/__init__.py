@@ -16,7 +16,6 @@ from pytest_gpumem.cli.columns import say
 from pytest_gpumem.cli.command import Answer, Command, Commands, ExamplesBelow
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.progress import progress
-from pytest_gpumem.values.errors import how_to_paste
 
 GROUPS: dict[str, dict[str, str]] = {
     "what does code take, and does it fit?": {
@@ -90,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         named = "" if error.filename is None else f"{quoted(str(error.filename))}: "
         return _refused(f"{named}{error.strerror or error}")
     except ValueError as error:
-        return _refused(str(error), _snippet_of(error))
+        return _refused(str(error))
     except RuntimeError as error:
         if "Symlink loop" not in str(error):  # which is an OSError from Python 3.13 on
             raise
@@ -187,21 +186,9 @@ def _complete() -> None:
     argcomplete.autocomplete(parser_of(COMMANDS))
 
 
-def _refused(sentence: str, below: str = "") -> int:
+def _refused(sentence: str) -> int:
     print(f"gpumem: {printable(sentence, MOST_SAID)}", file=sys.stderr)
-    if below:
-        print(f"\n{below}", file=sys.stderr)
     return BAD_INPUT
-
-
-def _snippet_of(error: BaseException | None) -> str:
-    """Return code to paste that describes an undescribed kernel, if that was the error."""
-    while error is not None:
-        if snippet := getattr(error, "snippet", ""):
-            where = getattr(error, "belongs_into", "the code that it runs")
-            return f"{how_to_paste(getattr(error, 'kernel', 'it'), where)}\n\n{snippet}"
-        error = error.__cause__
-    return ""
 
 
 def _show_all_letters() -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.echo import MOST, printable
-from pytest_gpumem.git import git, toplevel
 from pytest_gpumem.option_values import DEFAULT_GPU
+from pytest_gpumem.paths import git, toplevel
 from pytest_gpumem.report.difference import explain_peaks
 from pytest_gpumem.report.json_report import ReportError, read_report
 from pytest_gpumem.sizes import SizeError, Tolerance, format_exact, format_size, parse_tolerance

@@ -17,11 +17,10 @@ from pytest_gpumem.device.device import Renewed
 from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.device.left_threads import LeftThreads, is_shared
-from pytest_gpumem.device.quota import limited
-from pytest_gpumem.device.refusals import RELAY, reporting_to
+from pytest_gpumem.device.quota import RELAY, limited, reporting_to
 from pytest_gpumem.dry import scope
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
-from pytest_gpumem.measurement.recorder import Recorder
+from pytest_gpumem.measurement.statistics import Recorder
 from pytest_gpumem.sharing.host import CONTEXT, NvmlDevice
 from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuModel, Machine

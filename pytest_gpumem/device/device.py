@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.measurement.phases import Bytes
-from pytest_gpumem.measurement.recorder import Recorder
-from pytest_gpumem.measurement.statistics import Block
+from pytest_gpumem.measurement.statistics import Block, Recorder
 from pytest_gpumem.sharing.gate import HostDevice
 from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.values.environment import Environment

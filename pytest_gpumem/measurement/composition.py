@@ -28,11 +28,10 @@ from pytest_gpumem.attribution.history import (
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory, post_mortem
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.contents import CONTAINERS, attributes_of, is_a, items_of
+from pytest_gpumem.measurement.facts import releases_of
 from pytest_gpumem.measurement.holders import holders_of
-from pytest_gpumem.measurement.libraries import releases_of
 from pytest_gpumem.measurement.phases import PhaseTracker, Positions, position_on
-from pytest_gpumem.measurement.recorder import Recorder, Segments
-from pytest_gpumem.measurement.statistics import Block
+from pytest_gpumem.measurement.statistics import Block, Recorder, Segments
 from pytest_gpumem.measurement.witness import Witness
 from pytest_gpumem.values.measurement import CALL, Measurement, PhaseRecord
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_gpumem.measurement.contents import attributes_of, is_a
-from pytest_gpumem.measurement.leaks import Places, blocks_reachable, graph_of
-from pytest_gpumem.measurement.referrers import Referrers
+from pytest_gpumem.measurement.leaks import Places, Referrers, blocks_reachable, graph_of
 from pytest_gpumem.measurement.statistics import Block
 
 LONGEST_CHAIN = 8

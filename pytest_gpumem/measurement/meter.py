@@ -16,9 +16,9 @@ from pytest_gpumem.collector import collect_garbage, garbage_kept
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.compiling import Apart, Compiling
 from pytest_gpumem.measurement.composition import Account, composed, leaks
+from pytest_gpumem.measurement.facts import kept_by_libraries
 from pytest_gpumem.measurement.fixtures import FixtureKey, FixtureLedger
 from pytest_gpumem.measurement.leaks import blocks_reachable, leaked_blocks
-from pytest_gpumem.measurement.libraries import kept_by_libraries
 from pytest_gpumem.measurement.phases import (
     Bytes,
     Extent,

@@ -21,8 +21,8 @@ from pytest_gpumem.measurement.nvml_library import (
     NvmlSession,
     load_nvml,
     reason_of,
+    visible_devices,
 )
-from pytest_gpumem.measurement.visible import visible_devices
 from pytest_gpumem.values.plain import Plain
 
 T = TypeVar("T")

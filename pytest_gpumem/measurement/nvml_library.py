@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, TypeVar, cast
 
-from pytest_gpumem.measurement.visible import visible_devices
-
 T = TypeVar("T")
 
 # nvml.h, nvmlReturn_t: the errors that users meet, in plain words.
@@ -202,3 +200,30 @@ class NvmlSession:
         instances = list(self.instances(handle))
         named = (one for one in instances if self.nvml.nvmlDeviceGetUUID(one).startswith(wanted))
         return next(named, instances[0] if instances else handle)
+
+
+def visible_devices(value: str | None, count: int) -> list[int | str]:
+    """Return CUDA's devices in its order: indices of ``count`` devices, or UUID beginnings.
+
+    ``value`` is ``CUDA_VISIBLE_DEVICES``: enumeration stops at the first entry that is no device,
+    and a repeated entry makes all of them invisible (CUDA C++ Programming Guide, "CUDA
+    Environment Variables"; ``torch.cuda._parse_visible_devices``).
+    """
+    if value is None:
+        return list(range(count))
+    entries: list[int | str] = []
+    for text in (part.strip() for part in value.split(",")):
+        entry = _visible_entry(text, count)
+        if entry is None:
+            break
+        if entry in entries:
+            return []
+        entries.append(entry)
+    return entries
+
+
+def _visible_entry(text: str, count: int) -> int | str | None:
+    if text.startswith(("GPU-", "MIG-")):
+        return text
+    digits = re.match(r"\+?\d+", text)
+    return int(digits[0]) if digits and int(digits[0]) < count else None

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, Protocol
@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, Protocol
 import pytest
 import torch
 
+from pytest_gpumem.attribution.history import Event, Origin
 from pytest_gpumem.garbage import paused
-from pytest_gpumem.simulated.gpu.workspace_settings import (
+from pytest_gpumem.simulated.gpu.workspaces import (
     LARGE_BYTES,
     WorkspaceSettings,
     lt_workspace_bytes,
@@ -359,3 +360,60 @@ def _sizes(config: str | None, capability: tuple[int, int]) -> frozenset[int]:
     # 2.14 lists more GPUs with the large one than earlier releases: a size too many
     # costs nothing, one too few would count a workspace as something else.
     return frozenset({ours, lt_workspace_bytes((major, minor), ours), LARGE_BYTES})
+
+
+Pause = Callable[[], AbstractContextManager[None]]
+
+_pauses: list[Pause] = []
+"""The pauses of the current measurements, which all measure this process."""
+
+
+@contextmanager
+def unmeasured() -> Iterator[None]:
+    """Exclude events inside from every measurement; memory kept counts from the end on."""
+    with ExitStack() as paused:
+        for pause in _pauses:
+            paused.enter_context(pause())
+        yield
+
+
+@contextmanager
+def pausable(pause: Pause) -> Iterator[None]:
+    """Enter ``pause`` around :func:`unmeasured` work inside."""
+    _pauses.append(pause)
+    try:
+        yield
+    finally:
+        _pauses.remove(pause)
+
+
+Segments = Sequence[Mapping[str, Any]]
+"""Segments in the form of ``torch.cuda.memory_snapshot()``."""
+
+
+class Recorder(Protocol):
+    """The recorded events of every device."""
+
+    def positions(self) -> Sequence[int]:
+        """Return the number of events, by device."""
+
+    def held(self, device: int) -> Iterable[tuple[int, int, Origin | None]]:
+        """Return address, bytes and origin of every live block."""
+
+    def events(self, device: int, begin: int) -> Iterable[Event]:
+        """Yield the events from position ``begin`` on, one for each position."""
+
+    def reserved(self, device: int, begin: int) -> Sequence[int]:
+        """Return the bytes held from the driver at position ``begin``, and after each event."""
+
+    def segments(self, device: int) -> Segments:
+        """Return the segments held from the driver now; none where splits are not known."""
+
+    def splits(self, device: int, begin: int, segments: Segments) -> Sequence[int]:
+        """Return the bytes of free parts of segments in use, as :meth:`reserved` does.
+
+        ``segments`` are those at position ``begin``. Empty where the bytes are not known.
+        """
+
+    def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
+        """Return the position and the origin of the last allocation that found no memory."""

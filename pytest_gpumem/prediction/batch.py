@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.echo import quoted
-from pytest_gpumem.measurement.unmeasured import unmeasured
+from pytest_gpumem.measurement.statistics import unmeasured
 from pytest_gpumem.prediction.largest import Runs, largest_batch
 from pytest_gpumem.sizes import format_size
 

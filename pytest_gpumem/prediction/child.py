@@ -22,7 +22,7 @@ import pytest
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.option_values import DEFAULT_GPU, DeviceChoice
-from pytest_gpumem.report.pytest_reports import ATTRIBUTE, SNIPPET
+from pytest_gpumem.report.pytest_reports import ATTRIBUTE
 from pytest_gpumem.simulated.gpu.catalogue import Machine
 from pytest_gpumem.values.plain import Plain
 
@@ -213,8 +213,6 @@ class _Runs:
         answer = self._present.setdefault(report.nodeid, {**nothing})
         if record := getattr(report, ATTRIBUTE, None):
             answer["record"] = record
-        if found := getattr(report, SNIPPET, None):
-            answer["kernel"], answer["snippet"] = found
         if not report.passed and not answer["problem"]:
             short = report.nodeid in self._short
             answer["problem"] = RAN_OUT if short else _problem(report)

@@ -10,12 +10,16 @@ device, also on ``meta``: only shapes and types are read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from pytest_gpumem.attribution.history import GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 
 BLOCK = 512
 """kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp."""
@@ -376,3 +380,39 @@ def attention_bytes(
         scaled = output + block_bytes((batch, heads, keys, head_size), dtype)
         return output + scaled + block_bytes((batch, heads, queries, keys), dtype)
     raise ValueError(f"{kind!r} is no kernel of attention; write flash, efficient or math")
+
+
+class Expected:
+    """Bytes by category, each parameter and optimizer once; nothing is kept alive.
+
+    It begins with the bytes of ``before``.
+    """
+
+    def __init__(self, before: Expected | None = None) -> None:
+        self.categories: dict[str, int] = dict(before.categories) if before else {}
+        self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary(
+            dict(before._seen.items()) if before else None
+        )
+
+    def add(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
+        """Count the bytes that ``holder`` holds after a training step.
+
+        The state of an optimizer that has no closed form is left out.
+        """
+        if isinstance(holder, torch.nn.Module):
+            for parameter in holder.parameters():
+                if self._is_new(parameter):
+                    size = block_bytes(parameter.shape, parameter.dtype)
+                    self._count(PARAMETERS, size)
+                    self._count(GRADIENTS, size if parameter.requires_grad else 0)
+        elif self._is_new(holder):
+            with suppress(ValueError):
+                self._count(OPTIMIZER_STATE, optimizer_state_bytes(holder))
+
+    def _is_new(self, one: object) -> bool:
+        new = one not in self._seen
+        self._seen[one] = True
+        return new
+
+    def _count(self, category: str, size: int) -> None:
+        self.categories[category] = self.categories.get(category, 0) + size

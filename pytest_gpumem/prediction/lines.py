@@ -27,9 +27,8 @@ from pytest_gpumem.measurement.composition import Account
 from pytest_gpumem.measurement.nvml import NvmlAbsent, read_device
 from pytest_gpumem.measurement.phases import PhaseTracker, position_on
 from pytest_gpumem.measurement.recorded import RecordedHistory
-from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.simulated_recorder import SimulatedRecorder
-from pytest_gpumem.measurement.statistics import CudaStatistics
+from pytest_gpumem.measurement.statistics import CudaStatistics, Recorder
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 from pytest_gpumem.values.plain import Plain
 

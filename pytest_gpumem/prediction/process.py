@@ -19,18 +19,7 @@ from pytest_gpumem.values.plain import Plain
 
 
 class PredictionError(ValueError):
-    """A program that cannot be predicted; the message is one sentence for the user.
-
-    ``snippet`` describes ``kernel``, where that is all that is missing.
-    """
-
-    belongs_into = "conftest.py"
-    """The file of a snippet."""
-
-    def __init__(self, sentence: str, kernel: str = "", snippet: str = "") -> None:
-        super().__init__(sentence)
-        self.kernel = kernel
-        self.snippet = snippet
+    """A program that cannot be predicted; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +34,6 @@ class Answer(Plain):
     """Whether memory sufficed; if not, it ran again with unlimited memory, if requested."""
     problem: str
     """The reason of a skip or failure; where only a verdict failed it, its numbers are valid."""
-    kernel: str = ""
-    """The kernel without a description, where that was the reason."""
-    snippet: str = ""
-    """The code that describes the kernel."""
 
     @property
     def ran_out(self) -> bool:

@@ -49,7 +49,7 @@ def _of_test(model: GpuModel, answer: Answer, mode: Mode | None) -> Prediction:
     if not answer.measured or answer.record is None or answer.record.measurement is None:
         why = answer.problem or "it allocates nothing on the device"
         sentence = f"{answer.nodeid} cannot be predicted for {model.name}: {why}"
-        raise PredictionError(sentence, answer.kernel, answer.snippet)
+        raise PredictionError(sentence)
     measured = answer.record.measurement
     prediction = Prediction(
         gpu=model.name,

@@ -15,11 +15,10 @@ from pathlib import Path
 
 from pytest_gpumem.baseline.telling import chief
 from pytest_gpumem.echo import MOST, printable, shortened
-from pytest_gpumem.git import GitError, git, toplevel
+from pytest_gpumem.paths import GitError, git, toplevel
 from pytest_gpumem.report.json_report import ReportError
 from pytest_gpumem.report.markdown import MOST_NAME, document, failure_lines, is_failure
-from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.report.reported_run import ReportedRun
+from pytest_gpumem.report.record import ReportedRun, TestRecord
 
 MOST_ANNOTATIONS = 10
 """GitHub shows ten errors and ten notices of a step."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from errno import EISDIR
 from pathlib import Path
 from typing import Any
 
+from pytest_gpumem.attribution.timeline import thinned
 from pytest_gpumem.echo import MOST, printable
 from pytest_gpumem.garbage import paused
 from pytest_gpumem.jsonfile import NewerError, document, replace_file, schema_problem
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.measurement import Measurement
 
 SCHEMA_VERSION = 1
 
@@ -154,3 +157,38 @@ def _foreign(path: Path, problem: str) -> ReportError:
         f"report {path} is not one of pytest-gpumem: {problem}; write it with "
         "--gpumem-report json:PATH"
     )
+
+
+MOST_WHOLE = 50
+"""Tests with a whole time line: those that failed first, then those with the highest peaks."""
+SAMPLES = 24
+"""Samples of the other tests' time lines."""
+
+
+def thin(records: Sequence[TestRecord]) -> list[TestRecord]:
+    """Return ``records`` with the time lines of all but :data:`MOST_WHOLE` tests thinned."""
+    if sum(_has_line(record) for record in records) <= MOST_WHOLE:
+        return list(records)
+    ordered = sorted(records, key=lambda one: (one.outcome != "failed", -_peak(one)))
+    whole = set(map(id, ordered[:MOST_WHOLE]))
+    return [record if id(record) in whole else _thin(record) for record in records]
+
+
+def _thin(record: TestRecord) -> TestRecord:
+    own = record.measurement and _thin_measurement(record.measurement)
+    others = tuple(map(_thin_measurement, record.other_devices))
+    return replace(record, measurement=own, other_devices=others)
+
+
+def _thin_measurement(measured: Measurement) -> Measurement:
+    if measured.timeline is None:
+        return measured
+    return replace(measured, timeline=thinned(measured.timeline, SAMPLES))
+
+
+def _has_line(record: TestRecord) -> bool:
+    return any(measured.timeline is not None for measured in record.measurements)
+
+
+def _peak(record: TestRecord) -> int:
+    return record.measurement.peak_allocated if record.measurement else 0

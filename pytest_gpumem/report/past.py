@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from pytest_gpumem.baseline.content import BaselineError, parse
 from pytest_gpumem.echo import quoted
-from pytest_gpumem.git import git, toplevel
+from pytest_gpumem.paths import git, toplevel
 from pytest_gpumem.progress import NOTHING_SHOWN, Progress
 from pytest_gpumem.report.json_report import read_report
 from pytest_gpumem.report.record import TestRecord

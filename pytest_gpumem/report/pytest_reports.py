@@ -28,8 +28,8 @@ ARGUMENTS = "gpumem_arguments"
 UNSIMULATED = "gpumem_unsimulated"
 """Attribute of a test's report: the reason why a simulated device cannot run it."""
 
-SNIPPET = "gpumem_snippet"
-"""Attribute of such a report: the name of the undescribed kernel, and code that describes it."""
+UNDESCRIBED = "gpumem_undescribed"
+"""Attribute of such a report: the name of the kernel that has no description."""
 
 LOST = "gpumem_lost"
 """Attribute of a test's report: the test after which its process exits."""
@@ -98,7 +98,7 @@ def skip_unsimulated(
     vars(report).pop("wasxfail", None)
     setattr(report, UNSIMULATED, sentence)
     if isinstance(error, UndescribedKernelError):
-        setattr(report, SNIPPET, (error.kernel, error.snippet))
+        setattr(report, UNDESCRIBED, error.kernel)
 
 
 def of_builtin_types(properties: list[tuple[str, object]]) -> list[tuple[str, object]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
@@ -21,7 +20,6 @@ from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import Line, Span, Writer, pack, shorten, wrap, write_lines
 from pytest_gpumem.values.environment import Environment
-from pytest_gpumem.values.errors import how_to_paste
 
 if TYPE_CHECKING:
     from pytest_gpumem.baseline.update import Change, UpdateReport
@@ -79,14 +77,13 @@ def section(
     missing: Missing | None = None,
     rows: int | None = None,
     sort: Sort | None = None,
-    snippets: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Line]:
     """Return the lines of the section, none wider than ``width`` unless it is meant to be copied.
 
     ``verbosity`` is pytest's: below 0 failures and one summary line, above 0 everything with
     exact bytes. ``command`` is pytest's command line, for suggested commands.
     ``told_above``: pytest has shown the failures. ``missing`` lists tests compared with nothing;
-    ``rows`` and ``sort`` are those of the table; ``snippets`` describe kernels, by their names.
+    ``rows`` and ``sort`` are those of the table.
     """
     records = _recorded(records, update)
     blocks: list[list[Line]] = []
@@ -105,7 +102,6 @@ def section(
         if missing:
             blocks.append(list(missing_lines(missing, command, most=most, width=width)))
         blocks.append(list(_notes(records, notes, most, width)))
-        blocks += _snippets(snippets, most, width)
         blocks.append(list(_devices(records, verbosity, width)))
     else:
         # Errors with files decide the exit status and are printed however quiet pytest is. So are
@@ -279,15 +275,6 @@ def _of_tests(records: Sequence[TestRecord]) -> Iterator[str]:
     """Yield the notes on each test, once for each."""
     for record in records:
         yield from dict.fromkeys(note for one in record.measurements for note in one.notes)
-
-
-def _snippets(snippets: Mapping[str, str], most: int, width: int) -> Iterator[list[Line]]:
-    """Yield each snippet in a form to paste: neither indented nor wrapped."""
-    for kernel, snippet in list(snippets.items())[:most]:
-        yield [*map(Line.of, wrap(how_to_paste(kernel), width))]
-        yield [*map(Line.of, snippet.splitlines())]
-    if rest := list(_rest(list(snippets), most, "kernels", tests=False)):
-        yield rest
 
 
 def _devices(records: Sequence[TestRecord], verbosity: int, width: int) -> Iterator[Line]:

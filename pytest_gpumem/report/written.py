@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pytest_gpumem.option_values import ReportTarget
-    from pytest_gpumem.report.reported_run import ReportedRun
+    from pytest_gpumem.report.record import ReportedRun
 
 
 def write(target: ReportTarget, run: ReportedRun) -> Sequence[str]:

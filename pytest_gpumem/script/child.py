@@ -23,7 +23,6 @@ from pytest_gpumem.script.stopping import StopError
 from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
 from pytest_gpumem.values.errors import (
     SimulationError,
-    UndescribedKernelError,
     UnknownValueError,
 )
 
@@ -77,7 +76,6 @@ def _device(request: Request) -> Device:
 
 def _answer(run: Run, device: Device) -> Answer:
     ending, sentence = _ending(run)
-    undescribed = _undescribed(run) if ending == endings.REFUSED else None
     simulated = device if isinstance(device, SimulatedDevice) else None
     found = run.out_of_memory
     return Answer(
@@ -91,8 +89,6 @@ def _answer(run: Run, device: Device) -> Answer:
         (run.measurement, *run.others),
         found.to_dict() if found else None,
         tuple(found.lines()) if found else (),
-        kernel=undescribed.kernel if undescribed else "",
-        snippet=undescribed.snippet if undescribed else "",
         made_up=simulated is not None and not simulated.has_values and simulated.made_up,
         work=simulated.work.seconds if simulated and not simulated.has_values else 0.0,
     )
@@ -120,11 +116,6 @@ def _ending(run: Run) -> tuple[str, str]:
         return endings.INTERRUPTED, ""
     said = str(error).strip().partition("\n")[0]
     return endings.RAISED, f"{type(error).__name__}: {said}" if said else type(error).__name__
-
-
-def _undescribed(run: Run) -> UndescribedKernelError | None:
-    errors = chain(run.error) if run.error is not None else ()
-    return next((one for one in errors if isinstance(one, UndescribedKernelError)), None)
 
 
 def _code(ended: SystemExit) -> str:

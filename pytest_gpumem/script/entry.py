@@ -23,15 +23,7 @@ _STARTERS = ("<frozen runpy>", runpy.__file__)
 
 
 class ScriptError(ValueError):
-    """A script that cannot be run; the message is one sentence for the user.
-
-    ``snippet`` describes ``kernel`` where only a kernel's description is missing.
-    """
-
-    def __init__(self, sentence: str, kernel: str = "", snippet: str = "") -> None:
-        super().__init__(sentence)
-        self.kernel = kernel
-        self.snippet = snippet
+    """A script that cannot be run; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.measurement.meter import Meter
 from pytest_gpumem.measurement.phases import Phase, PhaseTracker
 from pytest_gpumem.measurement.recorded import RecordedHistory
-from pytest_gpumem.measurement.recorder import Recorder
-from pytest_gpumem.measurement.statistics import CudaStatistics
+from pytest_gpumem.measurement.statistics import CudaStatistics, Recorder
 from pytest_gpumem.script.entry import Script, chain
 from pytest_gpumem.script.iterations import ITERATION, LOAD, numbered
 from pytest_gpumem.script.stopping import Alarm, Steps

@@ -127,7 +127,7 @@ def _check(answer: Answer, request: Request) -> None:
             f"{answer.work:,.0f} s, more than --seconds {request.seconds:g}"
         )
     if answer.ending in (endings.REFUSED, endings.NOT_RUN, endings.UNKNOWN):
-        raise ScriptError(f"{name}: {answer.sentence}", answer.kernel, answer.snippet)
+        raise ScriptError(f"{name}: {answer.sentence}")
     ran = answer.ending in (endings.STOPPED, endings.ENDED, endings.TIME)
     if ran and not any(one.peak_allocated for one in answer.measurements):
         raise ScriptError(

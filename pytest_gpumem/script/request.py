@@ -71,10 +71,6 @@ class Answer(Plain):
     """The reason why the last allocation that failed did so."""
     post_mortem: tuple[str, ...] = ()
     """The reason as lines of text."""
-    kernel: str = ""
-    """The kernel without a description that the run was refused for, if any."""
-    snippet: str = ""
-    """The lines of Python that describe it."""
     made_up: bool = False
     """Whether the run used a value that was not computed."""
     work: float = 0.0

@@ -108,7 +108,6 @@ class Conclusion:
             missing=self._missing,
             rows=self._settings.rows,
             sort=self._settings.sort,
-            snippets=self._results.snippets,
         )
         write_section(writer, lines, verbosity=verbosity)
 
@@ -240,8 +239,8 @@ class Conclusion:
                 self._results.notes.append(
                     f"{folder} did not exist and was made for the report in it"
                 )
-            from pytest_gpumem.report.reported_run import ReportedRun
-            from pytest_gpumem.report.thinned import thin
+            from pytest_gpumem.report.json_report import thin
+            from pytest_gpumem.report.record import ReportedRun
             from pytest_gpumem.report.written import write
 
             if not thinned:

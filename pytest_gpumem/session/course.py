@@ -3,7 +3,7 @@
 Replacement of a process whose CUDA context is lost: it leaves and runs no further test.
 
 After an illegal access or an assertion on the device every CUDA call of the process fails
-(``device/fault.py``), so tests that come later would fail for it, too.
+(``device/cuda.py``), so tests that come later would fail for it, too.
 """
 
 from __future__ import annotations

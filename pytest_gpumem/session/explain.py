@@ -16,8 +16,7 @@ import torch
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory
 from pytest_gpumem.marker import Expectation
 from pytest_gpumem.measurement.composition import explained_by
-from pytest_gpumem.measurement.history import write_snapshot
-from pytest_gpumem.measurement.recorded import RecordedHistory
+from pytest_gpumem.measurement.recorded import RecordedHistory, write_snapshot
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.session.run import EXPLAINED_BY, Run
 from pytest_gpumem.sharing.refusal import sentence as sentence_of

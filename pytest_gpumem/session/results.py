@@ -17,7 +17,7 @@ from pytest_gpumem.report.pytest_reports import (
     RESCHEDULED,
     SENTENCE,
     SKIPPED_AT_IMPORT,
-    SNIPPET,
+    UNDESCRIBED,
     UNSIMULATED,
     without_group,
 )
@@ -61,8 +61,6 @@ class Results:
         self.unsimulated: dict[str, str] = {}
         self.undescribed: dict[str, str] = {}
         """The undescribed kernel that a test called, by node id."""
-        self.snippets: dict[str, str] = {}
-        """The snippet that describes a kernel, by kernel: once, however many tests it skips."""
         self.sentences: dict[str, str] = {}
         """Texts of failures that are not due to the tests' own memory."""
         self.skipped_at_import = 0
@@ -101,10 +99,8 @@ class Results:
             self.skipped_at_import += 1
         if sentence := getattr(report, UNSIMULATED, None):
             self.unsimulated[nodeid] = sentence
-        if found := getattr(report, SNIPPET, None):
-            kernel, snippet = found
+        if kernel := getattr(report, UNDESCRIBED, None):
             self.undescribed[nodeid] = kernel
-            self.snippets.setdefault(kernel, snippet)
         if sentence := getattr(report, SENTENCE, None):
             self.sentences[nodeid] = sentence
         if report.failed:

@@ -20,11 +20,9 @@ from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.measurement.leaks import values_given
 from pytest_gpumem.measurement.meter import Meter, values_of
 from pytest_gpumem.measurement.recorded import RecordedHistory
-from pytest_gpumem.measurement.recorder import Recorder
-from pytest_gpumem.measurement.statistics import CudaStatistics
-from pytest_gpumem.measurement.unmeasured import pausable
+from pytest_gpumem.measurement.statistics import CudaStatistics, Recorder, pausable
 from pytest_gpumem.options import Settings
-from pytest_gpumem.prediction.expected import Expected
+from pytest_gpumem.prediction.closed_forms import Expected
 from pytest_gpumem.session import used_fixtures
 from pytest_gpumem.session.hooks import Hooks
 from pytest_gpumem.session.kept import process_kept

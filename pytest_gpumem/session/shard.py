@@ -11,13 +11,15 @@ from pytest_gpumem.baseline.store import BaselineError, read_folder
 from pytest_gpumem.report.pytest_reports import without_group
 from pytest_gpumem.session.learning import WEIGHTS, learned_of_whole_runs
 from pytest_gpumem.session.results import Results
-from pytest_gpumem.sharing.shards import Weight, fingerprint, split
 from pytest_gpumem.sharing.weights import (
     OF_PYTEST_SPLIT,
     Shard,
+    Weight,
     Weights,
     WeightsError,
+    fingerprint,
     read_weights,
+    split,
 )
 
 if TYPE_CHECKING:

@@ -18,11 +18,10 @@ from pytest_gpumem.options import Settings
 from pytest_gpumem.report.pytest_reports import without_group
 from pytest_gpumem.session.hosts import Line
 from pytest_gpumem.session.learning import learned_before
-from pytest_gpumem.session.passage import Passage
+from pytest_gpumem.session.passage import Passage, interruptible
 from pytest_gpumem.session.predictions import Predictions
 from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again
 from pytest_gpumem.session.waiting import Waiting
-from pytest_gpumem.session.yielding import interruptible
 from pytest_gpumem.sharing.database import SharingError, default_folder
 from pytest_gpumem.sharing.gate import Admission, Gate
 from pytest_gpumem.sharing.learned import Learned, Lesson

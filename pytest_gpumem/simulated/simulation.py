@@ -14,7 +14,7 @@ import torch
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pytest_gpumem.allocator.timeline import Timeline
+from pytest_gpumem.allocator.trace import Timeline
 from pytest_gpumem.simulated.common.late_imports import LateImports
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.entry import AUTO, Compilation
@@ -29,11 +29,10 @@ from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.engine import references_of_sole_owner
 from pytest_gpumem.simulated.operators.tables import installed
 from pytest_gpumem.simulated.stand_ins.imports import served
-from pytest_gpumem.simulated.surface import compilers, in_place, parts, pinned, triton
+from pytest_gpumem.simulated.surface import compilers, parts, pinned, tensor_moves, triton
 from pytest_gpumem.simulated.surface.checkpoints import loading_on
-from pytest_gpumem.simulated.surface.cpp_extensions import Compiling
 from pytest_gpumem.simulated.surface.cuda import answers_for_gpu
-from pytest_gpumem.simulated.surface.kernels import EXTENSIONS
+from pytest_gpumem.simulated.surface.kernels import EXTENSIONS, Compiling
 from pytest_gpumem.simulated.surface.sequences import be_no_sequences
 from pytest_gpumem.simulated.surface.threads import Threads
 from pytest_gpumem.values.world import World
@@ -200,7 +199,7 @@ class Simulation(SimulatedMachine):
             if self._stand_ins:
                 resources.enter_context(served(self.note))
             resources.enter_context(installed(self, self._casts))
-            resources.enter_context(in_place.answering(self.execution))
+            resources.enter_context(tensor_moves.answering(self.execution))
             resources.enter_context(self.execution)
             self.is_active = self.thread_state.joined = True
             self.threads.first = get_ident()

@@ -20,28 +20,14 @@ class UnsupportedOperatorError(SimulationError):
 
 
 class UndescribedKernelError(UnsupportedOperatorError):
-    """A library's own kernel, called without a description of it.
+    """A library's own kernel, called without a description of it; ``kernel`` is its name."""
 
-    ``kernel`` is its name, ``snippet`` the lines of Python that describe it.
-    """
-
-    def __init__(self, sentence: str, kernel: str, snippet: str) -> None:
+    def __init__(self, sentence: str, kernel: str) -> None:
         super().__init__(sentence)
         self.kernel = kernel
-        self.snippet = snippet
-        if hasattr(self, "add_note"):  # came with Python 3.11: tracebacks end with it
-            self.add_note(f"{how_to_paste(kernel)}\n\n{snippet}")
 
-    def __reduce__(self) -> tuple[type[UndescribedKernelError], tuple[str, str, str]]:
-        return type(self), (str(self), self.kernel, self.snippet)
-
-
-def how_to_paste(kernel: str, where: str = "conftest.py") -> str:
-    """Return the line above a snippet."""
-    return (
-        f"to simulate {kernel}, paste this into {where}, or take the dry device, which needs no "
-        "description:"
-    )
+    def __reduce__(self) -> tuple[type[UndescribedKernelError], tuple[str, str]]:
+        return type(self), (str(self), self.kernel)
 
 
 class HostMemoryError(SimulationError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_gpumem.allocator.addresses import DriverAddresses
+from pytest_gpumem.allocator.device_memory import DriverAddresses
 from pytest_gpumem.sizes import MIB
 
 TOP = 1 << 40

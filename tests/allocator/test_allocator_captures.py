@@ -9,7 +9,7 @@ from pytest_gpumem.allocator import (
     AllocatorSettings,
     OutOfMemory,
 )
-from pytest_gpumem.allocator.timeline import Timeline
+from pytest_gpumem.allocator.trace import Timeline
 
 MIB, GIB = 1 << 20, 1 << 30
 GRAPH = (1, 0)

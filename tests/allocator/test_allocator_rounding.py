@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.allocator.rounding import (
+from pytest_gpumem.allocator.blocks import (
     division_slot,
     is_small,
     round_size,

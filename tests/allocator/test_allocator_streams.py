@@ -8,7 +8,7 @@ import pytest
 
 from pytest_gpumem.allocator import Allocator, AllocatorError, AllocatorSettings
 from pytest_gpumem.allocator.stream_uses import MOST_AHEAD
-from pytest_gpumem.allocator.timeline import Timeline
+from pytest_gpumem.allocator.trace import Timeline
 
 MIB, GIB = 1 << 20, 1 << 30
 SIDE, OTHER = 3, 35

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pytest_gpumem.allocator import Allocator, AllocatorSettings, OutOfMemory
-from pytest_gpumem.allocator.timeline import Timeline
+from pytest_gpumem.allocator.trace import Timeline
 
 KIB, MIB = 1 << 10, 1 << 20
 STREAMS = (0, 3, 35)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from pytest_gpumem.allocator.constants import MIN_BLOCK
+from pytest_gpumem.allocator.blocks import MIN_BLOCK
 from pytest_gpumem.simulated.gpu.device import parse_version
 from pytest_gpumem.simulated.gpu.workspaces import Workspaces
 from pytest_gpumem.simulating import simulate

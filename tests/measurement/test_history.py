@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.measurement.history import recording
+from pytest_gpumem.measurement.recorded import recording
 
 
 @pytest.mark.parametrize(

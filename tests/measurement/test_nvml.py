@@ -18,8 +18,7 @@ from pytest_gpumem.measurement.nvml import (
     read_device,
     read_visible,
 )
-from pytest_gpumem.measurement.nvml_library import Nvml
-from pytest_gpumem.measurement.visible import visible_devices
+from pytest_gpumem.measurement.nvml_library import Nvml, visible_devices
 from tests.fake_nvml import GIB, MACHINES, ME, FakeNvml, Gpu, process, sample
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.report.github import changed_lines, workflow_commands
-from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.report.reported_run import ReportedRun
+from pytest_gpumem.report.record import ReportedRun, TestRecord
 from tests.report.example_run import MIB, measured, record, verdict
 
 

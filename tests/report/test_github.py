@@ -7,8 +7,7 @@ import pytest
 
 from pytest_gpumem.report.github import workflow_command, workflow_commands, write_summary
 from pytest_gpumem.report.json_report import ReportError
-from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.report.reported_run import ReportedRun
+from pytest_gpumem.report.record import ReportedRun, TestRecord
 from tests.report.example_run import failing, improved, passing
 from tests.report.test_markdown import HOSTILE
 

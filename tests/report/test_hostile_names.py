@@ -15,8 +15,7 @@ from pytest_gpumem.echo import printable
 from pytest_gpumem.report.difference import difference_section
 from pytest_gpumem.report.github import workflow_commands
 from pytest_gpumem.report.markdown import document
-from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.report.reported_run import ReportedRun
+from pytest_gpumem.report.record import ReportedRun, TestRecord
 from tests.report.example_run import MIB, failing, measured, record
 
 HOSTILE = {

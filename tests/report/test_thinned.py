@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_gpumem.attribution.timeline import thinned
+from pytest_gpumem.report.json_report import MOST_WHOLE, SAMPLES, thin
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.report.thinned import MOST_WHOLE, SAMPLES, thin
 from tests.report.example_run import MIB, failing, measured, record
 
 COUNT = 400

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpumem.sharing.shards import Weight, fingerprint, split
+from pytest_gpumem.sharing.weights import Weight, fingerprint, split
 
 weights = st.builds(
     Weight,

@@ -3,7 +3,7 @@
  * Every device has a part of one reserved range. Segments lie in it as NVIDIA's driver for Linux places them, because
  * torch breaks ties between free blocks of one size by address: whole ranges of 32 MiB from the top downwards, and what
  * a segment leaves of its last range goes to later segments that fit, the lowest such place first. Seen in recorded
- * traces; pytest_gpumem/allocator/addresses.py has the same rule.
+ * traces; pytest_gpumem/allocator/device_memory.py has the same rule.
  */
 #define _GNU_SOURCE
 #include <pthread.h>

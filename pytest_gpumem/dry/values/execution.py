@@ -23,7 +23,7 @@ from pytest_gpumem.dry.values.memory import Memory, seen_by_cpu
 from pytest_gpumem.dry.values.reads import Reads
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import shown_operator
-from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator

@@ -11,13 +11,13 @@ import torch
 from pytest_gpumem.dry.values.memory import Memory, Place, seen_by_cpu
 from pytest_gpumem.dry.values.random_numbers import RandomNumbers
 from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.machine.dispatch import ThreadState
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
-from pytest_gpumem.simulated.machine.thread_state import ThreadState
 from pytest_gpumem.simulated.machine.values.facts import Fact
 from pytest_gpumem.simulated.machine.values.finite import Infinity
+from pytest_gpumem.simulated.machine.values.kept import Range, Ranges
 from pytest_gpumem.simulated.machine.values.known import Values
-from pytest_gpumem.simulated.machine.values.ranges import Range, Ranges
 from pytest_gpumem.simulated.machine.values.views import Layout
 from pytest_gpumem.sizes import MIB
 

@@ -11,8 +11,8 @@ import torch
 
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
-from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.raw import tensors_in
 
 _LAUNCHERS = (
     ("triton.runtime.jit", "JITFunction"),

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 _ABSENT = object()
 
 
@@ -105,3 +107,19 @@ class Patches:
             for replaced in resumed:
                 replaced.put_back()
             self._put_back = resumed
+
+
+def add_functions(api: Any, patches: Patches) -> None:
+    """Replace the functions of ``torch._C`` that ``api`` has, and the copies of their names.
+
+    A build without CUDA has none of the ``_cuda_`` ones.
+    """
+    for name in dir(api):
+        if name.startswith(("_cuda_", "_host_", "_graph_")) or (
+            name.startswith("_accelerator_") and hasattr(torch._C, name)
+        ):
+            function = getattr(api, name)
+            patches.add(torch._C, name, function)
+            for module in (torch.cuda.graphs, torch.cuda.memory):
+                if name in vars(module):
+                    patches.add(module, name, function)

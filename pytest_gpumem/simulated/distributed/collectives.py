@@ -22,8 +22,8 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import ProcessGroup, ReduceOp, Work
 
 from pytest_gpumem.simulated.common.callsite import is_internal, is_own, user_line
-from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.distributed.alike import (
     Sent,
     exchanged,

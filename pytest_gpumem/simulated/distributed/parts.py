@@ -57,7 +57,6 @@ def _add_patches_of_rank(
         propagation,
         purposes,
         sharded,
-        spawned,
     )
     from pytest_gpumem.simulated.distributed.collectives import Collectives
 
@@ -65,7 +64,6 @@ def _add_patches_of_rank(
         process_groups.plan_groups(patches)
     else:
         process_groups.add_patches(world, patches)
-        spawned.add_patches(world, patches)
     propagation.add_patches(patches)
     purposes.add_patches(patches)
     full_states.add_patches(objects.add_patches(machine, patches), patches)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner
 from pytest_gpumem.simulated.execution.shapes import (
     NEW,

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch._library.custom_ops import OPDEFS
 from torch._library.utils import has_tensor_arg
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.common.raw import META, tensors_in
 from pytest_gpumem.simulated.execution.composites import of_parts, whole
 from pytest_gpumem.simulated.execution.factories import is_factory
-from pytest_gpumem.simulated.execution.runner import Runner
+from pytest_gpumem.simulated.execution.runner import CUDA, DATA_DEPENDENT, Runner
 from pytest_gpumem.simulated.execution.shapes import TORCHS_OWN
-from pytest_gpumem.simulated.execution.sized import sized
 from pytest_gpumem.simulated.machine.dispatch import Handler
-from pytest_gpumem.simulated.operators import vision
+from pytest_gpumem.simulated.machine.values.operator import Operator
+from pytest_gpumem.simulated.operators import tables, vision
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, checked_outputs, on_gpu
-from pytest_gpumem.simulated.operators.rules import on_machine
+from pytest_gpumem.simulated.operators.rules import Call, on_machine
 from pytest_gpumem.values.errors import UnknownValueError
 
 
@@ -146,3 +147,50 @@ def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
         return described(args, kwargs)
 
     return handle
+
+
+_empty_strided = torch.empty_strided
+
+
+def is_sized_by_values(func: Any) -> bool:
+    """Return whether values decide how large the results of ``func`` are, which it makes itself."""
+    return bool(DATA_DEPENDENT & set(func.tags)) and "out" not in func._schema.overload_name
+
+
+def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
+    """Return a handler of ``func`` by its values; ``otherwise`` runs it where they are unknown."""
+    rule = tables.rule_of(func)
+    operator = Operator.of(func)
+    machine = runner.machine
+    placement = machine.placement
+    name = func._schema.name
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        computed = None
+        if runner.owner(args, kwargs) == CUDA:
+            computed = runner.values.computed(operator, args, kwargs)
+        if computed is None:
+            return otherwise(args, kwargs)
+        runner.is_elsewhere(func, args, kwargs)
+        device = machine.current if placement is None else placement.of(name, args, kwargs)
+        call = None if rule is None else Call(rule, device, args, kwargs)
+        result = _shaped_as(func, computed)
+        runner.adopt(result if call is None else call.placed(result), device)
+        if call is not None:
+            call.end(result)
+        for tensor, values in zip(tensors_in(result), tensors_in(computed), strict=True):
+            runner.values.keep(tensor, values)
+        return result
+
+    return handle
+
+
+def _shaped_as(func: Any, computed: Any) -> Any:
+    """Return meta tensors with the sizes of ``computed`` and the strides CUDA gives them."""
+    if isinstance(computed, torch.Tensor):
+        strides = computed.stride()
+        if func is torch.ops.aten.nonzero.default:
+            # aten/src/ATen/native/cuda/Nonzero.cu writes one row for each dimension.
+            strides = (1, max(computed.shape[0], 1))
+        return _empty_strided(computed.shape, strides, dtype=computed.dtype, device=META)
+    return type(computed)(_shaped_as(func, item) for item in computed)

@@ -1,4 +1,10 @@
-"""The kinds of operator, and which of them an operator is."""
+"""The kinds of operator, and which of them an operator is.
+
+``is_pinned`` and ``pin_memory``, of tensors that hold memory and of those that hold others.
+
+Source: aten/src/ATen/native/Memory.cpp (is_pinned, pin_memory): a subclass that handles operators
+itself gets ``aten::is_pinned`` and ``aten::_pin_memory``.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.execution import composites, computing, factories, pinning, sized
+from pytest_gpumem.simulated.execution import composites, computing, custom, factories
 from pytest_gpumem.simulated.execution.composites import followed, of_parts
 from pytest_gpumem.simulated.execution.computing import may_resize
 from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner, no_shapes
 from pytest_gpumem.simulated.execution.shapes import is_of_lists
 from pytest_gpumem.simulated.machine.checks import NO_DATA
 from pytest_gpumem.simulated.machine.dispatch import Handler
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import (
     comparisons,
@@ -26,6 +33,48 @@ from pytest_gpumem.simulated.operators import (
 from pytest_gpumem.simulated.operators.indexing import is_masked_fill
 from pytest_gpumem.simulated.operators.sparse import is_sparse
 from pytest_gpumem.values.errors import UnknownValueError
+
+
+def is_pinning(func: Any) -> bool:
+    """Return whether ``func`` is about pinned memory."""
+    return func._schema.name in _ANSWERS
+
+
+def pinning(runner: Runner, func: Any) -> Handler:
+    """Return a handler that answers ``func`` as the methods of a tensor do."""
+    answer = _ANSWERS[func._schema.name]
+    return lambda args, kwargs: answer(runner.machine, args[0])
+
+
+def is_pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of the host has memory that is pinned."""
+    if machine.storages.of(tensor) is not None:
+        return False
+    try:
+        return machine.pinned.has(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # sparse tensors
+        return False
+
+
+def pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a pinned copy of ``tensor``, or itself where it is pinned.
+
+    Raises ``RuntimeError`` in torch's words for a tensor on a GPU.
+    """
+    if machine.storages.of(tensor) is not None:
+        raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
+    if is_pinned(machine, tensor):
+        return tensor
+    if tensor.layout is not torch.strided or machine.storages.is_on_host(tensor):
+        return machine.pinned.add(tensor.clone())
+    return machine.pinned.copied(tensor)
+
+
+_ANSWERS: dict[str, Callable[[SimulatedMachine, torch.Tensor], Any]] = {
+    "aten::is_pinned": is_pinned,
+    "aten::_pin_memory": pinned,
+}
+"""By operator."""
 
 
 def makes_views(func: Any) -> bool:
@@ -273,7 +322,7 @@ KINDS = (
     Kind(is_read, read),
     Kind(quantizes, quantize),
     Kind(lambda func: func._schema.name == "aten::scalar_tensor", factories.scalar),
-    Kind(pinning.is_pinning, pinning.pinning),
+    Kind(is_pinning, pinning),
     Kind(factories.is_factory, factories.factory),
     Kind(lambda func: func._schema.name == "aten::copy_", copy),
     Kind(makes_views, views),
@@ -290,7 +339,7 @@ class Special(NamedTuple):
 
 
 SPECIAL = (
-    Special(sized.is_sized_by_values, sized.sized),
+    Special(custom.is_sized_by_values, custom.sized),
     Special(takes_masks, masked),
     Special(is_selection, selected),
     Special(is_of_lists, computing.each_device),

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.nesting import tensors_in
-from pytest_gpumem.simulated.common.raw import META
+from pytest_gpumem.simulated.common.raw import META, tensors_in
 from pytest_gpumem.simulated.machine.storages import Storages, poison
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.views import covers

@@ -10,8 +10,7 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import callers_line, user_line
-from pytest_gpumem.simulated.common.nesting import tensors_in
-from pytest_gpumem.simulated.common.raw import CPU, META
+from pytest_gpumem.simulated.common.raw import CPU, META, tensors_in
 from pytest_gpumem.simulated.execution.on_host import OnHost
 from pytest_gpumem.simulated.execution.shapes import NEW, TORCHS_OWN, Shapes
 from pytest_gpumem.simulated.machine import checks
@@ -20,7 +19,6 @@ from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.operators import suggested
 from pytest_gpumem.simulated.operators.described import how_to_describe
 from pytest_gpumem.values.errors import (
     UndescribedKernelError,
@@ -124,7 +122,7 @@ class Runner:
             self.machine.has_real_meta = True
             return True
         checks.refuse_mixed(func, tensors)
-        checks.refuse_types(func, tensors, kwargs)
+        checks.refuse_types(func, tensors, (*args, *kwargs.values()))
         return False
 
     def adopt(self, result: Any, device: GPU) -> None:
@@ -221,5 +219,4 @@ def no_shapes(
     return UndescribedKernelError(
         f"{sentence}: {how_to_describe(func)}",
         func._schema.name,
-        suggested.of_operator(func, args, kwargs, line, runner.place),
     )

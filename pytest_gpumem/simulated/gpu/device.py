@@ -8,14 +8,14 @@ import re
 import torch
 
 from pytest_gpumem.allocator import AllocatorError, AllocatorSettings
-from pytest_gpumem.allocator.addresses import (
+from pytest_gpumem.allocator.device_memory import (
     DEVICE_ADDRESSES,
     FIRST_ADDRESS,
     DriverAddresses,
+    SharedDevice,
 )
-from pytest_gpumem.allocator.device_memory import SharedDevice
 from pytest_gpumem.allocator.releases import OLDEST
-from pytest_gpumem.allocator.timeline import Timeline
+from pytest_gpumem.allocator.trace import Timeline
 from pytest_gpumem.collector import Collector
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.simulated.gpu.catalogue import GpuError, GpuModel, find_machine
@@ -30,7 +30,7 @@ class Device:
 
     ``alloc_conf`` and ``cublas_workspace_config`` stand for PYTORCH_CUDA_ALLOC_CONF and
     CUBLAS_WORKSPACE_CONFIG; ``None`` reads the environment, the second where torch reads it: see
-    :mod:`~pytest_gpumem.simulated.gpu.workspace_settings`. ``torch_version`` (``"2.6"``) is the
+    :mod:`~pytest_gpumem.simulated.gpu.workspaces`. ``torch_version`` (``"2.6"``) is the
     release whose rules the allocator and the workspaces follow; the default is the torch that runs.
     Raises ``ValueError`` for an unknown model, version or setting.
     """

@@ -2,25 +2,49 @@
 
 Source: aten/src/ATen/cuda/CublasHandlePool.cpp and Blas.cpp of each release (setWorkspaceForHandle,
 getCurrentCUDABlasHandle, getCUDABlasLtWorkspace); the release binaries agree.
+
+Sizes and owners of cuBLAS and cuBLASLt workspaces: defaults, environment, setters.
+
+Source: aten/src/ATen/cuda/CublasHandlePool.cpp of each release (parseChosenWorkspaceSize,
+getChosenWorkspaceSize, getCUDABlasLtWorkspaceSize, unified_cublas_and_lt_workspaces), and up to 2.7
+CUDABlas.cpp (_parseChosenWorkspaceSize, _getWorkspaceSize) for Lt.
+
+======== ======================= ======================= =========================================
+torch    CUBLAS_WORKSPACE_CONFIG CUBLASLT_WORKSPACE_SIZE TORCH_CUBLASLT_UNIFIED_WORKSPACE
+======== ======================= ======================= =========================================
+2.6, 2.7 at every use            at the first use        not known
+2.8-2.10 at every use            at every use            at the first use; unset is off
+2.11     at every use            at every use            as before; unset bounds Lt's size
+2.12     at every use            at every use            at the first use; unset is on
+2.13-    at the first use        at the first use        as before; from 2.15 on with
+                                                         TORCH_CUBLAS_WORKSPACE_CACHE=1 alone
+======== ======================= ======================= =========================================
+
+Settings that torch reads at the first use are static: once for a process. Here it is once for a
+test, and once for a ``simulate``: a test does not depend on settings of earlier ones.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
+from pytest_gpumem.echo import quoted
 from pytest_gpumem.simulated.common.callsite import provenance
-from pytest_gpumem.simulated.gpu.releases import LT_SHARES, STATIC_SIZE
-from pytest_gpumem.simulated.gpu.workspace_settings import (
-    KEPT,
-    SHARED,
-    Version,
-    WorkspaceSettings,
-    default_workspace_bytes,
-    lt_workspace_bytes,
-    workspace_bytes,
+from pytest_gpumem.simulated.gpu.releases import (
+    LARGE_MAJORS,
+    LT_KEPT,
+    LT_MAY_SHARE,
+    LT_READ_EVERY_TIME,
+    LT_SHARES,
+    STATIC_SIZE,
+    UNSET_IS_UNIFIED,
+    WORKSPACE_PER_OPERATION,
 )
 
 __all__ = [
@@ -146,3 +170,151 @@ class Workspaces:
     def _temporary(self, size: int, stream: int) -> None:
         if size:
             self.memory.free(self._take(size, stream))
+
+
+T = TypeVar("T")
+
+Version = tuple[int, int]
+
+DEFAULT_BYTES = 8_519_680
+"""``:4096:2:16:8``: two blocks of 4096 KiB and eight of 16 KiB."""
+LARGE_BYTES = 33_554_432
+LT_BYTES = 1_048_576
+
+SHARED = "shared"
+"""Lt computes in the cuBLAS workspace of its handle and stream."""
+KEPT = "kept"
+"""Lt has a block of its own, kept for the rest of the process."""
+TEMPORARY = "temporary"
+"""Lt allocates a block for the call and frees it on return."""
+
+
+def default_workspace_bytes(version: Version, capability: tuple[int, int]) -> int:
+    """Return the bytes of a cuBLAS workspace when CUBLAS_WORKSPACE_CONFIG is not set."""
+    for since, majors in LARGE_MAJORS:
+        if version >= since:
+            return LARGE_BYTES if capability[0] in majors else DEFAULT_BYTES
+    # Up to 2.11 the test is for exactly 9.0, so Blackwell has the small one.
+    return LARGE_BYTES if capability == (9, 0) else DEFAULT_BYTES
+
+
+def workspace_bytes(config: str | None, version: Version, capability: tuple[int, int]) -> int:
+    """Return a cuBLAS workspace's bytes by a CUBLAS_WORKSPACE_CONFIG of ``:KiB:count`` pairs."""
+    default = default_workspace_bytes(version, capability)
+    if not config:
+        return default
+    pairs = re.findall(r":([0-9]{1,18}):([0-9]{1,18})", config)
+    if not pairs:
+        warnings.warn(
+            f"CUBLAS_WORKSPACE_CONFIG={quoted(config)} has no :SIZE:COUNT pair; "
+            f"the default of {default:,} bytes is used",
+            stacklevel=2,
+        )
+        return default
+    return sum(int(kib) * 1024 * int(count) for kib, count in pairs)
+
+
+def lt_workspace_bytes(version: Version, cublas_bytes: int) -> int:
+    """Return cuBLASLt's bytes; CUBLASLT_WORKSPACE_SIZE is in KiB, and read as by std::stoi."""
+    found = re.match(r"\s*\+?([0-9]{1,10})", os.environ.get("CUBLASLT_WORKSPACE_SIZE", ""))
+    if found and int(found[1]) < 1 << 31:
+        return int(found[1]) * 1024
+    return cublas_bytes if version[:2] == (2, 12) else LT_BYTES
+
+
+class WorkspaceSettings:
+    """Settings for the workspaces of one device.
+
+    ``config`` stands for CUBLAS_WORKSPACE_CONFIG; ``None`` reads the environment, where torch does.
+    """
+
+    def __init__(self, version: Version, capability: tuple[int, int], config: str | None) -> None:
+        self._version, self._capability, self._config = version, capability, config
+        self._static: dict[str, Any] = {}
+        self.chosen: dict[str, int] = {}
+        """Bytes that ``torch._C._cuda_setCublasWorkspaceSize`` and its Lt twin set, by library."""
+
+    def forget(self) -> None:
+        """Reset to the state of a new process: nothing read, nothing set."""
+        self._static.clear()
+        self.chosen.clear()
+
+    @property
+    def cublas_bytes(self) -> int:
+        """``getChosenWorkspaceSize``."""
+        size = self.chosen.get("cublas")
+        if size is None:
+            size = self._static.get("cublas")
+        if size is None:
+            size = self._read("cublas", self._parsed, once=self._version >= STATIC_SIZE)
+        return size
+
+    @property
+    def lt_bytes(self) -> int:
+        """``getCUDABlasLtWorkspaceSize``: never more than the workspace that Lt may share."""
+        if "cublaslt" in self.chosen:
+            size = self.chosen["cublaslt"]
+        else:
+            once = not LT_READ_EVERY_TIME <= self._version < STATIC_SIZE
+            size = self._read("cublaslt", self._lt_parsed, once=once)
+        return min(size, self.cublas_bytes) if self._bounded else size
+
+    @property
+    def per_operation(self) -> bool:
+        """Whether every operation takes a workspace and returns it: since 2.15, unless cached."""
+        return (
+            self._version >= WORKSPACE_PER_OPERATION
+            and self._flag("TORCH_CUBLAS_WORKSPACE_CACHE") is not True
+        )
+
+    @property
+    def lt_lifetime(self) -> str:
+        """The owner of the block that Lt computes in."""
+        lifetime: str | None = self._static.get("lifetime")
+        return self._read("lifetime", self._lifetime, once=True) if lifetime is None else lifetime
+
+    def _lifetime(self) -> str:
+        if self.per_operation:
+            return TEMPORARY
+        if self._unified:
+            return SHARED
+        return KEPT if self._version >= LT_KEPT else TEMPORARY
+
+    @property
+    def _unified(self) -> bool:
+        if self._version < LT_MAY_SHARE or self.per_operation:
+            return False
+        flag = self._flag("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
+        return flag is not False if self._version >= LT_SHARES else flag is True
+
+    @property
+    def _bounded(self) -> bool:
+        unset = (
+            self._version == UNSET_IS_UNIFIED
+            and "TORCH_CUBLASLT_UNIFIED_WORKSPACE" not in os.environ
+        )
+        return unset or self._unified
+
+    def _parsed(self) -> int:
+        config = self._config
+        if config is None:
+            config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+        return workspace_bytes(config, self._version, self._capability)
+
+    def _lt_parsed(self) -> int:
+        # 2.12 takes its default from cuBLAS's, unless the two have workspaces of their own.
+        default = self._parsed() if self._unified else LT_BYTES
+        return lt_workspace_bytes(self._version, default)
+
+    def _flag(self, name: str) -> bool | None:
+        """``c10::utils::check_env``: only 0 and 1 count."""
+        flags = {"0": False, "1": True}
+        return self._read(name, lambda: flags.get(os.environ.get(name, "")), once=True)
+
+    def _read(self, name: str, read: Callable[[], T], *, once: bool) -> T:
+        if not once:
+            return read()
+        if name not in self._static:
+            self._static[name] = read()
+        value: T = self._static[name]
+        return value

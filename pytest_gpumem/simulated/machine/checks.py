@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.common.raw import tensors_in
 
 NO_DATA = "Cannot copy out of meta tensor; no data!"
 """Source: aten/src/ATen/native/Copy.cpp (copy_impl), torch 2.6 to 2.15; a NotImplementedError."""
@@ -134,15 +134,22 @@ _SAME = {
 """By operator: arguments that are of one type, unless ``out_dtype`` says which types there are."""
 
 
-def refuse_types(func: Any, tensors: Sequence[Placed], kwargs: Mapping[str, Any]) -> None:
-    """Raise an error if ``tensors``, the arguments of ``func``, should have one type."""
+def refuse_types(func: Any, tensors: Sequence[Placed], others: Iterable[Any]) -> None:
+    """Raise an error if ``tensors`` among the arguments of ``func`` should have one type.
+
+    An ``out_dtype`` among the ``others`` says which types there are.
+    """
     name = func._schema.name.removeprefix("aten::")
     compared = _SAME.get(name, "").split()
     types = {each.name: each.tensor.dtype for each in tensors if each.name in compared}
     strided = all(each.tensor.layout is torch.strided for each in tensors)
-    if len(set(types.values())) > 1 and strided and kwargs.get("out_dtype") is None:
+    if len(set(types.values())) > 1 and strided and not any(map(_is_type, others)):
         listed = ", ".join(f"{each} {types[each]}" for each in compared if each in types)
         raise RuntimeError(f"{name} expects tensors of the same dtype, but got {listed}")
+
+
+def _is_type(value: Any) -> bool:
+    return isinstance(value, torch.dtype)
 
 
 @functools.cache

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Callable
 from threading import RLock, get_ident
 from typing import Any
+
+import torch
 
 from pytest_gpumem.simulated.machine.storages import Storages
 
@@ -73,3 +76,21 @@ class _Watched(dict[Any, Handler]):
 
     def __setitem__(self, func: Any, handler: Handler) -> None:
         self._handlers[func] = handler
+
+
+class ThreadState(threading.local):
+    """The state of one thread."""
+
+    current_index = 0
+    """The current device, as ``cudaGetDevice`` returns it."""
+    destination: torch.device | None = None
+    """The device that the running call named in Python, where torch gets ``meta``.
+
+    Without it ``meta`` comes from C++, which repeats the device that a tensor reports.
+    """
+    on_meta = False
+    """Whether the last operator was on meta tensors of the user's own."""
+    sets_items = False
+    """Whether the thread runs ``x[i] = ...``, whose numbers stay on the host."""
+    joined = False
+    """Whether the thread has entered the simulation."""

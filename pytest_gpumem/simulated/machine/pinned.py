@@ -12,7 +12,7 @@ import weakref
 import torch
 
 from pytest_gpumem.allocator.host_memory import HostAllocator, block_size
-from pytest_gpumem.allocator.timeline import StreamKey
+from pytest_gpumem.allocator.trace import StreamKey
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.streams import Streams
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.machine.checks import INDEXING, indices_elsewhere, two_devices
 from pytest_gpumem.simulated.machine.storages import Storages

@@ -3,7 +3,7 @@
 Work is done when it is issued, as far as a program can see: queries return true, but for the time
 that ``torch.cuda._sleep`` takes. Work the *host* has seen finish decides when memory that another
 stream used may be used again; the
-:class:`~pytest_gpumem.allocator.timeline.Timeline` keeps that.
+:class:`~pytest_gpumem.allocator.trace.Timeline` keeps that.
 
 The time that ``torch.cuda._sleep`` keeps a stream busy; nothing else takes any.
 
@@ -34,7 +34,7 @@ from typing import Any, Protocol
 import torch
 import torch.autograd.graph
 
-from pytest_gpumem.allocator.timeline import Marks, StreamKey, Timeline
+from pytest_gpumem.allocator.trace import Marks, StreamKey, Timeline
 from pytest_gpumem.simulated.machine.captures import Capture
 
 STREAMS_PER_POOL = 32

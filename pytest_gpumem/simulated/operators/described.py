@@ -20,6 +20,8 @@ _D = TypeVar("_D", bound=Description)
 _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
 _PATH = re.compile(r"\w+(\.\w+)+")
 _TARGET = "the description"
+OR_DRY = "or run pytest --gpumem-device=dry, which needs no description"
+"""The end of a sentence on a kernel without a description."""
 _TORCHS_OWN = frozenset({"aten", "prim", "prims", "profiler", "quantized"})
 
 
@@ -238,7 +240,8 @@ def how_to_describe(func: Any) -> str:
     name = func._schema.name
     hint = f'say what it allocates with pytest_gpumem.simulate_operator("{name}")'
     near = difflib.get_close_matches(name, unknown, 1)
-    return hint + (f' (no operator is called "{near[0]}", which is described)' if near else "")
+    wrong = f' (no operator is called "{near[0]}", which is described)' if near else ""
+    return f"{hint}{wrong}, {OR_DRY}"
 
 
 def base_function(kernel: Any) -> Any:

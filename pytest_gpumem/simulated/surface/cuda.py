@@ -76,6 +76,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(torch, "get_device_module", _device_module(torch.get_device_module))
     patches.add(torch, "Generator", generator)
     patches.add(torch.version, "cuda", torch.version.cuda or CUDA_OF_CPU_BUILDS)
+    _add_devices(machine, patches)
 
 
 _STATE = frozenset(
@@ -279,3 +280,35 @@ class _Api:
     def _accelerator_getMemoryInfo(self, index: int) -> tuple[int, int]:
         gpu = self._gpu(index)
         return gpu.allocator.free_memory, gpu.model.total_memory
+
+
+_Device: Any = torch.device
+
+
+def _add_devices(machine: SimulatedMachine, patches: Patches) -> None:
+    """Replace ``torch.device``, which is a type that cannot be changed or inherited from."""
+    patches.add(torch, "device", device)
+
+
+class _Kind(type):
+    """The type of the stand-in: it makes real devices, and ``isinstance`` finds them."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        if len(args) == 1 and type(args[0]) is int and not options:
+            return _Device("cuda", args[0])
+        return _Device(*args, **options)
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, _Device)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return kind is cls or issubclass(kind, _Device)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is _Device
+
+    def __hash__(cls) -> int:
+        return hash(_Device)
+
+
+device = _Kind("device", (), {"__module__": "torch", "__doc__": _Device.__doc__})

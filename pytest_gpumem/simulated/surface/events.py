@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from pytest_gpumem.allocator.timeline import Marks, StreamKey
+from pytest_gpumem.allocator.trace import Marks, StreamKey
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.captures import Capture
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine

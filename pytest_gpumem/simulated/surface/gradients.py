@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+import torch.autograd.graph
 import torch.overrides
+from torch.autograd.graph import save_on_cpu
 
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine, leaves_of, renumber
 
 _grad: Any = vars(torch._C.TensorBase)["grad"]
 
@@ -29,6 +32,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     nowrap = frozenset({*torch.overrides.get_default_nowrap_functions(), replaced.__get__})
     patches.add(torch._tensor, "get_default_nowrap_functions", lambda: nowrap)
     patches.add(torch.Tensor, "grad", replaced)
+    _add_saved(machine, patches)
+    _add_double_backward(machine, patches)
 
 
 def _check_devices(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -46,3 +51,69 @@ def _check_devices(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
         f"attempting to assign a gradient {what}. Please ensure that the gradient and the tensor "
         "are on the same device"
     )
+
+
+def _add_saved(machine: SimulatedMachine, patches: Patches) -> None:
+    """Make ``save_on_cpu(pin_memory=True)`` copy to pageable memory: the same for the device.
+
+    Source: torch/autograd/graph.py (save_on_cpu), which otherwise fills a CPU tensor of its own.
+    That tensor is contiguous, so the device first copies one that is not
+    (aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries).
+    """
+    initialize: Any = save_on_cpu.__init__
+
+    @functools.wraps(initialize)
+    def pageable(hooks: save_on_cpu, pin_memory: bool = False, device_type: str = "cuda") -> None:
+        initialize(hooks, False, device_type)
+        if pin_memory:
+            packed: Any = hooks.pack_hook
+
+            def pack(tensor: torch.Tensor) -> Any:
+                return packed(tensor.contiguous())
+
+            hooks.pack_hook = pack
+
+    patches.add(save_on_cpu, "__init__", pageable)
+
+
+_next = torch._C._autograd._get_sequence_nr
+_graph_task = torch._C._current_graph_task_id
+
+
+def _add_double_backward(machine: SimulatedMachine, patches: Patches) -> None:
+    """Count the nodes that each outermost pass has made.
+
+    With streams of the user's own the numbers stay: they show on which stream a node was made.
+    """
+    engine = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(engine)
+    def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if _graph_task() != -1:
+            return engine(t_outputs, *args, **kwargs)
+        began, results = _next(), None
+        try:
+            results = engine(t_outputs, *args, **kwargs)
+            return results
+        finally:
+            if _next() != began and any(getattr(each, "is_cuda", False) for each in t_outputs):
+                number = machine.numbering.ended(began)
+                if _creates_graph(args) and not machine.streams.used:
+                    renumber(_made(t_outputs, args, results), began, number)
+
+    for owner in (torch.autograd, torch.autograd.graph):
+        patches.add(owner, "_engine_run_backward", run)
+
+
+def _creates_graph(args: tuple[Any, ...]) -> bool:
+    """``(grad_tensors, retain_graph, create_graph, inputs, ...)`` of torch/autograd/__init__.py."""
+    return len(args) > 2 and bool(args[2])
+
+
+def _made(outputs: Any, args: tuple[Any, ...], results: Any) -> list[Any]:
+    """Return the gradients of a pass: its results, or the leaves' present gradients."""
+    found = [each for each in results or () if isinstance(each, torch.Tensor)]
+    if found:
+        return found
+    leaves = args[3] if len(args) > 3 and args[3] else leaves_of(outputs)
+    return [leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor)]

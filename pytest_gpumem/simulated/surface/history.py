@@ -7,9 +7,8 @@ from typing import Any
 
 from pytest_gpumem.allocator.snapshot import frames_of
 from pytest_gpumem.allocator.trace import Contexts, Recording
-from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.patching import Patches, add_functions
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.surface.functions import add_functions
 
 _CONTEXTS = {
     None: Contexts.NEVER,

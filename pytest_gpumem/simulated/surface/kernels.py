@@ -2,10 +2,18 @@
 
 A description (:mod:`pytest_gpumem.simulated.operators.described`) runs in their place; without one
 the test is skipped with a sentence that names them.
+
+Extensions that are compiled while a test runs: refused where CUDA's compiler is missing.
+
+``load()`` and ``load_inline()`` both end in ``_jit_compile()``, which writes ninja's file and
+starts it; ``CUDAExtension()`` needs the libraries below CUDA_HOME (torch/utils/cpp_extension.py,
+2.6 to 2.15).
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,11 +21,12 @@ from importlib.machinery import ExtensionFileLoader
 from types import FunctionType
 from typing import Any, NoReturn
 
+import torch
+
 from pytest_gpumem.simulated.common.callsite import callers_line
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.operators.described import tensors_in
-from pytest_gpumem.simulated.operators.suggested import of_function
-from pytest_gpumem.values.errors import UndescribedKernelError
+from pytest_gpumem.simulated.operators.described import OR_DRY, tensors_in
+from pytest_gpumem.values.errors import UndescribedKernelError, UnsupportedOperatorError
 
 _TENSOR_IN_SIGNATURE = ("torch.Tensor", "at::Tensor")
 """Spellings of a tensor argument in the signature that pybind11 puts first in a docstring
@@ -49,13 +58,10 @@ class Extensions:
             finally:
                 self._open = None
 
-    def compiled(self, module: Any, path: str, snippet: Callable[[str], str]) -> None:
-        """Keep them from ``module`` too, which was compiled just now and was not imported.
-
-        ``path`` names the function that compiled it, ``snippet`` makes its description for a line.
-        """
+    def compiled(self, module: Any, path: str) -> None:
+        """Keep them from ``module`` too, which the function of this ``path`` has compiled."""
         found = [
-            (module, attribute, _Guarded(value, f"{module.__name__}.{attribute}", path, snippet))
+            (module, attribute, _Guarded(value, f"{module.__name__}.{attribute}", path))
             for attribute, value in vars(module).items()
             if _takes_tensors(value)
         ]
@@ -103,35 +109,23 @@ class _Guarded:
     """A compiled function; no Python function, which would bind as a method does."""
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        path: str,
-        described_as: str | None = None,
-        snippet: Callable[[str], str] | None = None,
+        self, function: Callable[..., Any], path: str, described_as: str | None = None
     ) -> None:
         self._function = function
         self._path = path
         self._described_as = described_as or path
-        self._snippet = snippet
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if any(tensor.is_cuda for tensor in tensors_in((args, options))):
-            self._refuse(args, options)
+            self._refuse()
         return self._function(*args, **options)
 
-    def _refuse(self, args: tuple[Any, ...], options: dict[str, Any]) -> NoReturn:
-        path, described_as, line = self._path, self._described_as, callers_line()
-        snippet = (
-            of_function(path, getattr(self._function, "__doc__", None), args, options, line)
-            if self._snippet is None
-            else self._snippet(line)
-        )
+    def _refuse(self) -> NoReturn:
         raise UndescribedKernelError(
-            f"{path} at {line} is a function of a compiled extension, which a simulated GPU "
-            f"cannot run: say what it allocates with "
-            f'pytest_gpumem.simulate_operator("{described_as}")',
-            path,
-            snippet,
+            f"{self._path} at {callers_line()} is a function of a compiled extension, which a "
+            f"simulated GPU cannot run: say what it allocates with "
+            f'pytest_gpumem.simulate_operator("{self._described_as}"), {OR_DRY}',
+            self._path,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -139,3 +133,81 @@ class _Guarded:
 
 
 EXTENSIONS = Extensions()
+
+
+_MODULE = "torch.utils.cpp_extension"
+_LOADERS = ("load", "load_inline")
+_HAS_CUDA = torch.version.cuda is not None
+"""Whether this torch, and not the simulated one, is built with CUDA."""
+
+
+class Compiling:
+    """Replacements in ``torch.utils.cpp_extension``, once that is imported."""
+
+    def __init__(self) -> None:
+        self._patches: Patches | None = None
+
+    def look(self) -> None:
+        """Replace it once it is imported: few tests compile, and its import takes long."""
+        module: Any = sys.modules.get(_MODULE)
+        if self._patches is not None or not hasattr(module, "_join_cuda_home"):
+            return
+        self._patches = Patches()
+        compiling, joining = module._jit_compile, module._join_cuda_home
+        self._patches.add(module, "_jit_compile", _compile(module, compiling))
+        self._patches.add(module, "_join_cuda_home", _join(module, joining))
+        self._patches.apply()
+
+    def undo(self) -> None:
+        """Restore the original functions."""
+        if self._patches is not None:
+            self._patches.undo()
+            self._patches = None
+
+
+def _can_compile(module: Any) -> bool:
+    return _HAS_CUDA and module.CUDA_HOME is not None
+
+
+def _compile(module: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(real)
+
+    @functools.wraps(real)
+    def call(*args: Any, **options: Any) -> Any:
+        given = signature.bind(*args, **options).arguments
+        name, sources = given["name"], given["sources"]
+        caller = sys._getframe(1).f_code.co_name
+        loader = caller if caller in _LOADERS else _LOADERS[0]
+        with_cuda = given["with_cuda"]
+        if with_cuda is None:
+            with_cuda = any(map(module._is_cuda_file, sources))
+        if with_cuda and not _can_compile(module):
+            _refuse(f'{loader}(name="{name}", ...)', f"{_MODULE}.{loader}")
+        made = real(*args, **options)
+        if inspect.ismodule(made):
+            EXTENSIONS.compiled(made, f"{_MODULE}.{loader}")
+        return made
+
+    return call
+
+
+def _join(module: Any, real: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(real)
+    def call(*paths: Any) -> Any:
+        if not _can_compile(module):
+            raise UnsupportedOperatorError(
+                f"{_MODULE} at {callers_line()} asks for CUDA's compiler, which is not here: build "
+                f"the extension elsewhere, or say what its functions allocate with "
+                f'pytest_gpumem.simulate_operator("module.function")'
+            )
+        return real(*paths)
+
+    return call
+
+
+def _refuse(call: str, path: str) -> NoReturn:
+    raise UndescribedKernelError(
+        f"{call} at {callers_line()} compiles for CUDA, whose compiler is not here: say what the "
+        f'functions of the module allocate with pytest_gpumem.simulate_operator("{path}")',
+        call,
+    )

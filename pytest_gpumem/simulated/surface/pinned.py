@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.execution import pinning
+from pytest_gpumem.simulated.execution import kinds
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.surface.wrappers import is_wrapper
 
@@ -19,11 +19,11 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
         if is_wrapper(tensor):
             return bool(aten.is_pinned.default(tensor))
-        return pinning.is_pinned(machine, tensor)
+        return kinds.is_pinned(machine, tensor)
 
     def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
         if not is_wrapper(tensor):
-            return pinning.pinned(machine, tensor)
+            return kinds.pinned(machine, tensor)
         if is_pinned(tensor):
             return tensor
         return cast(torch.Tensor, aten._pin_memory.default(tensor))

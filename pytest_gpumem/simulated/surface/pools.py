@@ -15,12 +15,12 @@ from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.allocator.releases import GENERIC_CONFIG
 from pytest_gpumem.allocator.snapshot import snapshot
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.patching import Patches, add_functions
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.releases import OPTIONS_SINCE, THREAD_POOLS
+from pytest_gpumem.simulated.machine.captures import Pool
+from pytest_gpumem.simulated.machine.graphs import Graph
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.machine.pools import Pool
-from pytest_gpumem.simulated.surface.functions import add_functions
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 
@@ -258,3 +258,22 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
             if name in vars(module):
                 patches.add(module, name, value)
     add_functions(api, patches)
+    _add_graphs(machine, patches)
+
+
+class _GraphApi:
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self._machine = machine
+
+    def _graph_pool_handle(self) -> PoolId:
+        return self._machine.pool_ids.of_user()
+
+
+def _add_graphs(machine: SimulatedMachine, patches: Patches) -> None:
+    """Replace the graph class."""
+    graph = type("CUDAGraph", (Graph,), {"_machine": machine})
+    for module in (torch.cuda, torch.cuda.graphs):
+        patches.add(module, "CUDAGraph", graph)
+    # torch keeps one capture stream for the whole process.
+    patches.add(torch.cuda.graphs.graph, "default_capture_stream", None)
+    add_functions(_GraphApi(machine), patches)

@@ -12,13 +12,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from pytest_gpumem.allocator.timeline import StreamKey
-from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.allocator.trace import StreamKey
+from pytest_gpumem.simulated.common.patching import Patches, add_functions
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.streams import HIGHEST_PRIORITY, priority_of
 from pytest_gpumem.simulated.surface import events
 from pytest_gpumem.simulated.surface.events import SimulatedEvent
-from pytest_gpumem.simulated.surface.functions import add_functions
 
 
 class SimulatedStream:

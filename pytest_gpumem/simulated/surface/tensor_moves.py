@@ -1,8 +1,19 @@
-"""Tensors that move: between host and GPU, between GPUs, and in place of another."""
+"""Tensors that move: between host and GPU, between GPUs, and in place of another.
+
+``tensor.data = other`` across devices: the tensor stays, with its gradient and its graph.
+
+torch lets CPU and CUDA take each other's place, but not CPU and ``meta``. It calls its dispatcher
+for that first, which answers here as for a GPU; the copying is then the same.
+
+Source: torch/csrc/autograd/variable.cpp (VariableHooks::set_data), c10/core/TensorImpl.h
+(has_compatible_shallow_copy_type, shallow_copy_from), torch 2.6 to 2.13.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -11,11 +22,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.machine.checks import NO_DATA
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.placement import return_gradient
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage
-from pytest_gpumem.simulated.surface import in_place
 from pytest_gpumem.simulated.surface.legacy import DTYPE_NAMES
 from pytest_gpumem.simulated.surface.tensor_facts import TensorFacts
 from pytest_gpumem.simulated.surface.wrappers import is_wrapper
@@ -165,7 +176,7 @@ class TensorMoves(TensorFacts):
         if not moves or self._block(tensor if raw.is_meta(tensor) else new) is None:
             raw.data.__set__(tensor, new)
             return
-        in_place.put(tensor, new)
+        put(tensor, new)
 
     def deepcopy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
         unknown = self._storages.is_on_host(tensor)
@@ -214,3 +225,40 @@ def _uploaded(
         device=device,
     )
     return copied._coalesced_(tensor.is_coalesced())
+
+
+_QUESTION = "_has_compatible_shallow_copy_type"
+
+_is_put: ContextVar[bool] = ContextVar("is_put", default=False)
+_CPU = torch._C.DispatchKey.CPU
+
+
+@contextmanager
+def answering(execution: ShapeExecution) -> Iterator[None]:
+    """Install the answer inside: before autograd, and in ``execution`` for inference mode."""
+    library = torch.library.Library("aten", "IMPL")
+    for key in ("AutogradCPU", "AutogradMeta"):
+        library.impl(_QUESTION, _may_take_place, key)
+    execution.bind(
+        getattr(torch.ops.aten, _QUESTION).default, lambda args, _: _may_take_place(*args)
+    )
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def put(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    """Give ``tensor`` the contents of ``new``, one of them being on the CPU and one on ``meta``."""
+    before = _is_put.set(True)
+    try:
+        raw.data.__set__(tensor, new)
+    finally:
+        _is_put.reset(before)
+
+
+def _may_take_place(one: torch.Tensor, other: torch.Tensor) -> bool:
+    keys, others = (torch._C._dispatch_keys(tensor) for tensor in (one, other))
+    dense = one.layout is other.layout is torch.strided
+    on_cpu = keys.has(_CPU) and others.has(_CPU)
+    return _is_put.get() or keys.raw_repr() == others.raw_repr() or (dense and on_cpu)

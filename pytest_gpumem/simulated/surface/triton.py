@@ -18,8 +18,8 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, base_function, on_gpu, path_of
 from pytest_gpumem.simulated.surface.properties import DeviceProperties

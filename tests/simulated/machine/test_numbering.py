@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.machine import numbering
-from pytest_gpumem.simulated.machine.numbering import Numbering
+from pytest_gpumem.simulated.machine import machine
+from pytest_gpumem.simulated.machine.machine import Numbering
 
 
 class Counter:
@@ -31,7 +31,7 @@ def test_nodes_of_a_pass_go_where_a_thread_of_their_own_counts_them(
     # On a GPU the program's thread makes nodes 0 to 3, the GPU's 0 to 2; then they make node 4 and
     # nodes 3 to 6. The one thread here had counted to 100 before.
     counter = Counter(100)
-    monkeypatch.setattr(numbering, "_next", counter)
+    monkeypatch.setattr(machine, "_next", counter)
     numbers = Numbering()
     assert counter.make(4) == 100
     began = counter.make(3)

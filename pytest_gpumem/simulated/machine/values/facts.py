@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.common.nesting import tensors_in
-from pytest_gpumem.simulated.common.raw import META
+from pytest_gpumem.simulated.common.raw import META, tensors_in
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.finite import Infinity, Numbers

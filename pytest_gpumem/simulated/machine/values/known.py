@@ -16,11 +16,10 @@ from weakref import WeakValueDictionary
 import torch
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.nesting import tensors_in
-from pytest_gpumem.simulated.common.raw import CPU
+from pytest_gpumem.simulated.common.raw import CPU, tensors_in
+from pytest_gpumem.simulated.machine.dispatch import ThreadState
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage, Storages, storage_key
-from pytest_gpumem.simulated.machine.thread_state import ThreadState
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.facts import Fact, of_result
 from pytest_gpumem.simulated.machine.values.operator import Operator

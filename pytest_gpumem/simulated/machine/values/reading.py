@@ -13,11 +13,11 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
+from pytest_gpumem.simulated.machine.dispatch import ThreadState
 from pytest_gpumem.simulated.machine.generators import drawn_from
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.real import kernels as real_kernels
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
-from pytest_gpumem.simulated.machine.thread_state import ThreadState
 from pytest_gpumem.simulated.machine.values.facts import Facts
 from pytest_gpumem.simulated.machine.values.finite import Infinity
 from pytest_gpumem.simulated.machine.values.kept import Kept

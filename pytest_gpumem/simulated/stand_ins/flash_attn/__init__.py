@@ -8,7 +8,7 @@ from typing import Any
 from pytest_gpumem.simulated.stand_ins.flash_attn import padding
 from pytest_gpumem.simulated.stand_ins.flash_attn.functions import FUNCTIONS
 from pytest_gpumem.simulated.stand_ins.flash_attn.kernels import OPERATORS
-from pytest_gpumem.simulated.stand_ins.libraries import FLASH_ATTN
+from pytest_gpumem.simulated.stand_ins.imports import FLASH_ATTN
 
 MODULES: Mapping[str, Mapping[str, Any]] = {
     "flash_attn": {"__version__": FLASH_ATTN.version, **FUNCTIONS},

@@ -18,7 +18,7 @@ from pytest_gpumem.simulated.operators.attention_choice import splits_of
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.layout import HALVES
 from pytest_gpumem.simulated.stand_ins.flash_attn import values
-from pytest_gpumem.simulated.stand_ins.libraries import used
+from pytest_gpumem.simulated.stand_ins.imports import used
 
 
 def padded(tensor: Tensor) -> Tensor:
