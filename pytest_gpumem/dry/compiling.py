@@ -117,6 +117,7 @@ def _of_triton(patches: Patches, module: ModuleType) -> None:
 
     patches.add(tuner, "prune_configs", prune_configs)
     patches.add(tuner, "do_bench", _DoBench(tuned))
+    patches.add(tuner, "_bench", _without_copies(tuner._bench))
     if "check_disk_cache" in vars(tuner):
         patches.add(tuner, "check_disk_cache", _without_disk)
 
@@ -139,6 +140,21 @@ class _DoBench:
             return [TIME] * 3
 
         return do_bench
+
+
+def _without_copies(bench: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``Autotuner._bench``: arguments that each run would change (``restore_value``) are not
+    copied, which happens before a configuration is known and never again after it is."""
+
+    @functools.wraps(bench)
+    def benched(tuner: Any, *args: Any, **options: Any) -> Any:
+        restored, tuner.restore_value = tuner.restore_value, []
+        try:
+            return bench(tuner, *args, **options)
+        finally:
+            tuner.restore_value = restored
+
+    return benched
 
 
 def _without_disk(tuner: Any, key: object, configs: object, tune: Callable[[], object]) -> bool:

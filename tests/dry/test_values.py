@@ -250,7 +250,8 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.taken = nn.LayerNorm(64), nn.Linear(64, 192)
-        self.given = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(), nn.Linear(256, 64))
+        middle = nn.GELU(), nn.SiLU(), nn.Mish(), nn.Dropout()
+        self.given = nn.Sequential(nn.Linear(64, 256), *middle, nn.Linear(256, 64))
     def forward(self, x):
         parts = self.taken(self.norm(x)).unflatten(2, (3, 4, 16)).permute(2, 0, 3, 1, 4)
         seen = nn.functional.scaled_dot_product_attention(*parts, is_causal=True, dropout_p=0.1)

@@ -357,8 +357,12 @@ class _Parts:
 
 
 def _is_composite(func: Any) -> bool:
-    """Return whether torch composes ``func`` of others in C++; a decomposition is none of it."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE.name))
+    """Return whether torch composes ``func`` of others in C++ on a GPU; a decomposition is none.
+
+    ``silu_backward`` and two others have a composition for other devices and a kernel for GPUs.
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), _COMPOSITE.name) and not has_kernel(func.name(), "CUDA")
 
 
 def _key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
