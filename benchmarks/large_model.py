@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import on_device
 import torch
 import torch.nn.functional as F
-from on_device import add_device, begin
 from torch import nn
 
 from pytest_gpumem import simulate
@@ -30,7 +29,6 @@ WIDTH, HEADS, KEY_HEADS, INNER, VOCABULARY = 8192, 64, 8, 28_672, 128_256
 HEAD = WIDTH // HEADS
 LAYERS = (10, 20, 40, 80)
 LIMIT_SECONDS, LIMIT_MIB = 15, 2048
-TIB = 1024**4
 
 
 class Norm(nn.Module):
@@ -149,7 +147,7 @@ def gpu_of(device: str | None) -> Iterator[Callable[[], int]]:
         torch.cuda.reset_peak_memory_stats()
         yield torch.cuda.max_memory_allocated
         return
-    gpu_model = replace(GPUS["H100"], name="H100-2TiB", total_memory=2 * TIB)
+    gpu_model = replace(GPUS["H100"], name="H100-2TiB", total_memory=2 * on_device.TIB)
     with simulate(gpu_model, alloc_conf="expandable_segments:True") as gpu:
         yield lambda: gpu.peak_allocated
 
@@ -180,11 +178,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
     parser.add_argument("--context", type=int, default=4096)
-    add_device(parser)
+    on_device.add_device(parser)
     settings = parser.parse_args()
-    if settings.device == "dry":
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    begin(settings.device, "H100", 2 * TIB)
     step(1, settings.context, settings.device)  # what torch imports and compiles at first use
     where = settings.device or "simulated"
     size = f"1 x {settings.context} tokens"

@@ -34,7 +34,7 @@ GROWTH = 700
 """The growth in blocks of one GPU that triggers a collection; CPython's number of objects."""
 
 FULL_EVERY = 10
-"""The number of collections of which one is full, as for older generations of CPython."""
+"""The number of collections, and of tests, of which one is full, as for CPython's generations."""
 
 YOUNG = 1 if sys.version_info < (3, 14) else 0
 """The generation whose collection leaves everything that it finds in use among the oldest.
@@ -51,6 +51,7 @@ class Collector:
 
     def __init__(self) -> None:
         self._collections = 0
+        self._tests = 0
 
     @contextmanager
     def in_charge(self) -> Iterator[None]:
@@ -69,7 +70,9 @@ class Collector:
         finally:
             if get_threshold() == held:
                 set_threshold(*found)
-                _give_python_a_turn()
+                self._tests += 1
+                if self._tests % FULL_EVERY == 0:
+                    _give_python_a_turn()
 
     def restart(self) -> None:
         """Reset the state as if no code had run before."""

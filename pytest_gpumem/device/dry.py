@@ -133,8 +133,10 @@ class DryDevice(CudaDevice):
         self._fixtures.begin_body()
 
     def end_body(self) -> None:
-        """Wait until autograd has dropped what the body computed."""
+        """Wait until autograd and NCCL have dropped what the body computed."""
         autograd.settle()
+        if self._membership is not None:
+            self._membership.end_body()
 
     def unmeasured(self) -> AbstractContextManager[None]:
         """Keep peaks inside from adding to the test's notes on estimates."""

@@ -111,6 +111,14 @@ class Membership(process_groups.Membership):
             torch.cuda.set_device(self._world.local_rank)
             yield
 
+    def end_body(self) -> None:
+        """Wait until NCCL's watchdog has let go of what the last collectives hold.
+
+        The memory would be missing, or given back, in the next test.
+        """
+        if dist.is_initialized():
+            time.sleep(_LONG_STEP)
+
     def close(self) -> None:
         """Leave all groups: a watchdog of NCCL's that still runs would end the process."""
         outer = Groups.of_process()
