@@ -254,7 +254,7 @@ def notes(test: Any) -> str:
         ("test_adds_in_threads", False),
         ("test_layers_in_half_precision", True),
         ("test_cells", True),
-        ("test_statistics_of_several_batches", False),
+        ("test_statistics_of_several_batches", True),
         ("test_a_graph_draws_from_the_states_that_it_was_captured_with", True),
         ("test_compiles_what_draws_and_reads", True),
     ],
