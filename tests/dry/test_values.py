@@ -11,6 +11,7 @@ from tests.dry.conftest import Run
 from tests.dry.test_plugin import pytest_in, reported
 
 TESTS = """
+import copy, threading
 import pytest, torch
 from torch import nn
 
@@ -160,6 +161,79 @@ def test_history_has_the_lines_of_the_program():
     assert kept.sum() != 0.5  # so values are followed
     frames = [event["frames"] for event in trace if event["action"] == "alloc"]
     assert all(stack[0]["filename"].endswith("test_values.py") for stack in frames[:2])
+
+def test_adds_in_threads():
+    found = {}
+
+    def add(number):
+        found[number] = torch.ones(3, device="cuda") * number
+
+    threads = [threading.Thread(target=add, args=(number,)) for number in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (found[2] + found[3]).tolist() == [5.0] * 3
+
+def test_layers_in_half_precision():
+    x = torch.randn(3, 4, 5, device="cuda")
+    for kind in (nn.RNN, nn.LSTM, nn.GRU):
+        layer = kind(5, 6, num_layers=2).cuda()
+        with torch.autocast("cuda"):  # it gives cuDNN weights that are columns of one buffer
+            result, _ = layer(x)
+        assert torch.equal(result, layer.half()(x.half())[0])
+    probabilities = x.half().softmax(2, dtype=torch.float32)
+    assert torch.equal(probabilities, x.half().float().softmax(2))
+
+def test_cells():
+    cell = nn.GRUCell(5, 6).cuda()
+    reference = copy.deepcopy(cell).cpu()
+    x = torch.randn(4, 5, device="cuda")
+    for each, given in [(cell, x), (reference, x.cpu())]:
+        each(given).square().sum().backward()
+    for one, other in zip(cell.parameters(), reference.parameters()):
+        torch.testing.assert_close(one.grad.cpu(), other.grad)
+
+def test_statistics_of_several_batches():
+    mean, deviation = (torch.full((2, 3), number, device="cuda") for number in (1.0, 0.5))
+    data = torch.randn(1, 3, 3, 3, device="cuda")
+    gathered = torch.batch_norm_gather_stats(data, mean, deviation, None, None, 0.1, 0.0, 2)
+    assert [each.tolist() for each in gathered] == [[1.0] * 3, [0.5] * 3]
+
+def test_a_graph_draws_from_the_states_that_it_was_captured_with():
+    generator = torch.cuda.default_generators[0]
+    generator.manual_seed(0)
+    first, second = generator.graphsafe_get_state(), generator.clone_state()
+    graph = torch.cuda.CUDAGraph()
+    for state in (first, second):
+        graph.register_generator_state(state)
+    with torch.cuda.graph(graph):
+        generator.graphsafe_set_state(second)
+        drawn = [torch.rand(3, device="cuda")]
+        generator.graphsafe_set_state(first)
+        drawn += [torch.rand(3, device="cuda") for _ in range(2)]
+    graph.replay()
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[1], drawn[2])
+
+def test_compiles_what_draws_and_reads():
+    torch._dynamo.config.capture_scalar_outputs = True
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x):
+        return torch.rand(4, device="cuda") + x.item()
+
+    result = compiled(torch.tensor(3, device="cuda"))
+    assert (result >= 3).all() and (result <= 4).all()
+"""
+
+UNMARKED = """
+import torch
+
+def test_first():
+    assert len(torch.ones(3, device="cuda").nonzero())
+
+def test_second():
+    assert len(torch.ones(3, device="cuda").nonzero())
 """
 
 
@@ -202,6 +276,12 @@ def notes(test: Any) -> str:
         ("test_numbers_on_the_host", True),
         ("test_replays_a_graph", True),
         ("test_history_has_the_lines_of_the_program", True),
+        ("test_adds_in_threads", False),
+        ("test_layers_in_half_precision", True),
+        ("test_cells", True),
+        ("test_statistics_of_several_batches", True),
+        ("test_a_graph_draws_from_the_states_that_it_was_captured_with", True),
+        ("test_compiles_what_draws_and_reads", True),
     ],
 )
 def test_all_values_are_computed_where_small_ones_do_not_do(
@@ -238,6 +318,15 @@ def test_values_that_must_not_be_computed_are_named(project: Path) -> None:
     assert "1 passed, 1 skipped" in never.stdout
     assert "bool() at test_values.py:55 depends on a value of a CUDA tensor" in never.stdout
     assert "0.001 s that --gpumem-sim-values-limit" in " ".join(short.stdout.split())
+
+
+def test_every_unmarked_test_that_decides_is_skipped(dry_run: Run, tmp_path: Path) -> None:
+    (tmp_path / "test_unmarked.py").write_text(UNMARKED)
+
+    done = pytest_in(tmp_path, "--gpumem-sim-scope=session", "-rs")
+
+    assert "2 skipped" in done.stdout
+    assert done.stdout.count("depends on a value of a CUDA tensor") >= 2
 
 
 EVENTS = """

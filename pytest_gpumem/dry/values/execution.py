@@ -39,6 +39,7 @@ _COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
 _GROUPED = frozenset({"aten::_grouped_mm", "aten::_scaled_grouped_mm"})
 _WRITES_NOTHING = frozenset({"aten::record_stream"})
 """Operators whose schema declares a write to the tensor, though only its block is changed."""
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _DISABLED = torch._C._disabled_torch_dispatch_impl
 
 
@@ -68,6 +69,10 @@ class Execution:
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func`` and compute its values."""
+        if torch._C._get_dispatch_mode(_FAKE) is not None:
+            # A compiler traces it: there is no tensor, and shapes are all it has.
+            with unseen():
+                return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
         kinds = {tensor.__class__ for tensor in tensors} - raw.PLAIN
         if kinds and any(kind.__torch_dispatch__ is not _DISABLED for kind in kinds):

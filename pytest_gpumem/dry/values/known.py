@@ -60,7 +60,8 @@ class DryValues(Values):
                 continue
             # The end of a block belongs to no tensor: no copy writes it.
             end = end_of(tensor)
-            if _is_nearly(end, size) and self._memory.knows((start, end)):
+            all_but_end = max(end, size - 511)
+            if self._memory.knows((start, end if _is_nearly(end, size) else all_but_end)):
                 self._hold_in(tensor, seen_by_cpu((start, size), tensor.dtype))
 
     def end(self) -> None:

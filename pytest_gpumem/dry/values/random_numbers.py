@@ -38,7 +38,7 @@ class RandomNumbers:
 
     def begin(self, generator: torch.Generator) -> None:
         """Set ``generator`` for the next operator's numbers."""
-        self._before = _state_of(generator)
+        self._before = _state_of(generator) if generator.device.type == "cuda" else None
         if self._end is not None:
             self._keep(self._end, self._source)
             self._end = None
@@ -102,5 +102,4 @@ def share_state(first: torch.Generator, second: torch.Generator) -> bool:
 
 
 def _state_of(generator: torch.Generator) -> _State:
-    state = bytes(generator.get_state().tolist())
-    return int.from_bytes(state[:8], "little"), int.from_bytes(state[8:16], "little")
+    return generator.initial_seed(), generator.get_offset()

@@ -254,6 +254,23 @@ def _batch_norm_backward(
     )  # fmt: skip
 
 
+def _softmax(operator: Any) -> Callable[..., Any]:
+    def compute(input: Tensor, dim: int, half_to_float: bool, **out: Tensor) -> Any:
+        return operator(input.float() if half_to_float else input, dim, False, **out)
+
+    return compute
+
+
+def _softmax_backward(operator: Any) -> Callable[..., Any]:
+    def compute(
+        gradient: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype, **out: Tensor
+    ) -> Any:
+        result = operator(gradient, output, dim, gradient.dtype, **out)
+        return result if out else result.to(input_dtype)
+
+    return compute
+
+
 def rms_norm_backward(
     gradient: Tensor,
     input: Tensor,
@@ -298,6 +315,11 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "aten::_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
     "aten::cudnn_batch_norm": _batch_norm,
     "aten::cudnn_batch_norm_backward": _batch_norm_backward,
+    # Only CUDA's take half precision and return float32, and back (SoftMax.cu).
+    "aten::_softmax": _softmax(_aten._softmax),
+    "aten::_softmax_backward_data": _softmax_backward(_aten._softmax_backward_data),
+    "aten::_log_softmax": _softmax(_aten._log_softmax),
+    "aten::_log_softmax_backward_data": _softmax_backward(_aten._log_softmax_backward_data),
     "aten::_fused_rms_norm_backward": _fused_rms_norm_backward,
 }
 """By operator name."""

@@ -22,6 +22,8 @@ _LAYERS: dict[int, Any] = {
 }
 """By cuDNN's mode."""
 _LSTM = 2
+_GATES = (1, 1, 4, 3)
+"""Gates of a cell, by cuDNN's mode."""
 
 
 def _recurrent(
@@ -34,6 +36,10 @@ def _recurrent(
         raise NotImplementedError("what cuDNN drops is not among its results")
     state = (hx, cx) if mode == _LSTM else hx
     per_layer = weight_stride0 - (1 if proj_size else 0)
+    weight = [
+        _as_layers_take(one, at % weight_stride0, per_layer, _GATES[mode] * hidden_size)
+        for at, one in enumerate(weight)
+    ]
     shape = (per_layer == 4, num_layers, 0.0, train, bidirectional)
     if batch_sizes:
         sizes = torch.tensor(batch_sizes, device="cpu")
@@ -42,6 +48,16 @@ def _recurrent(
         result = _LAYERS[mode](input, state, weight, *shape, batch_first)
     output, hidden, *cell = result
     return output, hidden, *(cell or [UNREAD]), UNREAD, None
+
+
+def _as_layers_take(weight: Tensor, at: int, per_layer: int, rows: int) -> Tensor:
+    """Return ``weight``, the one at ``at`` of its layer, in the shape that a layer has.
+
+    Autocast gives parts of its buffer, in columns (``get_parameters``).
+    """
+    if at < 2:
+        return weight.reshape(rows, -1)
+    return weight.reshape(-1) if at < per_layer else weight
 
 
 def _recurrent_backward(
