@@ -34,7 +34,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from truth_exceptions import LIBRARY, VALUES, exception_of
+from truth_exceptions import CLOCK, LIBRARY, VALUES, exception_of
 from truth_page import write
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -292,6 +292,7 @@ def rows(passes: Sequence[Pass], version: str, gpu: str) -> list[str]:
         cells = [version, gpu, title, f"{compared:,}"]
         cells += [f"{number:,} ({number / compared:.2%})" for number in (equal, same)]
         cells += [f"{counts[REFUSED]:,}", f"{reasons[VALUES]:,}", f"{reasons[LIBRARY]:,}"]
+        cells += [f"{reasons[CLOCK]:,}"]
         made.append(f"| {' | '.join(cells)} |")
     return made
 
