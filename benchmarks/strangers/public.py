@@ -17,8 +17,8 @@ from strangers import MIXED, Program
 
 FOLDER = Path(__file__).parent.parent / "public_programs"
 _FILES = ("test_language", "test_pictures", "test_adapters", "test_graphs")
-_DECIDING = frozenset({"wav2vec2", "faster_rcnn"})
-"""Those that ask whether labels are in range, or keep boxes that are likely."""
+_DECIDING = frozenset({"llama_generates", "wav2vec2", "faster_rcnn"})
+"""Those that stop with a sentence, ask for labels in range, or keep boxes that are likely."""
 
 
 def programs() -> Iterator[Program]:

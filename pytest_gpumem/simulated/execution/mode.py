@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.common.callsite import running
+from pytest_gpumem.simulated.common.frames import let_go
 from pytest_gpumem.simulated.execution import composites, custom, taken_back
 from pytest_gpumem.simulated.execution.in_place import in_place, may_be_in_place
 from pytest_gpumem.simulated.execution.kinds import handler_of
@@ -79,6 +80,10 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
             if handler is None:
                 handler = self._handlers[func] = self._bind(func)
             return handler(args, kwargs or {})
+        except torch.OutOfMemoryError as error:
+            let_go(error.__traceback__)
+            del args, kwargs
+            raise
         finally:
             if lock is not None:
                 lock.release()

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from torch import OutOfMemoryError
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from pytest_gpumem.simulated.common.callsite import provenance
+from pytest_gpumem.simulated.common.frames import let_go
 from pytest_gpumem.simulated.operators.calls import Signature
 
 if TYPE_CHECKING:
@@ -162,7 +164,12 @@ def on_machine(
     given, taken = _bound(composite, func)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return taken(given(machine.device_of(args, kwargs), args, kwargs))
+        try:
+            return taken(given(machine.device_of(args, kwargs), args, kwargs))
+        except OutOfMemoryError as error:
+            let_go(error.__traceback__)
+            del args, kwargs
+            raise
 
     return call
 

@@ -127,7 +127,8 @@ def test_masked_values_are_those_of_the_cpu() -> None:
 
 def test_what_is_padded_in_an_encoder_is_said() -> None:
     with simulate("A100-40GB", torch_version="2.13") as gpu, torch.no_grad():
-        encoder = nn.TransformerEncoder(layer(), 1).half().eval()
+        made: Any = layer()
+        encoder = nn.TransformerEncoder(made, 1).half().eval()
         mask = torch.zeros(BATCH, LENGTH, dtype=torch.bool, device="cuda")
         encoder(tokens(dtype=torch.float16), src_key_padding_mask=mask)
         assert any("simulated operator by operator" in note for note in gpu.notes)
