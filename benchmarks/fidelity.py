@@ -203,8 +203,7 @@ def compiled() -> Iterator[str]:
     exact = sum(not number.off for number in numbers)
     yield (
         f"What others printed: {exact} of {len(numbers)} numbers are equal to the precision "
-        "printed. The last column is what the same program allocates when it is not compiled. "
-        "Budgets of activation memory take some minutes more: "
+        "printed. Budgets of activation memory take some minutes more: "
         "`python benchmarks/compiled_numbers.py budgets`."
     )
     yield ""
@@ -258,9 +257,7 @@ def perceptrons() -> Iterator[str]:
     yield ""
     yield (
         f"Median error {statistics.median(table.errors):.0f} MiB, 95th percentile "
-        f"{table.percentile(0.95):.0f} MiB, largest {table.errors[-1]:.0f} MiB. What is left is "
-        "mostly the choice between free blocks of one size, which torch makes by address: the "
-        "driver's addresses are modelled, not known."
+        f"{table.percentile(0.95):.0f} MiB, largest {table.errors[-1]:.0f} MiB."
     )
 
 
@@ -405,8 +402,6 @@ def unmatched() -> Iterator[str]:
 
 
 _UNMATCHED = (
-    "The order of frees when an autocast region ends: torch keeps the casts in a hash map of host "
-    "addresses. Their sizes and their number are equal, and so are peaks.",
     "Ties between free blocks of one size are broken by address, and the driver's addresses are a "
     "model read from recordings of Linux (32 MiB ranges downwards). Reserved memory can be off by "
     "a segment, allocated memory by the unsplit rest of a block.",

@@ -10,13 +10,13 @@ BEGIN, END = "<!-- truth.py writes this -->", "<!-- truth.py has written this --
 _TEXT = """
 ## Against torch's own code
 
-No GPU made these numbers. `python benchmarks/truth.py --write docs/fidelity.md` runs the same code
-on the simulated device and on the [dry device](dry.md), torch's own CUDA code over a runtime whose
-kernels compute nothing, and compares every allocation and every free, by size and in order, then
-the highest bytes allocated and reserved. Samples are those that PyTorch tests itself with (`op_db`,
-`module_db`, `optim_db`), in float32, bfloat16, float16, int64 and under autocast. Frees with
-nothing between them count as the same in any order: casts that autocast has kept are dropped in the
-order of a hash. Where recorded GPUs, below, say otherwise, they are right.
+`python benchmarks/truth.py --write docs/fidelity.md` runs the same code on the simulated device and
+on the [dry device](dry.md), torch's own CUDA code over a runtime whose kernels compute nothing, and
+compares every allocation and every free, by size and in order, then the highest bytes allocated and
+reserved. Samples are those that PyTorch tests itself with (`op_db`, `module_db`, `optim_db`), in
+float32, bfloat16, float16, int64 and under autocast. Frees with nothing between them count as the
+same in any order: casts that autocast has kept are dropped in the order of a hash. Recorded GPUs,
+below, are right where they say otherwise.
 
 Not compared, and counted at the end of each row: passes whose values decide what is taken, which
 the dry device reads as zero, workspaces that a library chooses, which neither device knows, and
