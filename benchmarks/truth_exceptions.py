@@ -41,9 +41,11 @@ def _pattern(names: str, corpus: str = "op", passes: str = ".*") -> re.Pattern[s
 
 
 _VALUES_OF_PROGRAMS = re.compile(
-    r"(scenario/(reductions/prod|optimizers/ASGD one by one)|program/weighted_losses)/run$"
+    r"(scenario/(reductions/prod|optimizers/ASGD one by one)|program/weighted_losses"
+    r"|stranger/faster_rcnn/.*)/run$"
 )
-"""Whether an element is zero, whether ASGD averages yet, how many targets are not ignored."""
+"""Whether an element is zero, whether ASGD averages yet, how many targets are not ignored, which
+boxes torchvision's kernel keeps."""
 
 _LIBRARY_OF_PROGRAMS = re.compile(r"scenario/recurrent/LSTM dropout/run$")
 """The size of the state of cuDNN's dropout."""
