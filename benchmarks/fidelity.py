@@ -13,12 +13,14 @@ import json
 import statistics
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from compiled_numbers import compiled_numbers
 from convolutions import convolutions
+from folded_tables import folded
 from measured_tables import mlp_table, operator_table, usable
 from measured_tables import rows as table_rows
 from rank_configurations import NOT_RUN
@@ -83,11 +85,12 @@ def page() -> Iterator[str]:
     yield "# Fidelity"
     yield ""
     yield (
-        "How close the simulated device comes to real GPUs. Every number on this page was made by "
-        f"`python benchmarks/fidelity.py --write docs/fidelity.md` with torch {torch.__version__}. "
-        "The recordings and measurements are other people's, from public repositories; they are "
-        "not part of this one (`GPUMEM_GROUNDTRUTH` names their folder). *Equal* means equal to "
-        "the byte."
+        "How close the simulated device comes to torch's own CUDA code, and to real GPUs. The "
+        "first table is torch's code, run without a GPU. What follows was hardware: recordings "
+        "and measurements of other people, from public repositories, which are not part of this "
+        f"one (`GPUMEM_GROUNDTRUTH` names their folder), simulated with torch {torch.__version__} "
+        "by `python benchmarks/fidelity.py --write docs/fidelity.md`. *Equal* means equal to the "
+        "byte; rows that are equal, or within 0.1 %, are counted and not listed."
     )
     for part in _SECTIONS:
         yield ""
@@ -131,12 +134,12 @@ def programs() -> Iterator[str]:
     yield from header(
         "program", "GPU, torch", "events", "events equal", "peak allocated", "peak reserved"
     )
-    notes = []
+    notes: dict[str, list[str]] = defaultdict(list)
     for name, trace in TRACES.items():
         found = compare(trace)
         same, note = verdict(trace, found)
         if note:
-            notes.append(f"- {name}: {note}")
+            notes[note].append(name)
         yield row(
             name,
             f"{trace.gpu}, {trace.torch}{', WSL 2' if trace.wsl else ''}",
@@ -148,7 +151,7 @@ def programs() -> Iterator[str]:
         yield ""
         yield "What differs:"
         yield ""
-        yield from notes
+        yield from (f"- {', '.join(names)}: {note}" for note, names in notes.items())
     yield ""
     yield "Not run as programs, only replayed above:"
     yield ""
@@ -200,8 +203,7 @@ def compiled() -> Iterator[str]:
     exact = sum(not number.off for number in numbers)
     yield (
         f"What others printed: {exact} of {len(numbers)} numbers are equal to the precision "
-        "printed. The last column is what the same program allocates when it is not compiled. "
-        "Budgets of activation memory take some minutes more: "
+        "printed. Budgets of activation memory take some minutes more: "
         "`python benchmarks/compiled_numbers.py budgets`."
     )
     yield ""
@@ -223,18 +225,13 @@ def compiling() -> Iterator[str]:
     yield "## What compiling changes"
     yield ""
     yield (
-        "No recording stands beside these: the same step of training, eager and compiled, and the "
-        "peaks that Inductor's own planning expects of its graphs beside what their wrappers "
-        "requested, from call to return. *Saved* is what a forward pass leaves for backward, "
-        "*beyond* how much more the peak needs. Buffers that share memory are one: layer norm and "
-        "GELU of the MLP are one kernel, which writes 32 MiB once, where the plan by itself has "
-        "two. Gradients made contiguous for a graph (32 MiB of the MLP's) are there before its "
-        "call: only *beyond* has them. What the plan does not know of: what libraries take for "
-        "themselves (backward of flash attention in Llama, workspaces of cuDNN in the U-Net); what "
-        "a saved view keeps (BERT and ViT save one token of the last hidden state, and all of it, "
-        "12 and 18.5 MiB, ends with it); weights that forward copies to channels last and saves "
-        "under the parameters' names, which end, too (ResNet-50); padded rows (GPT-2's 50,257 "
-        "logits are 50,304 wide)."
+        "Neither torch's code nor hardware stands beside these: the same step of training, eager "
+        "and compiled, and the peaks that Inductor's own planning expects of its graphs beside "
+        "what their wrappers requested, from call to return. *Saved* is what a forward pass leaves "
+        "for backward, *beyond* how much more the peak needs. The plan does not know which buffers "
+        "are one in a kernel that writes once (MLP), what libraries take (attention in Llama, "
+        "cuDNN in the U-Net), what a saved view keeps (BERT, ViT), weights that are copied to "
+        "channels last (ResNet-50), and padded rows (GPT-2's 50,257 logits are 50,304 wide)."
     )
     yield ""
     yield from printed_by("compiled.py")
@@ -260,9 +257,7 @@ def perceptrons() -> Iterator[str]:
     yield ""
     yield (
         f"Median error {statistics.median(table.errors):.0f} MiB, 95th percentile "
-        f"{table.percentile(0.95):.0f} MiB, largest {table.errors[-1]:.0f} MiB. What is left is "
-        "mostly the choice between free blocks of one size, which torch makes by address: the "
-        "driver's addresses are modelled, not known."
+        f"{table.percentile(0.95):.0f} MiB, largest {table.errors[-1]:.0f} MiB."
     )
 
 
@@ -407,8 +402,6 @@ def unmatched() -> Iterator[str]:
 
 
 _UNMATCHED = (
-    "The order of frees when an autocast region ends: torch keeps the casts in a hash map of host "
-    "addresses. Their sizes and their number are equal, and so are peaks.",
     "Ties between free blocks of one size are broken by address, and the driver's addresses are a "
     "model read from recordings of Linux (32 MiB ranges downwards). Reserved memory can be off by "
     "a segment, allocated memory by the unsplit rest of a block.",
@@ -459,7 +452,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     if "--write" in arguments:
         target = Path(arguments[arguments.index("--write") + 1])
-        lines = list(page())
+        lines = list(folded(page()))
         kept = section(target.read_text(encoding="utf-8")) if target.exists() else ""
         if kept:
             lines[_INTRODUCTION:_INTRODUCTION] = [kept, ""]

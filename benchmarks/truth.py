@@ -6,14 +6,14 @@
     python benchmarks/truth.py --sample 200 --seed 7  one case each of so many groups, 20 programs
     python benchmarks/truth.py --stacks all -v NAME   who made the first event that differs
     python benchmarks/truth.py --write docs/fidelity.md    the tables of this release
-    python benchmarks/truth.py --read FOLDER --known  truth_known.txt anew, with what is there
+    python benchmarks/truth.py --read FOLDER --known  what is there, too, into truth_known.txt
 
 Needs a CUDA build of torch and a C compiler (docs/dry.md), and expecttest for PyTorch's own
 samples. Every case runs on both devices, a fork for each group of cases. Compared are the
 allocator's events by action, size and order, then the highest bytes allocated and reserved.
 Returns 1 where a pass differs that neither an exception of ``truth_exceptions.py`` names nor a line
 of ``truth_known.txt``: what differs of an operator, in which pass and after which kernel, that is
-known and not mended yet.
+known and not mended yet, under its reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from truth_exceptions import LIBRARY, VALUES, exception_of
+from truth_exceptions import CLOCK, LIBRARY, VALUES, exception_of
 from truth_page import write
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,6 +49,8 @@ CORPORA = {
 }
 """The name of each on the page."""
 DTYPES = "f32,bf16,f16,i64,amp"
+FOUND = "Found, and not looked into."
+"""The reason of what ``--known`` adds."""
 
 Json = dict[str, Any]
 
@@ -148,14 +150,21 @@ def main() -> int:
         for one in passes
         if one.outcome in (REORDERED, PEAK, REFUSED) and one.exception is None
     }
-    known = set(KNOWN.read_text(encoding="utf-8").splitlines()) if KNOWN.exists() else set()
-    if options.known:
-        KNOWN.write_text("\n".join(sorted(known | differing)) + "\n", encoding="utf-8")
+    known = known_families()
+    if options.known and differing - known:
+        with KNOWN.open("a", encoding="utf-8") as out:
+            out.write("\n".join(["", f"# {FOUND}", *sorted(differing - known), ""]))
     if options.write:
         write(options.write, rows(passes, of_release, options.gpu))
     for family in sorted(differing - known):
         print(f"not known: {family}")
     return 1 if differing - known else 0
+
+
+def known_families() -> set[str]:
+    """Return the families of ``truth_known.txt``, which stand under their reasons."""
+    lines = KNOWN.read_text(encoding="utf-8").splitlines()
+    return {line for line in lines if line and not line.startswith("#")}
 
 
 def run(request: Json, gpu: str, folder: Path) -> None:
@@ -292,6 +301,7 @@ def rows(passes: Sequence[Pass], version: str, gpu: str) -> list[str]:
         cells = [version, gpu, title, f"{compared:,}"]
         cells += [f"{number:,} ({number / compared:.2%})" for number in (equal, same)]
         cells += [f"{counts[REFUSED]:,}", f"{reasons[VALUES]:,}", f"{reasons[LIBRARY]:,}"]
+        cells += [f"{reasons[CLOCK]:,}"]
         made.append(f"| {' | '.join(cells)} |")
     return made
 

@@ -8,6 +8,7 @@ other, each through the function that it is given.
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -261,11 +262,20 @@ def _in_ways(name: str, program: Program, ways: Sequence[str]) -> Iterator[Case]
         with set_way(way):
             if program.is_compiled:
                 program.run()
+                _forget_compiled()
             _seed()
             record("run", program.run)
 
     for way in ways:
         yield Case(f"{name}/{way}", partial(passes, way))
+
+
+def _forget_compiled() -> None:
+    """Leave nothing on the device of a program that was compiled, nor what holds its tensors."""
+    torch._dynamo.reset()
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
 
 
 def _one_pass(name: str, run: Callable[[], Any]) -> Iterator[Case]:

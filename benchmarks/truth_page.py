@@ -10,21 +10,20 @@ BEGIN, END = "<!-- truth.py writes this -->", "<!-- truth.py has written this --
 _TEXT = """
 ## Against torch's own code
 
-No GPU made these numbers. `python benchmarks/truth.py --write docs/fidelity.md` runs the same
-code on the simulated device and on the [dry device](dry.md), which is torch's own CUDA code over
-a runtime whose kernels compute nothing, and compares every allocation and every free, by size and
-in order, then the highest bytes allocated and reserved. Samples are those that PyTorch tests
-itself with (`op_db`, `module_db`, `optim_db` of `torch.testing`), in float32, bfloat16, float16
-and int64. What recorded GPUs say stands below, and is right where the two differ. Frees with
-nothing between them count as the same in any order: casts that autocast has kept are dropped in
-the order of a hash of their addresses.
+`python benchmarks/truth.py --write docs/fidelity.md` runs the same code on the simulated device and
+on the [dry device](dry.md), torch's own CUDA code over a runtime whose kernels compute nothing, and
+compares every allocation and every free, by size and in order, then the highest bytes allocated and
+reserved. Samples are those that PyTorch tests itself with (`op_db`, `module_db`, `optim_db`), in
+float32, bfloat16, float16, int64 and under autocast. Frees with nothing between them count as the
+same in any order: casts that autocast has kept are dropped in the order of a hash. Recorded GPUs,
+below, are right where they say otherwise.
 
 Not compared, and counted at the end of each row: passes whose values decide what is taken, which
-the dry device reads as zero, and workspaces that a library chooses (cuDNN, cuFFT, cuSOLVER),
-which neither device knows. *Refused* counts among those that differ.
+the dry device reads as zero, workspaces that a library chooses, which neither device knows, and
+what a clock decides. *Refused* counts among those that differ.
 
-| torch | GPU | what | passes | same events | same peaks | refused | values | libraries |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| torch | GPU | what | passes | same events | same peaks | refused | values | libraries | clocks |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 

@@ -80,15 +80,26 @@ _LOOKING: dict[str, dict[str, Any]] = {
                "layer_type": "basic", "num_labels": 10},
 }  # fmt: skip
 
-_DECIDING = frozenset({"Mixtral", "Bart", "checkpointed_Llama"})
-"""Those that send words to experts, or look in positions for sentences that were packed."""
+_DECIDING = frozenset(
+    {
+        *("Mixtral", "Bart", "checkpointed_Llama"),
+        *("greedy_generation", "sampled_generation", "generation_by_beams"),
+    }
+)
+"""Those that send words to experts, look in positions for sentences that were packed, or stop where
+all sentences have ended."""
+_HEADS = {"GPT2ForCausalLM": "GPT2LMHeadModel"}
+"""Classes that are named otherwise."""
 
 
 def _made(kind: str, head: str, settings: dict[str, Any]) -> Any:
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(**settings)
-    return getattr(transformers, f"{kind}For{head}")(config).to(torch.get_default_dtype()).cuda()
+    name = f"{kind}For{head}"
+    return (
+        getattr(transformers, _HEADS.get(name, name))(config).to(torch.get_default_dtype()).cuda()
+    )
 
 
 def _words(batch: int, length: int) -> torch.Tensor:

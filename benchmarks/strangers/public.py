@@ -17,8 +17,13 @@ from strangers import MIXED, Program
 
 FOLDER = Path(__file__).parent.parent / "public_programs"
 _FILES = ("test_language", "test_pictures", "test_adapters", "test_graphs")
-_DECIDING = frozenset({"wav2vec2", "faster_rcnn"})
-"""Those that ask whether labels are in range, or keep boxes that are likely."""
+_DECIDING = frozenset(
+    {"llama_generates", "wav2vec2", "faster_rcnn", "liger", "diffusers_sd3"},
+)
+"""Those that stop with a sentence, ask for labels in range, keep boxes that are likely, count
+labels, or look for a time among others."""
+_COMPILED = frozenset({"timm_compiled", "flash_linear_attention"})
+"""Those that compile, or time their kernels, when they run for the first time."""
 
 
 def programs() -> Iterator[Program]:
@@ -47,10 +52,11 @@ def _cases(name: str, test: Callable[..., None]) -> Iterator[Program]:
     for mark in _marks(test, "parametrize"):
         argument, values = mark.args
         for value in values:
-            run = partial(_called, test, **{argument: value})
-            yield Program(f"{name}_{value}", run, MIXED, has_values=name in _DECIDING)
+            yield Program(f"{name}_{value}", partial(_called, test, **{argument: value}), MIXED)
         return
-    yield Program(name, partial(_called, test), MIXED, has_values=name in _DECIDING)
+    is_compiled, has_values = name in _COMPILED, name in _DECIDING
+    run = partial(_called, test)
+    yield Program(name, run, MIXED, has_values=has_values, is_compiled=is_compiled)
 
 
 def _called(test: Callable[..., None], **given: Any) -> None:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import running
+from pytest_gpumem.simulated.common.frames import let_go
 from pytest_gpumem.simulated.execution import composites, custom
 from pytest_gpumem.simulated.execution.kinds import handler_of
 from pytest_gpumem.simulated.execution.runner import Runner
@@ -85,6 +86,10 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
             if handler is None:
                 handler = self._handlers[func] = self._bind(func)
             return handler(args, kwargs or {})
+        except torch.OutOfMemoryError as error:
+            let_go(error.__traceback__)
+            del args, kwargs
+            raise
         finally:
             if lock is not None:
                 lock.release()

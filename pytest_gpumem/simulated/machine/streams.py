@@ -202,7 +202,7 @@ class Streams:
         return stream
 
     def _joins(self, device: int, stream: int) -> None:
-        """Let a node's stream take part in the capture of the stream that backward began on.
+        """Make a node's stream take part in the capture of the stream that backward began on.
 
         The engine makes the stream of each node wait for those of its inputs
         (torch/csrc/autograd/input_buffer.cpp), and of the roots for the current stream. The default

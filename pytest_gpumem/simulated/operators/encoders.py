@@ -2,8 +2,8 @@
 
 Source: aten/src/ATen/native/transformers/transformer.cpp (transformer_encoder_layer_forward,
 linear_for_ffn) and cuda/attention.cu (native_multi_head_attention_cuda) of torch 2.6 to 2.15.
-Where flash or the memory-efficient kernel can run, and no weights are wanted, it is made of
-ordinary operators; else it has kernels of its own. With a mask it is not followed.
+Where flash or the memory-efficient kernel can run, without a mask, and no weights are wanted, it is
+made of ordinary operators; else it has kernels of its own (masked_softmax of attention.cpp).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 
 
 def is_followed(tokens: Tensor) -> bool:
-    """Return whether unmasked self-attention of ``tokens`` (batch, length, width) is followed."""
+    """Return whether self-attention of ``tokens`` (batch, length, width) is followed."""
     return tokens.dim() == 3 and tokens.numel() > 0 and tokens.is_contiguous()
 
 
@@ -48,13 +48,14 @@ def _attention(
     qkv_bias: Tensor,
     proj_weight: Tensor,
     proj_bias: Tensor,
+    mask: Tensor | None,
     need_weights: bool,
     average_attn_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    if need_weights or not _takes_fused_kernel(gpu, query, num_head):
+    if need_weights or mask is not None or not _takes_fused_kernel(gpu, query, num_head):
         averages = need_weights and average_attn_weights
         weights = qkv_weight, qkv_bias, proj_weight, proj_bias
-        return _by_own_kernels(gpu, query, num_head, *weights, need_weights, averages)
+        return _by_own_kernels(gpu, query, num_head, *weights, mask, need_weights, averages)
     projected = functional.linear(query, qkv_weight, qkv_bias)
     q, k, v = (_by_head(chunk, num_head) for chunk in projected.chunk(3, -1))
     attended = functional.scaled_dot_product_attention(q, k, v)
@@ -72,15 +73,20 @@ def _by_own_kernels(
     qkv_bias: Tensor,
     proj_weight: Tensor,
     proj_bias: Tensor,
+    mask: Tensor | None,
     need_weights: bool,
     averages: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with the softmax in place, and the context in the memory of the queries."""
+    """Attend with the softmax in place, unless masked, and the context where the queries were."""
     batch, length, width = query.shape
     projected = torch.matmul(query, qkv_weight.t())
     packed = query.new_empty((3, batch * heads, length, width // heads))
     del projected
     scores: Tensor | None = torch.bmm(packed[0], packed[1].transpose(1, 2))
+    if mask is not None:
+        flags = mask.bool()
+        scores = query.new_empty((batch * heads, length, length))
+        del flags
     gpu.workspaces.gemm(gpu.stream)
     if not need_weights:
         scores = None
@@ -116,6 +122,7 @@ def _encoder_layer(
     ffn_bias_1: Tensor,
     ffn_weight_2: Tensor,
     ffn_bias_2: Tensor,
+    mask: Tensor | None,
 ) -> Tensor:
     def first_norm(x: Tensor) -> Tensor:
         return functional.layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)
@@ -125,7 +132,7 @@ def _encoder_layer(
 
     x = first_norm(src) if norm_first else src
     weights = qkv_weight, qkv_bias, proj_weight, proj_bias
-    x = _attention(gpu, x, num_heads, *weights, need_weights=False, average_attn_weights=False)[0]
+    x = _attention(gpu, x, num_heads, *weights, mask, False, False)[0]
     x.add_(src)
     if not norm_first:
         x = first_norm(x)

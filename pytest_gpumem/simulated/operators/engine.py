@@ -119,7 +119,7 @@ _MEANS_TOO = frozenset({"VarMeanBackward0", "StdMeanBackward0"})
 
 
 class _Calls(threading.local):
-    """How often the node that runs has called something."""
+    """Calls that the running node has made."""
 
     run = (-1, -1)
     """The graph task and the number of the node that called last."""

@@ -8,11 +8,13 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import OutOfMemoryError
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from pytest_gpumem.simulated.common.callsite import provenance
+from pytest_gpumem.simulated.common.frames import let_go
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.operators.calls import Signature
@@ -159,7 +161,12 @@ def on_machine(
     given, taken = _bound(composite, func)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return taken(given(machine.device_of(args, kwargs), args, kwargs))
+        try:
+            return taken(given(machine.device_of(args, kwargs), args, kwargs))
+        except OutOfMemoryError as error:
+            let_go(error.__traceback__)
+            del args, kwargs
+            raise
 
     return call
 

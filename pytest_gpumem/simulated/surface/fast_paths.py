@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         if not torch.is_grad_enabled():
             machine.note(
                 "nn.TransformerEncoderLayer and nn.MultiheadAttention take their fast path on a "
-                "GPU without gradients, with kernels of its own for masks; it is simulated "
+                "GPU without gradients, with nested tensors for padding; it is simulated "
                 "operator by operator"
             )
         return False
@@ -48,12 +49,24 @@ def _is_followed(asking: dict[str, Any]) -> bool:
     attention, and the encoder, which makes nested tensors where there is padding.
     """
     module = asking.get("self")
-    masks = ("src_mask", "src_key_padding_mask", "mask", "key_padding_mask", "attn_mask")
-    if any(asking.get(name) is not None for name in masks):
-        return False
     if isinstance(module, torch.nn.TransformerEncoderLayer):
-        return is_followed(asking["src"])
+        return not _is_nested_there() and is_followed(asking["src"])
     if isinstance(module, torch.nn.MultiheadAttention):
         same = asking["query"] is asking["key"] is asking["value"]
         return same and is_followed(asking["query"])
-    return isinstance(module, torch.nn.TransformerEncoder)
+    return isinstance(module, torch.nn.TransformerEncoder) and not _is_padded(asking)
+
+
+def _is_padded(asking: dict[str, Any]) -> bool:
+    return asking.get("src_key_padding_mask") is not None
+
+
+def _is_nested_there() -> bool:
+    """Return whether the layer that asks is called by an encoder whose input is padded."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None:
+        caller = frame.f_locals
+        if isinstance(caller.get("self"), torch.nn.TransformerEncoder):
+            return _is_padded(caller)
+        frame = frame.f_back
+    return False

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.frames import let_go
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.surface.tensor_moves import TensorMoves
@@ -75,7 +76,12 @@ def _as_function(method: Any, replaced: Any) -> Any:
                 return _of_lazy(method, replaced, tensor, args, kwargs)
             # A subclass of the user's own, which may keep its type or do something else.
             return handle_torch_function(call, (tensor,), tensor, *args, **kwargs)
-        return method(tensor, *args, **kwargs)
+        try:
+            return method(tensor, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            let_go(error.__traceback__)
+            del tensor, args, kwargs
+            raise
 
     return call
 

@@ -94,17 +94,43 @@ def test_attention_with_weights_has_kernels_of_its_own(on: Any) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"src_key_padding_mask": torch.zeros(BATCH, LENGTH, dtype=torch.bool)},
-        {"src_mask": torch.zeros(LENGTH, LENGTH, dtype=torch.bool)},
-    ],
-)
-def test_what_is_masked_is_said(options: dict[str, torch.Tensor]) -> None:
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["key_padding_mask", "attn_mask"])
+def test_a_masked_softmax_has_a_result_of_its_own(on: Any, name: str) -> None:
+    gpu = on("A100-40GB", "2.6")
+    attention, x = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).cuda().eval(), tokens()
+    attention(x, x, x)
+    rows = BATCH if name == "key_padding_mask" else LENGTH
+    masks: Any = {name: torch.zeros(rows, LENGTH, dtype=torch.bool, device="cuda")}
+    scores = BATCH * HEADS * LENGTH * LENGTH * 4
+    events = gpu.of(lambda: attention(x, x, x, need_weights=False, **masks))
+    mask = rows * LENGTH
+    # What is added to all heads' scores is expanded to them.
+    flags = mask if name == "key_padding_mask" else BATCH * HEADS * LENGTH * LENGTH
+    assert [event for event in events if event not in (*LT, LT[0])] == [
+        mask * 4,  # as numbers to add
+        PROJECTED, PROJECTED, -PROJECTED,
+        scores, flags, scores, -scores, -flags,  # as flags again
+        -scores, TOKENS, TOKENS, -TOKENS, -PROJECTED,
+        -mask * 4,
+    ]  # fmt: skip
+
+
+def test_masked_values_are_those_of_the_cpu() -> None:
+    mask = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+    mask[:, 7:] = True
+    with simulate("A100-40GB", real_values=True), torch.no_grad():
+        encoder, x = layer(), tokens()
+        found = encoder(x, src_key_padding_mask=mask.cuda()).cpu()
+        torch.testing.assert_close(found, encoder.cpu()(x.cpu(), src_key_padding_mask=mask))
+
+
+def test_what_is_padded_in_an_encoder_is_said() -> None:
     with simulate("A100-40GB", torch_version="2.13") as gpu, torch.no_grad():
-        masks = {name: mask.cuda() for name, mask in options.items()}
-        assert layer().half()(tokens(dtype=torch.float16), **masks).shape == (2, LENGTH, WIDTH)
+        made: Any = layer()
+        encoder = nn.TransformerEncoder(made, 1).half().eval()
+        mask = torch.zeros(BATCH, LENGTH, dtype=torch.bool, device="cuda")
+        encoder(tokens(dtype=torch.float16), src_key_padding_mask=mask)
         assert any("simulated operator by operator" in note for note in gpu.notes)
 
 

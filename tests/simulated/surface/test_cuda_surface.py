@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +384,26 @@ def test_out_of_memory_is_torchs_exception_with_its_words() -> None:
         assert gpu.allocated == 1024
         assert torch.cuda.memory_stats()["num_ooms"] == 1
         del x
+
+
+@pytest.mark.parametrize(
+    "call", [torch.relu, methodcaller("softmax", -1), methodcaller("to", torch.float64)]
+)
+def test_in_a_handler_the_failed_calls_input_is_gone(call: Callable[[torch.Tensor], Any]) -> None:
+    # C++ has dropped the sum by then; the frames of the error keep x alone.
+    def run() -> None:
+        x = torch.empty(13 << 28, device="cuda")
+        call(x[: 1 << 28] + 1)
+
+    with simulate("T4"):
+        try:
+            run()
+        except torch.OutOfMemoryError:
+            assert torch.cuda.memory_allocated() == 13 << 30
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_reserved() == 13 << 30
+        else:
+            pytest.fail("everything fits")
 
 
 def test_a_model_that_does_not_fit_runs_out_of_memory_while_it_is_made() -> None:
