@@ -226,9 +226,8 @@ class Values(Reading):
         """Drop the values of all storages that have memory of a private pool."""
         for key in list(self._bases):
             record = self._storages.by_key.get(key)
-            if record is None or record.allocator is not memory or not record.address:
-                continue
-            if memory.pool_of(record.address) == pool:
+            is_held = record is not None and record.allocator is memory and record.address
+            if is_held and memory.pool_of(record.address) == pool:
                 self.forget(key)
 
     def assume(self, tensor: torch.Tensor, value: bool) -> None:
