@@ -4,7 +4,7 @@ A suite cut into shards of about the same time and memory.
 
 pytest-split uses durations only, and its parts are of equal time; machines that share a GPU
 between workers take as long as the larger of two things, all seconds and all seconds times bytes.
-Its file of durations is read.
+Its file of durations is read, see :mod:`pytest_gpumem.sharing.weights`.
 """
 
 from __future__ import annotations

@@ -62,10 +62,12 @@ class Computed:
                 if self.lacks is not None:
                     values.uncomputed = values.uncomputed or self.lacks
                     return wrapper(inputs)
-                if values.capture() is not None:
-                    machine.kernel_wrote(*(inputs[at] for at in self._written))
+                capture = values.capture()
+                if capture is not None:
+                    machine.kernel_wrote()  # into the graph, as if from its results
+                    described = capture.described(tuple(self._copies_on_host(inputs)))
                     results = _alone(values, wrapper, inputs)
-                    machine.kernel_wrote(*results)
+                    capture.add(self._whole(), described, {}, tuple(results))
                     return results
                 # Nothing keeps tensors on the GPU: the wrapper frees them when they would be freed.
                 given = values.shared(self._copies_on_host(inputs))
@@ -96,6 +98,10 @@ class Computed:
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             computing = _Computing(self._graph, self._machine)
             return computing.run(*given, enable_io_processing=False)
+
+    def _whole(self) -> Operator:
+        written = tuple((at, "") for at in self._written)
+        return Operator.by(self._compute, written)
 
 
 def _alone(values: Values, wrapper: Wrapper, inputs: list[Any]) -> Any:

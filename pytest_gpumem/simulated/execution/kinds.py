@@ -275,8 +275,9 @@ def copy(runner: Runner, func: Any) -> Handler:
                 return sparse.copy_(target, source)
         if not raw.is_meta(target) and runner.owner((source,), {}) is not None:
             _stage(runner, target, source, args, kwargs)
-            captured = runner.values.capture() is not None
-            if captured or runner.values.computed(operator, args, kwargs) is None:
+            if runner.values.everything and runner.values.records(operator, args, kwargs, None):
+                return target
+            if runner.values.computed(operator, args, kwargs) is None:
                 runner.on_host.lose(func, target)
             return target
         if runner.storages.on_host and runner.owner(args, kwargs) == HOST:

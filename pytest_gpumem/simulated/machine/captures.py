@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -13,10 +11,9 @@ from pytest_gpumem.allocator.blocks import PoolId
 from pytest_gpumem.allocator.trace import StreamKey
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.machine.dispatch import Dispatch
-from pytest_gpumem.simulated.machine.storages import storage_key
+from pytest_gpumem.simulated.machine.pool_contents import EveryPoolContents
+from pytest_gpumem.simulated.machine.replayed_values import Recording
 from pytest_gpumem.simulated.machine.values.known import Values
-from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.machine.values.views import device_tensors
 
 
 class Captured(Protocol):
@@ -24,37 +21,6 @@ class Captured(Protocol):
 
     def use_random_operator(self, gpu: Device, generator: torch.Generator | None) -> None:
         """Note that a random operator is captured."""
-
-
-REPLAYED = "the replay of a CUDA graph (but on the dry device: pytest --gpumem-device=dry)"
-"""The reason why the results of a graph have no values."""
-
-
-class Recording:
-    """The storages that captured work writes: after a replay their values are unknown."""
-
-    def __init__(self, values: Values) -> None:
-        self._values = values
-        self._written: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """By key."""
-
-    def add(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
-        """Remember the tensors that a call writes to or makes; nothing is computed now."""
-        if not operator.moves_views:
-            self.wrote([*operator.targets(args, kwargs), *device_tensors(result, [])])
-
-    def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Remember that ``tensors`` are written to."""
-        for tensor in tensors:
-            self._written[storage_key(tensor)] = weakref.ref(tensor.untyped_storage())
-
-    def replay(self) -> None:
-        """Drop the values of the storages that are written to, and still live."""
-        for key, storage in self._written.items():
-            if storage() is not None:
-                self._values.forget(key)
 
 
 class Capture:
@@ -66,6 +32,7 @@ class Capture:
         gpu: Device,
         pool: PoolId,
         values: Values,
+        contents: EveryPoolContents,
         execution: Dispatch,
     ) -> None:
         self.graph: Captured | None = graph
@@ -76,19 +43,12 @@ class Capture:
         self.memory = gpu.allocator
         self._values = values
         self._execution = execution
-        self.recording = Recording(values)
+        self.recording = Recording(values, contents.of(gpu, pool))
         self.under_way = True
         self.is_empty = True
         """Whether nothing was captured yet that a graph has a node for."""
         self.valid = True
         """Whether every operation so far is allowed in a capture."""
-
-    def replay(self) -> None:
-        """Drop the values of all memory that the captured work writes."""
-        self.recording.replay()
-        self._values.forget_pool(self.memory, self.pool)
-        if self._values.everything and self._values.uncomputed is None:
-            self._values.uncomputed = REPLAYED
 
     def abandon(self) -> None:
         """End a capture that is still under way when its test is over."""

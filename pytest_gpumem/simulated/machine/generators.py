@@ -126,6 +126,12 @@ def restored(device: torch.device, state: torch.Tensor) -> torch.Generator:
     return torch.Generator(device).set_state(state)
 
 
+def shared_state(generator: torch.Generator) -> torch.Generator:
+    """Return a second generator with the present state of ``generator``, if that is a GPU's."""
+    made = _by_address.get(generator._cdata)  # type: ignore[attr-defined]  # missing in the stub
+    return generator if made is None else made.graphsafe_get_state()
+
+
 def drawn_from(generator: torch.Generator) -> torch.Generator:
     """Return the CPU's generator behind ``generator``: two that share a state have the same."""
     # Operators are handed another object for the same generator of C++.

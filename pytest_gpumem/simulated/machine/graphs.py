@@ -18,9 +18,10 @@ from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.releases import CLEARS_WORKSPACES, LAZY_RNG, RNG_PER_CAPTURE
-from pytest_gpumem.simulated.machine.captures import Capture, Recording
+from pytest_gpumem.simulated.machine.captures import Capture
 from pytest_gpumem.simulated.machine.generators import free_all, state_of, state_tensors
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.machine.replayed_values import Recording
 from pytest_gpumem.simulated.machine.streams import cuda_error
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
@@ -70,7 +71,9 @@ class Graph:
             raise cuda_error("the operation cannot be performed in the present state")
         chosen = SHARED_POOL if pool is None else (pool[0], pool[1])
         identity = machine.pool_ids.of_graph() if chosen == SHARED_POOL else chosen
-        capture = Capture(self, gpu, identity, machine.values, machine.execution)
+        capture = Capture(
+            self, gpu, identity, machine.values, machine.pool_contents, machine.execution
+        )
         captures = machine.streams.captures
         try:
             gpu.allocator.begin_allocate_to_pool(
@@ -127,10 +130,14 @@ class Graph:
             )
 
     def replay(self) -> None:
-        """Run the captured work again: nothing is allocated, and its results are unknown."""
+        """Run the captured work again: nothing is allocated.
+
+        Where values are computed, they are computed here; else the graph's results are unknown.
+        """
         if self._captured is None:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
-        self._captured.replay()
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            self._captured.recording.replay()
         gpu = self._captured.gpu
         if gpu.version >= LAZY_RNG:
             # CUDAGeneratorCaptureState::setup_for_replay: a replay reads them on its own stream.

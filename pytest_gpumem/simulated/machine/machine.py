@@ -32,6 +32,7 @@ from pytest_gpumem.simulated.machine.generators import RandomState
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.pinned import Pinned
 from pytest_gpumem.simulated.machine.placement import Placement
+from pytest_gpumem.simulated.machine.pool_contents import EveryPoolContents
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage, Storages
 from pytest_gpumem.simulated.machine.streams import Streams
 from pytest_gpumem.simulated.machine.values.assumptions import drawn_seed
@@ -199,6 +200,7 @@ class SimulatedMachine(Notes):
         self.streams = Streams(self.gpus[0].timeline)
         self.numbering = Numbering()
         self.pool_ids = PoolIds()
+        self.pool_contents = EveryPoolContents(self.values)
         self.active_pools = ActivePool()
         self.random_state = RandomState()
         self.pinned = Pinned(self.streams)

@@ -31,6 +31,38 @@ def segments() -> list[tuple[Any, int]]:
     )
 
 
+def losses(*, captured: bool) -> list[float]:
+    """Of three training steps after two to warm up, on a device that computes."""
+    batches = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(0))
+    with simulate("T4", real_values=True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).cuda()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, capturable=True)
+        x = torch.zeros(6, 8, device="cuda")
+        loss = torch.zeros((), device="cuda")
+
+        def step() -> None:
+            optimizer.zero_grad()
+            found = model(x).square().mean()
+            found.backward()
+            optimizer.step()
+            loss.copy_(found.detach())
+
+        for batch in batches[:2]:
+            x.copy_(batch)
+            step()
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            with torch.cuda.graph(graph):
+                step()
+        read = []
+        for batch in batches[2:]:
+            x.copy_(batch)
+            graph.replay() if captured else step()
+            read.append(loss.item())
+        return read
+
+
 class TestCapture:
     def test_the_body_runs_once_and_a_replay_allocates_nothing(self) -> None:
         with simulate("T4") as gpu:
@@ -186,7 +218,7 @@ def test_a_graph_without_nodes_is_warned_of(
 
 
 class TestValues:
-    """A capture computes nothing, and a replay makes what the graph writes unknown."""
+    """A capture computes nothing; a replay does what was captured, on what is there then."""
 
     def test_what_a_graph_does_not_write_stays_known(self) -> None:
         with simulate("T4"):
@@ -213,30 +245,142 @@ class TestValues:
                 with pytest.raises(UnknownValueError):
                     made.item()
 
-    def test_results_of_a_replay_are_those_of_the_dry_device_alone(self) -> None:
-        with simulate("T4", real_values=True):
-            x = torch.ones(256, device="cuda")
-            other = torch.ones(256, device="cuda")
-            graph, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                x.mul_(2)
-                y = x + 1
-            with torch.cuda.graph(second, pool=graph.pool()):
-                z = other + 1
-            graph.replay()
-            for unknown in (x, y, z):  # the third has memory of the same pool
-                with pytest.raises(UnknownValueError, match=r"the replay of a CUDA graph \(but on"):
-                    unknown.sum().item()
-            assert other.sum().item() == 256
-
-    def test_a_copy_to_the_host_in_a_graph_is_unknown(self) -> None:
+    def test_replays_compute_what_was_captured(self) -> None:
         with simulate("T4", real_values=True):
             x = torch.ones(4, device="cuda")
-            host = torch.zeros(4).pin_memory()
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                host.copy_(x, non_blocking=True)
+            count = torch.zeros(1, dtype=torch.int64, device="cuda")
+            on_host = torch.empty(4)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                # Temporaries die in the capture, and the results are in parts of a tensor.
+                y = torch.zeros(2, 4, device="cuda")
+                y[1] = (x * 2).exp().log()
+                total = y.sum() + torch.full((3,), 1.0, device="cuda").sum()
+                count += 1
+                on_host.copy_(x, non_blocking=True)
+            for value in (3.0, 5.0):
+                x.fill_(value)
+                graph.replay()
+                torch.testing.assert_close(y[1].cpu(), torch.full((4,), 2 * value))
+                assert y[0].tolist() == [0, 0, 0, 0]
+                assert total.item() == pytest.approx(8 * value + 3)
+                assert on_host.tolist() == [value] * 4
+            assert count.item() == 2
+
+    def test_every_replay_draws_anew(self) -> None:
+        with simulate("T4", real_values=True):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                drawn = torch.rand(8, device="cuda")
+            torch.cuda.manual_seed(3)
+            graph.replay()
+            first = drawn.clone()
+            graph.replay()
+            assert not torch.equal(drawn, first)
+            torch.cuda.manual_seed(3)
+            graph.replay()
+            assert torch.equal(drawn, first)
+            torch.cuda.manual_seed(3)
+            assert torch.equal(torch.rand(8, device="cuda"), first)
+
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_graphs_read_memory_that_others_have_left_or_overwritten(self, shared: bool) -> None:
+        """test_graph_three_successive of PyTorch 2.6."""
+        with simulate("T4", real_values=True):
+            a = torch.ones(1000, device="cuda")
+            graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
+            with torch.cuda.stream(torch.cuda.Stream()):
+                graphs[0].capture_begin()
+                b = a.clone()
+                c, d = b + 1, b + 2
+                graphs[0].capture_end()
+                pool = (graphs[0].pool(),) if shared else ()
+                graphs[1].capture_begin(*pool)
+                e = c + 3
+                del c
+                graphs[1].capture_end()
+                graphs[2].capture_begin(*pool)
+                f = d + 4
+                graphs[2].capture_end()
+            for graph in graphs:
+                graph.replay()
+            assert (e[0].item(), f[0].item()) == (5, 7)
+            for at in (0, 2, 1):
+                graphs[at].replay()
+            # In a shared pool "f" has the memory of "c".
+            assert (e[0].item(), f[0].item()) == (10 if shared else 5, 7)
+            graphs[0].replay()
+            assert f[0].item() == (2 if shared else 7)
+
+    def test_a_result_has_the_memory_of_a_larger_temporary(self) -> None:
+        with simulate("T4", real_values=True):
+            wide = torch.full((1024,), 2.0, device="cuda")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                doubled = wide * 2
+                total = doubled.sum()
+                del doubled
+                narrow = wide[:512] * 3
+                beside = wide[:512] * 4
+            graph.replay()
+            assert beside.data_ptr() - narrow.data_ptr() == 2048
+            assert (narrow[0].item(), beside[0].item(), total.item()) == (6, 8, 4096)
+
+    def test_what_lies_across_other_tensors_makes_them_unknown(self) -> None:
+        with simulate("T4", real_values=True):
+            a = torch.ones(256, device="cuda")
+            first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(first):
+                small = [a + 1, a + 2]
+            del small[0]
+            pair = small
+            del small
+            with torch.cuda.graph(second, pool=first.pool()):
+                pair.clear()
+                large = torch.cat([a, a])
+            first.replay()
+            second.replay()
+            assert large.tolist() == [1.0] * 512
+            first.replay()
             with pytest.raises(UnknownValueError):
-                host.sum().item()
+                large.sum().item()
+
+    def test_what_writes_to_an_argument_has_a_result_as_well(self) -> None:
+        with simulate("T4", real_values=True):
+            x = torch.randn(100, 4, device="cuda")
+            norm = nn.BatchNorm1d(4).cuda()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = nn.functional.rrelu(x, training=True)
+                z = norm(x)
+            torch.cuda.manual_seed(5)
+            graph.replay()
+            assert norm.running_mean is not None
+            assert torch.allclose(norm.running_mean, x.mean(0) / 10)
+            torch.cuda.manual_seed(5)
+            assert torch.equal(y, nn.functional.rrelu(x, training=True))
+            assert torch.allclose(z, norm(x))
+
+    def test_a_generator_draws_from_the_state_it_had_in_the_capture(self) -> None:
+        with simulate("T4", real_values=True):
+            default = torch.cuda.default_generators[0]
+            own, other = default.graphsafe_get_state(), default.clone_state()
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(other)
+            with torch.cuda.graph(graph):
+                default.graphsafe_set_state(other)
+                drawn = torch.rand(4, device="cuda", generator=default)
+                default.graphsafe_set_state(own)
+            before = own.get_offset()
+            other.manual_seed(3)
+            graph.replay()
+            assert own.get_offset() == before
+            default.manual_seed(3)
+            assert torch.equal(drawn, torch.rand(4, device="cuda"))
+            assert own.get_offset() == other.get_offset()
+
+    def test_a_training_step_in_a_graph_learns_what_it_would_without(self) -> None:
+        assert losses(captured=True) == losses(captured=False)
 
     def test_replays_take_no_memory_for_values_of_dead_tensors(self) -> None:
         def events(real_values: bool) -> list[tuple[str, int, int]]:
@@ -520,3 +664,16 @@ class TestGraphedCallables:
             # A replay has no activations to allocate: all that is new is small.
             assert max(event.size for event in gpu.trace[events:]) <= 64 * 64 * 4
             assert all(parameter.grad is not None for parameter in model.parameters())
+
+    def test_they_compute_what_the_module_does(self) -> None:
+        with simulate("T4", real_values=True):
+            linear = nn.Linear(8, 4).cuda()
+            x = torch.randn(5, 8, device="cuda", requires_grad=True)
+            graphed = torch.cuda.make_graphed_callables(linear, (x.detach().requires_grad_(),))
+            for _ in range(2):
+                linear.zero_grad()
+                out = graphed(x)
+                assert isinstance(out, torch.Tensor)
+                torch.testing.assert_close(out, x @ linear.weight.T + linear.bias)
+                out.square().sum().backward()
+                torch.testing.assert_close(linear.weight.grad, 2 * out.T @ x)

@@ -11,21 +11,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
-from pytest_gpumem.allocator.blocks import PoolId
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU, tensors_in
-from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.machine.dispatch import ThreadState
 from pytest_gpumem.simulated.machine.notes import Notes
-from pytest_gpumem.simulated.machine.storages import Storages, storage_key
+from pytest_gpumem.simulated.machine.storages import SimulatedStorage, Storages, storage_key
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.facts import Fact, of_result
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.reading import Reading
 from pytest_gpumem.simulated.machine.values.views import blank, device_tensors
+
+
+class Left(Protocol):
+    """A keeper of the values that a storage leaves behind, such as a graph's pool."""
+
+    def died(self, key: int, base: torch.Tensor | None) -> None:
+        """Keep the values of the storage ``key``, where they are known."""
 
 
 class Captured(Protocol):
@@ -36,6 +42,9 @@ class Captured(Protocol):
     ) -> None:
         """Remember a call, without computing it now."""
 
+    def described(self, value: Any) -> Any:
+        """Return ``value`` without references to its tensors, for a call to be added."""
+
 
 class Values(Reading):
     """The known values of one simulation, by the address of the storage they belong to."""
@@ -45,6 +54,8 @@ class Values(Reading):
     ) -> None:
         super().__init__(storages, notes, here, everything=everything)
         self._ignoring = False
+        self.pooled: WeakValueDictionary[int, Left] = WeakValueDictionary()
+        """By key: where values go when a storage in a graph's pool dies."""
         self.recording: Callable[[], Captured | None] | None = None
         """Returns the recorder of a capture's operators, while there is a capture."""
 
@@ -219,16 +230,15 @@ class Values(Reading):
             self._derive(operator, args, kwargs, result)
 
     def died(self, key: int) -> None:
-        """Drop the values of a storage that has died."""
+        """Drop the values of a storage that has died; a graph's pool keeps its contents."""
+        contents = self.pooled.pop(key, None) if self.pooled else None
+        if contents is not None:
+            contents.died(key, self._bases.get(key))
         self.forget(key)
 
-    def forget_pool(self, memory: Memory, pool: PoolId) -> None:
-        """Drop the values of all storages that have memory of a private pool."""
-        for key in list(self._bases):
-            record = self._storages.by_key.get(key)
-            is_held = record is not None and record.allocator is memory and record.address
-            if is_held and memory.pool_of(record.address) == pool:
-                self.forget(key)
+    def record(self, key: int) -> SimulatedStorage | None:
+        """Return the block of a storage."""
+        return self._storages.by_key.get(key)
 
     def assume(self, tensor: torch.Tensor, value: bool) -> None:
         """Assume ``value`` for every element of ``tensor``; reading it adds a note."""
