@@ -174,7 +174,7 @@ def test_what_was_compiled_for_the_cpu_never_sees_a_simulated_tensor(
     made, compiling = ModuleType("gpumem_cpu"), cast(Any, cpp_extension)
     function = Compiled("forward(arg0: torch.Tensor) -> torch.Tensor\n")
     extensions = Extensions()
-    for place in ("surface.cpp_extensions", "simulation"):
+    for place in ("surface.kernels", "simulation"):
         monkeypatch.setattr(f"pytest_gpumem.simulated.{place}.EXTENSIONS", extensions)
 
     vars(made)["forward"] = function

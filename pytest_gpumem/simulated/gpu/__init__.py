@@ -1,5 +1,5 @@
 """A single device: its catalogue entry, its memory, and the workspaces of libraries.
 
-May use: ``common``. It refers to no other device, and to no tensor. The catalogue and
-``workspace_settings`` import no torch.
+May use: ``common``. It refers to no other device, and to no tensor. The catalogue imports no
+torch.
 """

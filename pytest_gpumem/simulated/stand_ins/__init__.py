@@ -1,6 +1,6 @@
 """flash-attn where it is not installed: a stand-in with the allocations of its functions.
 
 May use: ``common``, ``gpu``, ``machine``, ``operators``, ``execution``,
-``surface``, ``compiled``. ``libraries`` describes the library, ``imports`` lets code import it
+``surface``, ``compiled``. ``imports`` describes the library and lets code import it
 while a simulation is active, and the folder ``flash_attn`` holds its functions.
 """
