@@ -9,10 +9,10 @@ simulated training step calls them hundreds of thousands of times.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pytest_gpumem.allocator import checkpoints
 from pytest_gpumem.allocator import snapshot as snapshots
 from pytest_gpumem.allocator.blocks import (
     SHARED_POOL,
@@ -22,14 +22,11 @@ from pytest_gpumem.allocator.blocks import (
     Block,
     FreeList,
     PoolId,
-    new_block,
     round_size,
 )
-from pytest_gpumem.allocator.device_memory import DeviceMemory
-from pytest_gpumem.allocator.expandable import ExpandableSegments
+from pytest_gpumem.allocator.checkpoints import PoolState, restore
 from pytest_gpumem.allocator.messages import AllocatorError, OutOfMemory
 from pytest_gpumem.allocator.pool_scopes import PoolScopes
-from pytest_gpumem.allocator.private_pools import Pools
 from pytest_gpumem.allocator.readings import Readings
 from pytest_gpumem.allocator.state import complete_free, request_free
 from pytest_gpumem.allocator.trace import FREE
@@ -320,6 +317,43 @@ class Allocator(Readings, PoolScopes):
         self.reset_peak_stats()
         self.reset_accumulated_stats()
 
+    def pool_state(self, pool: PoolId) -> PoolState:
+        """Return how the segments of a private pool are divided now (``getCheckpointState``).
+
+        Raises:
+            AllocatorError: there is no such pool.
+        """
+        return checkpoints.state_of(self._pools.get(pool).identity, self.every_block())
+
+    def set_pool_state(self, state: PoolState) -> tuple[set[int], set[int]]:
+        """Divide a private pool as it was (``setCheckpointPoolState``); all that lives is freed.
+
+        Returns the addresses that were freed, and those that are live now.
+
+        Raises:
+            AllocatorError: there is no such pool, or it lacks a segment that it had.
+        """
+        freed = self.pool_addresses(state.pool)
+        for address in freed:
+            Allocator.free(self, address)
+        live = set()
+        for segment in state.segments:
+            private = self._pools.get(state.pool)
+            free = {
+                block.address: block
+                for pool in (private.small, private.large)
+                for free_list in pool.free_lists.values()
+                for block in free_list.blocks.values()
+            }
+            for block in checkpoints.divide(segment, free, self._note):
+                self._live[block.address] = block
+            for each in segment:
+                if each.is_live:
+                    live.add(each.address)
+                else:
+                    Allocator.free(self, each.address)
+        return freed, live
+
     def _choose(self, size: int, stream: int) -> tuple[int, FreeList]:
         """Return the rounded size of a request, and the free list that serves it."""
         if size < 0:
@@ -353,74 +387,3 @@ class Allocator(Readings, PoolScopes):
             self._route()
         elif address:
             raise self._not_live(address)
-
-
-def restore(
-    segments: Iterable[Mapping[str, Any]],
-    pools: Pools,
-    memory: DeviceMemory,
-    expandable: ExpandableSegments | None,
-    live: dict[int, Block],
-) -> None:
-    """Make segments and their blocks; those in use go to ``live``.
-
-    Mapped ranges of one expandable segment share pool and stream. Its addresses begin at
-    ``reserved_from`` of the first range, or at that range.
-
-    Raises:
-        AllocatorError: there are expandable segments, and no settings have turned them on.
-    """
-    mapped: dict[FreeList, list[Block]] = {}
-    bases: dict[FreeList, int] = {}
-    for segment in segments:
-        first, second = segment.get("segment_pool_id", SHARED_POOL)
-        pool = pools.named((first, second), small=segment["segment_type"] == "small")
-        plain = pool.free_list(segment["stream"])
-        if not segment.get("is_expandable"):
-            memory.add_segment(new_block(plain, segment["address"], segment["total_size"], 0))
-            _linked(_blocks(segment, plain, live))
-            continue
-        free_list = plain.expandable_side()
-        memory.add_pages(free_list, segment["total_size"])
-        mapped.setdefault(free_list, []).extend(_blocks(segment, free_list, live))
-        base = segment.get("reserved_from", segment["address"])
-        bases[free_list] = min(base, bases.get(free_list, base))
-    for free_list, blocks in mapped.items():
-        if expandable is None:
-            raise AllocatorError(
-                "There are expandable segments, and the settings do not turn them on."
-            )
-        blocks.sort(key=lambda block: block.address)
-        expandable.restore(free_list, bases[free_list], blocks)
-
-
-def _blocks(segment: Mapping[str, Any], free_list: FreeList, live: dict[int, Block]) -> list[Block]:
-    """Return the blocks of a segment, without neighbours."""
-    blocks = []
-    address = segment["address"]
-    for each in segment["blocks"]:
-        block = new_block(free_list, address, each["size"], 0)
-        block.requested = each.get("requested_size", 0)
-        blocks.append(block)
-        address += block.size
-        if each["state"] == "inactive":
-            free_list.add(block)
-            if block.size < segment["total_size"]:
-                free_list.note_split(block.size)
-        else:
-            live[block.address] = block
-            _count_live(block)
-    return blocks
-
-
-def _linked(blocks: Sequence[Block]) -> None:
-    for previous, following in pairwise(blocks):
-        previous.next, following.previous = following, previous
-
-
-def _count_live(block: Block) -> None:
-    free_list = block.free_list
-    for tally in (free_list.tally, free_list.every):
-        tally.change("blocks", 1)
-        tally.change("bytes", block.size)
-        tally.change("requested", block.requested)

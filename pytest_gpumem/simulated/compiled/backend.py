@@ -59,7 +59,7 @@ class Backend:
         if self._settings is not None:
             if not _is_of_gpu(graph, inputs):
                 return graph.forward  # the CPU runs it as it is
-            self._tracing.check(self._settings)
+            self._tracing.say_tuned(self._settings)
         elif not _is_of_torch(self._given):
             inputs = _as_placed(graph, inputs)
         name_gpu(graph, lambda value: indexed(self._machine, value))

@@ -34,11 +34,10 @@ from pytest_gpumem.simulated.compiled.launched import launched
 from pytest_gpumem.simulated.compiled.refusals import (
     CompiledCodeError,
     another_goes_on,
-    no_cuda_graphs,
     not_followed,
     note_at_line,
 )
-from pytest_gpumem.simulated.compiled.settings import HELPERS, no_helpers
+from pytest_gpumem.simulated.compiled.settings import HELPERS, MarkedSteps, no_helpers
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 if TYPE_CHECKING:
@@ -117,6 +116,7 @@ class Compilation:
         """Hooks of Inductor, for callers that do not come by ``torch.compile``."""
         self._ran_eagerly = False
         self._inside = ExitStack()
+        self._steps = MarkedSteps()
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -127,6 +127,7 @@ class Compilation:
         with ExitStack() as self._inside:
             self._inside.enter_context(launched.reporting_to(self._machine.kernel_wrote))
             self._inside.enter_context(trace_log.only_if_asked_for())
+            self._inside.enter_context(self._steps.counted())
             self._patches.apply()
             self._inside.callback(self._patches.undo)
             if self._tracing is not None:
@@ -261,8 +262,6 @@ class Compilation:
             return f"which follows Inductor since torch {FOLLOWED_SINCE}"
         if self._how == EAGER:
             return "as it was asked to"
-        if backend == "cudagraphs":
-            raise no_cuda_graphs()
         if backend in _OF_OTHERS:
             return f"where backend {backend!r} is not followed"
         return None
@@ -283,6 +282,8 @@ class Compilation:
 
     def _begin(self, tracing: Tracing) -> None:
         self._inside.enter_context(tracing.keeping())
+        # CUDA graphs are the process's for torch, and their pools this machine's.
+        self._inside.callback(tracing.forget_graphs)
 
     def _compiling(self, compile: Callable[..., Any]) -> Callable[..., Any]:
         def _compile(code: CodeType, *args: Any, **kwargs: Any) -> Any:
@@ -336,6 +337,8 @@ class Compilation:
         Dynamo keeps only a few results of each frame, and takes sizes that changed for dynamic:
         without this, a test's allocations would depend on the tests before it.
         """
+        if own:
+            self._steps.forget()
         ended = [code for code, other in _compiled.items() if own or other() is not self]
         if not ended:
             return

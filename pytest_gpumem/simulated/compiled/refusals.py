@@ -27,15 +27,6 @@ def another_goes_on() -> UnsupportedOperatorError:
     )
 
 
-def no_cuda_graphs() -> UnsupportedOperatorError:
-    """Return the error for code that is compiled into CUDA graphs, whose pools torch divides."""
-    return UnsupportedOperatorError(
-        f"{OF_COMPILED_CODE} {user_line()} records CUDA graphs, as modes 'reduce-overhead' and "
-        "'max-autotune' do, which a simulated GPU does not follow: run pytest "
-        "--gpumem-device=dry, or --gpumem-sim-compile=eager"
-    )
-
-
 def note_at_line(machine: SimulatedMachine, predicate: str) -> None:
     """Note how the compiled code that the user's line calls runs."""
     sentence = f"{OF_COMPILED_CODE} {user_line()} {predicate}"

@@ -26,10 +26,10 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-import torch._inductor.codegen.cuda_combined_scheduling  # with what it imports of Triton, or not
+import torch._inductor.codegen.cuda_combined_scheduling
 import torch._inductor.codegen.triton
 import torch._inductor.codegen.triton_combo_kernel
-import torch._inductor.cudagraph_trees  # for resets: it looks for what only builds with CUDA have
+import torch._inductor.cudagraph_trees
 import torch._inductor.runtime.triton_heuristics
 import torch._inductor.utils
 import torch.utils._triton
@@ -57,11 +57,7 @@ from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import fakes, gradients, settings, wrapper
 from pytest_gpumem.simulated.compiled.computed import Computed
-from pytest_gpumem.simulated.compiled.refusals import (
-    CompiledCodeError,
-    no_cuda_graphs,
-    note_at_line,
-)
+from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, note_at_line
 from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.layout import HALVES
@@ -152,7 +148,7 @@ class Tracing:
 
     def _writing(self, write: Callable[..., Any]) -> Callable[..., Any]:
         def compile_fx_inner(graph: GraphModule, *args: Any, **options: Any) -> Any:
-            self.check({})
+            self.say_tuned({})
             with (
                 FramesLetGo(),
                 self.entered(),
@@ -174,10 +170,8 @@ class Tracing:
 
         return compile_fx_inner
 
-    def check(self, given: Mapping[str, Any]) -> None:
-        """Refuse CUDA graphs, and note that Inductor, with these settings, would measure."""
-        if given.get("triton.cudagraphs", config.triton.cudagraphs):
-            raise no_cuda_graphs()
+    def say_tuned(self, given: Mapping[str, Any]) -> None:
+        """Note that Inductor, with these settings of its own, would measure its choices."""
         if any(given.get(name, getattr(config, name)) for name in settings.TUNING):
             note_at_line(
                 self._machine,
@@ -284,6 +278,10 @@ class Tracing:
             self._lasting.apply()
             inside.callback(self._lasting.undo)
             yield
+
+    def forget_graphs(self) -> None:
+        """Drop the CUDA graphs of compiled code."""
+        torch._inductor.cudagraph_trees.reset_cudagraph_trees()
 
     @contextmanager
     def entered(self) -> Iterator[None]:

@@ -1,9 +1,19 @@
-"""Shape-only execution: CUDA tensors are served by ``meta`` tensors whose storages hold blocks."""
+"""Shape-only execution: CUDA tensors are served by ``meta`` tensors whose storages hold blocks.
+
+Results of CUDA graphs whose memory a later run has used again: reading them raises an error.
+
+On a GPU an operator that asks such a tensor for its storage, or the storage for its address,
+raises the error that compiled code has set before. Here operators that only view are refused, too.
+
+Source: c10/core/TensorImpl.h (release_storage_and_set_meta_custom_data_ptr_error_msg_),
+StorageImpl.h (release_data_and_set_meta_custom_data_ptr_error_msg_), torch 2.6 to 2.15.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from math import prod
 from threading import get_ident
 from typing import Any
@@ -16,12 +26,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import running
 from pytest_gpumem.simulated.common.frames import let_go
+from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.execution import composites, custom
+from pytest_gpumem.simulated.execution.factories import is_factory
 from pytest_gpumem.simulated.execution.kinds import handler_of
 from pytest_gpumem.simulated.execution.runner import Runner
 from pytest_gpumem.simulated.machine import forks
 from pytest_gpumem.simulated.machine.dispatch import Dispatch, Handler
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.operators.engine import (
     ACCUMULATED,
     IN_PLACE,
@@ -82,6 +95,8 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
             self.users.add(self._owner_thread)
         try:
             running.operator = func
+            if self._storages.taken_back:
+                refuse(self._storages, func, args, kwargs)
             handler = self._handlers.get(func)
             if handler is None:
                 handler = self._handlers[func] = self._bind(func)
@@ -217,3 +232,17 @@ _UNFILLED: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], torch.Tensor | 
     torch.ops.aten.randn.default: _factory,
 }
 """Functions that return an uninitialised tensor, or ``None`` for one that is to be filled."""
+
+
+def refuse(storages: Storages, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    """Raise where ``func`` reads memory that has been taken back."""
+    if _reads(func):
+        for tensor in tensors_in((args, kwargs or {})):
+            storages.refuse_taken_back(storage_key(tensor))
+
+
+@cache
+def _reads(func: Any) -> bool:
+    """Return whether ``func`` uses more of its tensors than their shapes."""
+    name = func._schema.name
+    return name == "aten::_to_copy" or not (name == "aten::detach" or is_factory(func))

@@ -144,6 +144,14 @@ class EveryPoolContents:
         found.pools.add(pool)
         return found
 
+    def behind(self, address: int, nbytes: int) -> torch.Tensor | None:
+        """Return all elements that a pool has at ``address``; ``None`` if they are unknown."""
+        for contents in list(self._by_index.values()):
+            base = contents.behind(address, nbytes)
+            if base is not None:
+                return base
+        return None
+
 
 def _nbytes(base: torch.Tensor) -> int:
     return base.numel() * base.element_size()

@@ -39,7 +39,7 @@ class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
 
         A test's memory begins at the addresses at which the memory of the test before it began.
         """
-        if self.allocator is self.device.allocator:
+        if self.allocator is self.device.allocator or self.allocator is NOBODYS:
             return self.address
         return self.address + ELSEWHERE
 
@@ -49,6 +49,20 @@ class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
     device: Device
     allocator: Memory
     """The owner of ``address``: not the device's present allocator once that has been renewed."""
+
+
+class _Nobodys:
+    """The allocator of memory that a storage only points to."""
+
+    def free(self, address: int, context: Any = None) -> None:
+        """Do nothing: the owner of the memory frees it."""
+
+    def block(self, address: int) -> int:
+        """Return 0 bytes: they are counted by their owner."""
+        return 0
+
+
+NOBODYS: Any = _Nobodys()
 
 
 class Storages:
@@ -68,6 +82,8 @@ class Storages:
         """Tensors that user code requested on ``meta``."""
         self.without_values: dict[int, torch.Tensor] = {}
         """By key of a storage ``on_host``: memory marked as unknown, for readers in C."""
+        self.taken_back: dict[int, str] = {}
+        """By key: the error for readers of a storage whose memory a graph uses again."""
         self.lock: RLock | None = None
         """The lock held while a storage's block is freed, once several threads run operators."""
         self.died: Callable[[int], None] = _ignore
@@ -178,6 +194,19 @@ class Storages:
         record.device = device
         self.by_key[key] = record
 
+    def refer(
+        self, storage: torch.UntypedStorage, address: int, device: Device
+    ) -> SimulatedStorage:
+        """Make ``storage`` refer to memory at ``address``, which it does not free."""
+        record = SimulatedStorage(storage, self._died)
+        record.key = storage._cdata
+        record.allocator = NOBODYS
+        record.address = address
+        record.nbytes = storage.nbytes()
+        record.device = device
+        self.by_key[record.key] = record
+        return record
+
     def resized(self, tensor: torch.Tensor) -> None:
         """Reallocate after an operator resized ``tensor``'s storage in place."""
         record = self.of(tensor)
@@ -199,6 +228,12 @@ class Storages:
         record.address = address
         record.nbytes = nbytes
 
+    def refuse_taken_back(self, key: int) -> None:
+        """Raise torch's words where the storage at ``key`` is read and its memory is another's."""
+        words = self.taken_back.get(key)
+        if words is not None:
+            raise RuntimeError(words)
+
     def at(self, addresses: Collection[int], allocator: Memory) -> dict[int, SimulatedStorage]:
         """Return the live storages whose blocks ``allocator`` has at ``addresses``, by address."""
         return {
@@ -217,6 +252,7 @@ class Storages:
     def _release(self, record: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(record, SimulatedStorage)
         del self.by_key[record.key]
+        self.taken_back.pop(record.key, None)
         self.died(record.key)
         if not record.address:
             return

@@ -67,11 +67,13 @@ class TensorFacts:
                 return self._without_values(tensor.untyped_storage()) + offset
             self._refuse_on_host(tensor, "data_ptr()")
             return int(_data_ptr(tensor))
+        self._storages.refuse_taken_back(block.key)
         return block.pointer + int(tensor.storage_offset()) * tensor.element_size()
 
     def storage_data_ptr(self, storage: torch.UntypedStorage) -> int:
         block = self._storages.by_key.get(storage._cdata)
         if block is not None:
+            self._storages.refuse_taken_back(block.key)
             return block.pointer
         if storage._cdata in self._storages.on_host:
             if _is_asked_to_save():

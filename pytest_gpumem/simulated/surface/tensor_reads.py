@@ -149,6 +149,7 @@ class TensorReads(TensorFacts):
         self._refuse_on_host(tensor, read)
         block = self._block(tensor)
         if block is not None:
+            self._storages.refuse_taken_back(block.key)
             raise UnknownValueError(self._unknown(read))
 
 

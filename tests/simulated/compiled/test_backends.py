@@ -163,6 +163,18 @@ def test_what_a_backend_cannot_compile_runs_eagerly_and_says_why() -> None:
     assert gpu.notes[0].endswith("compiled code allocates less: no such target")
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # Inductor's first one
+def test_operators_of_the_cudagraphs_backend_use_a_pool_of_their_own() -> None:
+    with simulate("A100-40GB", compile="always"):
+        run = compiled(lambda x: x.sin().sum(), backend="cudagraphs")
+        x = torch.ones(256, 1024, device="cuda")
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            run(x)
+        pools = {tuple(each["segment_pool_id"]) for each in torch.cuda.memory_snapshot()}
+        assert len(pools) > 1
+
+
 def test_costs_that_would_be_measured_are_counted_in_flops() -> None:
     """Of three products of 1 MiB each, half of what is saved otherwise may be kept."""
     from torch._functorch import config

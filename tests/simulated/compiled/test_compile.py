@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from pytest_gpumem import simulate
-from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.values.errors import UnknownValueError
 from tests.pytest_project import Project
 
 MIB = 1024 * 1024
@@ -214,6 +215,18 @@ def test_flex_attention_makes_no_matrix_of_scores() -> None:
         assert gpu.peak_allocated < 14 * MIB
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # Inductor's first one
+def test_cuda_graphs_keep_what_they_use_in_a_pool_of_their_own() -> None:
+    with simulate("A100-40GB", compile="always"):
+        chain = compiled(lambda x: x.sin().sum(), mode="reduce-overhead")
+        x = torch.ones(256, 1024, device="cuda")
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            chain(x)
+        pools = {tuple(each["segment_pool_id"]) for each in torch.cuda.memory_snapshot()}
+        assert len(pools) > 1
+
+
 def test_a_compiled_optimizer_makes_its_state_on_the_gpu() -> None:
     """Both averages of two parameters, 512 bytes after rounding: also in its first step."""
     with simulate("A100-40GB", compile="always") as gpu:
@@ -242,6 +255,37 @@ def test_a_compiled_optimizer_has_its_counts_of_steps_on_the_gpu() -> None:
         assert gpu.allocated - before == 2 * 512
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # Inductor's first one
+def test_cuda_graphs_keep_their_last_result_and_what_its_gradient_leads_to() -> None:
+    """The next run returns the same tensor (torch/_inductor/cudagraph_trees.py): it is kept."""
+    with simulate("A100-40GB", compile="always"):
+        chain = compiled(lambda x: x.sin().cos(), mode="reduce-overhead")
+        x = torch.ones(256, 1024, device="cuda", requires_grad=True)  # 1 MiB
+        for _ in range(3):
+            x.grad = None  # the next run overwrites what the graph of backward has made
+            torch.compiler.cudagraph_mark_step_begin()
+            y = chain(x)
+            y.sum().backward()
+        del x, y
+        gc.collect()
+        assert torch.cuda.memory_allocated() // MIB == 1
+        torch._dynamo.reset()
+        gc.collect()
+        assert torch.cuda.memory_allocated() == 0
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # Inductor's first one
+def test_a_number_on_the_cpu_is_copied_from_pinned_memory() -> None:
+    """Graphs read no memory of the CPU, so Inductor copies before them."""
+    with simulate("A100-40GB", compile="always") as gpu:
+        scaled = compiled(lambda x, scale: x * scale, mode="reduce-overhead")
+        x, scale = torch.ones(256, 1024, device="cuda"), torch.ones(())
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert scaled(x, scale).is_cuda
+        assert gpu.notes == ()
+
+
 def test_what_is_written_is_what_a_gpu_gets() -> None:
     """Tests of users look into it."""
     from torch._inductor.utils import run_and_get_code
@@ -266,20 +310,6 @@ def test_it_can_be_left_out() -> None:
     assert note.endswith(
         "runs eagerly on a simulated GPU, as it was asked to: compiled code allocates less"
     )
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"backend": "cudagraphs"}],
-    ids=lambda options: next(iter(options.values())),
-)
-def test_cuda_graphs_of_compiled_code_are_refused(options: dict[str, Any]) -> None:
-    sentence = (
-        r"^torch.compile at tests/simulated/compiled/test_compile.py:\d+ records CUDA graphs, as "
-        r"modes .* do, which a simulated GPU does not follow: run pytest --gpumem-device=dry, or "
-    )
-    with simulate("A100-40GB"), pytest.raises(UnsupportedOperatorError, match=sentence):
-        compiled(lambda x: x.sin(), **options)(torch.ones(3, device="cuda"))
 
 
 def test_an_unknown_way_is_refused() -> None:

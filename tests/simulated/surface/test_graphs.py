@@ -366,6 +366,22 @@ class TestValues:
             with pytest.raises(UnknownValueError):
                 large.sum().item()
 
+    def test_storages_that_point_into_a_pool_show_what_is_there(self) -> None:
+        with simulate("T4", real_values=True):
+            a = torch.ones(256, device="cuda")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                b = a + 1
+            graph.replay()
+            pointer = b.untyped_storage().data_ptr()
+            del b
+            storage = torch._C._construct_storage_from_data_pointer(pointer, a.device, 1024)
+            again = torch.empty(0, device="cuda").set_(storage, 0, (256,), (1,))
+            assert again[0].item() == 2
+            a.fill_(5)
+            graph.replay()
+            assert again[0].item() == 6
+
     def test_what_writes_to_an_argument_has_a_result_as_well(self) -> None:
         with simulate("T4", real_values=True):
             x = torch.randn(100, 4, device="cuda")

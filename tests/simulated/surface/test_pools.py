@@ -184,6 +184,60 @@ def test_live_blocks_of_a_pool_are_compared() -> None:
             torch._C._cuda_checkPoolLiveAllocations(0, (0, 99), set())
 
 
+class TestCheckpoints:
+    """``_cuda_getCheckpointState``: a pool is divided again as it was."""
+
+    core: Any = torch._C
+
+    def test_what_lived_lives_again_and_what_came_later_is_freed(self) -> None:
+        with simulate("T4", torch_version="2.14"):  # graphs of which have no random state
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                first, gap, last = mebibytes(2), mebibytes(3), mebibytes(4)
+                del gap
+            pool = graph.pool()
+            before = torch.cuda.memory_snapshot(pool)
+            state = self.core._cuda_getCheckpointState(0, pool)
+            address = last.data_ptr()
+            del last
+            another = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(another, pool=pool):
+                stale = mebibytes(3)
+            keys = [one.untyped_storage()._cdata for one in (first, stale)]
+            self.core._cuda_setCheckpointPoolState(0, state, keys, [])
+
+            def shape(segments: Any) -> list[Any]:
+                return [
+                    (one["address"], [(each["size"], each["state"]) for each in one["blocks"]])
+                    for one in segments
+                ]
+
+            assert shape(torch.cuda.memory_snapshot(pool)) == shape(before)
+            assert torch.cuda.memory_allocated() == 6 * MIB
+            del first, stale  # their memory is no longer theirs
+            assert torch.cuda.memory_allocated() == 6 * MIB
+            torch.cuda.caching_allocator_delete(address)
+            assert torch.cuda.memory_allocated() == 2 * MIB
+
+    def test_a_storage_may_point_to_memory_and_own_it_later(self) -> None:
+        with simulate("T4", torch_version="2.14"):  # graphs of which have no random state
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                x = mebibytes(2)
+            pool, address = graph.pool(), x.data_ptr()
+            state = self.core._cuda_getCheckpointState(0, pool)
+            del x
+            storage = self.core._construct_storage_from_data_pointer(
+                address, torch.device("cuda:0"), 2 * MIB
+            )
+            assert (storage.device, storage.data_ptr()) == (torch.device("cuda:0"), address)
+            assert torch.cuda.memory_allocated() == 0
+            self.core._cuda_setCheckpointPoolState(0, state, [], [storage._cdata])
+            assert torch.cuda.memory_allocated() == 2 * MIB
+            del storage
+            assert torch.cuda.memory_allocated() == 0
+
+
 def test_observers_are_told_before_a_full_device_raises() -> None:
     with simulate("T4"):
         told: list[tuple[int, int, int, int]] = []

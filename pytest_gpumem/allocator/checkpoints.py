@@ -1,0 +1,182 @@
+"""Checkpoints of private pools: how their segments are divided, to be restored later.
+
+Source: getCheckpointState, setCheckpointPoolState and setSegmentStateToCheckpoint of
+c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from pytest_gpumem.allocator.blocks import SHARED_POOL, Block, FreeList, PoolId, new_block
+from pytest_gpumem.allocator.device_memory import DeviceMemory
+from pytest_gpumem.allocator.expandable import ExpandableSegments
+from pytest_gpumem.allocator.messages import AllocatorError
+from pytest_gpumem.allocator.private_pools import Pools
+from pytest_gpumem.allocator.trace import RawEntry
+
+
+@dataclass(frozen=True)
+class BlockState:
+    """The saved state of one block; sizes are bytes."""
+
+    address: int
+    size: int
+    is_live: bool
+
+
+@dataclass(frozen=True)
+class PoolState:
+    """The saved state of a private pool."""
+
+    pool: PoolId
+    segments: tuple[tuple[BlockState, ...], ...]
+
+
+def state_of(pool: PoolId, blocks: Iterable[Block]) -> PoolState:
+    """Return the state of ``pool``, whose blocks are among ``blocks``."""
+    heads = sorted(
+        (
+            block
+            for block in blocks
+            if block.previous is None and block.free_list.pool.identity == pool
+        ),
+        key=lambda block: block.address,
+    )
+    return PoolState(pool, tuple(tuple(_states(head)) for head in heads))
+
+
+def _states(head: Block) -> Iterable[BlockState]:
+    block: Block | None = head
+    while block is not None:
+        if block.is_mapped:
+            yield BlockState(block.address, block.size, not block.key)
+        block = block.next
+
+
+def divide(
+    segment: tuple[BlockState, ...], free: dict[int, Block], note: Callable[[RawEntry], None]
+) -> list[Block]:
+    """Allocate every block of ``segment``, which is whole and free, as it was divided.
+
+    ``free`` has the free blocks of the pool by address.
+
+    Raises:
+        AllocatorError: there is no such segment any more.
+    """
+    made = []
+    for at, state in enumerate(segment):
+        block = free.pop(state.address, None)
+        if block is None or block.size < state.size:
+            raise AllocatorError(
+                f"The memory pool has no free segment at {state.address:#x} any more, as it had"
+                " when the checkpoint was taken."
+            )
+        was_split = block.is_split
+        block.free_list.remove(block)
+        if at + 1 < len(segment):
+            tail = _split(block, state.size)
+            free[tail.address] = tail
+        _count(block, was_split=was_split, is_split=at + 1 < len(segment))
+        block.requested = block.size
+        note(("alloc", block.address, block.size, block.free_list.stream, None))
+        made.append(block)
+    return made
+
+
+def _split(block: Block, size: int) -> Block:
+    tail = new_block(block.free_list, block.address + size, block.size - size, block.shift)
+    tail.previous, tail.next = block, block.next
+    if tail.next is not None:
+        tail.next.previous = tail
+    block.next, block.size = tail, size
+    tail.free_list.add(tail)
+    return tail
+
+
+def _count(block: Block, *, was_split: bool, is_split: bool) -> None:
+    free_list = block.free_list
+    if is_split and not was_split and block.next is not None:
+        free_list.note_split(block.next.size)
+    for tally in (free_list.tally, free_list.every):
+        if was_split:
+            tally.change("split_bytes", -block.size)
+            if not is_split:
+                tally.change("splits", -1)
+        tally.change("blocks", 1)
+        tally.change("bytes", block.size)
+        tally.change("requested", block.size)
+
+
+def restore(
+    segments: Iterable[Mapping[str, Any]],
+    pools: Pools,
+    memory: DeviceMemory,
+    expandable: ExpandableSegments | None,
+    live: dict[int, Block],
+) -> None:
+    """Make segments and their blocks; those in use go to ``live``.
+
+    Mapped ranges of one expandable segment share pool and stream. Its addresses begin at
+    ``reserved_from`` of the first range, or at that range.
+
+    Raises:
+        AllocatorError: there are expandable segments, and no settings have turned them on.
+    """
+    mapped: dict[FreeList, list[Block]] = {}
+    bases: dict[FreeList, int] = {}
+    for segment in segments:
+        first, second = segment.get("segment_pool_id", SHARED_POOL)
+        pool = pools.named((first, second), small=segment["segment_type"] == "small")
+        plain = pool.free_list(segment["stream"])
+        if not segment.get("is_expandable"):
+            memory.add_segment(new_block(plain, segment["address"], segment["total_size"], 0))
+            _linked(_blocks(segment, plain, live))
+            continue
+        free_list = plain.expandable_side()
+        memory.add_pages(free_list, segment["total_size"])
+        mapped.setdefault(free_list, []).extend(_blocks(segment, free_list, live))
+        base = segment.get("reserved_from", segment["address"])
+        bases[free_list] = min(base, bases.get(free_list, base))
+    for free_list, blocks in mapped.items():
+        if expandable is None:
+            raise AllocatorError(
+                "There are expandable segments, and the settings do not turn them on."
+            )
+        blocks.sort(key=lambda block: block.address)
+        expandable.restore(free_list, bases[free_list], blocks)
+
+
+def _blocks(segment: Mapping[str, Any], free_list: FreeList, live: dict[int, Block]) -> list[Block]:
+    """Return the blocks of a segment, without neighbours."""
+    blocks = []
+    address = segment["address"]
+    for each in segment["blocks"]:
+        block = new_block(free_list, address, each["size"], 0)
+        block.requested = each.get("requested_size", 0)
+        blocks.append(block)
+        address += block.size
+        if each["state"] == "inactive":
+            free_list.add(block)
+            if block.size < segment["total_size"]:
+                free_list.note_split(block.size)
+        else:
+            live[block.address] = block
+            _count_live(block)
+    return blocks
+
+
+def _linked(blocks: Sequence[Block]) -> None:
+    for previous, following in pairwise(blocks):
+        previous.next, following.previous = following, previous
+
+
+def _count_live(block: Block) -> None:
+    free_list = block.free_list
+    for tally in (free_list.tally, free_list.every):
+        tally.change("blocks", 1)
+        tally.change("bytes", block.size)
+        tally.change("requested", block.requested)

@@ -1,0 +1,93 @@
+"""Results of CUDA graphs: the next run of a graph uses their memory again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from pytest_gpumem import simulate
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The CUDA Graph is empty:UserWarning"
+    ),  # Inductor's first one
+]
+
+OVERWRITTEN = "tensor output of CUDAGraphs that has been overwritten by a subsequent run"
+
+
+def cube(x: torch.Tensor) -> torch.Tensor:
+    return x * x * x
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What two runs of one graph return, both still held."""
+    with simulate("A100-40GB", compile="always"):
+        run = torch.compile(cube, mode="reduce-overhead")
+        x = torch.ones(4, device="cuda")
+        yield run(x), run(x)
+
+
+Results = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda result: result + result,
+        lambda result: result.detach() * 2,
+        lambda result: result.cpu(),
+        lambda result: result.view(2, 2),
+        lambda result: result.zero_(),
+        lambda result: torch.ones(4, device="cuda").copy_(result),
+        lambda result: result.sum().backward(),
+        lambda result: result.tolist(),
+        lambda result: result.data_ptr(),
+        lambda result: result.untyped_storage().data_ptr(),
+    ],
+)
+def test_who_reads_one_after_the_next_run_is_told(
+    results: Results, read: Callable[[torch.Tensor], Any]
+) -> None:
+    with pytest.raises(RuntimeError, match=OVERWRITTEN) as told:
+        read(results[0])
+    assert "return x * x * x" in str(told.value)
+
+
+def test_what_such_a_result_was_like_may_be_asked(results: Results) -> None:
+    overwritten, _ = results
+    assert (overwritten.shape, overwritten.dtype, overwritten.is_cuda) == (
+        (4,),
+        torch.float32,
+        True,
+    )
+    assert torch.zeros_like(overwritten).shape == overwritten.new_empty(4).shape
+
+
+def test_the_last_result_is_there(results: Results) -> None:
+    _, last = results
+    assert (last + last).shape == last.view(4).shape
+    assert last.data_ptr()
+
+
+def test_a_storage_may_be_read_again_once_it_has_memory_of_its_own() -> None:
+    """As by who resizes it; what sets the words is part of builds for CUDA."""
+    inside: Any = torch._C
+    with simulate("A100-40GB"):
+        x = torch.ones(4, device="cuda")
+        storage = x.untyped_storage()
+        storage.resize_(0)
+        inside._set_storage_data_ptr_access_error_msg(storage._cdata, "storage is dead")
+        with pytest.raises(RuntimeError, match="storage is dead"):
+            storage.data_ptr()
+        inside._clear_storage_data_ptr_access_error_msg(storage._cdata)
+        storage.resize_(16)
+        assert storage.data_ptr()
+        inside._set_storage_data_ptr_access_error_msg(storage._cdata, "storage is dead")
+        del x, storage
+        assert torch.ones(4, device="cuda").data_ptr()  # another may have the old one's address
