@@ -11,8 +11,7 @@ from tests.dry.conftest import Run
 from tests.dry.test_plugin import pytest_in, reported
 
 TESTS = """
-import copy, threading
-import pytest, torch
+import copy, pytest, threading, torch
 from torch import nn
 
 pytestmark = pytest.mark.gpumem

@@ -83,8 +83,9 @@ class Execution:
         if isinstance(handler, _Parts):
             return handler(args, kwargs)
         with self._lock, unseen(), torch._C.DisableTorchFunction():
-            self._values.end()
-            self._values.adopt(tensor for tensor in tensors if tensor.is_cuda)
+            with torch._C._DisableTorchDispatch():  # a mode of the program's does not see it
+                self._values.end()
+                self._values.adopt(tensor for tensor in tensors if tensor.is_cuda)
             return handler(args, kwargs)
 
     def _with_subclasses(
@@ -138,7 +139,8 @@ class Execution:
                 if torch.cuda.is_current_stream_capturing():
                     self._graphs.add(operator, args, kwargs, result)
                 else:
-                    follow(operator, args, kwargs, result)
+                    with torch._C._DisableTorchDispatch():
+                        follow(operator, args, kwargs, result)
             return result
 
         return handle
