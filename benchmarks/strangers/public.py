@@ -18,10 +18,13 @@ from strangers import MIXED, Program
 FOLDER = Path(__file__).parent.parent / "public_programs"
 _FILES = ("test_language", "test_pictures", "test_adapters", "test_graphs")
 _DECIDING = frozenset(
-    {"llama_generates", "wav2vec2", "faster_rcnn", "liger", "diffusers_sd3"},
+    {
+        *("llama_generates", "wav2vec2", "faster_rcnn", "liger", "diffusers_sd3"),
+        *("gpytorch", "torch_geometric"),
+    }
 )
 """Those that stop with a sentence, ask for labels in range, keep boxes that are likely, count
-labels, or look for a time among others."""
+labels, look for a time among others, ask whether a matrix was factorized, or drop loops."""
 _COMPILED = frozenset({"timm_compiled", "flash_linear_attention"})
 """Those that compile, or time their kernels, when they run for the first time."""
 
@@ -52,7 +55,8 @@ def _cases(name: str, test: Callable[..., None]) -> Iterator[Program]:
     for mark in _marks(test, "parametrize"):
         argument, values = mark.args
         for value in values:
-            yield Program(f"{name}_{value}", partial(_called, test, **{argument: value}), MIXED)
+            run = partial(_called, test, **{argument: value})
+            yield Program(f"{name}_{value}", run, MIXED, has_values=name in _DECIDING)
         return
     is_compiled, has_values = name in _COMPILED, name in _DECIDING
     run = partial(_called, test)

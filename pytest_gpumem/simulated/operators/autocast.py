@@ -9,6 +9,7 @@ those of torch 2.6 to 2.15; a name that a release does not have is passed over.
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,6 +63,22 @@ RECURRENT = ("_cudnn_rnn",)
 
 BANNED = ("binary_cross_entropy",)
 
+OUTER = ("convolution_backward",)
+"""Operators that autocast does not cast, but whose C++ calls others that it does."""
+
+
+class _Outer(threading.local):
+    depth = 0
+
+
+_outer = _Outer()
+
+
+def sums_in_float32(tensor: torch.Tensor) -> bool:
+    """Return whether ``at::sum`` of ``tensor``, called by an operator of ``OUTER``, is cast."""
+    return _outer.depth > 0 and _eligible(tensor)
+
+
 _KEY = torch._C.DispatchKey.AutocastCUDA
 _KEYS = torch._C.DispatchKeySet(_KEY)
 
@@ -94,6 +111,7 @@ class CastCache:
                 (PROMOTE, self._promote),
                 (RECURRENT, self._recurrent),
                 (BANNED, self._banned),
+                (OUTER, self._noted),
             ):
                 for name in names:
                     overload = overload_of(name)
@@ -264,6 +282,17 @@ class CastCache:
                 hidden = self._cast(hx, torch.float16)
                 given = self._cast(input, torch.float16)
                 return overload(given, weight, per_layer, buffer, hidden, cell, *args)
+
+        return kernel
+
+    def _noted(self, overload: Any) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            _outer.depth += 1
+            try:
+                with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+                    return overload(*args, **kwargs)
+            finally:
+                _outer.depth -= 1
 
         return kernel
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import cudnn
+from pytest_gpumem.simulated.operators.autocast import sums_in_float32
 from pytest_gpumem.simulated.operators.convolution_choice import (
     CONTIGUOUS,
     CUDNN,
@@ -276,7 +277,10 @@ class _Call(Choice):
             grad_weight = torch.zeros_like(weight) if mask[1] else None
         grad_bias = None
         if mask[2]:
-            grad_bias = grad_output.sum([0, *range(2, grad_output.dim())])
+            dims = [0, *range(2, grad_output.dim())]
+            # Where autocast casts the sum, the engine casts the gradient back.
+            dtype = torch.float32 if sums_in_float32(grad_output) else None
+            grad_bias = grad_output.sum(dims, dtype=dtype)
         return grad_input, grad_weight, grad_bias
 
     def _cudnn_backward(

@@ -138,15 +138,15 @@ def _inverted(gpu: GPU, A: Tensor) -> None:
     scratch.free()
 
 
-def _solved(gpu: GPU, A: Tensor, result: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+def _solved(gpu: GPU, A: Tensor, B: Tensor) -> None:
     leave_out(gpu, "cuSOLVER", "linalg_solve_ex")
     if not A.numel():
         return
     _factorized(gpu, A)
     # Vectors are copied into matrices of one column, in a batch or for triangles.
-    is_copied = result[0].dim() < A.dim() and (A.dim() > 2 or A.shape[-1] > _LARGEST_BY_FACTORS)
-    scratch = Scratch(gpu, result[0].nbytes if is_copied else 0)
-    _by_factors(gpu, A, result[0], transposed=_is_turned(gpu, A))
+    is_copied = B.dim() < A.dim() and (A.dim() > 2 or A.shape[-1] > _LARGEST_BY_FACTORS)
+    scratch = Scratch(gpu, B.nbytes if is_copied else 0)
+    _by_factors(gpu, A, B, transposed=_is_turned(gpu, A))
     scratch.free()
 
 

@@ -161,3 +161,19 @@ def test_training_under_autocast_gives_float32_gradients() -> None:
         assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
         loss.backward()
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
+
+def test_gradients_of_biases_are_summed_in_float32_inside_autocast(on: Any) -> None:
+    # convolution_backward calls at::sum, which autocast knows; the engine casts the gradient back.
+    gpu = on()
+    layer = torch.nn.Conv2d(3, 128, 3).cuda()
+    x = torch.randn(4, 3, 16, 16, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        y = layer(x)
+        gradient = torch.ones_like(y)
+        inside = gpu.of(lambda: y.backward(gradient))
+        y = layer(x)
+    outside = gpu.of(lambda: y.backward(gradient))
+    summed = [128 * 4, 128 * 2, -128 * 4]
+    assert inside[1:4] == summed
+    assert outside[1] == 128 * 2
