@@ -88,7 +88,7 @@ def page() -> Iterator[str]:
         "How close the simulated device comes to torch's own CUDA code, and to real GPUs. The "
         "first table is torch's code, run without a GPU. What follows was hardware: recordings "
         "and measurements of other people, from public repositories, which are not part of this "
-        f"one (`GPUMEM_GROUNDTRUTH` names their folder), simulated with torch {torch.__version__} "
+        f"one, simulated with torch {torch.__version__} "
         "by `python benchmarks/fidelity.py --write docs/fidelity.md`. *Equal* means equal to the "
         "byte; rows that are equal, or within 0.1 %, are counted and not listed."
     )
@@ -372,8 +372,6 @@ def percent(off: float) -> str:
 def speed() -> Iterator[str]:
     """What the other benchmarks print."""
     yield "## Speed"
-    yield ""
-    yield "On the machine that made this page:"
     for script in ("training_step.py", "large_model.py"):
         yield ""
         yield from printed_by(script)

@@ -18,9 +18,8 @@ float32, bfloat16, float16, int64 and under autocast. Frees with nothing between
 same in any order: casts that autocast has kept are dropped in the order of a hash. Recorded GPUs,
 below, are right where they say otherwise.
 
-Not compared, and counted at the end of each row: passes whose values decide what is taken, which
-the dry device reads as zero, workspaces that a library chooses, which neither device knows, and
-what a clock decides. *Refused* counts among those that differ.
+Counted at the end of a row, and not compared: passes whose values, zero on the dry device, decide
+what is taken; workspaces that a library chooses; what a clock decides. *Refused* counts as other.
 
 | torch | GPU | what | passes | same events | same peaks | refused | values | libraries | clocks |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
