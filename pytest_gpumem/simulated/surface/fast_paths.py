@@ -63,10 +63,15 @@ def _is_padded(asking: dict[str, Any]) -> bool:
 
 def _is_nested_there() -> bool:
     """Return whether the layer that asks is called by an encoder whose input is padded."""
+    encoding = torch.nn.TransformerEncoder.forward.__code__
     frame: FrameType | None = sys._getframe(3)
-    while frame is not None:
-        caller = frame.f_locals
-        if isinstance(caller.get("self"), torch.nn.TransformerEncoder):
-            return _is_padded(caller)
+    while frame is not None and frame.f_code is not encoding:
         frame = frame.f_back
-    return False
+    if frame is None:
+        return False
+    variables = frame.f_locals
+    padded = _is_padded(variables)
+    if sys.version_info < (3, 13):
+        # Else the frame keeps this dictionary, and by it tensors that the function has let go.
+        variables.clear()
+    return padded

@@ -138,3 +138,17 @@ def test_gradients_rule_it_out() -> None:
     with simulate("A100-40GB") as gpu:
         assert layer()(tokens()).requires_grad
         assert not gpu.notes
+
+
+def test_a_caller_of_a_layer_keeps_no_tensor_that_it_has_let_go() -> None:
+    with simulate("T4") as gpu, torch.no_grad():
+        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, device="cuda").eval()
+
+        def run() -> int:
+            x = torch.zeros(2, 128, 64, device="cuda")
+            before = gpu.allocated
+            x = layer(x)
+            return gpu.allocated - before
+
+        run()  # cuBLAS keeps its workspace
+        assert run() == 0
