@@ -22,7 +22,7 @@ from pytest_gpumem.simulated.execution.runner import CUDA, DATA_DEPENDENT, Runne
 from pytest_gpumem.simulated.execution.shapes import TORCHS_OWN
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.operators import tables, vision
+from pytest_gpumem.simulated.operators import quantized, tables, vision
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, checked_outputs, on_gpu
 from pytest_gpumem.simulated.operators.rules import Call, on_machine
 from pytest_gpumem.values.errors import UnknownValueError
@@ -117,9 +117,12 @@ def _refusing(runner: Runner, func: Any) -> Handler:
     return refuse
 
 
+_PARTS = {**quantized.PARTS, **vision.PARTS}
+
+
 def _built(runner: Runner, func: Any, otherwise: Handler) -> Handler:
     """Return a handler of ``func`` that runs its known parts for tensors on a GPU."""
-    parts = vision.PARTS.get(str(func))
+    parts = _PARTS.get(str(func))
     if parts is None:
         return otherwise
     built = of_parts(runner, on_machine(parts, func, runner.machine))
