@@ -4,7 +4,8 @@
  * (allocations.c); every other number reads as zero.
  *
  * Copies on the device and memset are often the first step of an operator whose kernel then writes there, as scatter
- * copies its input. Such a copy is known until the next kernel, whichever memory that writes.
+ * copies its input. Such a copy is known until the next kernel, whichever memory that writes, unless operators are
+ * followed one by one: then it is known what each has written.
  */
 #include <pthread.h>
 #include <stdlib.h>
@@ -21,12 +22,15 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct copy *copies; /* sorted, disjoint */
 static size_t count, room;
 static unsigned long kernels = 1;
+static bool followed;
+
+API void pytest_gpumem_dry_follow(int follow) { followed = follow; }
 
 void written_by_kernel(void) { __atomic_add_fetch(&kernels, 1, __ATOMIC_RELAXED); }
 
 static bool is_over(const struct copy *copy)
 {
-    return copy->kernels && copy->kernels != __atomic_load_n(&kernels, __ATOMIC_RELAXED);
+    return !followed && copy->kernels && copy->kernels != __atomic_load_n(&kernels, __ATOMIC_RELAXED);
 }
 
 /* Position of the first copy that ends behind the address. */

@@ -36,6 +36,8 @@ _READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::allclose"
 _COMPARISONS = _READS - {"aten::_local_scalar_dense"}
 """Operators that read two tensors as a whole, without reads of their parts."""
 _COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
+_ONLY_COPIES = _COPIES | {"aten::clone", "aten::cat", "aten::stack", "aten::lift_fresh_copy"}
+"""Operators whose results have no other values than those of their arguments."""
 _GROUPED = frozenset({"aten::_grouped_mm", "aten::_scaled_grouped_mm"})
 _WRITES_NOTHING = frozenset({"aten::record_stream"})
 """Operators whose schema declares a write to the tensor, though only its block is changed."""
@@ -126,6 +128,7 @@ class Execution:
         is_factory = any(each.name == "device" for each in func._schema.arguments)
         values, storages = self._values, self._storages
         follow = values.make if is_factory else values.follow
+        copies = operator.name in _ONLY_COPIES
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if storages.on_host and self._is_lost((args, kwargs)):
@@ -141,6 +144,8 @@ class Execution:
                 else:
                     with torch._C._DisableTorchDispatch():
                         follow(operator, args, kwargs, result)
+                        if not copies:
+                            values.forget_copied(result, args, kwargs)
             return result
 
         return handle

@@ -50,7 +50,7 @@ class Follower:
             yield
             return
         self._depth += 1
-        self._memory.begin(everything=self._everything)
+        self._memory.begin(everything=self._everything, followed=self._follows)
         self._values.resume()
         try:
             with self._reads.patched(), launches_seen(self._values, self._graphs):

@@ -18,7 +18,7 @@ from pytest_gpumem.simulated.machine.values.facts import Fact
 from pytest_gpumem.simulated.machine.values.finite import Infinity
 from pytest_gpumem.simulated.machine.values.kept import Range, Ranges
 from pytest_gpumem.simulated.machine.values.known import Values
-from pytest_gpumem.simulated.machine.values.views import Layout
+from pytest_gpumem.simulated.machine.values.views import Layout, device_tensors
 from pytest_gpumem.sizes import MIB
 
 
@@ -142,6 +142,21 @@ class DryValues(Values):
             seen_by_cpu(place, tensor.dtype).fill_(uniform)
             self._memory.know(place)
             self._places[key] = place
+
+    def forget_copied(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forget what copies have brought to the new tensors of ``result``.
+
+        Unless their values have been computed: an operator that copies an argument to its result
+        has a kernel change that afterwards.
+        """
+        made = [each for each in device_tensors(result, []) if storage_key(each) not in self._bases]
+        if not made:
+            return
+        given = {storage_key(each) for each in device_tensors((*args, *kwargs.values()), [])}
+        for tensor in made:
+            key = storage_key(tensor)
+            if key not in given and key not in self._blank:
+                self._memory.forget(self._memory.place_of(tensor))
 
     def forget(self, key: int) -> None:
         """Drop the values of a storage, because they are no longer known or it has died."""

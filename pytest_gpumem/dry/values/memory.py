@@ -13,8 +13,9 @@ Place = tuple[int, int]
 
 _Told = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
 
-_listening: list[tuple[Any, bool]] = []
-"""Listeners of reads, and whether copies of any size bring values; the last one is active."""
+_listening: list[tuple[Any, bool, bool]] = []
+"""Listeners of reads, whether copies of any size bring values, and whether operators are followed;
+the last one is active."""
 
 
 class Memory:
@@ -42,6 +43,7 @@ class Memory:
         self._answer = library.pytest_gpumem_dry_answer
         self._tell = library.pytest_gpumem_dry_tell
         self._copy_all = library.pytest_gpumem_dry_copy_all
+        self._follow = library.pytest_gpumem_dry_follow
 
         def told_in_c(size: int) -> int | None:
             kind = told(size)
@@ -49,9 +51,12 @@ class Memory:
 
         self._told = _Told(told_in_c)
 
-    def begin(self, *, everything: bool) -> None:
-        """Listen to reads from now on; with ``everything``, copies of any size bring values."""
-        _listening.append((self._told, everything))
+    def begin(self, *, everything: bool, followed: bool) -> None:
+        """Listen to reads from now on; with ``everything``, copies of any size bring values.
+
+        Where operators are ``followed``, copies on the device outlast the next kernel.
+        """
+        _listening.append((self._told, everything, followed))
         self._listen()
 
     def renew(self) -> None:
@@ -65,9 +70,10 @@ class Memory:
         self._listen()
 
     def _listen(self) -> None:
-        told, everything = _listening[-1] if _listening else (None, False)
+        told, everything, followed = _listening[-1] if _listening else (None, False, False)
         self._tell(told)
         self._copy_all(everything)
+        self._follow(followed)
 
     def knows(self, place: Place) -> bool:
         """Return whether all values of ``place`` are known."""
