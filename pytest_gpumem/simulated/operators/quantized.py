@@ -1,7 +1,7 @@
-"""bitsandbytes' product with weights of 4 bits, of the parts that its Python code makes.
+"""bitsandbytes' weights of 4 and 8 bits: packed, and multiplied by, of what its Python code makes.
 
-Source: bitsandbytes/backends/cuda/ops.py (gemm_4bit, _dequant_linear_fallback,
-_gemm_4bit_kernel_impl) of bitsandbytes 0.50.
+Source: bitsandbytes/backends/cuda/ops.py (quantize_blockwise, quantize_4bit, gemm_4bit,
+_dequant_linear_fallback, _gemm_4bit_kernel_impl) of bitsandbytes 0.50.
 """
 
 from __future__ import annotations
@@ -57,5 +57,31 @@ def _has_kernel_for(rows: Tensor, shape: Sequence[int], blocksize: int) -> bool:
     return bool(chosen)
 
 
-PARTS: dict[str, Composite] = {"bitsandbytes.gemm_4bit.default": _gemm_4bit}
+def _quantize_4bit(
+    gpu: GPU,
+    A: Tensor,  # noqa: N803
+    blocksize: int,
+    quant_storage: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    rows, count = A.contiguous(), A.numel()
+    scales = _scales(rows, blocksize)
+    packed = (count + 1) // (quant_storage.itemsize * 2)
+    return rows.new_empty((packed, 1), dtype=quant_storage), scales
+
+
+def _quantize_blockwise(gpu: GPU, A: Tensor, blocksize: int) -> tuple[Tensor, Tensor]:  # noqa: N803
+    rows = A.contiguous()
+    scales = _scales(rows, blocksize)
+    return torch.empty_like(rows, dtype=torch.uint8), scales
+
+
+def _scales(rows: Tensor, blocksize: int) -> Tensor:
+    return rows.new_empty((-(rows.numel() // -blocksize),), dtype=torch.float32)
+
+
+PARTS: dict[str, Composite] = {
+    "bitsandbytes.gemm_4bit.default": _gemm_4bit,
+    "bitsandbytes.quantize_4bit.default": _quantize_4bit,
+    "bitsandbytes.quantize_blockwise.default": _quantize_blockwise,
+}
 """By overload."""
