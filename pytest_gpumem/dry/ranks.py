@@ -112,12 +112,19 @@ class Membership(process_groups.Membership):
             yield
 
     def end_body(self) -> None:
-        """Wait until NCCL's watchdog has let go of what the last collectives hold.
+        """Wait until NCCL has let go of what the last collectives hold.
 
-        The memory would be missing, or given back, in the next test.
+        The memory would be missing, or given back, in the next test. Since torch 2.8 the watchdog
+        leaves tensors to the next collective (``shelvesToUnstash_`` of ProcessGroupNCCL.cpp): one
+        without elements allocates nothing.
         """
-        if dist.is_initialized():
-            time.sleep(_LONG_STEP)
+        if not dist.is_initialized():
+            return
+        time.sleep(_LONG_STEP)
+        groups: list[Any] = list(c10d._world.pg_map)
+        for group in groups:
+            if "nccl" in dist.get_backend(group) and group._get_sequence_number_for_group():
+                dist.all_reduce(torch.empty(0, device="cuda"), group=group)
 
     def close(self) -> None:
         """Leave all groups: a watchdog of NCCL's that still runs would end the process."""
