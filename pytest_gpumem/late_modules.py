@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from threading import get_ident
@@ -12,25 +12,36 @@ from types import ModuleType
 from typing import Any
 
 Change = Callable[[ModuleType], None]
+Context = Callable[[], AbstractContextManager[object]]
 
 
 @contextmanager
 def when_imported(changes: Mapping[str, Change]) -> Iterator[None]:
     """Apply the change of each module that is imported now, or as soon as it is inside."""
-    finder = _Finder(changes)
-    for name, change in changes.items():
-        if (module := sys.modules.get(name)) is not None:
-            change(module)
-    sys.meta_path.insert(0, finder)
+    finder = from_now_on(changes)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
 
 
+def from_now_on(changes: Mapping[str, Change], executed: Context = nullcontext) -> MetaPathFinder:
+    """Apply the change of each module that is imported now or later; return the finder that does.
+
+    A module that is imported later is executed in a context of its own.
+    """
+    finder = _Finder(changes, executed)
+    for name, change in changes.items():
+        if (module := sys.modules.get(name)) is not None:
+            change(module)
+    sys.meta_path.insert(0, finder)
+    return finder
+
+
 class _Finder(MetaPathFinder):
-    def __init__(self, changes: Mapping[str, Change]) -> None:
+    def __init__(self, changes: Mapping[str, Change], executed: Context) -> None:
         self._changes = changes
+        self._executed = executed
         self._busy: set[int] = set()
         """Threads that ask the other finders, of which one may ask this one."""
 
@@ -47,7 +58,7 @@ class _Finder(MetaPathFinder):
         finally:
             self._busy.discard(thread)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Changing(spec.loader, change)
+            spec.loader = _Changing(spec.loader, change, self._executed)
         return spec
 
 
@@ -64,9 +75,10 @@ def spec_of_others(
 
 
 class _Changing(Loader):
-    def __init__(self, loader: Loader, change: Change) -> None:
+    def __init__(self, loader: Loader, change: Change, executed: Context) -> None:
         self._loader = loader
         self._change = change
+        self._executed = executed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -80,5 +92,6 @@ class _Changing(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Execute the module, then change it."""
-        self._loader.exec_module(module)
+        with self._executed():
+            self._loader.exec_module(module)
         self._change(module)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.measurement.phases import Bytes
 from pytest_gpumem.measurement.statistics import Block, Recorder
-from pytest_gpumem.sharing.gate import HostDevice
-from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
 
 if TYPE_CHECKING:
+    from pytest_gpumem.sharing.gate import HostDevice
+    from pytest_gpumem.sharing.refusal import Refusal
     from pytest_gpumem.simulated.machine.values.work import Work
 
 Renewed = Callable[[object, Mapping[int, Bytes], Mapping[int, Bytes]], None]

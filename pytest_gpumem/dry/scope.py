@@ -8,15 +8,16 @@ and return that there are none.
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from pytest_gpumem.garbage import importing
+from pytest_gpumem.late_modules import from_now_on
+
 _ANSWERS: dict[str, dict[str, object]] = {
+    "torch": {},
     "torch.cuda": {"is_available": False, "device_count": 0},
     "torch.accelerator": {
         "is_available": False,
@@ -30,6 +31,8 @@ _ANSWERS: dict[str, dict[str, object]] = {
 class _Scope:
     def __init__(self) -> None:
         self.is_open = True
+        self.is_limited = False
+        """Whether the functions have been replaced; they stay so."""
 
 
 _SCOPE = _Scope()
@@ -38,11 +41,9 @@ _SCOPE = _Scope()
 def close() -> None:
     """Hide the devices from now on, except inside :func:`opened`; torch may be imported later."""
     _SCOPE.is_open = False
-    for name in _ANSWERS:
-        if name in sys.modules:
-            _replace(sys.modules[name])
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if not _SCOPE.is_limited:
+        _SCOPE.is_limited = True
+        from_now_on(dict.fromkeys(_ANSWERS, _replace), executed=importing)
 
 
 @contextmanager
@@ -68,40 +69,3 @@ def _scoped(function: Callable[..., Any], answer: object) -> Callable[..., Any]:
         return function(*args, **kwargs) if _SCOPE.is_open else answer
 
     return scoped
-
-
-class _Finder(MetaPathFinder):
-    """A finder that replaces the functions as soon as their module has been executed."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the spec that the other finders have, with a loader that replaces functions."""
-        if fullname not in _ANSWERS:
-            return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = None
-            if finder is not self and find is not None:
-                spec = find(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _Replacing(spec.loader)
-                return spec
-        return None
-
-
-class _Replacing(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the module that the other loader makes."""
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Execute the module, then replace its functions."""
-        self._loader.exec_module(module)
-        _replace(module)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.device.computed import Computed
+from pytest_gpumem.garbage import importing
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, LOST, of_builtin_types
 from pytest_gpumem.session.affinity import FixtureDevices
 from pytest_gpumem.session.kept import process_kept
@@ -209,7 +210,8 @@ class Course:
     @property
     def _prepared(self) -> Preparation:
         if self._preparation is None:
-            from pytest_gpumem.session.prepare import Preparation
+            with importing():
+                from pytest_gpumem.session.prepare import Preparation
 
             self._preparation = Preparation(self._parts)
         return self._preparation

@@ -12,15 +12,12 @@ from pytest_gpumem.sharing.admission import Device
 from pytest_gpumem.sharing.database import SharingError
 from pytest_gpumem.sharing.ledger import Answer, Ledger, State
 from pytest_gpumem.sharing.need import Need
-from pytest_gpumem.sharing.processes import Process, descends_from, name_of
+from pytest_gpumem.sharing.processes import NOBODY, Process, descends_from, name_of
 from pytest_gpumem.sizes import format_size
 
 FIRST_PAUSE = 0.005
 """Seconds between two requests of a waiting test, doubled up to :data:`LONGEST_PAUSE`."""
 LONGEST_PAUSE = 0.1
-
-NOBODY = 0
-"""The key of bytes that the driver assigns to no process."""
 
 
 class HostDevice(Protocol):

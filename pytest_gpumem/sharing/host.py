@@ -10,7 +10,7 @@ import psutil
 from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlMemory, NvmlReading, read_device
 from pytest_gpumem.measurement.nvml_library import Nvml
 from pytest_gpumem.sharing.database import SharingError
-from pytest_gpumem.sharing.gate import NOBODY
+from pytest_gpumem.sharing.processes import NOBODY
 
 CONTEXT = 600 * 2**20
 """Bytes of a CUDA context that has not been measured: 300 to 600 MB are usual."""

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 import psutil
 
+NOBODY = 0
+"""The key, in place of a PID, of bytes that the driver assigns to no process."""
+
 
 class Process(NamedTuple):
     """A process of this host."""
