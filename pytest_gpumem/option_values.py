@@ -35,6 +35,8 @@ class DeviceChoice(NamedTuple):
     """The index of the CUDA device; ``None`` for the current one."""
     models: tuple[str, ...] = ()
     """Catalogue names to simulate, or of the dry device; empty where nothing can be simulated."""
+    of_auto: bool = False
+    """Whether it is the dry device because ``auto`` takes it."""
 
 
 class ReportTarget(NamedTuple):

@@ -13,20 +13,29 @@ from pytest_gpumem.device.host_gpus import DRIVERS
 if TYPE_CHECKING:
     from pytest_gpumem.option_values import DeviceChoice
 
-TAKES_DRY = False
-"""Whether ``auto`` takes the dry device."""
+_refused: list[str] = []
+"""Why this process has no dry device although its files would allow for one."""
 
 
-def settled(choice: DeviceChoice) -> DeviceChoice:
-    """Return ``choice``, or the dry device in place of ``auto`` if available; only reads files."""
-    if choice.kind != "auto" or not TAKES_DRY or why_not() is not None:
+def settled(choice: DeviceChoice, baselines: Path) -> DeviceChoice:
+    """Return ``choice``, or the dry device in place of ``auto`` if available; only reads files.
+
+    ``baselines`` is the folder of the project's baselines.
+    """
+    if choice.kind != "auto" or why_not(baselines) is not None:
         return choice
-    return choice._replace(kind="dry")
+    return choice._replace(kind="dry", of_auto=True)
 
 
-def why_not() -> str | None:
+def refuse(reason: str) -> None:
+    """Make ``auto`` a simulated device in this process from now on."""
+    _refused.append(reason)
+
+
+def why_not(baselines: Path) -> str | None:
     """Return why ``auto`` does not select the dry device, ``None`` if it does."""
     from pytest_gpumem.dry.build import has_compiler
+    from pytest_gpumem.dry.load import is_loaded
     from pytest_gpumem.dry.torch_build import cuda_of
 
     if any(map(os.path.exists, DRIVERS)):
@@ -39,4 +48,17 @@ def why_not() -> str | None:
         return "there is no CUDA build of torch"
     if not has_compiler():
         return "there is no C compiler"
-    return None
+    if "torch" in sys.modules and not is_loaded():
+        return "torch has been imported already"
+    if _are_simulated(baselines):
+        return "the project's baselines are those of simulated devices"
+    return _refused[0] if _refused else None
+
+
+def _are_simulated(baselines: Path) -> bool:
+    """Return whether there are baselines of simulated devices, and none of dry ones."""
+    try:
+        kinds = {each.name.partition("-")[0] for each in baselines.iterdir()}
+    except OSError:
+        return False
+    return "sim" in kinds and "dry" not in kinds

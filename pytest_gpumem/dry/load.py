@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from pytest_gpumem.dry.build import RUNTIME, built_for_installed
@@ -39,9 +41,8 @@ def load(names: str) -> None:
         return
     if "torch" in sys.modules:
         raise DryError("the dry device must be there before torch is imported, which it is already")
-    changes = environment(names)
+    os.environ.update(environment(names))
     folder = folder_of_build()
-    os.environ.update(changes)
     # The loader takes a library of a name that is loaded already for every later request, and
     # looks for symbols among global libraries first.
     for path in _libraries(folder):
@@ -53,11 +54,41 @@ def is_loaded() -> bool:
     return sys.platform == "linux" and hasattr(ctypes.CDLL(None), _BEGIN)
 
 
+@contextmanager
+def inherited() -> Iterator[None]:
+    """Make processes that are started inside load the runtime, too."""
+    before = {name: os.environ.get(name) for name in (_PRELOAD, _FOLDERS)}
+    inside = _searched(folder_of_build())
+    os.environ.update(inside)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if os.environ.get(name) == inside[name]:  # the code inside has not changed it
+                _set(name, value)
+
+
+def disinherit() -> None:
+    """Make processes that are started from now on do without the runtime."""
+    own = {str(folder_of_build()), *_libraries(folder_of_build())}
+    for name in (_PRELOAD, _FOLDERS):
+        others = [one for one in os.environ.get(name, "").split(":") if one not in own]
+        _set(name, ":".join(others) or None)
+
+
+def _set(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
 def begin_placing_anew() -> None:
     """Place later segments of every GPU as in a new process, below those that are there."""
     getattr(ctypes.CDLL(None), _BEGIN)()
 
 
+@cache
 def folder_of_build() -> Path:
     """Return the folder with the runtime for the installed torch; raises :class:`DryError`."""
     if sys.platform != "linux":
@@ -81,15 +112,23 @@ def environment(names: str, memory: int | None = None) -> Mapping[str, str]:
     return {
         MODELS: names,
         DEVICES: description(models),
-        # All of them: torch's RPATH leads to NVIDIA's packages, and the loader looks there before
-        # it looks into the folders of LD_LIBRARY_PATH.
-        _PRELOAD: _joined(_libraries(folder), os.environ.get(_PRELOAD)),
-        _FOLDERS: _joined([str(folder)], os.environ.get(_FOLDERS)),
+        **_searched(folder),
         # Triton links its launcher with the driver's library of this folder.
         "TRITON_LIBCUDA_PATH": str(folder),
     }
 
 
+def _searched(folder: Path) -> dict[str, str]:
+    """Return the variables by which the loader finds the libraries in ``folder`` first."""
+    return {
+        # All of them: torch's RPATH leads to NVIDIA's packages, and the loader looks there before
+        # it looks into the folders of LD_LIBRARY_PATH.
+        _PRELOAD: _joined(_libraries(folder), os.environ.get(_PRELOAD)),
+        _FOLDERS: _joined([str(folder)], os.environ.get(_FOLDERS)),
+    }
+
+
+@cache
 def _libraries(folder: Path) -> list[str]:
     """Return the paths of the runtime and of the libraries in place of NVIDIA's."""
     return [str(folder / RUNTIME), *map(str, sorted(folder.glob("lib*.so.*[0-9]")))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +31,7 @@ _ANSWERS: dict[str, dict[str, object]] = {
 class _Scope:
     def __init__(self) -> None:
         self.is_open = True
+        self.is_closed_to_children = False
         self.is_limited = False
         """Whether the functions have been replaced; they stay so."""
 
@@ -38,9 +39,17 @@ class _Scope:
 _SCOPE = _Scope()
 
 
-def close() -> None:
-    """Hide the devices from now on, except inside :func:`opened`; torch may be imported later."""
+def close(*, to_children: bool) -> None:
+    """Hide the devices from now on, except inside :func:`opened`; torch may be imported later.
+
+    Processes that are started outside have none either where it is closed ``to_children``.
+    """
     _SCOPE.is_open = False
+    _SCOPE.is_closed_to_children = to_children
+    if to_children:
+        from pytest_gpumem.dry.load import disinherit
+
+        disinherit()
     if not _SCOPE.is_limited:
         _SCOPE.is_limited = True
         from_now_on(dict.fromkeys(_ANSWERS, _replace), executed=importing)
@@ -49,11 +58,23 @@ def close() -> None:
 @contextmanager
 def opened() -> Iterator[None]:
     """Show the devices inside."""
-    before, _SCOPE.is_open = _SCOPE.is_open, True
-    try:
+    if _SCOPE.is_open:
         yield
+        return
+    _SCOPE.is_open = True
+    try:
+        with _to_children():
+            yield
     finally:
-        _SCOPE.is_open = before
+        _SCOPE.is_open = False
+
+
+def _to_children() -> AbstractContextManager[None]:
+    if not _SCOPE.is_closed_to_children:
+        return nullcontext()
+    from pytest_gpumem.dry.load import inherited
+
+    return inherited()
 
 
 def _replace(module: ModuleType) -> None:

@@ -18,17 +18,19 @@ _STARTED_ANEW = "PYTEST_GPUMEM_DRY_STARTED"
 
 
 def begin_process(
-    config: pytest.Config, model: str, *, everywhere: bool, shared: Path | None
+    config: pytest.Config, model: str, *, everywhere: bool, shared: Path | None, controls: bool
 ) -> None:
     """Give this process and those that it starts the GPUs of ``model``.
 
     Where torch has been imported, pytest restarts itself once. The devices are visible
-    ``everywhere``, or only inside marked tests. Processes with the same folder ``shared`` share
-    them. Raises ``pytest.UsageError``.
+    ``everywhere``, or only inside marked tests; a process that ``controls`` workers runs none.
+    Processes with the same folder ``shared`` share them. Raises ``pytest.UsageError``.
     """
     if shared is not None:
         shared.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ[SHARED] = str(shared)
+    # A program that was started on the dry device, and all that it starts, has it anyway.
+    kept = is_loaded() and not {_STARTED_ANEW, "PYTEST_XDIST_WORKER"} & os.environ.keys()
     try:
         if "torch" in sys.modules and not is_loaded():
             _start_anew(config, model)
@@ -36,7 +38,7 @@ def begin_process(
     except (DryError, GpuError) as error:
         raise pytest.UsageError(f"--gpumem-device=dry: {error}") from None
     if not everywhere:
-        scope.close()
+        scope.close(to_children=not controls and not kept)
 
 
 def _start_anew(config: pytest.Config, model: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.device.auto import refuse
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
@@ -58,16 +59,10 @@ def begin_early(config: pytest.Config) -> None:
         settings = settings_from(config, options)
     except pytest.UsageError:
         return
-    if settings.device.kind == "dry":
-        from pytest_gpumem.dry.start import begin_process
-        from pytest_gpumem.sharing.database import default_folder
-
-        begin_process(
-            config,
-            ",".join(settings.device.models),
-            everywhere=settings.sim_scope == "session",
-            shared=default_folder() if settings.share else None,
-        )
+    if settings.device.kind == "dry" and not _begin_dry(
+        config, settings, controls=not will_run_tests
+    ):
+        settings = settings_from(config, options)
     if not will_run_tests:
         return
     if settings.share or settings.quota is not None:
@@ -86,6 +81,27 @@ def begin_early(config: pytest.Config) -> None:
         # A real device exists anyway: making it the current one can wait for the conftests.
         if selector.real() is None:
             begin(config, settings, selector)
+
+
+def _begin_dry(config: pytest.Config, settings: Settings, *, controls: bool) -> bool:
+    """Give this process the dry device; return ``False`` where ``auto`` chose it in vain."""
+    from pytest_gpumem.dry.start import begin_process
+    from pytest_gpumem.sharing.database import default_folder
+
+    try:
+        begin_process(
+            config,
+            ",".join(settings.device.models),
+            everywhere=settings.sim_scope == "session",
+            shared=default_folder() if settings.share else None,
+            controls=controls,
+        )
+    except pytest.UsageError as error:
+        if not settings.device.of_auto:
+            raise
+        refuse(str(error))
+        return False
+    return True
 
 
 def current_ambient(config: pytest.Config) -> Ambient | None:

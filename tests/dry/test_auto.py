@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -18,7 +20,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (torch / "lib" / "libtorch_cuda.so").touch()
     (torch / "version.py").write_text("cuda: str | None = '13.2'\n", encoding="utf-8")
     (torch / "__init__.py").touch()
-    monkeypatch.setattr(auto, "TAKES_DRY", True)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(auto, "_refused", [])
     monkeypatch.setattr(auto, "DRIVERS", (str(tmp_path / "nvidiactl"),))
     monkeypatch.setattr("pytest_gpumem.dry.build.has_compiler", lambda: True)
     monkeypatch.setattr("sys.platform", "linux")
@@ -27,13 +30,42 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def chosen(text: str = "auto") -> DeviceChoice:
-    return auto.settled(device_choice(text))
+def chosen(text: str = "auto", baselines: Path = Path("none")) -> DeviceChoice:
+    return auto.settled(device_choice(text), baselines)
 
 
 def test_it_is_the_dry_device_without_a_gpu(machine: Path) -> None:
     assert chosen().kind == "dry"
     assert chosen().models == device_choice("auto").models
+
+
+@pytest.mark.parametrize(
+    ("stored", "kind"),
+    [
+        (("sim-A100-40GB-torch2.15",), "auto"),
+        (("sim-A100-40GB-torch2.15", "dry-A100-40GB-torch2.15"), "dry"),
+        (("A100-40GB-torch2.15-cu132",), "dry"),
+    ],
+)
+def test_a_project_whose_baselines_are_simulated_stays_so(
+    machine: Path, stored: tuple[str, ...], kind: str
+) -> None:
+    for name in stored:
+        (machine / "baselines" / name).mkdir(parents=True)
+    assert chosen(baselines=machine / "baselines").kind == kind
+
+
+def test_a_process_that_has_torch_already_is_simulated(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pytest_gpumem.dry.load.is_loaded", lambda: False)
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    assert chosen().kind == "auto"
+
+
+def test_a_runtime_that_cannot_be_loaded_is_not_tried_again(machine: Path) -> None:
+    auto.refuse("the dry runtime cannot be built")
+    assert chosen().kind == "auto"
 
 
 def test_a_driver_means_a_gpu(machine: Path) -> None:
@@ -60,8 +92,3 @@ def test_what_is_named_stays(machine: Path) -> None:
     assert [chosen(text).kind for text in ("cuda", "sim:T4", "dry:H100", "off")] == [
         *("cuda", "sim", "dry", "off")
     ]
-
-
-def test_it_is_asked_for_by_name_for_now(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "TAKES_DRY", False)
-    assert chosen().kind == "auto"

@@ -58,9 +58,12 @@ needs_libraries = pytest.mark.skipif(
 UNDER_TEST = "-p no:cacheprovider -p no:randomly".split()
 
 
-def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def pytest_in(
+    folder: Path, *arguments: str, device: str = "dry"
+) -> subprocess.CompletedProcess[str]:
     """Run pytest in a new process, in ``folder``."""
-    command = [sys.executable, "-m", "pytest", *UNDER_TEST, "--gpumem-device=dry", *arguments]
+    chosen = f"--gpumem-device={device}"
+    command = [sys.executable, "-m", "pytest", *UNDER_TEST, chosen, *arguments]
     return subprocess.run(
         command, cwd=folder, env=bare_environment(), capture_output=True, text=True, check=False
     )
@@ -128,6 +131,65 @@ def test_the_device_may_be_there_for_the_whole_session(project: Path) -> None:
     done = pytest_in(project, "--gpumem-sim-scope=session", "-k", "unmarked")
 
     assert "assert (True, 1) == (False, 0)" in done.stdout
+
+
+CHILDREN = """
+import subprocess, sys, pytest
+
+SEES = "import torch; print(torch.cuda.device_count())"
+
+def seen():
+    command = [sys.executable, "-c", SEES]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+@pytest.mark.gpumem
+def test_marked():
+    import torch
+    torch.empty(1, device="cuda")
+    assert seen() == "1"
+
+def test_unmarked():
+    assert seen() == "0"
+"""
+
+
+@needs_libraries
+@pytest.mark.parametrize("how", [(), ("-n", "2"), ("-p", "torch")])
+def test_processes_of_marked_tests_alone_have_the_device(
+    dry_run: Run, tmp_path: Path, how: tuple[str, ...]
+) -> None:
+    (tmp_path / "test_children.py").write_text(CHILDREN)
+    done = pytest_in(tmp_path, *how)
+
+    assert "2 passed" in done.stdout, done.stdout
+
+
+def test_it_is_the_device_of_auto(project: Path) -> None:
+    done = pytest_in(project, "-k", "within", device="auto")
+
+    assert "1 test on dry A100-40GB: 1 ok" in done.stdout
+
+
+@needs_libraries
+def test_auto_stays_simulated_where_the_baselines_are(dry_run: Run, tmp_path: Path) -> None:
+    (tmp_path / "test_dry.py").write_text(TESTS)
+    (tmp_path / "baselines" / "sim-A100-40GB-torch2.6").mkdir(parents=True)
+    done = pytest_in(tmp_path, "-k", "within", device="auto")
+
+    assert "1 test on simulated A100-40GB: 1 ok" in done.stdout, done.stdout
+
+
+@needs_libraries
+def test_auto_is_simulated_where_the_runtime_cannot_be_built(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "test_dry.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", *UNDER_TEST, "-k", "within"]
+    variables = {**bare_environment(), "XDG_CACHE_HOME": str(tmp_path / "file")}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
+
+    assert "1 test on simulated A100-40GB: 1 ok" in done.stdout, done.stdout
 
 
 @needs_libraries
