@@ -74,6 +74,14 @@ def spec_of_others(
     return None
 
 
+def is_only_asked() -> bool:
+    """Return whether ``importlib.util.find_spec`` calls the finder that calls this.
+
+    It then looks whether there is a module, and imports none.
+    """
+    return sys._getframe(3).f_globals.get("__name__") == "importlib.util"
+
+
 class _Changing(Loader):
     def __init__(self, loader: Loader, change: Change, executed: Context) -> None:
         self._loader = loader

@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 from _pytest.pytester import SysModulesSnapshot
 
+from pytest_gpumem.device.auto import REFUSED
 from tests import distributions
 from tests.forked import be_usual, begin_to_serve, can_serve, is_quick, quick, quicken_workers
 
@@ -28,6 +29,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Workers and what they start share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# On a CUDA build, too, the projects of most tests are simulated: tests/dry asks for the dry device.
+os.environ[REFUSED] = "the tests' projects are simulated"
 
 # argparse would look on the disk for a translation of each of its words, whenever it says one.
 os.environ["LANGUAGE"] = "C"

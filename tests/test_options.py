@@ -43,10 +43,7 @@ def configure(
 
 
 @pytest.fixture
-def read(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> Read:
-    # auto stays auto, on a machine that could have the dry device, too: see tests/dry/test_auto.py.
-    monkeypatch.setattr("pytest_gpumem.device.auto._refused", ["a test of options has none"])
-
+def read(configure: Configure) -> Read:
     def settings(*args: str, ini: str = "") -> Settings:
         return settings_from(configure(*args, ini=ini))
 

@@ -13,8 +13,8 @@ from pytest_gpumem.device.host_gpus import DRIVERS
 if TYPE_CHECKING:
     from pytest_gpumem.option_values import DeviceChoice
 
-_refused: list[str] = []
-"""Why this process has no dry device although its files would allow for one."""
+REFUSED = "PYTEST_GPUMEM_AUTO_SIMULATED"
+"""The variable with the reason why ``auto`` is a simulated device here and in child processes."""
 
 
 def settled(choice: DeviceChoice, baselines: Path) -> DeviceChoice:
@@ -28,8 +28,8 @@ def settled(choice: DeviceChoice, baselines: Path) -> DeviceChoice:
 
 
 def refuse(reason: str) -> None:
-    """Make ``auto`` a simulated device in this process from now on."""
-    _refused.append(reason)
+    """Make ``auto`` a simulated device from now on, in this process and in those it starts."""
+    os.environ[REFUSED] = reason
 
 
 def why_not(baselines: Path) -> str | None:
@@ -52,7 +52,7 @@ def why_not(baselines: Path) -> str | None:
         return "torch has been imported already"
     if _are_simulated(baselines):
         return "the project's baselines are those of simulated devices"
-    return _refused[0] if _refused else None
+    return os.environ.get(REFUSED)
 
 
 def _are_simulated(baselines: Path) -> bool:

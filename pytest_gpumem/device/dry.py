@@ -25,6 +25,7 @@ from pytest_gpumem.dry.values.follower import Follower
 from pytest_gpumem.measurement.phases import Bytes
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.simulated.machine.values.work import Work
+from pytest_gpumem.simulated.stand_ins import imports as stand_ins
 from pytest_gpumem.simulated.surface import compilers
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
@@ -99,6 +100,7 @@ class DryDevice(CudaDevice):
             super().active(),
             self._follower.active(),
             compiling.served(self._follower.following),
+            stand_ins.announced(),
             ExitStack() as inside,
         ):
             if self._membership is not None:

@@ -18,7 +18,7 @@ from threading import get_ident
 from types import ModuleType
 
 from pytest_gpumem.garbage import FramesLetGo
-from pytest_gpumem.late_modules import spec_of_others
+from pytest_gpumem.late_modules import is_only_asked, spec_of_others
 
 
 @contextmanager
@@ -44,7 +44,7 @@ class _ImportWatch(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Return the spec that another finder has; its loader reports when the module has run."""
         thread = get_ident()
-        if thread in self._busy or _is_only_asked():
+        if thread in self._busy or is_only_asked():
             return None
         self._busy.add(thread)  # finders import, too
         try:
@@ -54,11 +54,6 @@ class _ImportWatch(MetaPathFinder):
         if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
             spec.loader = _TidyLoader(spec.loader, self._busy)
         return spec
-
-
-def _is_only_asked() -> bool:
-    """Return whether ``importlib.util.find_spec`` calls the finders, and not an import."""
-    return sys._getframe(3).f_globals.get("__name__") == "importlib.util"
 
 
 class _TidyLoader(Loader):

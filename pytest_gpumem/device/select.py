@@ -54,7 +54,8 @@ class DeviceSelector:
     def description(self) -> str:
         """The words for where tests will be measured, known without torch."""
         if self._choice.kind == "dry":
-            return ", ".join(f"dry {model}" for model in self._choice.models)
+            others = ", other models simulated" if self._choice.of_auto else ""
+            return ", ".join(f"dry {model}" for model in self._choice.models) + others
         models = ", ".join(f"simulated {model}" for model in self._choice.models)
         if models and not self.stand_ins:
             models += " without stand-ins"
@@ -68,6 +69,10 @@ class DeviceSelector:
     def only_model(self) -> str | None:
         """The model of the dry device, of which a process has one; ``None`` for other devices."""
         return self._choice.models[0] if self._choice.kind == "dry" else None
+
+    def simulates(self, model: str | None) -> bool:
+        """Return whether ``model`` is simulated beside a dry device, which ``auto`` has chosen."""
+        return self._choice.of_auto and model not in (None, self.only_model)
 
     def models(self, expectation: Expectation | None) -> Sequence[str]:
         """Return the GPU models that a test is to be simulated on, one by one.
@@ -95,7 +100,7 @@ class DeviceSelector:
         Raises ``DeviceError`` where the options ask for a CUDA device that is not there, the
         environment has allocator settings that no device takes, or a plugin that adds to it fails.
         """
-        device = self.real(computed, seat)
+        device = None if self.simulates(model) else self.real(computed, seat)
         if device is None:
             everything = computed is Computed.ALL
             device = self._simulate(model or self._choice.models[0], everything, seat)

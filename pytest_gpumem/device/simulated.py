@@ -14,6 +14,7 @@ from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.device.left_threads import is_set_up, is_shared
 from pytest_gpumem.device.quota import inherited, reporting_to
+from pytest_gpumem.dry import scope
 from pytest_gpumem.measurement.phases import Bytes
 from pytest_gpumem.measurement.simulated_recorder import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block, Recorder
@@ -119,6 +120,8 @@ class SimulatedDevice:
     def active(self) -> Iterator[None]:
         """Serve ``cuda`` from this device inside; abandon captures that are left open."""
         with ExitStack() as inside:
+            # Where other tests run on the dry device, its functions would say that there is none.
+            inside.enter_context(scope.opened(to_children=False))
             inside.enter_context(self._simulation.active())
             if self._membership is not None:
                 inside.enter_context(self._membership.taken())

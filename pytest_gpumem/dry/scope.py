@@ -56,20 +56,20 @@ def close(*, to_children: bool) -> None:
 
 
 @contextmanager
-def opened() -> Iterator[None]:
-    """Show the devices inside."""
+def opened(*, to_children: bool = True) -> Iterator[None]:
+    """Show the devices inside, and ``to_children``, the processes that are started inside."""
     if _SCOPE.is_open:
         yield
         return
     _SCOPE.is_open = True
     try:
-        with _to_children():
+        with _inherited() if to_children else nullcontext():
             yield
     finally:
         _SCOPE.is_open = False
 
 
-def _to_children() -> AbstractContextManager[None]:
+def _inherited() -> AbstractContextManager[None]:
     if not _SCOPE.is_closed_to_children:
         return nullcontext()
     from pytest_gpumem.dry.load import inherited

@@ -49,7 +49,8 @@ class Preparation:
         """
         expectations, selector = self._parts.expectations, self._parts.selector
         model, models = expectations.models(item)
-        if (only := selector.only_model) and model not in (None, only):
+        simulated = selector.simulates(model)
+        if not simulated and (only := selector.only_model) and model not in (None, only):
             _skip(
                 f"is for {model}, and the dry device of this run is {only}: run it with "
                 f"--gpumem-device=dry:{model}"
@@ -57,7 +58,8 @@ class Preparation:
         if (asked := expectations.ranks(item)) is not None:
             self._check_ranks(asked)
         device = self._reported(model, computed, expectations.seat(item, rank))
-        if selector.real() and model not in (*models[:1], only, None):
+        known = (*models[:1], selector.only_model, None)
+        if not simulated and selector.real() and model not in known:
             pytest.skip(
                 f"measured on a real GPU, once, as [{models[0]}]: {model} is for simulation"
             )

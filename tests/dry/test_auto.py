@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +22,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (torch / "version.py").write_text("cuda: str | None = '13.2'\n", encoding="utf-8")
     (torch / "__init__.py").touch()
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(auto, "_refused", [])
+    monkeypatch.delenv(auto.REFUSED, raising=False)
     monkeypatch.setattr(auto, "DRIVERS", (str(tmp_path / "nvidiactl"),))
     monkeypatch.setattr("pytest_gpumem.dry.build.has_compiler", lambda: True)
     monkeypatch.setattr("sys.platform", "linux")
@@ -63,7 +64,10 @@ def test_a_process_that_has_torch_already_is_simulated(
     assert chosen().kind == "auto"
 
 
-def test_a_runtime_that_cannot_be_loaded_is_not_tried_again(machine: Path) -> None:
+def test_a_runtime_that_cannot_be_loaded_is_not_tried_again(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
     auto.refuse("the dry runtime cannot be built")
     assert chosen().kind == "auto"
 

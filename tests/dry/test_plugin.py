@@ -170,6 +170,49 @@ def test_it_is_the_device_of_auto(project: Path) -> None:
     assert "1 test on dry A100-40GB: 1 ok" in done.stdout
 
 
+MODELS = """
+import pytest, torch
+
+@pytest.mark.gpumem(gpu=["A100-40GB", "T4"])
+def test_models():
+    torch.empty(1, device="cuda")
+    assert torch.cuda.get_device_name() in ("NVIDIA A100-SXM4-40GB", "Tesla T4")
+"""
+
+
+@needs_libraries
+def test_other_models_are_simulated_beside_the_device_of_auto(tmp_path: Path) -> None:
+    (tmp_path / "test_models.py").write_text(MODELS)
+    done = pytest_in(tmp_path, device="auto")
+
+    assert "2 passed" in done.stdout, done.stdout
+    assert "dry A100-40GB, other models simulated" in done.stdout
+    assert "2 tests on dry A100-40GB and simulated T4" in " ".join(done.stdout.split())
+
+
+FLASH = """
+import importlib.util, pytest
+
+@pytest.mark.gpumem
+def test_flash():
+    assert importlib.util.find_spec("flash_attn") is None
+    import flash_attn
+"""
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_an_import_of_flash_attn_names_the_device_that_has_a_stand_in(
+    dry_run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "test_flash.py").write_text(FLASH)
+    done = pytest_in(tmp_path)
+
+    assert (
+        "No module named 'flash_attn': install flash-attn, or run the test with "
+        "--gpumem-device=sim, which has a stand-in for it"
+    ) in done.stdout
+
+
 @needs_libraries
 def test_auto_stays_simulated_where_the_baselines_are(dry_run: Run, tmp_path: Path) -> None:
     (tmp_path / "test_dry.py").write_text(TESTS)

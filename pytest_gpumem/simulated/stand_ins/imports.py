@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.abc import Loader
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
 from os import PathLike
@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from pytest_gpumem.late_modules import is_only_asked
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
@@ -132,6 +133,31 @@ def served(note: Callable[[str], None]) -> Iterator[None]:
             for name, module in _modules.items():
                 if sys.modules.get(name) is module:
                     del sys.modules[name]
+
+
+@contextmanager
+def announced() -> Iterator[None]:
+    """Name the simulated device in the error of an import of flash-attn that is not installed."""
+    announcing = _Announcing()
+    sys.meta_path.append(announcing)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(announcing)
+
+
+class _Announcing(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Raise the error; return ``None`` to a program that only looks for the module."""
+        if fullname == FLASH_ATTN.package and not is_only_asked():
+            raise ModuleNotFoundError(
+                f"No module named {fullname!r}: install {FLASH_ATTN.name}, or run the test with "
+                "--gpumem-device=sim, which has a stand-in for it",
+                name=fullname,
+            )
+        return None
 
 
 class StandInModule(ModuleType):
