@@ -12,6 +12,7 @@ from pytest_gpumem.allocator.snapshot import snapshot
 from pytest_gpumem.attribution.composition import Composition, compositions
 from pytest_gpumem.collector import Collector
 from pytest_gpumem.device.imports import imports_watched
+from pytest_gpumem.dry import scope
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import Account
 from pytest_gpumem.measurement.phases import Bytes, PhaseTracker
@@ -226,6 +227,8 @@ def simulate(
     own = gpus[gpus[0].simulation.first_index]
     collector = Collector()
     with ExitStack() as inside:
+        # Where tests run on the dry device, its functions would say that there is no device.
+        inside.enter_context(scope.opened(to_children=False))
         inside.enter_context(own.active())
         inside.enter_context(imports_watched())
         inside.enter_context(collector.in_charge())
