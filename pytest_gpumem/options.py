@@ -76,7 +76,7 @@ _VALUES = {
     "gpumem_device": (
         DEVICE_FORMS,
         "where marked tests run; dry: on torch's own CUDA code, without a GPU (default: auto, a "
-        "GPU if there is one, else sim)",
+        "GPU if there is one, else dry, else sim)",
     ),
     "gpumem_sim_scope": (
         "test|session",

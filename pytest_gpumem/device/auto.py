@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +37,7 @@ def why_not(baselines: Path) -> str | None:
     """Return why ``auto`` does not select the dry device, ``None`` if it does."""
     from pytest_gpumem.dry.build import has_compiler
     from pytest_gpumem.dry.load import is_loaded
-    from pytest_gpumem.dry.torch_build import cuda_of
+    from pytest_gpumem.dry.torch_build import cuda_of, release_of
 
     if any(map(os.path.exists, DRIVERS)):
         return "NVIDIA's driver is installed"
@@ -50,15 +51,21 @@ def why_not(baselines: Path) -> str | None:
         return "there is no C compiler"
     if "torch" in sys.modules and not is_loaded():
         return "torch has been imported already"
-    if _are_simulated(baselines):
+    if _are_simulated(baselines, release_of(folder)):
         return "the project's baselines are those of simulated devices"
     return os.environ.get(REFUSED)
 
 
-def _are_simulated(baselines: Path) -> bool:
-    """Return whether there are baselines of simulated devices, and none of dry ones."""
+def _are_simulated(baselines: Path, release: str) -> bool:
+    """Return whether ``baselines`` are those of simulated devices, and none are of dry ones.
+
+    Those of the torch ``release`` decide, where it has any.
+    """
     try:
-        kinds = {each.name.partition("-")[0] for each in baselines.iterdir()}
+        names = [each.name for each in baselines.iterdir()]
     except OSError:
         return False
+    of_release = re.compile(rf"-torch{'.'.join(release.split('.')[:2])}(-|$)")
+    names = list(filter(of_release.search, names)) or names
+    kinds = {name.partition("-")[0] for name in names}
     return "sim" in kinds and "dry" not in kinds

@@ -69,9 +69,7 @@ def installed_build() -> TorchBuild:
     Raises :class:`DryError` where it is not installed, or no CUDA build.
     """
     folder = _folder()
-    version = (folder / "version.py").read_text(encoding="utf-8")
-    release = _found(r"__version__ = '([^']+)'", version) or "unknown"
-    cuda = cuda_of(folder)
+    release, cuda = release_of(folder), cuda_of(folder)
     if cuda is None:
         raise DryError(
             f"the dry device runs torch's own CUDA code, which torch {release} does not have: "
@@ -98,6 +96,12 @@ def _folder() -> Path:
 
 def _libraries(folder: Path) -> list[Path]:
     return sorted((folder / "lib").glob("*.so*"))
+
+
+def release_of(folder: Path) -> str:
+    """Return the release of the torch in ``folder``, as ``2.15.0+cu132``."""
+    version = (folder / "version.py").read_text(encoding="utf-8")
+    return _found(r"__version__ = '([^']+)'", version) or "unknown"
 
 
 def cuda_of(folder: Path) -> str | None:

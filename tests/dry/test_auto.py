@@ -19,7 +19,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     torch = tmp_path / "torch"
     (torch / "lib").mkdir(parents=True)
     (torch / "lib" / "libtorch_cuda.so").touch()
-    (torch / "version.py").write_text("cuda: str | None = '13.2'\n", encoding="utf-8")
+    version = "__version__ = '2.15.0+cu132'\ncuda: str | None = '13.2'\n"
+    (torch / "version.py").write_text(version, encoding="utf-8")
     (torch / "__init__.py").touch()
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.delenv(auto.REFUSED, raising=False)
@@ -46,6 +47,9 @@ def test_it_is_the_dry_device_without_a_gpu(machine: Path) -> None:
         (("sim-A100-40GB-torch2.15",), "auto"),
         (("sim-A100-40GB-torch2.15", "dry-A100-40GB-torch2.15"), "dry"),
         (("A100-40GB-torch2.15-cu132",), "dry"),
+        (("sim-A100-40GB-torch2.13", "dry-A100-40GB-torch2.15"), "dry"),
+        (("sim-H100-torch2.15-rank0of8", "dry-A100-40GB-torch2.13"), "auto"),
+        (("sim-A100-40GB-torch2.1", "dry-A100-40GB-torch2.15"), "dry"),
     ],
 )
 def test_a_project_whose_baselines_are_simulated_stays_so(
