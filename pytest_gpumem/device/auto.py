@@ -36,9 +36,11 @@ def refuse(reason: str) -> None:
 def why_not(baselines: Path) -> str | None:
     """Return why ``auto`` does not select the dry device, ``None`` if it does."""
     from pytest_gpumem.dry.build import has_compiler
-    from pytest_gpumem.dry.load import is_loaded
+    from pytest_gpumem.dry.load import is_launched, is_loaded
     from pytest_gpumem.dry.torch_build import cuda_of, release_of
 
+    if is_launched():
+        return "the program has the dry device as its GPU"
     if any(map(os.path.exists, DRIVERS)):
         return "NVIDIA's driver is installed"
     if sys.platform != "linux":

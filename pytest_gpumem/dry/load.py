@@ -24,6 +24,8 @@ SHARED = "PYTEST_GPUMEM_DRY_SHARED"
 
 Without it each process has them for itself.
 """
+BY_PYTEST = "PYTEST_GPUMEM_DRY_BY_PYTEST"
+"""The variable of processes that pytest has given the GPUs, for its marked tests."""
 _PRELOAD, _FOLDERS = "LD_PRELOAD", "LD_LIBRARY_PATH"
 
 _BEGIN = "pytest_gpumem_dry_begin"
@@ -81,6 +83,11 @@ def _set(name: str, value: str | None) -> None:
         os.environ.pop(name, None)
     else:
         os.environ[name] = value
+
+
+def is_launched() -> bool:
+    """Return whether the whole program runs on the dry device, and pytest in it."""
+    return is_loaded() and BY_PYTEST not in os.environ
 
 
 def begin_placing_anew() -> None:

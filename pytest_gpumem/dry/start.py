@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.dry import scope
-from pytest_gpumem.dry.load import SHARED, environment, is_loaded, load
+from pytest_gpumem.dry.load import BY_PYTEST, SHARED, environment, is_launched, is_loaded, load
 from pytest_gpumem.dry.torch_build import DryError
 from pytest_gpumem.simulated.gpu.catalogue import GpuError
 
@@ -29,12 +29,14 @@ def begin_process(
     if shared is not None:
         shared.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ[SHARED] = str(shared)
-    # A program that was started on the dry device, and all that it starts, has it anyway.
-    kept = is_loaded() and not {_STARTED_ANEW, "PYTEST_XDIST_WORKER"} & os.environ.keys()
+    # All that such a program starts has the device anyway.
+    kept = is_launched()
     try:
         if "torch" in sys.modules and not is_loaded():
             _start_anew(config, model)
         load(model)
+        if not kept:
+            os.environ[BY_PYTEST] = "1"
     except (DryError, GpuError) as error:
         raise pytest.UsageError(f"--gpumem-device=dry: {error}") from None
     if not everywhere:
@@ -48,7 +50,7 @@ def _start_anew(config: pytest.Config, model: str) -> None:
             "torch was imported before pytest could load the dry runtime: start the process with "
             "python -m pytest_gpumem.dry, or import torch later"
         )
-    variables = {**os.environ, **environment(model), _STARTED_ANEW: "1"}
+    variables = {**os.environ, **environment(model), _STARTED_ANEW: "1", BY_PYTEST: "1"}
     capturing = config.pluginmanager.getplugin("capturemanager")
     if capturing is not None:
         capturing.stop_global_capturing()
