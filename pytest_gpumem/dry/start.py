@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,25 +14,28 @@ from pytest_gpumem.dry.load import SHARED, environment, is_loaded, load
 from pytest_gpumem.dry.torch_build import DryError
 from pytest_gpumem.simulated.gpu.catalogue import GpuError
 
+if TYPE_CHECKING:
+    from _pytest.capture import CaptureManager
+
 _STARTED_ANEW = "PYTEST_GPUMEM_DRY_STARTED"
 """The variable that keeps a process from starting itself anew a second time."""
 
 
 def begin_process(
-    config: pytest.Config, model: str, *, everywhere: bool, shared: Path | None
+    model: str, capturing: CaptureManager | None, *, everywhere: bool, shared: Path | None
 ) -> None:
     """Give this process and those that it starts the GPUs of ``model``.
 
-    Where torch has been imported, pytest restarts itself once. The devices are visible
-    ``everywhere``, or only inside marked tests. Processes with the same folder ``shared`` share
-    them. Raises ``pytest.UsageError``.
+    Where torch has been imported, pytest restarts itself once, after its ``capturing`` has ended.
+    The devices are visible ``everywhere``, or only inside marked tests. Processes with the same
+    folder ``shared`` share them. Raises ``pytest.UsageError``.
     """
     if shared is not None:
         shared.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ[SHARED] = str(shared)
     try:
         if "torch" in sys.modules and not is_loaded():
-            _start_anew(config, model)
+            _start_anew(model, capturing)
         load(model)
     except (DryError, GpuError) as error:
         raise pytest.UsageError(f"--gpumem-device=dry: {error}") from None
@@ -39,7 +43,7 @@ def begin_process(
         scope.close()
 
 
-def _start_anew(config: pytest.Config, model: str) -> None:
+def _start_anew(model: str, capturing: CaptureManager | None) -> None:
     """Replace this process by the same pytest, with the runtime preloaded; raises ``DryError``."""
     if _STARTED_ANEW in os.environ or not _is_pytest():
         raise DryError(
@@ -47,7 +51,6 @@ def _start_anew(config: pytest.Config, model: str) -> None:
             "python -m pytest_gpumem.dry, or import torch later"
         )
     variables = {**os.environ, **environment(model), _STARTED_ANEW: "1"}
-    capturing = config.pluginmanager.getplugin("capturemanager")
     if capturing is not None:
         capturing.stop_global_capturing()
     sys.stdout.flush()

@@ -63,8 +63,8 @@ def begin_early(config: pytest.Config) -> None:
         from pytest_gpumem.sharing.database import default_folder
 
         begin_process(
-            config,
             ",".join(settings.device.models),
+            config.pluginmanager.getplugin("capturemanager"),
             everywhere=settings.sim_scope == "session",
             shared=default_folder() if settings.share else None,
         )
@@ -73,7 +73,7 @@ def begin_early(config: pytest.Config) -> None:
     if settings.share or settings.quota is not None:
         from pytest_gpumem.session.placement import place
 
-        place(config, settings)
+        config.add_cleanup(place(settings))
     asked = settings.sim_scope == "session" or SELECTOR in config.stash
     if not asked or settings.device.kind == "off":
         return
