@@ -56,18 +56,10 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         "_is_in_bad_fork": api._cuda_isInBadFork,
         "default_generators": tuple(generator(f"cuda:{i}") for i in range(count)),
         "has_magma": True,
-        "get_rng_state": api.get_rng_state,
-        "set_rng_state": api.set_rng_state,
-        "get_arch_list": api.arch_list,
-        "_is_compiled": _yes,
-        "_nvml_based_avail": bool,
-        "_raw_device_count_nvml": lambda: -1,
         "is_bf16_supported": api.is_bf16_supported,
     }
     for name, value in state.items():
         patches.add(cuda, name, value)
-    patches.add(torch.cuda.random, "get_rng_state", api.get_rng_state)
-    patches.add(torch.cuda.random, "set_rng_state", api.set_rng_state)
     # Up to 2.10 torch copies the whole trace for this, whatever the arguments.
     patches.add(torch.cuda, "memory_snapshot", api.memory_snapshot)
     patches.add(torch.cuda.memory, "memory_snapshot", api.memory_snapshot)
@@ -102,10 +94,6 @@ def _device_module(find: Callable[..., Any]) -> Callable[..., Any]:
         return torch.cuda if device is None else find(device)
 
     return get_device_module
-
-
-def _yes() -> bool:
-    return True
 
 
 class _Api:
@@ -153,30 +141,16 @@ class _Api:
         return 0
 
     def _cuda_getArchFlags(self) -> str:
-        return ""
+        major, minor = self._gpu().model.compute_capability
+        return f"sm_{major}{minor}"
 
     def _cuda_ipc_collect(self) -> None: ...
 
     def device_properties(self, index: int) -> DeviceProperties:
         return DeviceProperties.of(self._gpu(index))
 
-    def arch_list(self) -> list[str]:
-        major, minor = self._gpu().model.compute_capability
-        return [f"sm_{major}{minor}"]
-
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
         return including_emulation or self._gpu().model.compute_capability >= (8, 0)
-
-    def get_rng_state(self, device: Any = "cuda") -> torch.Tensor:
-        state: torch.Tensor = torch.cuda.default_generators[self._index(device)].get_state()
-        return state
-
-    def set_rng_state(self, new_state: torch.Tensor, device: Any = "cuda") -> None:
-        torch.cuda.default_generators[self._index(device)].set_state(new_state)
-
-    def _index(self, device: Any) -> int:
-        index = device if isinstance(device, int) else torch.device(device).index
-        return self._machine.device(index).index
 
     # The caching allocator.
 
@@ -259,11 +233,6 @@ class _Api:
         return self._cuda_exchangeDevice(index)
 
     _accelerator_maybeExchangeDevice = _accelerator_exchangeDevice
-    _accelerator_hooks_device_count = _accelerator_deviceCount
-    _accelerator_hooks_get_current_device = _accelerator_getDeviceIndex
-    _accelerator_hooks_set_current_device = _accelerator_setDeviceIndex
-    _accelerator_hooks_exchange_device = _accelerator_exchangeDevice
-    _accelerator_hooks_maybe_exchange_device = _accelerator_exchangeDevice
 
     def _accelerator_isAllocatorInitialized(self) -> bool:
         return True

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 
@@ -219,10 +219,6 @@ class _PluggableAllocator:
         raise _needs_a_driver("torch.cuda.memory.CUDAPluggableAllocator")
 
 
-def _change_current_allocator(*_: Any, **__: Any) -> NoReturn:
-    raise _needs_a_driver("torch.cuda.memory.change_current_allocator")
-
-
 @contextmanager
 def _torch_errors() -> Iterator[None]:
     try:
@@ -253,7 +249,6 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
             "MemPool": pool,
             "MemPoolContext": context,
             "CUDAPluggableAllocator": _PluggableAllocator,
-            "change_current_allocator": _change_current_allocator,
         }.items():
             if name in vars(module):
                 patches.add(module, name, value)
