@@ -13,7 +13,7 @@ from pytest_gpumem.cli.command import Answer, Argument, Command, argument
 from pytest_gpumem.progress import Progress
 from pytest_gpumem.report.past import Past, past_of_git, past_of_reports
 from pytest_gpumem.report.trend import BARS, PLAIN_BARS, SMALL, Trend, sparkline
-from pytest_gpumem.sizes import SizeError, Tolerance, format_size, parse_tolerance
+from pytest_gpumem.sizes import SizeError, Tolerance, format_change, format_size, parse_tolerance
 
 CREEPS = 1
 WIDTH = 24
@@ -100,10 +100,10 @@ def _row(trend: Trend, several: bool) -> tuple[str, ...]:
         sparkline([point.peak for point in trend.points], WIDTH, _bars()),
         format_size(trend.first),
         format_size(trend.last),
-        _signed(change),
+        format_change(change),
         percent.removesuffix(" %"),
         str(len(trend.steps)),
-        _signed(trend.crept),
+        format_change(trend.crept),
     )
 
 
@@ -121,12 +121,7 @@ def _bars() -> str:
 
 def _change(before: int, now: int) -> str:
     percent = f" ({format_percent(now - before, before)})" if before > 0 else ""
-    return f"{_signed(now - before)}{percent}"
-
-
-def _signed(change: int) -> str:
-    sign = "" if change == 0 else "+" if change > 0 else "-"
-    return f"{sign}{format_size(abs(change))}"
+    return f"{format_change(now - before)}{percent}"
 
 
 def _tolerance(option: str, text: str) -> Tolerance:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.echo import MOST, printable, quoted
-from pytest_gpumem.sizes import SizeError, format_size, parse_size
+from pytest_gpumem.sizes import SizeError, format_change, format_size, parse_size
 
 if TYPE_CHECKING:
     from pytest_gpumem.allocator.replayed import (
@@ -194,10 +194,7 @@ def _cell(label: str, usage: Usage, *, known: bool = True) -> list[str]:
 
 
 def _change(before: int, after: int) -> str:
-    if before == after:
-        return ""
-    sign = "+" if after > before else "-"
-    return f"{sign}{format_size(abs(after - before))}"
+    return "" if before == after else format_change(after - before)
 
 
 def _notes(device: DeviceReplay, result: ReplayResult, used_elsewhere: int) -> Iterator[str]:
