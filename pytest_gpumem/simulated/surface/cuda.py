@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.patching import Patches, add_functions
 from pytest_gpumem.simulated.machine.generators import generator_type
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.surface.pools import chosen_pool
@@ -33,17 +33,7 @@ def _joins_pool_ids(release: str) -> bool:
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace ``torch._C._cuda_*`` and the state that ``torch.cuda`` keeps."""
     api = _Api(machine)
-    for name in dir(api):
-        # A CPU build has no _cuda_* at all; of _accelerator_* each release has its own.
-        if name.startswith("_cuda_") or (
-            name.startswith("_accelerator_") and hasattr(torch._C, name)
-        ):
-            patches.add(torch._C, name, getattr(api, name))
-    for module in (torch.cuda.graphs, torch.cuda.memory):
-        # They hold some of these functions under their own names.
-        for name in vars(module):
-            if name.startswith("_cuda_") and hasattr(api, name):
-                patches.add(module, name, getattr(api, name))
+    add_functions(api, patches)
     cuda = torch.cuda
     count = len(machine.gpus)
     generator = generator_type(torch.Generator)
@@ -67,8 +57,9 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(torch._C, "_get_accelerator", api._accelerator_getAccelerator)
     patches.add(torch, "get_device_module", _device_module(torch.get_device_module))
     patches.add(torch, "Generator", generator)
+    # A type that can neither be changed nor inherited from.
+    patches.add(torch, "device", device)
     patches.add(torch.version, "cuda", torch.version.cuda or CUDA_OF_CPU_BUILDS)
-    _add_devices(machine, patches)
 
 
 _STATE = frozenset(
@@ -252,11 +243,6 @@ class _Api:
 
 
 _Device: Any = torch.device
-
-
-def _add_devices(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace ``torch.device``, which is a type that cannot be changed or inherited from."""
-    patches.add(torch, "device", device)
 
 
 class _Kind(type):
