@@ -134,6 +134,11 @@ def format_size(n: int, *, more: int = 0) -> str:
     return text
 
 
+def format_change(n: int) -> str:
+    """Return the size of a change of ``n`` bytes with its sign: ``+512 B``, ``0 B``."""
+    return f"{'+' if n > 0 else ''}{format_size(n)}"
+
+
 def format_apart(a: int, b: int) -> tuple[str, str]:
     """Return two sizes for reading side by side, in as many digits as distinguish them.
 

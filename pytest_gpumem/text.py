@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -130,3 +130,8 @@ def pack(
             joined = rest + item
         current, empty = joined, False
     return lines if empty else [*lines, current]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return ``names`` as a sentence lists them."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

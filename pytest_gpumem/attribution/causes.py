@@ -21,7 +21,6 @@ from pytest_gpumem.attribution.explain import (
     Side,
     block_size,
     largest_gain,
-    listed,
     place,
     shape_text,
 )
@@ -35,6 +34,7 @@ from pytest_gpumem.attribution.history import (
     TEMPORARIES,
 )
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import listed
 
 __all__ = ["Growth", "Side", "absolute_cause", "cause_of", "leak_cause"]
 

@@ -19,7 +19,6 @@ from pytest_gpumem.attribution.explain import (
     Growth,
     Side,
     largest_gain,
-    listed,
     names_text,
     place,
 )
@@ -32,6 +31,7 @@ from pytest_gpumem.attribution.history import (
     TEMPORARIES,
 )
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import listed
 from pytest_gpumem.values.operator_names import FUSED
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.sizes import ALLOCATOR_BLOCK
+from pytest_gpumem.text import listed
 from pytest_gpumem.values.operator_names import FUSED
 
 MOST_SITES = 24
@@ -358,8 +359,3 @@ def names_text(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = [f"{len(ordered) - MOST_NAMED} more"] if len(ordered) > MOST_NAMED else []
     return listed([*ordered[:MOST_NAMED], *more])
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return ``names`` as a sentence lists them."""
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pytest_gpumem.baseline.telling import Told, told
 from pytest_gpumem.baseline.verdict import Verdict
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import listed
 
 
 def failure_text(
@@ -71,8 +72,3 @@ def _of_phases(one: Told, *, every: bool, width: int | None) -> Iterator[str]:
     if yardstick == "prediction":
         own = own.replace("baseline", "prediction")
     yield f"{', '.join(parts)} {own}"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return ``names`` as a sentence lists them."""
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -46,21 +46,20 @@ def prune(arguments: argparse.Namespace) -> Answer:
         if lost and not arguments.dry_run:
             store.edit(content.environment, module, partial(_drop, lost))
         dropped += [(content.environment.key, f"{module}::{name}") for name in lost]
+    verb = "would be dropped" if arguments.dry_run else "dropped"
+    summary = f"{len(dropped)} stored test{'s' * (len(dropped) != 1)} {verb}"
+    if kept:
+        summary += (
+            f"; {kept} kept that pytest did not collect, though their functions or modules are "
+            "there"
+        )
     return Answer(
-        [*(f"{key}: {nodeid}" for key, nodeid in dropped), _summary(len(dropped), kept, arguments)],
+        [*(f"{key}: {nodeid}" for key, nodeid in dropped), summary],
         lambda: {
             "dropped": [{"environment": key, "nodeid": nodeid} for key, nodeid in dropped],
             "kept_in_doubt": kept,
         },
     )
-
-
-def _summary(dropped: int, kept: int, arguments: argparse.Namespace) -> str:
-    verb = "would be dropped" if arguments.dry_run else "dropped"
-    doubt = (
-        f"; {kept} kept that pytest did not collect, though their functions or modules are there"
-    )
-    return f"{dropped} stored test{'s' * (dropped != 1)} {verb}{doubt if kept else ''}"
 
 
 def _drop(names: list[str], entries: MutableMapping[str, BaselineEntry]) -> None:

@@ -10,7 +10,7 @@ from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.columns import UNLIMITED, table
 from pytest_gpumem.cli.fit import CONTEXT, fit_table, heading, phases_of
 from pytest_gpumem.prediction.compiled import Beside, changes_by_line
-from pytest_gpumem.sizes import format_size
+from pytest_gpumem.sizes import format_change, format_size
 from pytest_gpumem.text import wrap
 from pytest_gpumem.values.prediction import Prediction
 
@@ -83,8 +83,7 @@ def _change(eager: int | None, compiled: int | None) -> str:
     change = compiled - eager
     if not change or not eager:
         return format_size(change)
-    sign = "-" if change < 0 else "+"
-    return f"{sign}{format_size(abs(change))} ({format_percent(change, eager)})"
+    return f"{format_change(change)} ({format_percent(change, eager)})"
 
 
 def _by_line(

@@ -18,7 +18,7 @@ from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.cli.sides import Side, Test, read_side
 from pytest_gpumem.echo import printable, quoted
-from pytest_gpumem.sizes import SizeError, Tolerance, format_size, parse_tolerance
+from pytest_gpumem.sizes import SizeError, Tolerance, format_change, format_size, parse_tolerance
 from pytest_gpumem.values.environment import Environment
 
 REGRESSION = 1
@@ -58,7 +58,7 @@ class Row:
         sizes = ["-" if size is None else format_size(size) for size in (self.a, self.b)]
         change = percent = ""
         if self.a is not None and self.b is not None:
-            change = _signed(self.b - self.a)
+            change = format_change(self.b - self.a)
             percent = format_percent(self.b - self.a, self.a) if self.a > 0 else ""
         status = f"{self.status} (tolerance {own})" if own and self.change else self.status
         names = printable(nodeid), printable(self.phase)
@@ -381,13 +381,8 @@ def _totals(tests: Sequence[Compared]) -> str:
     count = "1 test" if len(both) == 1 else f"{len(both)} tests"
     return (
         f"{count} in A and B, peaks add up to {format_size(a)} and {format_size(b)} "
-        f"({_signed(b - a)}{percent}); numbers: {numbers}"
+        f"({format_change(b - a)}{percent}); numbers: {numbers}"
     )
-
-
-def _signed(change: int) -> str:
-    sign = "" if change == 0 else "+" if change > 0 else "-"
-    return f"{sign}{format_size(abs(change))}"
 
 
 def _tolerance(text: str | None) -> Tolerance | None:

@@ -66,21 +66,21 @@ def device_argument() -> Argument:
     )
 
 
-def run_on_dry(arguments: argparse.Namespace, gpu: str) -> int:
-    """Run the same command in a process whose CUDA device is a dry ``gpu``; return its exit code.
+def run_on_dry(given: Sequence[str], gpu: str) -> int:
+    """Run the command line ``given`` in a process with a dry ``gpu``; return its exit code.
 
     Raises ``ValueError`` where there is no such device.
     """
-    return subprocess.run(_command(arguments), env=_environment(gpu), check=False).returncode
+    return subprocess.run(_command(given), env=_environment(gpu), check=False).returncode
 
 
-def answer_on_dry(arguments: argparse.Namespace, gpu: str, *, memory: int | None = None) -> Any:
-    """Return the JSON output of the same command in a process with a dry ``gpu``.
+def answer_on_dry(given: Sequence[str], gpu: str, *, memory: int | None = None) -> Any:
+    """Return the JSON output of the command line ``given`` in a process with a dry ``gpu``.
 
     Its memory is as many bytes, or the model's. Raises ``ValueError`` for what the command refuses.
     """
     done = subprocess.run(
-        [*_command(arguments), "--json"],
+        [*_command(given), "--json"],
         env=_environment(gpu, memory),
         check=False,
         capture_output=True,
@@ -99,8 +99,8 @@ def answer_on_dry(arguments: argparse.Namespace, gpu: str, *, memory: int | None
         ) from None
 
 
-def _command(arguments: argparse.Namespace) -> list[str]:
-    return [sys.executable, "-m", "pytest_gpumem.cli", *arguments.given, "--device", CUDA]
+def _command(given: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "pytest_gpumem.cli", *given, "--device", CUDA]
 
 
 def _environment(gpu: str, memory: int | None = None) -> Mapping[str, str]:

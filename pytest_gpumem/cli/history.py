@@ -10,9 +10,10 @@ from pathlib import Path
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.columns import table, terminal_width
 from pytest_gpumem.cli.command import Answer, Argument, Command, argument
+from pytest_gpumem.progress import Progress
 from pytest_gpumem.report.past import Past, past_of_git, past_of_reports
 from pytest_gpumem.report.trend import BARS, PLAIN_BARS, SMALL, Trend, sparkline
-from pytest_gpumem.sizes import SizeError, Tolerance, format_size, parse_tolerance
+from pytest_gpumem.sizes import SizeError, Tolerance, format_change, format_size, parse_tolerance
 
 CREEPS = 1
 WIDTH = 24
@@ -26,7 +27,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     most = _tolerance("--max-creep", arguments.max_creep)
     given = arguments.tolerance
     small = SMALL if given is None else _tolerance("--tolerance", given)
-    past = past_of(arguments)
+    past = past_of(arguments.reports, arguments.git, arguments.baselines, arguments.progress)
     trends = past.trends(small, own=given is None)
     if not trends:
         raise ValueError("no report holds a measured test, so there is no history")
@@ -42,16 +43,18 @@ def run(arguments: argparse.Namespace) -> Answer:
     )
 
 
-def past_of(arguments: argparse.Namespace) -> Past:
-    """Return the data of the requested reports or commits.
+def past_of(
+    reports: Sequence[Path], commits: str | None, baselines: Path, progress: Progress
+) -> Past:
+    """Return the data of the reports, or of the commits with stored ``baselines``.
 
     Raises ``ValueError`` where that cannot be read.
     """
-    if bool(arguments.reports) == bool(arguments.git):
+    if bool(reports) == bool(commits):
         raise ValueError("give either reports or --git RANGE; see gpumem history --help")
-    if arguments.git:
-        return past_of_git(arguments.git, arguments.baselines, arguments.progress)
-    return past_of_reports(arguments.reports, arguments.progress)
+    if commits:
+        return past_of_git(commits, baselines, progress)
+    return past_of_reports(reports, progress)
 
 
 def _lines(
@@ -97,10 +100,10 @@ def _row(trend: Trend, several: bool) -> tuple[str, ...]:
         sparkline([point.peak for point in trend.points], WIDTH, _bars()),
         format_size(trend.first),
         format_size(trend.last),
-        _signed(change),
+        format_change(change),
         percent.removesuffix(" %"),
         str(len(trend.steps)),
-        _signed(trend.crept),
+        format_change(trend.crept),
     )
 
 
@@ -118,12 +121,7 @@ def _bars() -> str:
 
 def _change(before: int, now: int) -> str:
     percent = f" ({format_percent(now - before, before)})" if before > 0 else ""
-    return f"{_signed(now - before)}{percent}"
-
-
-def _signed(change: int) -> str:
-    sign = "" if change == 0 else "+" if change > 0 else "-"
-    return f"{sign}{format_size(abs(change))}"
+    return f"{format_change(now - before)}{percent}"
 
 
 def _tolerance(option: str, text: str) -> Tolerance:

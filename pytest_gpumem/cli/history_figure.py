@@ -9,7 +9,7 @@ from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.echo import printable
 from pytest_gpumem.report.past import Past
 from pytest_gpumem.report.trend import Step, Trend
-from pytest_gpumem.sizes import Tolerance, format_apart, format_size
+from pytest_gpumem.sizes import Tolerance, format_apart, format_change, format_size
 from pytest_gpumem.text import shorten
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _panel(axes: Axes, past: Past, trend: Trend, several: bool) -> None:
     for step, at in _told(trend.steps, where, last, span):
         left = at > last / 2
         axes.annotate(
-            f"{_signed(step.bytes)} {shorten(printable(step.point.label), MOST_LABEL)}",
+            f"{format_change(step.bytes)} {shorten(printable(step.point.label), MOST_LABEL)}",
             (at, step.point.peak),
             xytext=(-6 if left else 6, 6),
             textcoords="offset points",
@@ -124,11 +124,7 @@ def _summary(trend: Trend) -> str:
     if not change:
         return f"{format_size(trend.last)}, as at first"
     percent = f" ({format_percent(change, trend.first)})" if trend.first > 0 else ""
-    return f"{format_size(trend.last)}, {_signed(change)}{percent} since the first"
-
-
-def _signed(change: int) -> str:
-    return f"{'+' if change > 0 else '-'}{format_size(abs(change))}"
+    return f"{format_size(trend.last)}, {format_change(change)}{percent} since the first"
 
 
 def _name_moments(axes: Axes, labels: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
+    from pytest_gpumem.report.past import Past
     from pytest_gpumem.report.record import TestRecord
     from pytest_gpumem.values.measurement import Measurement
 
@@ -57,51 +58,48 @@ FORMATS = (".png", ".svg", ".pdf")
 
 def draw(arguments: argparse.Namespace, suffix: str) -> Answer:
     """Draw the picture; raises ``ValueError`` for bad input."""
-    output = _output(arguments, suffix)
-    plotted = _plot_history if arguments.kind == HISTORY else _plot_report
-    tests = plotted(arguments, output)
-    shown = ", ".join(map(str, arguments.reports)) or arguments.git
+    reports: Sequence[Path] = arguments.reports
+    kind, commits = arguments.kind, arguments.git
+    output: Path | None = arguments.output
+    if output is None:
+        named = reports[-1] if reports else Path(HISTORY)
+        output = named.with_name(f"{named.stem}{suffix}")
+    elif output.suffix.lower() != suffix:
+        raise ValueError(f"--output {output} does not end in {suffix}, as --to says")
+    if kind == HISTORY:
+        past = past_of(reports, commits, arguments.baselines, arguments.progress)
+        tests = _plot_history(past, arguments.test, output)
+    elif commits or len(reports) != 1:
+        raise ValueError(
+            f"--kind {kind} is of one report; several, and --git, are for --kind history"
+        )
+    else:
+        tests = _plot_report(reports[0], kind, arguments.test, output)
+    shown = ", ".join(map(str, reports)) or commits
     return Answer(
-        [f"{output}: {arguments.kind} of {shown}"],
-        lambda: {"output": str(output), "kind": arguments.kind, "tests": tests},
+        [f"{output}: {kind} of {shown}"],
+        lambda: {"output": str(output), "kind": kind, "tests": tests},
     )
 
 
-def _output(arguments: argparse.Namespace, suffix: str) -> Path:
-    output: Path | None = arguments.output
-    if output is None:
-        report: Path = arguments.reports[-1] if arguments.reports else Path(HISTORY)
-        return report.with_name(f"{report.stem}{suffix}")
-    if output.suffix.lower() != suffix:
-        raise ValueError(f"--output {output} does not end in {suffix}, as --to says")
-    return output
-
-
-def _plot_report(arguments: argparse.Namespace, output: Path) -> list[str]:
-    """Draw one report; return the selected tests."""
-    if arguments.git or len(arguments.reports) != 1:
-        raise ValueError(
-            f"--kind {arguments.kind} is of one report; several, and --git, are for --kind history"
-        )
-    (report,) = arguments.reports
+def _plot_report(report: Path, kind: str, part: str, output: Path) -> list[str]:
+    """Draw the tests of one report with ``part`` in their ids; return them."""
     records = [
         record
         for record in read_report(report)
-        if arguments.test in record.nodeid and record.measurement is not None
+        if part in record.nodeid and record.measurement is not None
     ]
     if not records:
-        raise ValueError(f"{report} holds no measured test{_wanted(arguments.test)}")
-    kind = arguments.kind
+        raise ValueError(f"{report} holds no measured test{_wanted(part)}")
     drawn_to(output, lambda figure: KINDS[kind](figure, records))
     return [record.nodeid for record in records]
 
 
-def _plot_history(arguments: argparse.Namespace, output: Path) -> list[str]:
-    """Draw the history of peaks; return the selected tests."""
-    past = past_of(arguments)
-    trends = [trend for trend in past.trends(SMALL) if arguments.test in trend.nodeid]
+def _plot_history(past: Past, part: str, output: Path) -> list[str]:
+    """Draw the history of the tests' peaks with ``part`` in their ids; return them."""
+    trends = [trend for trend in past.trends(SMALL) if part in trend.nodeid]
     if not trends:
-        raise ValueError(f"no report holds a measured test{_wanted(arguments.test)}")
+        raise ValueError(f"no report holds a measured test{_wanted(part)}")
     drawn_to(output, lambda figure: draw_history(figure, past, trends, SMALL))
     return [trend.nodeid for trend in trends]
 

@@ -57,7 +57,7 @@ def _by_part(arguments: argparse.Namespace, device: DeviceOption) -> Answer | in
     if len(gpus) > 1:
         raise ValueError(f"--by {arguments.by} looks at one GPU, not at {len(gpus)}; give one")
     if device.kind == DRY:
-        return run_on_dry(arguments, gpus[0])
+        return run_on_dry(arguments.given, gpus[0])
     show = by_line.run if arguments.by == LINE else by_layer.run
     return show(arguments, CUDA if device.kind == CUDA else gpus[0])
 
@@ -90,9 +90,9 @@ def _measured(arguments: argparse.Namespace, kind: str, gpus: Sequence[str]) -> 
 
     predictions = []
     for gpu in gpus:
-        found = Prediction.from_dict(answer_on_dry(arguments, gpu)["gpus"][0])
+        found = Prediction.from_dict(answer_on_dry(arguments.given, gpu)["gpus"][0])
         if not found.fits:
-            large = answer_on_dry(arguments, gpu, memory=UNBOUNDED)["gpus"][0]
+            large = answer_on_dry(arguments.given, gpu, memory=UNBOUNDED)["gpus"][0]
             found = replace(
                 Prediction.from_dict(large), fits=False, total_memory=found.total_memory
             )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.echo import MOST, printable, quoted
-from pytest_gpumem.sizes import SizeError, format_size, parse_size
+from pytest_gpumem.sizes import SizeError, format_change, format_size, parse_size
 
 if TYPE_CHECKING:
     from pytest_gpumem.allocator.replayed import (
@@ -33,7 +33,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     elsewhere = _size(arguments.used_elsewhere)
     if elsewhere and arguments.gpu is None:
         raise ValueError("--used-elsewhere says what a GPU has less; give its model with --gpu")
-    watchers = _watchers(arguments)
+    page: Path | None = arguments.html
+    watchers = None if page is None else _watchers(page, arguments.snapshot)
     result = replay(
         arguments.snapshot,
         arguments.alloc_conf,
@@ -42,8 +43,9 @@ def run(arguments: argparse.Namespace) -> Answer:
         used_elsewhere=elsewhere,
         observed=watchers,
     )
-    if watchers is not None:
-        _write_page(arguments, result, watchers, elsewhere)
+    if page is not None and watchers is not None:
+        name = arguments.snapshot.name
+        _write_page(page, name, result, watchers, elsewhere)
     return Answer(
         lines(result, arguments.snapshot, elsewhere),
         lambda: to_dict(result, arguments.snapshot),
@@ -51,24 +53,21 @@ def run(arguments: argparse.Namespace) -> Answer:
     )
 
 
-def _watchers(arguments: argparse.Namespace) -> Watchers | None:
-    if arguments.html is None:
-        return None
+def _watchers(page: Path, snapshot: Path) -> Watchers:
     from pytest_gpumem.report.html.recording import Watchers
 
-    if arguments.html.resolve() == arguments.snapshot.resolve():
-        raise ValueError(f"the page would replace the snapshot {arguments.html}; name another")
+    if page.resolve() == snapshot.resolve():
+        raise ValueError(f"the page would replace the snapshot {page}; name another")
     return Watchers()
 
 
 def _write_page(
-    arguments: argparse.Namespace, result: ReplayResult, watchers: Watchers, elsewhere: int
+    page: Path, name: str, result: ReplayResult, watchers: Watchers, elsewhere: int
 ) -> None:
     from pytest_gpumem.report.html import write_recording
 
     notes = [note for device in result.devices for note in _notes(device, result, elsewhere)]
-    name = arguments.snapshot.name
-    write_recording(arguments.html, name, result, watchers, notes=notes, used_elsewhere=elsewhere)
+    write_recording(page, name, result, watchers, notes=notes, used_elsewhere=elsewhere)
 
 
 def to_dict(result: ReplayResult, path: Path) -> dict[str, Any]:
@@ -195,10 +194,7 @@ def _cell(label: str, usage: Usage, *, known: bool = True) -> list[str]:
 
 
 def _change(before: int, after: int) -> str:
-    if before == after:
-        return ""
-    sign = "+" if after > before else "-"
-    return f"{sign}{format_size(abs(after - before))}"
+    return "" if before == after else format_change(after - before)
 
 
 def _notes(device: DeviceReplay, result: ReplayResult, used_elsewhere: int) -> Iterator[str]:

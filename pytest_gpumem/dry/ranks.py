@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers "fake"
 
 from pytest_gpumem.simulated.distributed import process_groups
-from pytest_gpumem.simulated.distributed.process_groups import OWN_GROUP, Groups, split_group
+from pytest_gpumem.simulated.distributed.process_groups import Groups, initializing, split_group
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _ID_BYTES = 128
 """Bytes of ncclUniqueId, which a rank other than the first one reads from the store."""
-_RENDEZVOUS = ("init_method", "store", "rank", "world_size")
 _AT_REBUILD = 2
 """The forward pass at which DDP rebuilds its buckets."""
 _LONG_STEP = 0.25
@@ -103,8 +102,14 @@ class Membership(process_groups.Membership):
     @contextmanager
     def _replaced(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patches:
+            init = initializing(
+                self._world,
+                c10d.init_process_group,
+                lambda: self._store,
+                lambda backend: _without_gloo(backend or "cpu:gloo,cuda:nccl"),
+            )
             for owner in (dist, c10d):
-                patches.setattr(owner, "init_process_group", self._initializing())
+                patches.setattr(owner, "init_process_group", init)
                 patches.setattr(owner, "new_group", _regrouped(c10d.new_group))
             _split_nothing(patches)
             patches.setattr(Reducer, "_rebuild_buckets", _unhurried())
@@ -136,28 +141,6 @@ class Membership(process_groups.Membership):
         finally:
             self._groups = Groups.of_new_process()
             outer.take_over(self._groups)
-
-    def _initializing(self) -> Any:
-        init, world, store = c10d.init_process_group, self._world, self._store
-
-        @functools.wraps(init)
-        def init_process_group(
-            backend: Any = None,
-            init_method: Any = None,
-            timeout: Any = None,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            if OWN_GROUP in vars(c10d._world) and dist.is_initialized():
-                dist.destroy_process_group()
-                delattr(c10d._world, OWN_GROUP)
-            names = ("world_size", "rank", "store", "group_name", "pg_options", "device_id")
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            rest = {name: value for name, value in given.items() if name not in _RENDEZVOUS}
-            known = _without_gloo(backend or "cpu:gloo,cuda:nccl")
-            return init(known, None, timeout, world.size, world.rank, store, **rest)
-
-        return init_process_group
 
 
 def _unhurried() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,18 +14,27 @@ from pytest_gpumem.dry.load import BY_PYTEST, SHARED, environment, is_launched, 
 from pytest_gpumem.dry.torch_build import DryError
 from pytest_gpumem.simulated.gpu.catalogue import GpuError
 
+if TYPE_CHECKING:
+    from _pytest.capture import CaptureManager
+
 _STARTED_ANEW = "PYTEST_GPUMEM_DRY_STARTED"
 """The variable that keeps a process from starting itself anew a second time."""
 
 
 def begin_process(
-    config: pytest.Config, model: str, *, everywhere: bool, shared: Path | None, controls: bool
+    model: str,
+    capturing: CaptureManager | None,
+    *,
+    everywhere: bool,
+    shared: Path | None,
+    controls: bool,
 ) -> None:
     """Give this process and those that it starts the GPUs of ``model``.
 
-    Where torch has been imported, pytest restarts itself once. The devices are visible
-    ``everywhere``, or only inside marked tests; a process that ``controls`` workers runs none.
-    Processes with the same folder ``shared`` share them. Raises ``pytest.UsageError``.
+    Where torch has been imported, pytest restarts itself once, after its ``capturing`` has ended.
+    The devices are visible ``everywhere``, or only inside marked tests; a process that ``controls``
+    workers runs none. Processes with the same folder ``shared`` share them. Raises
+    ``pytest.UsageError``.
     """
     if shared is not None:
         shared.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -33,7 +43,7 @@ def begin_process(
     kept = is_launched()
     try:
         if "torch" in sys.modules and not is_loaded():
-            _start_anew(config, model)
+            _start_anew(model, capturing)
         load(model)
         if not kept:
             os.environ[BY_PYTEST] = "1"
@@ -43,7 +53,7 @@ def begin_process(
         scope.close(to_children=not controls and not kept)
 
 
-def _start_anew(config: pytest.Config, model: str) -> None:
+def _start_anew(model: str, capturing: CaptureManager | None) -> None:
     """Replace this process by the same pytest, with the runtime preloaded; raises ``DryError``."""
     if _STARTED_ANEW in os.environ or not _is_pytest():
         raise DryError(
@@ -51,7 +61,6 @@ def _start_anew(config: pytest.Config, model: str) -> None:
             "python -m pytest_gpumem.dry, or import torch later"
         )
     variables = {**os.environ, **environment(model), _STARTED_ANEW: "1", BY_PYTEST: "1"}
-    capturing = config.pluginmanager.getplugin("capturemanager")
     if capturing is not None:
         capturing.stop_global_capturing()
     sys.stdout.flush()

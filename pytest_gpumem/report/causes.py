@@ -11,7 +11,7 @@ from pytest_gpumem.baseline.explanation import folded
 from pytest_gpumem.baseline.telling import chief
 from pytest_gpumem.baseline.verdict import Verdict
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.sizes import format_size
+from pytest_gpumem.sizes import format_change
 
 CHIEFLY = 0.8
 """The part of a change that identifies its cause, where no sentence does: tests are one cause only
@@ -47,7 +47,7 @@ class Cause:
     def size(self) -> str:
         """``+32.0 MiB`` or, where tests differ, ``+32.0 MiB to +128.0 MiB``; the largest last."""
         known = sorted(self.excesses, key=abs)
-        return " to ".join(dict.fromkeys(map(_signed, [*known[:1], *known[-1:]])))
+        return " to ".join(dict.fromkeys(map(format_change, [*known[:1], *known[-1:]])))
 
     @property
     def largest(self) -> int:
@@ -172,7 +172,3 @@ def _words(verdicts: Sequence[Verdict]) -> Iterator[str]:
         yield "over a limit, mostly by"
     yield line.get("category") or "other"
     yield from filter(None, (line.get("site"), line.get("operator") or line.get("module")))
-
-
-def _signed(size: int) -> str:
-    return f"{'-' if size < 0 else '+'}{format_size(abs(size))}"

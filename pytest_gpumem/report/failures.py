@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.baseline.explanation import folded
-from pytest_gpumem.baseline.failure import brief_text, failure_text, listed
+from pytest_gpumem.baseline.failure import brief_text, failure_text
 from pytest_gpumem.baseline.store import split_nodeid
 from pytest_gpumem.baseline.telling import chief
 from pytest_gpumem.baseline.verdict import Verdict
@@ -19,7 +19,7 @@ from pytest_gpumem.report.causes import alike, keys_of, places_of
 from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_size
-from pytest_gpumem.text import Line, Writer, shorten, wrap, write_lines
+from pytest_gpumem.text import Line, Writer, listed, shorten, wrap, write_lines
 
 LEAST_ALIKE = 3
 """The least failures of one cause that are shown as one."""

@@ -169,7 +169,7 @@ def thin(records: Sequence[TestRecord]) -> list[TestRecord]:
     """Return ``records`` with the time lines of all but :data:`MOST_WHOLE` tests thinned."""
     if sum(_has_line(record) for record in records) <= MOST_WHOLE:
         return list(records)
-    ordered = sorted(records, key=lambda one: (one.outcome != "failed", -_peak(one)))
+    ordered = sorted(records, key=lambda one: (one.outcome != "failed", -one.peak))
     whole = set(map(id, ordered[:MOST_WHOLE]))
     return [record if id(record) in whole else _thin(record) for record in records]
 
@@ -188,7 +188,3 @@ def _thin_measurement(measured: Measurement) -> Measurement:
 
 def _has_line(record: TestRecord) -> bool:
     return any(measured.timeline is not None for measured in record.measurements)
-
-
-def _peak(record: TestRecord) -> int:
-    return record.measurement.peak_allocated if record.measurement else 0

@@ -16,7 +16,7 @@ from pytest_gpumem.baseline.verdict import Improvement, format_percent, update_c
 from pytest_gpumem.echo import printable, shortened
 from pytest_gpumem.report.causes import causes_of
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.sizes import format_size
+from pytest_gpumem.sizes import format_change, format_size
 from pytest_gpumem.values.environment import Environment
 
 MARKER = "pytest-gpumem"
@@ -129,7 +129,7 @@ def change_text(before: int, now: int) -> str:
     if not change:
         return "same"
     percent = f" ({format_percent(change, before)})" if before > 0 else ""
-    return f"{'+' if change > 0 else '-'}{format_size(abs(change))}{percent}"
+    return f"{format_change(change)}{percent}"
 
 
 def _headline(

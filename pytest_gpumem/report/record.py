@@ -58,6 +58,11 @@ class TestRecord(Plain):
         return tuple(verdict for verdict in self.verdicts if not verdict.passed)
 
     @property
+    def peak(self) -> int:
+        """The peak of its measurement in bytes, 0 without one."""
+        return self.measurement.peak_allocated if self.measurement else 0
+
+    @property
     def key(self) -> tuple[str, str]:
         """The key of this test in every run: the environment's key, and the node id."""
         return self.environment.key, "::".join(split_nodeid(self.nodeid))

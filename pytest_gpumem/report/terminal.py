@@ -316,8 +316,8 @@ def _summary(records: Sequence[TestRecord], width: int) -> Iterator[Line]:
     where = _kinds(records)
     text = f"gpumem: {_tests(len(records))} on {where}: {states}"
     if measured:
-        largest = max(measured, key=lambda record: _peak(record))
-        peak = format_size(_peak(largest))
+        largest = max(measured, key=lambda record: record.peak)
+        peak = format_size(largest.peak)
         text += f"; highest peak {peak} ({shorten(largest.nodeid, width - 4)})"
     style = "bold red" if counts["FAIL"] or counts["OOM"] else "bold green"
     yield from (Line.of(line, style) for line in wrap(text, width, rest="  "))
@@ -329,10 +329,6 @@ def _shortage(records: Sequence[TestRecord]) -> str:
     missing = [int(one["requested"]) - int(one["free"]) for one in facts if one is not None]
     most = max(missing, default=0)
     return f" ({format_size(most)} too much)" if most > 0 else ""
-
-
-def _peak(record: TestRecord) -> int:
-    return record.measurement.peak_allocated if record.measurement else 0
 
 
 def _kinds(records: Sequence[TestRecord]) -> str:

@@ -68,7 +68,7 @@ def begin_early(config: pytest.Config) -> None:
     if settings.share or settings.quota is not None:
         from pytest_gpumem.session.placement import place
 
-        place(config, settings)
+        config.add_cleanup(place(settings))
     asked = settings.sim_scope == "session" or SELECTOR in config.stash
     if not asked or settings.device.kind == "off":
         return
@@ -90,8 +90,8 @@ def _begin_dry(config: pytest.Config, settings: Settings, *, controls: bool) -> 
 
     try:
         begin_process(
-            config,
             ",".join(settings.device.models),
+            config.pluginmanager.getplugin("capturemanager"),
             everywhere=settings.sim_scope == "session",
             shared=default_folder() if settings.share else None,
             controls=controls,

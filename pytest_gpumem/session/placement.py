@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,6 @@ from pytest_gpumem.sharing.placement import Spot, take_place
 from pytest_gpumem.sizes import MIB
 
 if TYPE_CHECKING:
-    import pytest
-
     from pytest_gpumem.measurement.nvml import NvmlReading
     from pytest_gpumem.option_values import Quota
     from pytest_gpumem.options import Settings
@@ -25,15 +23,15 @@ MPS_THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 MPS_MEMORY = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 
-def place(config: pytest.Config, settings: Settings) -> None:
-    """Give this process its device, and its share of it under MPS, until pytest is done.
+def place(settings: Settings) -> Callable[[], None]:
+    """Give this process its device, and its share of it under MPS; return the way back.
 
     Does nothing where tests are simulated, and to a variable that the user has set for MPS. Raises
     ``pytest.UsageError`` where the table of places cannot be used.
     """
     gpus = host_gpus(settings.device)
     if not gpus:
-        return
+        return lambda: None
     own = gpus[0]
     chosen = {}
     if settings.share and settings.device.index is None and len(gpus) > 1:
@@ -51,7 +49,7 @@ def place(config: pytest.Config, settings: Settings) -> None:
         chosen |= {name: value for name, value in part.items() if name not in os.environ}
     before = {name: os.environ.get(name) for name in chosen}
     os.environ.update(chosen)
-    config.add_cleanup(lambda: _restore(before))
+    return lambda: _restore(before)
 
 
 def spot_of(gpu: NvmlReading) -> Spot:

@@ -6,7 +6,7 @@ their tensors, so that memory is freed as on a GPU, and a replay runs their CPU 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +20,15 @@ from pytest_gpumem.dry.values.memory import Memory, Place, seen_by_cpu
 from pytest_gpumem.dry.values.random_numbers import share_state
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import CPU
-from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.machine.values.views import Layout, layout_of, view_of
+from pytest_gpumem.simulated.machine.values.views import (
+    Layout,
+    is_written,
+    layout_of,
+    layouts_in,
+    mapped,
+    view_of,
+)
 
 _REQUESTS = ("capture_begin", "capture_end", "replay")
 
@@ -60,6 +66,11 @@ class _Step:
     generator: torch.Generator | None = None
     """One that has the state from which random numbers are drawn, whatever state the program's
     generator has later."""
+
+    @property
+    def written(self) -> Sequence[_View]:
+        """All tensors that change."""
+        return *self.targets, *layouts_in(self.result, _View)
 
 
 class Graphs:
@@ -101,7 +112,7 @@ class Graphs:
 
         def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
             steps = self._steps.get(graph, [])
-            with self._values.replaying(_generators(steps)):
+            with self._values.random.replaying(_generators(steps)):
                 result = function(graph, *args, **kwargs)
                 with unseen(), torch.no_grad(), torch._C.DisableTorchFunction():
                     self._values.end()
@@ -137,38 +148,34 @@ class Graphs:
             self._under_way[-1].append(_Step(None, (), {}, None, (self._described(tensor),)))
 
     def _described(self, value: Any) -> Any:
+        return mapped(value, self._part)
+
+    def _part(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if not value.is_cuda or value.layout is not torch.strided:
                 return value
             return _View(*layout_of(value), self._memory.place_of(value))
-        if isinstance(value, (list, tuple)):
-            return type(value)([self._described(item) for item in value])
-        if isinstance(value, dict):
-            return {name: self._described(item) for name, item in value.items()}
         return CPU if isinstance(value, torch.device) else value
 
     def _repeat(self, step: _Step) -> None:
         operator = step.operator
         if operator is None or not self._values.everything:
-            self._forget((*step.targets, *_views(step.result)))
+            self._forget(step.written)
             return
         if operator.blank:
-            for view in _views(step.result):
+            for view in layouts_in(step.result, _View):
                 self._know(view)  # it may be written to in part
             return
         try:
             spared = step.targets if operator.overwrites else ()
-            args, kwargs = (
-                self._real(step.args, operator, spared),
-                self._real(step.kwargs, operator, spared),
-            )
+            args, kwargs = self._real((step.args, step.kwargs), operator, spared)
         except KeyError:  # a number that is not known
-            self._forget((*step.targets, *_views(step.result)))
+            self._forget(step.written)
             return
-        self._values.repeat_drawing(step.generator)
+        self._values.random.replayed = step.generator
         computed = self._values.run(operator, args, kwargs)
         if computed is None:
-            self._forget((*step.targets, *_views(step.result)))
+            self._forget(step.written)
             return
         for target in step.targets:
             self._know(target)
@@ -176,18 +183,18 @@ class Graphs:
 
     def _real(self, value: Any, operator: Operator, spared: tuple[_View, ...]) -> Any:
         """Return ``value`` with the CPU's tensors; raises ``KeyError`` for unknown numbers."""
-        if isinstance(value, _View):
-            is_read = value.end and not operator.shaped_like and value not in spared
-            if not self._memory.holds(value.place):
+
+        def real(part: Any) -> Any:
+            if not isinstance(part, _View):
+                return part
+            is_read = part.end and not operator.shaped_like and part not in spared
+            if not self._memory.holds(part.place):
                 raise KeyError
-            if is_read and not self._is_known(value):
+            if is_read and not self._is_known(part):
                 raise KeyError
-            return value.seen()
-        if isinstance(value, (list, tuple)):
-            return type(value)([self._real(item, operator, spared) for item in value])
-        if isinstance(value, dict):
-            return {name: self._real(item, operator, spared) for name, item in value.items()}
-        return value
+            return part.seen()
+
+        return mapped(value, real)
 
     def _is_known(self, view: _View) -> bool:
         return self._memory.knows(view.place) or self._values.holds_at(view.storage[0])
@@ -196,15 +203,10 @@ class Graphs:
         if isinstance(result, _View):
             if result.storage in written or not self._memory.holds(result.place):
                 return
-            seen = result.seen()
-            if isinstance(computed, torch.Tensor) and computed.numel() == seen.numel():
-                seen.copy_(computed.view(seen.shape) if computed.dim() != seen.dim() else computed)
-            elif computed is UNREAD or isinstance(computed, int):
-                seen.fill_(0 if computed is UNREAD else computed)
+            if is_written(result.seen(), computed):
+                self._know(result)
             else:
                 self._forget((result,))
-                return
-            self._know(result)
         elif isinstance(result, (list, tuple)):
             given = computed if isinstance(computed, (list, tuple)) else [None] * len(result)
             for one, other in zip(result, given, strict=False):
@@ -214,7 +216,7 @@ class Graphs:
         self._values.replayed(view.storage[0], known=True)
         self._memory.know(view.place)
 
-    def _forget(self, views: tuple[_View, ...]) -> None:
+    def _forget(self, views: Sequence[_View]) -> None:
         for view in views:
             self._values.replayed(view.storage[0], known=False)
             self._memory.forget(view.place)
@@ -235,10 +237,3 @@ def _merge_generators(steps: list[_Step]) -> None:
         replace(step, generator=of_state[step.generator]) if step.generator else step
         for step in steps
     ]
-
-
-def _views(value: Any) -> list[_View]:
-    if isinstance(value, _View):
-        return [value]
-    items = value if isinstance(value, (list, tuple)) else ()
-    return [view for item in items for view in _views(item)]

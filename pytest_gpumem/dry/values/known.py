@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,7 +39,8 @@ class DryValues(Values):
         self._passing: list[int] = []
         """Keys of storages without a block, whose death is not reported."""
         self.ranges = _WatchedRanges(self)
-        self._random = RandomNumbers()
+        self.random = RandomNumbers()
+        """The numbers that operators draw."""
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record the values of ``tensors`` that copies, and no followed operator, have written."""
@@ -185,27 +185,17 @@ class DryValues(Values):
         else:
             self.forget(key)
 
-    @contextmanager
-    def replaying(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
-        """Draw inside, one after the other, the numbers of a graph that uses ``generators``."""
-        with self._random.replaying(generators):
-            yield
-
-    def repeat_drawing(self, generator: torch.Generator | None) -> None:
-        """Set the generator of the next operator of a graph that is replayed."""
-        self._random.replayed = generator
-
     def generator_of(self, given: torch.Generator | None) -> torch.Generator:
         """Return ``given``, or the current device's own generator."""
         return given or torch.cuda.default_generators[self._here.current_index]
 
     def begin_drawing(self, generator: torch.Generator | None) -> None:
         """Set the generator of the next operator: ``generator``, or the current device's own."""
-        self._random.begin(self.generator_of(generator))
+        self.random.begin(self.generator_of(generator))
 
     def source_of(self, generator: torch.Generator) -> torch.Generator:
         """Return the CPU's generator that draws the numbers of ``generator``, one of a GPU."""
-        return self._random.source_of(generator)
+        return self.random.source_of(generator)
 
     def _put(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
         held = seen_by_cpu(self._memory.place_of(tensor), tensor.dtype)

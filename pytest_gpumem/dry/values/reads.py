@@ -26,7 +26,10 @@ from pytest_gpumem.simulated.machine.values.assumptions import (
     drawn_seed,
     taken_for_granted,
 )
-from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat, NeutralInt
+from pytest_gpumem.simulated.machine.values.neutral import (
+    NeutralFloat,
+    neutral_integers,
+)
 from pytest_gpumem.values.errors import UnknownValueError
 
 MOST_DECIDED_BY = 1 << 20
@@ -239,7 +242,7 @@ class Reads:
         ):
             return found
         return (
-            _neutral(tuple(tensor.shape)) if self._has_integers(tensor) else self._none("tolist()")
+            neutral_integers(tensor.shape) if self._has_integers(tensor) else self._none("tolist()")
         )
 
     def _numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
@@ -305,9 +308,3 @@ def _where() -> str:
     """Return the user's line, which autograd's threads do not have."""
     line = user_line()
     return "a line of a backward pass" if line.rpartition(":")[0].endswith(_OWN) else line
-
-
-def _neutral(shape: tuple[int, ...]) -> list[Any]:
-    if len(shape) == 1:
-        return [NeutralInt() for _ in range(shape[0])]
-    return [_neutral(shape[1:]) for _ in range(shape[0])]

@@ -112,7 +112,8 @@ class Patches:
 def add_functions(api: Any, patches: Patches) -> None:
     """Replace the functions of ``torch._C`` that ``api`` has, and the copies of their names.
 
-    A build without CUDA has none of the ``_cuda_`` ones.
+    A build without CUDA has none of the ``_cuda_`` ones, and each release has its own of
+    ``_accelerator_``.
     """
     for name in dir(api):
         if name.startswith(("_cuda_", "_host_", "_graph_")) or (

@@ -17,6 +17,7 @@ Source: torch/multiprocessing/spawn.py (``start_processes``), torch 2.6 to 2.13.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,7 +99,7 @@ def _fake_group(rank: int, size: int) -> Any:
 def add_patches(world: World, patches: Patches) -> None:
     """Make every process group a fake one, whose ranks are those of ``world``."""
     for owner in (dist, c10d):
-        init = _initializing(world, c10d.init_process_group)
+        init = initializing(world, c10d.init_process_group, _store)
         patches.add(owner, "init_process_group", init)
     plan_groups(patches)
     _add_spawned(world, patches)
@@ -164,7 +165,18 @@ def split_group(
     )
 
 
-def _initializing(world: World, init: Callable[..., Any]) -> Callable[..., Any]:
+def initializing(
+    world: World,
+    init: Callable[..., Any],
+    store: Callable[[], Any],
+    known: Callable[[Any], Any] = lambda backend: backend,
+) -> Callable[..., Any]:
+    """Return ``init`` for a rank whose others do not exist, by a ``store`` that needs none.
+
+    ``known`` returns the backend to be used in place of the one that was given.
+    """
+
+    @functools.wraps(init)
     def init_process_group(
         backend: Any = None, init_method: Any = None, timeout: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
@@ -175,7 +187,7 @@ def _initializing(world: World, init: Callable[..., Any]) -> Callable[..., Any]:
         names = ("world_size", "rank", "store", "group_name", "pg_options", "device_id")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         rest = {name: value for name, value in given.items() if name not in _RENDEZVOUS}
-        return init(backend, None, timeout, world.size, world.rank, _store(), **rest)
+        return init(known(backend), None, timeout, world.size, world.rank, store(), **rest)
 
     return init_process_group
 

@@ -16,11 +16,17 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.machine.generators import shared_state
 from pytest_gpumem.simulated.machine.pool_contents import Place, PoolContents
-from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.machine.values.views import Layout, layout_of, view_of
+from pytest_gpumem.simulated.machine.values.views import (
+    Layout,
+    is_written,
+    layout_of,
+    layouts_in,
+    mapped,
+    view_of,
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,11 @@ class _Step:
     kwargs: dict[str, Any]
     result: Any
     targets: tuple[_View, ...]
+
+    @property
+    def written(self) -> Sequence[_View]:
+        """All tensors that change."""
+        return *self.targets, *layouts_in(self.result, _View)
 
 
 class Recording:
@@ -81,20 +92,19 @@ class Recording:
                 run.do(step)
             return
         for step in self._steps:
-            for view in (*step.targets, *_views(step.result)):
+            for view in step.written:
                 if view.place.lives:
                     self._values.forget(view.place.key)
 
     def described(self, value: Any) -> Any:
         """Return ``value`` with descriptions in the place of its GPU tensors, for :meth:`add`."""
+        return mapped(value, self._part)
+
+    def _part(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if not raw.is_meta(value) or value.layout is not torch.strided:
                 return value
             return _View(*layout_of(value), self._place(value))
-        if isinstance(value, (list, tuple)):
-            return type(value)([self.described(item) for item in value])
-        if isinstance(value, dict):
-            return {name: self.described(item) for name, item in value.items()}
         if isinstance(value, torch.Generator):
             return shared_state(value)  # as it is now: another may be set before the replay
         return CPU if isinstance(value, torch.device) else value
@@ -122,7 +132,7 @@ class _Replay:
                 self._contents.forget(target.place)
             return
         if operator.blank:
-            self._blank.update(view.place for view in _views(step.result))
+            self._blank.update(view.place for view in layouts_in(step.result, _View))
             return
         for target in step.targets:
             self._base(target, make=operator.overwrites or target.place in self._blank)
@@ -130,7 +140,7 @@ class _Replay:
         try:
             args, kwargs = self._real(step.args, operator), self._real(step.kwargs, operator)
         except KeyError:  # an argument that is not known
-            for view in (*step.targets, *_views(step.result)):
+            for view in step.written:
                 self._contents.forget(view.place)
             return
         computed = self._values.run(operator, args, kwargs)
@@ -138,16 +148,15 @@ class _Replay:
         self._write(step.result, computed, {target.place for target in step.targets})
 
     def _real(self, value: Any, operator: Operator) -> Any:
-        if isinstance(value, _View):
-            base = self._base(value, make=operator.shaped_like)
+        def real(part: Any) -> Any:
+            if not isinstance(part, _View):
+                return part
+            base = self._base(part, make=operator.shaped_like)
             if base is None:
                 raise KeyError
-            return view_of(base, value)
-        if isinstance(value, (list, tuple)):
-            return type(value)([self._real(item, operator) for item in value])
-        if isinstance(value, dict):
-            return {name: self._real(item, operator) for name, item in value.items()}
-        return value
+            return view_of(base, part)
+
+        return mapped(value, real)
 
     def _write(self, result: Any, computed: Any, written: set[Place]) -> None:
         if isinstance(result, _View):
@@ -156,12 +165,7 @@ class _Replay:
             base = self._base(result, make=True)
             self._contents.overwritten(result.place)
             assert base is not None
-            view = view_of(base, result)
-            if isinstance(computed, torch.Tensor) and computed.numel() == view.numel():
-                view.copy_(computed.view(view.shape) if computed.dim() != view.dim() else computed)
-            elif computed is UNREAD or isinstance(computed, int):
-                view.fill_(0 if computed is UNREAD else computed)
-            else:
+            if not is_written(view_of(base, result), computed):
                 self._contents.forget(result.place)
         elif isinstance(result, (list, tuple)):
             given = computed if isinstance(computed, (list, tuple)) else [None] * len(result)
@@ -175,10 +179,3 @@ class _Replay:
             base = torch.empty(size, dtype=view.dtype, device=CPU)
             self._contents.put(view.place, base)
         return base
-
-
-def _views(value: Any) -> list[_View]:
-    if isinstance(value, _View):
-        return [value]
-    items = value if isinstance(value, (list, tuple)) else ()
-    return [view for item in items for view in _views(item)]

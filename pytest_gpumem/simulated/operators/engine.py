@@ -142,11 +142,6 @@ def _in(nodes: str, operator: OpOverload) -> InPlace:
     return lambda args, node: operator if node in names else None
 
 
-def _on_temporary(nodes: str, operator: OpOverload) -> InPlace:
-    names = frozenset(nodes.split())
-    return lambda args, node: operator if node in names and _is_temporary(args[0]) else None
-
-
 _SELECTIONS = (
     "MaxBackward0 MinBackward0 TopkBackward0 SortBackward0 SortBackward1 KthvalueBackward0 "
     "MedianBackward1 NanmedianBackward1 ModeBackward0"

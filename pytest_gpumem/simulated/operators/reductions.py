@@ -27,25 +27,6 @@ MIN_VALUES, MAX_VALUES = 16, 256
 """Values one thread reduces before, and at most without, splitting over blocks."""
 
 
-def global_reduction_bytes(
-    shape: Dims,
-    strides: Dims,
-    reduced: Dims,
-    element_bytes: int,
-    accumulated_bytes: int,
-    sm_count: int,
-    threads_per_sm: int,
-) -> tuple[int, int] | None:
-    """Return the bytes of buffer and semaphores; ``None`` if each output has its own block.
-
-    ``strides`` are in elements; the input is below 2 GiB. How many values a thread loads at once
-    (input_vec_size, by kernel and release) does not enter: a sum that several blocks share has
-    at least 8192 addends, and its blocks are as wide as they can be for any vector.
-    """
-    dims = _coalesced(shape, strides, frozenset(reduced))
-    return _configured(dims, element_bytes, accumulated_bytes, sm_count, threads_per_sm)
-
-
 _Dim = tuple[int, int, bool]
 """Size, stride of the input in elements, whether it is reduced."""
 
@@ -175,7 +156,7 @@ def _indexable_parts(dims: list[_Dim], element_bytes: int) -> Iterator[list[_Dim
 
 
 @lru_cache(maxsize=4096)
-def _launches(
+def launches(
     shape: Dims,
     strides: Dims,
     reduced: Dims,
@@ -184,7 +165,12 @@ def _launches(
     sm_count: int,
     threads_per_sm: int,
 ) -> tuple[tuple[int, int] | None, ...]:
-    """Buffer and semaphores of each launch: one for every part that 32 bits can index."""
+    """Return the bytes of buffer and semaphores of each launch, one for each part of 32 bits.
+
+    ``None`` if each output has its own block. ``strides`` are in elements. How many values a thread
+    loads at once (input_vec_size, by kernel and release) does not enter: a sum that several blocks
+    share has at least 8192 addends, and its blocks are as wide as they can be for any vector.
+    """
     dims = _coalesced(shape, strides, frozenset(reduced))
     return tuple(
         _configured(part, element_bytes, accumulated_bytes, sm_count, threads_per_sm)
@@ -246,17 +232,17 @@ def reduce(
     partial_bytes = accumulator.nbytes(dtype)
     model = gpu.model
     processors = model.sm_count, model.max_threads_per_sm
-    launches = _launches(shape, strides, reduced, dtype.itemsize, partial_bytes, *processors)
-    if launches == _NOTHING:
+    found = launches(shape, strides, reduced, dtype.itemsize, partial_bytes, *processors)
+    if found == _NOTHING:
         return
     scratch = Scratch(gpu)
-    if len(launches) > 1:
+    if len(found) > 1:
         # Parts of one output are added up in a buffer where the output's type would lose digits.
         apart = not accumulator.in_output or (result == dtype and dtype in HALVES)
         if apart and result.itemsize < partial_bytes:
             outputs = elements // math.prod(shape[d] for d in reduced)
             scratch.take(outputs * partial_bytes)
-    for sizes in launches:
+    for sizes in found:
         if sizes is not None:
             buffer, semaphores = map(scratch.take, sizes)
             scratch.drop(semaphores)

@@ -20,9 +20,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     version = machine.gpus[0].version
     cudnn = next(number for since, number in CUDNN if version >= since)
     patches.add(torch._C, "_has_cudnn", True)
-    patches.add(torch.backends.cudnn, "is_available", lambda: True)
     patches.add(torch.backends.cudnn, "version", lambda: cudnn)
-    patches.add(torch._C, "_has_magma", True)
     patches.add(torch._C, "_is_flash_attention_available", lambda: True)
     for name, kernel in {
         "_can_use_flash_attention": "flash",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.patching import Patches, add_functions
 from pytest_gpumem.simulated.machine.generators import generator_type
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.surface.pools import chosen_pool
@@ -33,17 +33,7 @@ def _joins_pool_ids(release: str) -> bool:
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace ``torch._C._cuda_*`` and the state that ``torch.cuda`` keeps."""
     api = _Api(machine)
-    for name in dir(api):
-        # A CPU build has no _cuda_* at all; of _accelerator_* each release has its own.
-        if name.startswith("_cuda_") or (
-            name.startswith("_accelerator_") and hasattr(torch._C, name)
-        ):
-            patches.add(torch._C, name, getattr(api, name))
-    for module in (torch.cuda.graphs, torch.cuda.memory):
-        # They hold some of these functions under their own names.
-        for name in vars(module):
-            if name.startswith("_cuda_") and hasattr(api, name):
-                patches.add(module, name, getattr(api, name))
+    add_functions(api, patches)
     cuda = torch.cuda
     count = len(machine.gpus)
     generator = generator_type(torch.Generator)
@@ -56,18 +46,10 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         "_is_in_bad_fork": api._cuda_isInBadFork,
         "default_generators": tuple(generator(f"cuda:{i}") for i in range(count)),
         "has_magma": True,
-        "get_rng_state": api.get_rng_state,
-        "set_rng_state": api.set_rng_state,
-        "get_arch_list": api.arch_list,
-        "_is_compiled": _yes,
-        "_nvml_based_avail": bool,
-        "_raw_device_count_nvml": lambda: -1,
         "is_bf16_supported": api.is_bf16_supported,
     }
     for name, value in state.items():
         patches.add(cuda, name, value)
-    patches.add(torch.cuda.random, "get_rng_state", api.get_rng_state)
-    patches.add(torch.cuda.random, "set_rng_state", api.set_rng_state)
     # Up to 2.10 torch copies the whole trace for this, whatever the arguments.
     patches.add(torch.cuda, "memory_snapshot", api.memory_snapshot)
     patches.add(torch.cuda.memory, "memory_snapshot", api.memory_snapshot)
@@ -75,8 +57,9 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(torch._C, "_get_accelerator", api._accelerator_getAccelerator)
     patches.add(torch, "get_device_module", _device_module(torch.get_device_module))
     patches.add(torch, "Generator", generator)
+    # A type that can neither be changed nor inherited from.
+    patches.add(torch, "device", device)
     patches.add(torch.version, "cuda", torch.version.cuda or CUDA_OF_CPU_BUILDS)
-    _add_devices(machine, patches)
 
 
 _STATE = frozenset(
@@ -102,10 +85,6 @@ def _device_module(find: Callable[..., Any]) -> Callable[..., Any]:
         return torch.cuda if device is None else find(device)
 
     return get_device_module
-
-
-def _yes() -> bool:
-    return True
 
 
 class _Api:
@@ -153,30 +132,16 @@ class _Api:
         return 0
 
     def _cuda_getArchFlags(self) -> str:
-        return ""
+        major, minor = self._gpu().model.compute_capability
+        return f"sm_{major}{minor}"
 
     def _cuda_ipc_collect(self) -> None: ...
 
     def device_properties(self, index: int) -> DeviceProperties:
         return DeviceProperties.of(self._gpu(index))
 
-    def arch_list(self) -> list[str]:
-        major, minor = self._gpu().model.compute_capability
-        return [f"sm_{major}{minor}"]
-
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
         return including_emulation or self._gpu().model.compute_capability >= (8, 0)
-
-    def get_rng_state(self, device: Any = "cuda") -> torch.Tensor:
-        state: torch.Tensor = torch.cuda.default_generators[self._index(device)].get_state()
-        return state
-
-    def set_rng_state(self, new_state: torch.Tensor, device: Any = "cuda") -> None:
-        torch.cuda.default_generators[self._index(device)].set_state(new_state)
-
-    def _index(self, device: Any) -> int:
-        index = device if isinstance(device, int) else torch.device(device).index
-        return self._machine.device(index).index
 
     # The caching allocator.
 
@@ -259,11 +224,6 @@ class _Api:
         return self._cuda_exchangeDevice(index)
 
     _accelerator_maybeExchangeDevice = _accelerator_exchangeDevice
-    _accelerator_hooks_device_count = _accelerator_deviceCount
-    _accelerator_hooks_get_current_device = _accelerator_getDeviceIndex
-    _accelerator_hooks_set_current_device = _accelerator_setDeviceIndex
-    _accelerator_hooks_exchange_device = _accelerator_exchangeDevice
-    _accelerator_hooks_maybe_exchange_device = _accelerator_exchangeDevice
 
     def _accelerator_isAllocatorInitialized(self) -> bool:
         return True
@@ -283,11 +243,6 @@ class _Api:
 
 
 _Device: Any = torch.device
-
-
-def _add_devices(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace ``torch.device``, which is a type that cannot be changed or inherited from."""
-    patches.add(torch, "device", device)
 
 
 class _Kind(type):

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 
@@ -125,6 +125,9 @@ class _Api:
     def _cuda_endAllocateCurrentStreamToPool(self, device: int, pool: PoolId) -> None:
         self._cuda_endAllocateToPool(device, pool)
 
+    def _graph_pool_handle(self) -> PoolId:
+        return self._machine.pool_ids.of_user()
+
     def _cuda_releasePool(self, device: int, pool: PoolId) -> None:
         with _torch_errors():
             self._memory(device).release_pool((pool[0], pool[1]))
@@ -219,10 +222,6 @@ class _PluggableAllocator:
         raise _needs_a_driver("torch.cuda.memory.CUDAPluggableAllocator")
 
 
-def _change_current_allocator(*_: Any, **__: Any) -> NoReturn:
-    raise _needs_a_driver("torch.cuda.memory.change_current_allocator")
-
-
 @contextmanager
 def _torch_errors() -> Iterator[None]:
     try:
@@ -244,7 +243,7 @@ def _needs_a_driver(name: str) -> UnsupportedOperatorError:
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace the pool class and the functions below ``torch.cuda.memory``."""
+    """Replace the classes of pools and graphs, and the functions below ``torch.cuda.memory``."""
     api = _Api(machine)
     pool = type("MemPool", (SimulatedMemPool,), {"_machine": machine})
     context = type("MemPoolContext", (SimulatedMemPoolContext,), {"_machine": machine})
@@ -253,27 +252,12 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
             "MemPool": pool,
             "MemPoolContext": context,
             "CUDAPluggableAllocator": _PluggableAllocator,
-            "change_current_allocator": _change_current_allocator,
         }.items():
             if name in vars(module):
                 patches.add(module, name, value)
     add_functions(api, patches)
-    _add_graphs(machine, patches)
-
-
-class _GraphApi:
-    def __init__(self, machine: SimulatedMachine) -> None:
-        self._machine = machine
-
-    def _graph_pool_handle(self) -> PoolId:
-        return self._machine.pool_ids.of_user()
-
-
-def _add_graphs(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace the graph class."""
     graph = type("CUDAGraph", (Graph,), {"_machine": machine})
     for module in (torch.cuda, torch.cuda.graphs):
         patches.add(module, "CUDAGraph", graph)
     # torch keeps one capture stream for the whole process.
     patches.add(torch.cuda.graphs.graph, "default_capture_stream", None)
-    add_functions(_GraphApi(machine), patches)

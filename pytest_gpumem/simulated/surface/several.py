@@ -83,12 +83,11 @@ def _add_refusals(machine: SimulatedMachine, patches: Patches) -> None:
     def several(this: Any, module: nn.Module, device_ids: Any = None, *_: Any, **__: Any) -> bool:
         return len(machine.gpus if device_ids is None else device_ids) > 1
 
-    refused: list[tuple[Any, str, str, Callable[..., bool]]] = [
-        (nn.DataParallel, "__init__", "nn.DataParallel over several GPUs", several),
-        *((comm, name, f"torch.nn.parallel.comm.{name}", _between_gpus) for name in _COLLECTIVES),
-    ]
-    for owner, name, called, applies in refused:
-        patches.add(owner, name, _refusing(called, getattr(owner, name), applies))
+    begin = _refusing("nn.DataParallel over several GPUs", nn.DataParallel.__init__, several)
+    patches.add(nn.DataParallel, "__init__", begin)
+    for name in _COLLECTIVES:
+        called = f"torch.nn.parallel.comm.{name}"
+        patches.add(comm, name, _refusing(called, getattr(comm, name), _name_gpu))
 
 
 def _refusing(
@@ -106,7 +105,7 @@ def _refusing(
     return call
 
 
-def _between_gpus(*args: Any, **kwargs: Any) -> bool:
+def _name_gpu(*args: Any, **kwargs: Any) -> bool:
     return _names_gpu((args, kwargs))
 
 

@@ -22,7 +22,6 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     storage = torch.UntypedStorage
     patches.add(storage, "__new__", staticmethod(_made))
     patches.add(storage, "device", property(surface.device))
-    patches.add(storage, "is_cuda", property(surface.is_cuda))
     patches.add(storage, "resize_", lambda this, size: surface.resize(this, size))
     patches.add(storage, "copy_", surface.copying(storage.copy_))
     for name in ("_share_cuda_", "share_memory_", "is_shared", "__getitem__", "tolist"):
@@ -48,9 +47,6 @@ class _Surface:
         if record is None:
             return _device.__get__(storage)  # type: ignore[no-any-return]  # a C descriptor
         return record.device.torch_device
-
-    def is_cuda(self, storage: torch.UntypedStorage) -> bool:
-        return self.device(storage).type == "cuda"
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         """``resize_``: of CUDA memory a new block, whatever the old one's size.

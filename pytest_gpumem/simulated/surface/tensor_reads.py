@@ -11,7 +11,11 @@ import torch
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.values.assumptions import taken_for_granted
-from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat, NeutralInt
+from pytest_gpumem.simulated.machine.values.neutral import (
+    NeutralFloat,
+    NeutralInt,
+    neutral_integers,
+)
 from pytest_gpumem.simulated.operators import transfers
 from pytest_gpumem.simulated.surface.factories import asked_for_meta
 from pytest_gpumem.simulated.surface.several import brought
@@ -98,7 +102,7 @@ class TensorReads(TensorFacts):
             transfers.stage_move(block.device, tensor, {})
             return _tolist(known)
         if self._has_neutral_integers(tensor, "tolist()"):
-            return _neutral(tuple(tensor.shape))
+            return neutral_integers(tensor.shape)
         self._refuse(tensor, "tolist()")
         return _tolist(tensor)
 
@@ -157,12 +161,6 @@ def _condition_of(frame: FrameType) -> str:
     """Name the read of a condition, and torch's module if the condition is there."""
     module = str(frame.f_globals.get("__name__", ""))
     return f"bool() in {module}" if module.startswith("torch.") else "bool()"
-
-
-def _neutral(shape: tuple[int, ...]) -> list[Any]:
-    if len(shape) == 1:
-        return [NeutralInt() for _ in range(shape[0])]
-    return [_neutral(shape[1:]) for _ in range(shape[0])]
 
 
 def _neutral_array(shape: tuple[int, ...]) -> Any:

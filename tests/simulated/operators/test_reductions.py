@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_gpumem.simulated.operators.reductions import global_reduction_bytes
+from pytest_gpumem.simulated.operators.reductions import launches
 
 H100 = (132, 2048)
 
@@ -24,17 +24,8 @@ def test_rows_that_are_not_contiguous(
     columns: int, accumulated: int, recorded: tuple[int, int]
 ) -> None:
     # kkaitlyn111/cs336-a2-systems, ctx128 full step, H100: logits computed transposed.
-    assert (
-        global_reduction_bytes(
-            (4, 128, columns),
-            (128, 1, 512),
-            (2,),
-            4,
-            accumulated,
-            *H100,
-        )
-        == recorded
-    )
+    shape, strides = (4, 128, columns), (128, 1, 512)
+    assert launches(shape, strides, (2,), 4, accumulated, *H100) == (recorded,)
 
 
 def test_sum_of_everything(on: Any) -> None:
@@ -58,8 +49,8 @@ def test_small_reduction_needs_no_buffer(on: Any) -> None:
 
 def test_blocks_share_a_sum_from_256_values_per_thread() -> None:
     # One block of 512 threads; 16 blocks of at least 16 values per thread each.
-    assert global_reduction_bytes((512 * 256,), (1,), (0,), 4, 4, *H100) == (16 * 4, 4)
-    assert global_reduction_bytes((512 * 255,), (1,), (0,), 4, 4, *H100) is None
+    assert launches((512 * 256,), (1,), (0,), 4, 4, *H100) == ((16 * 4, 4),)
+    assert launches((512 * 255,), (1,), (0,), 4, 4, *H100) == (None,)
 
 
 def test_variance_keeps_four_numbers_per_partial_result(on: Any) -> None:

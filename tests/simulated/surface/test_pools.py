@@ -143,9 +143,8 @@ class TestMemPool:
         [
             lambda: torch.cuda.MemPool(object()),  # type: ignore[arg-type]  # any allocator
             lambda: torch.cuda.memory.CUDAPluggableAllocator("a.so", "malloc", "free"),
-            lambda: torch.cuda.memory.change_current_allocator(None),  # type: ignore[arg-type]
         ],
-        ids=["pool", "pluggable", "current"],
+        ids=["pool", "pluggable"],
     )
     def test_allocators_of_the_users_own_are_skipped(self, use: Callable[[], object]) -> None:
         with (

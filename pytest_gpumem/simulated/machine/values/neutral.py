@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pytest_gpumem.values.errors import UnknownValueError
@@ -152,3 +152,10 @@ for _name in (
 ).split():
     setattr(NeutralFloat, _name, _staying(_name))
     setattr(NeutralInt, _name, _staying_integer(_name))
+
+
+def neutral_integers(shape: Sequence[int]) -> list[Any]:
+    """Return what ``tolist()`` gives for a tensor of ``shape``, with neutral integers in it."""
+    if len(shape) == 1:
+        return [NeutralInt() for _ in range(shape[0])]
+    return [neutral_integers(shape[1:]) for _ in range(shape[0])]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
+from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 
 _empty = torch.empty
 _empty_strided = torch.empty_strided
 _as_strided = torch.as_strided
+
+
+L = TypeVar("L", bound="Layout")
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,34 @@ def view_of(base: torch.Tensor, tensor: Any) -> torch.Tensor:
     if tensor.is_conj():
         view = view.conj()
     return torch._neg_view(view) if tensor.is_neg() else view
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return ``value`` with each part changed that is no list, tuple or dictionary."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([mapped(item, change) for item in value])
+    if isinstance(value, dict):
+        return {name: mapped(item, change) for name, item in value.items()}
+    return change(value)
+
+
+def layouts_in(value: Any, kind: type[L]) -> list[L]:
+    """Return the layouts in ``value``, itself one or a list or tuple of them."""
+    if isinstance(value, kind):
+        return [value]
+    items = value if isinstance(value, (list, tuple)) else ()
+    return [found for item in items for found in layouts_in(item, kind)]
+
+
+def is_written(memory: torch.Tensor, computed: Any) -> bool:
+    """Write a computed result to ``memory``, as far as it is one; return whether it was."""
+    if isinstance(computed, torch.Tensor) and computed.numel() == memory.numel():
+        memory.copy_(computed.view(memory.shape) if computed.dim() != memory.dim() else computed)
+        return True
+    if computed is UNREAD or isinstance(computed, int):
+        memory.fill_(0 if computed is UNREAD else computed)
+        return True
+    return False
 
 
 def elements(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
