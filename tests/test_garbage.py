@@ -66,9 +66,20 @@ def test_frames_of_others_are_left_alone() -> None:
     keep_own_frame()
     frames = [each for each in gc.get_objects(0) if inspect.isframe(each)]
     mine = [each for each in frames if each.f_code is keep_own_frame.__code__]
-    called(lambda: None)
+    called(keep_own_frame)
     assert all("frame" in each.f_locals for each in mine)
     assert mine
+
+
+def test_tracebacks_of_others_are_left_alone() -> None:
+    never_raised = ValueError("no")
+    try:
+        raise ValueError("no")
+    except ValueError as error:
+        kept = error
+    called(keep_an_exception)
+    assert kept.__traceback__ is not None
+    assert never_raised.__traceback__ is None
 
 
 def test_a_generator_goes_on() -> None:

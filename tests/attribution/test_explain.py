@@ -49,6 +49,14 @@ def test_more_blocks_of_the_same_size_are_counted() -> None:
     assert (change.bytes, change.site.count, change.change) == (2048, 2, "grown")
 
 
+def test_blocks_of_one_size_that_were_added_have_it_in_the_record() -> None:
+    # Three of 1536 bytes where one was: two more, of that size each.
+    blocks = replace(SOFTMAX, bytes=4608, count=3, each=1536)
+    (change,) = explain([blocks], [replace(blocks, bytes=1536, count=1)])
+    assert (change.bytes, change.site.count) == (3072, 2)
+    assert change.to_dict()["each"] == 1536
+
+
 def test_a_line_added_between_two_of_the_same_operator_is_the_new_one() -> None:
     first, last = (
         replace(SOFTMAX, site="model.py:10"),

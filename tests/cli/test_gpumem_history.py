@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,22 @@ def test_a_sparkline(values: tuple[int, ...], width: int, bars: str) -> None:
 
 def test_a_terminal_without_bars_gets_others() -> None:
     assert sparkline((0, 7), 2, PLAIN_BARS) == "_#"
+
+
+def test_an_output_in_ascii_gets_bars_that_it_can_write(tmp_path: Path) -> None:
+    files = [
+        str(report(tmp_path / f"{name}.json", record("test_x", peak)))
+        for name, peak in (("before", 100 * MIB), ("after", 132 * MIB))
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest_gpumem.cli", "history", *files],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[1].split()[:2] == ["test_a.py::test_x", "_#"]
 
 
 def test_reports_in_the_order_given(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811

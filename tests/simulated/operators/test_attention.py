@@ -132,6 +132,21 @@ def test_heads_of_odd_size_are_padded(on: Any) -> None:
     assert gpu.of(lambda: attend(q, k, v))[:4] == [padded, padded, padded, padded]
 
 
+@pytest.mark.parametrize(("model", "products"), [("A100-40GB", 0), ("T4", 0), ("V100-32GB", 3)])
+def test_wide_heads_keep_their_products_in_float_before_turing(
+    on: Any, model: str, products: int
+) -> None:
+    # As torch's own code allocates on the dry device.
+    gpu = on(model)
+    q, k, v = inputs(torch.float16, size=256, length=150)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        output = attend(q, k, v)
+    gradient = torch.ones_like(output)
+    gpu.events()
+    torch.autograd.grad(output, (q, k, v), gradient)
+    assert gpu.events().count(BATCH * HEADS * 150 * 256 * 4) == products
+
+
 def grouped(heads: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     query = inputs(dtype)[0]
     key, value, _ = inputs(dtype, heads=heads)

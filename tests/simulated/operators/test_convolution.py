@@ -82,6 +82,25 @@ def test_volumes_of_halves_avoid_broken_releases_of_cudnn(on: Any, kernels: list
     assert kernels == ["cudnn", "slow"]
 
 
+def test_without_cudnn_each_group_has_its_own_copies(on: Any) -> None:
+    # As torch's own code allocates on the dry device: of two groups, 3 of 6 channels of the output
+    # and 2 of 4 of the input, 2 images of 9 x 9 numbers.
+    gpu = on()
+    layer = nn.Conv2d(4, 6, 3, padding=1, groups=2, bias=False).cuda()
+    x = torch.randn(2, 4, 9, 9, device="cuda", requires_grad=True)
+    outputs, inputs, weights = 2 * 3 * 81 * 4, 2 * 2 * 81 * 4, 3 * 2 * 9 * 4
+    columns = 2 * 9 * 81 * 4
+    with torch.backends.cudnn.flags(enabled=False):
+        output = layer(x)
+        gradient = torch.ones_like(output)
+        torch.autograd.grad(output, (x, layer.weight), gradient, retain_graph=True)
+        gpu.events()
+        torch.autograd.grad(output, (x, layer.weight), gradient)
+    group = [outputs, inputs, inputs, columns, weights, -columns, -inputs, -outputs]
+    both = [2 * inputs, 2 * weights, -weights, -weights, -inputs, -inputs]
+    assert gpu.events()[: len(group + group + both)] == group + group + both
+
+
 def test_output_then_workspace_then_bias_in_place(on: Any) -> None:
     gpu = on()
     layer, x = conv(bias=True), image()

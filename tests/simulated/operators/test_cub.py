@@ -32,6 +32,12 @@ def test_radix_sort(count: int, key: int, value: int, bits: int, answers: tuple[
     )
 
 
+def test_one_block_sorts_as_many_as_it_has_places_for() -> None:
+    # 256 threads of 9 pairs each. index_put_ on the dry device: 12 bits of the largest index.
+    assert cub.radix_sort_pairs_bytes(2304, 8, 8, 12, AMPERE) == 1
+    assert cub.radix_sort_pairs_bytes(2305, 8, 8, 12, AMPERE) == 43_007
+
+
 @pytest.mark.parametrize(
     ("count", "key", "answer"), [(100_000, 2, 1_023_231), (100_000, 1, 32_255), (7000, 2, 76_799)]
 )

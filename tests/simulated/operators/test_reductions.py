@@ -35,6 +35,13 @@ def test_sum_of_everything(on: Any) -> None:
     assert gpu.of(tensor.sum) == [4, 256, 4, -4, -256]
 
 
+def test_dims_behind_each_other_are_read_as_one(on: Any) -> None:
+    # As torch's own code allocates on the dry device: 4 x 3 columns are 12, read by fours.
+    gpu = on()
+    tensor = torch.randn(1 << 18, 4, 3, device="cuda")
+    assert gpu.of(lambda: tensor.sum(0)) == [48, 98_304, 8, -8, -98_304]
+
+
 def test_contiguous_rows_need_no_buffer(on: Any) -> None:
     gpu = on()
     tensor = torch.randn(4096, 1024, device="cuda")

@@ -127,6 +127,12 @@ def test_strided_sources_are_read_from_a_contiguous_copy(
     assert events(on, state, copy) == expected
 
 
+def test_the_stride_of_a_dim_of_one_element_leaves_no_gap(on: Any) -> None:
+    gpu = on()
+    dense = torch.zeros(128, device="cuda").as_strided((2, 8, 1, 8), (64, 1, 77, 8))
+    assert gpu.of(dense.cpu) == []
+
+
 def test_real_values_go_the_same_way() -> None:
     from pytest_gpumem import simulate
 

@@ -46,6 +46,13 @@ def test_numbers_of_a_gpu_are_read(real_values: bool) -> None:
             assert (found.tolist(), found.device.type, found.dtype) == (expected, device, dtype)
 
 
+def test_a_second_argument_by_place_is_refused_as_without_tensors_in_the_list() -> None:
+    with simulate("T4"):
+        x = torch.tensor(3.0, device="cuda")
+        with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+            torch.tensor([x], torch.int32)  # type: ignore[call-overload]  # the mistake
+
+
 def test_numbers_that_shapes_do_not_have_are_neutral_and_noted() -> None:
     with simulate("T4") as gpu:
         losses = torch.tensor([torch.randn((), device="cuda") for _ in range(3)])
