@@ -128,7 +128,7 @@ class Membership(process_groups.Membership):
         time.sleep(_LONG_STEP)
         groups: list[Any] = list(c10d._world.pg_map)
         for group in groups:
-            if "nccl" in dist.get_backend(group) and group._get_sequence_number_for_group():
+            if "nccl" in dist.get_backend(group) and _collectives(group):
                 dist.all_reduce(torch.empty(0, device="cuda"), group=group)
 
     def close(self) -> None:
@@ -141,6 +141,16 @@ class Membership(process_groups.Membership):
         finally:
             self._groups = Groups.of_new_process()
             outer.take_over(self._groups)
+
+
+def _collectives(group: Any) -> int:
+    """Return how many collectives NCCL has run in ``group``, which may have another backend too.
+
+    Such a group counts none itself (``ProcessGroup::getSequenceNumberForGroup`` of
+    torch/csrc/distributed/c10d/ProcessGroup.hpp, 2.6).
+    """
+    of_gpus = group._get_backend(torch.device("cuda"))
+    return int(of_gpus._get_sequence_number_for_group())
 
 
 def _unhurried() -> Any:

@@ -170,6 +170,13 @@ def test_worst():
     torch.empty(1024 * (1 + dist.get_rank()), 1024, device=own)
 
 
+@pytest.mark.gpumem(ranks=4)
+def test_any_backend():
+    own = device()
+    dist.init_process_group()
+    dist.all_reduce(torch.ones(1024, device=own))
+
+
 @pytest.mark.gpumem
 def test_alone():
     assert "RANK" not in os.environ
@@ -212,7 +219,7 @@ def _reported(folder: Path, kind: str) -> dict[str, Any]:
     "name",
     [
         *("fully_shard", "another_rank", "hybrid", "data_parallel", "tensor_parallel"),
-        *("point_to_point", "collectives", "functional", "worst", "alone"),
+        *("point_to_point", "collectives", "functional", "worst", "any_backend", "alone"),
     ],
 )
 def test_a_rank_takes_what_a_simulated_one_takes(told: Any, name: str) -> None:

@@ -223,6 +223,16 @@ def test_compiles_what_draws_and_reads():
 
     result = compiled(torch.tensor(3, device="cuda"))
     assert (result >= 3).all() and (result <= 4).all()
+
+def test_reads_between_compiled_parts():
+    @torch.compile(backend="aot_eager")
+    def compiled(x):
+        x = x * 20
+        torch._dynamo.graph_break()
+        start = torch.tensor(4, device="cuda")
+        return x[start:]
+
+    assert (compiled(torch.ones(20, 20, device="cuda")) == 20).all()
 """
 
 UNMARKED = """
@@ -281,6 +291,7 @@ def notes(test: Any) -> str:
         ("test_statistics_of_several_batches", True),
         ("test_a_graph_draws_from_the_states_that_it_was_captured_with", True),
         ("test_compiles_what_draws_and_reads", True),
+        ("test_reads_between_compiled_parts", False),
     ],
 )
 def test_all_values_are_computed_where_small_ones_do_not_do(

@@ -36,6 +36,21 @@ _libraries: dict[str, torch.library.Library] = {}
 """Libraries that keep the kernels at the key, by namespace."""
 _registered: set[str] = set()
 
+_frames: Any = torch._C._dynamo.eval_frame
+_set_eval_frame: Any = _frames.set_eval_frame
+"""Dynamo compiles any Python code that compiled code calls, the follower's own too, unless this
+turns it off, as ``torch._dynamo.disable`` does."""
+
+
+def _skip_code(code: Any) -> None:
+    """Make Dynamo leave out ``code`` itself, by the name of torch 2.6 or of later ones."""
+    if hasattr(_frames, "skip_code"):
+        _frames.skip_code(code)
+    else:
+        skip = _frames._FrameAction.SKIP
+        _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(skip, skip))
+
+
 _NAMELESS = frozenset({"prim", "prims", "profiler"})
 """Namespaces without device kernels, or closed to other libraries."""
 
@@ -123,6 +138,11 @@ def _passing(schema: Any) -> Callable[..., Any]:
         if _Followed.by is None:
             with unseen():
                 return operator(*args, **kwargs)
-        return _Followed.by(operator, args, kwargs)
+        compiling = _set_eval_frame(None)
+        try:
+            return _Followed.by(operator, args, kwargs)
+        finally:
+            _set_eval_frame(compiling)
 
+    _skip_code(run.__code__)
     return run
