@@ -35,27 +35,28 @@ def refuse(reason: str) -> None:
 
 def why_not(baselines: Path) -> str | None:
     """Return why ``auto`` does not select the dry device, ``None`` if it does."""
-    from pytest_gpumem.dry.build import has_compiler
-    from pytest_gpumem.dry.load import is_launched, is_loaded
-    from pytest_gpumem.dry.torch_build import cuda_of, release_of
-
-    if is_launched():
-        return "the program has the dry device as its GPU"
+    if reason := os.environ.get(REFUSED):
+        return reason
     if any(map(os.path.exists, DRIVERS)):
         return "NVIDIA's driver is installed"
     if sys.platform != "linux":
         return "the dry device runs on Linux only"
+    from pytest_gpumem.dry.version import cuda_of, release_of
+
     spec = find_spec("torch")
     folder = None if spec is None or spec.origin is None else Path(spec.origin).parent
     if folder is None or cuda_of(folder) is None:
         return "there is no CUDA build of torch"
-    if not has_compiler():
-        return "there is no C compiler"
-    if "torch" in sys.modules and not is_loaded():
-        return "torch has been imported already"
     if _are_simulated(baselines, release_of(folder)):
         return "the project's baselines are those of simulated devices"
-    return os.environ.get(REFUSED)
+    from pytest_gpumem.dry.build import has_compiler
+    from pytest_gpumem.dry.load import is_launched, is_loaded
+
+    if is_launched():
+        return "the program has the dry device as its GPU"
+    if "torch" in sys.modules and not is_loaded():
+        return "torch has been imported already"
+    return None if has_compiler() else "there is no C compiler"
 
 
 def _are_simulated(baselines: Path, release: str) -> bool:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pytest_gpumem.dry.elf import ElfError, Imports, imports_of
+from pytest_gpumem.dry.version import cuda_of, release_of
 
 _NVIDIA_LIBRARY = re.compile(r"lib(cu[A-Za-z]+|nv\w+|nccl)\.so(\.\d+)*")
 _NVIDIA_NAME = re.compile(
@@ -98,19 +99,6 @@ def _libraries(folder: Path) -> list[Path]:
     return sorted((folder / "lib").glob("*.so*"))
 
 
-def release_of(folder: Path) -> str:
-    """Return the release of the torch in ``folder``, as ``2.15.0+cu132``."""
-    version = (folder / "version.py").read_text(encoding="utf-8")
-    return _found(r"__version__ = '([^']+)'", version) or "unknown"
-
-
-def cuda_of(folder: Path) -> str | None:
-    """Return the CUDA release of the torch in ``folder``, ``None`` where it is no CUDA build."""
-    version = (folder / "version.py").read_text(encoding="utf-8")
-    is_there = (folder / "lib" / "libtorch_cuda.so").exists()
-    return _found(r"^cuda\b[^=]*= '([\d.]+)'", version) if is_there else None
-
-
 def _imports(paths: list[Path]) -> tuple[Mapping[str, frozenset[str]], frozenset[str]]:
     """Return the names that the libraries at ``paths`` together take from NVIDIA's."""
     libraries: dict[str, frozenset[str]] = {name: frozenset() for name in _ALWAYS}
@@ -141,8 +129,3 @@ def _required(package: str, otherwise: tuple[int, int, int]) -> tuple[int, int, 
             major, minor, patch = map(int, found.groups())
             return major, minor, patch
     return otherwise
-
-
-def _found(pattern: str, text: str) -> str | None:
-    match = re.search(pattern, text, re.MULTILINE)
-    return None if match is None else match[1]

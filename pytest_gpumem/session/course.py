@@ -1,9 +1,8 @@
 """The course of each test of a process, as pytest's hooks tell it: docs/how_a_test_runs.md.
 
-Replacement of a process whose CUDA context is lost: it leaves and runs no further test.
-
 After an illegal access or an assertion on the device every CUDA call of the process fails
-(``device/cuda.py``), so tests that come later would fail for it, too.
+(``device/cuda.py``), so tests that come later would fail for it, too: :class:`Faults` makes such a
+process leave, and another one runs the tests that are left.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pytest_gpumem.dry.gpus import description
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuError, find_gpu, find_machine
 
 
@@ -56,6 +57,11 @@ def test_the_catalogue_is_complete_and_read_only() -> None:
     assert GPUS["B200"].total_memory == 191_503_007_744
     with pytest.raises(TypeError):
         GPUS["T4"] = GPUS["A10"]  # type: ignore[index]  # what must not work
+
+
+@pytest.mark.parametrize("name", list(GPUS))
+def test_the_dry_device_knows_every_model(name: str) -> None:
+    assert GPUS[name].full_name in description([GPUS[name]])
 
 
 def test_names_are_found_without_regard_to_case() -> None:

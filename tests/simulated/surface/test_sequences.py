@@ -50,7 +50,7 @@ def test_a_second_argument_by_place_is_refused_as_without_tensors_in_the_list() 
     with simulate("T4"):
         x = torch.tensor(3.0, device="cuda")
         with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
-            torch.tensor([x], torch.int32)  # type: ignore[call-overload]  # the mistake
+            torch.tensor([x], torch.int32)  # the mistake
 
 
 def test_numbers_that_shapes_do_not_have_are_neutral_and_noted() -> None:
