@@ -129,10 +129,14 @@ class Execution:
         values, storages = self._values, self._storages
         follow = values.make if is_factory else values.follow
         copies = operator.name in _ONLY_COPIES
+        aliases = [each.alias_info for each in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if storages.on_host and self._is_lost((args, kwargs)):
                 return self._of_lost(operator, args, kwargs)
+            if not is_view and sparse.is_among(args):
+                return self._of_sparse(func, args, kwargs)
             # A graph draws at its replay.
             if operator.random and not torch.cuda.is_current_stream_capturing():
                 values.begin_drawing(kwargs.get("generator"))
@@ -229,6 +233,22 @@ class Execution:
 
         return handle
 
+    def _of_sparse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator of sparse tensors, and of dense ones beside them."""
+        values = self._values
+        made = sparse.computed(values, func, args, kwargs)
+        result = func(*args, **kwargs)
+        if not isinstance(result, torch.Tensor) or not result.is_cuda:
+            return result
+        targets = sparse.strided_of(result)
+        if made is None:
+            for target in targets:
+                values.lost(target)
+        else:
+            for target, known in zip(targets, sparse.strided_of(made), strict=True):
+                values.keep(target, known)
+        return result
+
     def _reading(self, func: Any) -> Handler:
         """Handle an operator that returns a Python number."""
         operator = Operator.of(func)
@@ -284,6 +304,13 @@ class Execution:
                 on_device = source.is_cuda if device is None else device.type == "cuda"
             if source.is_cuda == on_device:
                 return otherwise(args, kwargs)
+            if source.layout is torch.sparse_coo:
+                result = func(*args, **kwargs)
+                if on_device:
+                    target = sparse.strided_of(args[0] if to_existing else result)
+                    for part, brought in zip(target, sparse.strided_of(source), strict=True):
+                        values.keep(part, brought)
+                return result
             known = None if on_device else values.known(source)
             before, is_expected = reads.here.unknown, reads.here.expected > 0
             with reads.expected():

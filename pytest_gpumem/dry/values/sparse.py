@@ -1,4 +1,4 @@
-"""Sparse tensors, the number of whose elements depends on values.
+"""Sparse tensors, the number of whose elements depends on values, and dense ones beside them.
 
 Source, torch 2.6 to 2.15: aten/src/ATen/native/sparse/cuda/SparseCUDATensor.cu
 (_coalesce_sparse_cuda reads how many indices differ), native/TensorConversions.cpp (dense_to_sparse
@@ -26,12 +26,19 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ops.aten._indices(tensor), torch.ops.aten._values(tensor)
 
 
+def strided_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors with memory that ``tensor`` has, which is itself if it is dense."""
+    return (tensor,) if tensor.layout is torch.strided else parts_of(tensor)
+
+
 def _coalesced(values: Values, args: tuple[Any, ...]) -> Parts | None:
     indices, elements = map(values.known, parts_of(args[0]))
     if indices is None:
         return None
     ones = torch.ones(indices.shape[1], device="cpu") if elements is None else elements
-    made = torch.sparse_coo_tensor(indices, ones, args[0].shape, is_coalesced=False).coalesce()
+    made = torch.sparse_coo_tensor(
+        indices, ones, args[0].shape, is_coalesced=False, check_invariants=False
+    ).coalesce()
     return made.indices(), None if elements is None else made.values()
 
 
@@ -41,6 +48,42 @@ def _of_dense(values: Values, args: tuple[Any, ...]) -> Parts | None:
         return None
     made = torch.ops.aten._to_sparse(known, *args[1:])
     return None if made.layout is not torch.sparse_coo else parts_of(made)
+
+
+def is_among(args: tuple[Any, ...]) -> bool:
+    """Return whether one of an operator's tensors is a sparse one of a GPU."""
+    return any(
+        isinstance(one, torch.Tensor) and one.layout is torch.sparse_coo and one.is_cuda
+        for one in args
+    )
+
+
+def computed(
+    values: Values, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """Return what the CPU makes of sparse tensors and dense ones, ``None`` if it is unknown."""
+    known: list[Any] = []
+    for one in args:
+        if not isinstance(one, torch.Tensor) or not one.is_cuda:
+            known.append(one)
+            continue
+        parts = [values.known(part) for part in strided_of(one)]
+        found = [part for part in parts if part is not None]
+        if len(found) < len(parts):
+            return None
+        known.append(found[0].clone() if len(found) == 1 else _sparse_of(one, *found))
+    made = func(*known, **kwargs)
+    return made if isinstance(made, torch.Tensor) else None
+
+
+def _sparse_of(like: torch.Tensor, indices: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        indices,
+        elements.clone(),
+        like.shape,
+        is_coalesced=like.is_coalesced(),
+        check_invariants=False,
+    )
 
 
 BY_NAME: dict[str, Computed] = {"aten::_coalesce": _coalesced, "aten::_to_sparse": _of_dense}
