@@ -116,6 +116,9 @@ def test_updates_by_sparse_gradients():
     assert weight.sparse_mask(diagonal)._values().tolist() == [-2, 2, 6]
     assert (-diagonal).to_dense().tolist() == [[-1, 0, 0], [0, -1, 0], [0, 0, -1]]
     assert weight.to_sparse()._nnz() == 9
+    taken = torch.empty(3, 3, device="cuda")
+    torch.add(weight, diagonal, out=taken)
+    diagonal.to_sparse_csr()
 
 def test_draws():
     torch.manual_seed(3)

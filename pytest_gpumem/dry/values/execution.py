@@ -136,7 +136,7 @@ class Execution:
             if storages.on_host and self._is_lost((args, kwargs)):
                 return self._of_lost(operator, args, kwargs)
             if not is_view and sparse.is_among(args):
-                return self._of_sparse(func, args, kwargs)
+                return self._of_sparse(operator, args, kwargs)
             # A graph draws at its replay.
             if operator.random and not torch.cuda.is_current_stream_capturing():
                 values.begin_drawing(kwargs.get("generator"))
@@ -233,20 +233,20 @@ class Execution:
 
         return handle
 
-    def _of_sparse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _of_sparse(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of sparse tensors, and of dense ones beside them."""
         values = self._values
-        made = sparse.computed(values, func, args, kwargs)
-        result = func(*args, **kwargs)
-        if not isinstance(result, torch.Tensor) or not result.is_cuda:
-            return result
-        targets = sparse.strided_of(result)
-        if made is None:
-            for target in targets:
-                values.lost(target)
-        else:
-            for target, known in zip(targets, sparse.strided_of(made), strict=True):
-                values.keep(target, known)
+        captured = torch.cuda.is_current_stream_capturing()  # a replay would not compute it anew
+        made = None if captured else sparse.computed(values, operator, args, kwargs)
+        result = operator.func(*args, **kwargs)
+        known = () if made is None else sparse.strided_of(made)
+        for target in tensors_in(result):
+            parts = sparse.strided_of(target) if target.is_cuda else ()
+            for at, part in enumerate(parts):
+                if len(known) == len(parts):
+                    values.keep(part, known[at])
+                else:
+                    values.lost(part)
         return result
 
     def _reading(self, func: Any) -> Handler:

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.machine.values.known import Values
+from pytest_gpumem.simulated.machine.values.operator import Operator
 
 Parts = tuple[torch.Tensor, "torch.Tensor | None"]
 """Indices, and values where they are known, on the CPU."""
@@ -27,8 +29,10 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def strided_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors with memory that ``tensor`` has, which is itself if it is dense."""
-    return (tensor,) if tensor.layout is torch.strided else parts_of(tensor)
+    """Return the tensors with memory that ``tensor`` has: itself if dense, none if compressed."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    return parts_of(tensor) if tensor.layout is torch.sparse_coo else ()
 
 
 def _coalesced(values: Values, args: tuple[Any, ...]) -> Parts | None:
@@ -59,7 +63,7 @@ def is_among(args: tuple[Any, ...]) -> bool:
 
 
 def computed(
-    values: Values, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
     """Return what the CPU makes of sparse tensors and dense ones, ``None`` if it is unknown."""
     known: list[Any] = []
@@ -69,10 +73,14 @@ def computed(
             continue
         parts = [values.known(part) for part in strided_of(one)]
         found = [part for part in parts if part is not None]
-        if len(found) < len(parts):
+        if not found or len(found) < len(parts):
             return None
         known.append(found[0].clone() if len(found) == 1 else _sparse_of(one, *found))
-    made = func(*known, **kwargs)
+    if kwargs.get("device") is not None or any(
+        each.is_cuda for each in tensors_in((known, kwargs))
+    ):
+        return None
+    made = values.run(operator, known, kwargs)
     return made if isinstance(made, torch.Tensor) else None
 
 
