@@ -190,6 +190,26 @@ def test_other_models_are_simulated_beside_the_device_of_auto(tmp_path: Path) ->
     assert "2 tests on dry A100-40GB and simulated T4" in " ".join(done.stdout.split())
 
 
+SECOND_GPU = """
+import pytest, torch
+
+@pytest.mark.gpumem(gpu="T4*2")
+def test_a_compiled_function_on_the_second_gpu():
+    x = torch.ones(1000, device="cuda:1")
+    with torch.cuda.device(1):
+        torch.compile(lambda x: x.sin() + 1)(x)
+    assert torch.cuda.memory_allocated(1) == 4096
+"""
+
+
+@needs_libraries
+def test_a_simulated_machine_may_have_more_gpus_than_the_dry_device(tmp_path: Path) -> None:
+    (tmp_path / "test_second.py").write_text(SECOND_GPU)
+    done = pytest_in(tmp_path, device="auto")
+
+    assert "1 passed" in done.stdout, done.stdout
+
+
 FLASH = """
 import importlib.util, pytest
 

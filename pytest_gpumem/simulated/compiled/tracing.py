@@ -123,6 +123,10 @@ class Tracing:
             compile_fx, "_compile_fx_inner", self._writing(compile_fx._compile_fx_inner)
         )
         self._lasting.add(async_compile, settings.HELPERS, settings.no_helpers)
+        # From 2.15 on the compiled frame asks C++, which knows the GPUs of the process alone.
+        if hasattr(torch._dynamo.utils, "get_current_stream"):
+            current = torch.accelerator.current_stream
+            self._lasting.add(torch._dynamo.utils, "get_current_stream", current)
         self._make_optimizers_state()
         self.is_entered = False
 
