@@ -102,7 +102,11 @@ class LeftFrames:
         self._references = [getrefcount(frame) for frame in self._before]
 
     def end(self) -> None:
-        """Clear the frames that have been left below the innermost of them that still runs."""
+        """Clear the frames that have been left below the innermost of them that still runs.
+
+        Without a :meth:`begin` since the last end there are none: the callbacks of CUDA graphs that
+        are recorded only end.
+        """
         references = [getrefcount(frame) for frame in self._before]
         running = set(_running())
         for frame, now, then in zip(self._before, references, self._references, strict=True):
@@ -111,6 +115,7 @@ class LeftFrames:
                     _let_go_of(frame, (*_YOUNG, _OLDEST))
                 break
         self._before.clear()
+        self._references.clear()
 
 
 def _running() -> Iterator[FrameType]:

@@ -130,6 +130,13 @@ def test_frames_are_found_between_two_calls_from_below_a_function(
     assert called_by_others()() is None
 
 
+def test_an_end_without_a_beginning_clears_nothing() -> None:
+    frames = LeftFrames()
+    frames.begin()
+    frames.end()
+    frames.end()
+
+
 def test_objects_are_searched_only_where_a_frame_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[object] = []
     monkeypatch.setattr(garbage, "_let_go_of", lambda *given: searches.append(given))

@@ -37,7 +37,7 @@ def why_not(baselines: Path) -> str | None:
     """Return why ``auto`` does not select the dry device, ``None`` if it does."""
     if reason := os.environ.get(REFUSED):
         return reason
-    if any(map(os.path.exists, DRIVERS)):
+    if has_driver():
         return "NVIDIA's driver is installed"
     if sys.platform != "linux":
         return "the dry device runs on Linux only"
@@ -57,6 +57,11 @@ def why_not(baselines: Path) -> str | None:
     if "torch" in sys.modules and not is_loaded():
         return "torch has been imported already"
     return None if has_compiler() else "there is no C compiler"
+
+
+def has_driver() -> bool:
+    """Return whether NVIDIA's driver is installed, without which there is no GPU."""
+    return any(map(os.path.exists, DRIVERS))
 
 
 def _are_simulated(baselines: Path, release: str) -> bool:

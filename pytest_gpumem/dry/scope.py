@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
+from pytest_gpumem.cached_answers import renewed, watched
 from pytest_gpumem.garbage import importing
 from pytest_gpumem.late_modules import from_now_on
 
@@ -58,15 +59,16 @@ def close(*, to_children: bool) -> None:
 @contextmanager
 def opened(*, to_children: bool = True) -> Iterator[None]:
     """Show the devices inside, and ``to_children``, the processes that are started inside."""
-    if _SCOPE.is_open:
-        yield
-        return
-    _SCOPE.is_open = True
-    try:
-        with _inherited() if to_children else nullcontext():
+    with renewed():
+        if _SCOPE.is_open:
             yield
-    finally:
-        _SCOPE.is_open = False
+            return
+        _SCOPE.is_open = True
+        try:
+            with _inherited() if to_children else nullcontext():
+                yield
+        finally:
+            _SCOPE.is_open = False
 
 
 def _inherited() -> AbstractContextManager[None]:
@@ -81,7 +83,7 @@ def _replace(module: ModuleType) -> None:
     for name, answer in _ANSWERS[module.__name__].items():
         function = getattr(module, name, None)
         if function is not None and not hasattr(function, "__wrapped__"):
-            setattr(module, name, _scoped(function, answer))
+            setattr(module, name, watched(_scoped(function, answer)))
 
 
 def _scoped(function: Callable[..., Any], answer: object) -> Callable[..., Any]:

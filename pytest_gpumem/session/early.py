@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.device.auto import refuse
+from pytest_gpumem.cached_answers import watch
+from pytest_gpumem.device.auto import has_driver, refuse
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
@@ -65,6 +66,8 @@ def begin_early(config: pytest.Config) -> None:
         settings = settings_from(config, options)
     if not will_run_tests:
         return
+    if settings.device.kind in ("auto", "sim") and not has_driver():
+        watch()
     if settings.share or settings.quota is not None:
         from pytest_gpumem.session.placement import place
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.dry.conftest import REPOSITORY, Run, bare_environment
+from tests.integration.test_cached_answers import CACHED
 
 TESTS = """
 import pytest, pytest_gpumem, torch
@@ -168,6 +169,13 @@ def test_it_is_the_device_of_auto(project: Path) -> None:
     done = pytest_in(project, "-k", "within", device="auto")
 
     assert "1 test on dry A100-40GB: 1 ok" in done.stdout
+
+
+def test_a_cached_answer_is_that_of_the_present_device(dry_run: Run, tmp_path: Path) -> None:
+    (tmp_path / "test_cached.py").write_text(CACHED)
+    done = pytest_in(tmp_path, "-p", "no:randomly")
+
+    assert "3 passed" in done.stdout, done.stdout
 
 
 MODELS = """

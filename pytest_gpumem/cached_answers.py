@@ -1,0 +1,102 @@
+"""Cached answers to whether there is a GPU, cleared where a device becomes visible or ends.
+
+Programs ask once and keep the answer by ``functools.cache``: ``has_triton`` of
+torch/utils/_triton.py, ``is_torch_bf16_gpu_available`` of transformers. Many ask while their module
+is imported, before the first marked test, when there is no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from types import FrameType, ModuleType
+from typing import Any
+
+from pytest_gpumem.late_modules import from_now_on
+
+QUESTIONS = {
+    "torch.cuda": ("is_available", "device_count"),
+    "torch.accelerator": ("is_available", "device_count", "current_accelerator"),
+}
+"""Functions that answer whether there is a GPU, by module."""
+
+_kept: dict[bool, set[Any]] = {False: set(), True: set()}
+"""Functions with a cache that have asked, by whether there was a GPU."""
+
+
+def watch() -> None:
+    """Note from now on which cached functions ask; torch may be imported later."""
+    from_now_on(dict.fromkeys(QUESTIONS, _watch))
+
+
+def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, one of the :data:`QUESTIONS`, which notes the functions that ask it."""
+
+    @functools.wraps(function)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        answer = function(*args, **kwargs)
+        _kept[bool(answer)].update(_cached_callers(sys._getframe(1)))
+        return answer
+
+    return asked
+
+
+@contextmanager
+def renewed() -> Iterator[None]:
+    """Clear what has been cached without a GPU, and at the end what has been with one."""
+    _clear(_kept[False])
+    try:
+        yield
+    finally:
+        _clear(_kept[True])
+
+
+def _watch(module: ModuleType) -> None:
+    for name in QUESTIONS[module.__name__]:
+        function = getattr(module, name, None)
+        if function is not None and not hasattr(function, "__wrapped__"):
+            setattr(module, name, watched(function))
+
+
+def _cached_callers(frame: FrameType | None) -> Iterator[Any]:
+    """Yield the functions with a cache on the stack, up to the import of a module."""
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        code = frame.f_code
+        first, _, rest = getattr(code, "co_qualname", code.co_name).partition(".")
+        try:
+            function = frame.f_globals[first]
+            function = attrgetter(rest)(function) if rest else function
+        except (KeyError, AttributeError):  # a function within a function
+            function = None
+        if hasattr(function, "cache_clear"):
+            yield function
+        frame = frame.f_back
+
+
+def _clear(functions: set[Any]) -> None:
+    """Clear ``functions``, and those that have got an answer from a cache of theirs."""
+    unknown = list(functions)
+    while unknown:
+        name = unknown.pop().__name__
+        callers = {each for each, names in _cached_functions(len(sys.modules)) if name in names}
+        unknown += callers - functions
+        functions |= callers
+    while functions:
+        functions.pop().cache_clear()
+
+
+@functools.lru_cache(maxsize=1)
+def _cached_functions(modules: int) -> list[tuple[Any, frozenset[str]]]:
+    """Return the functions with a cache of all ``modules``, and the names that each uses."""
+    spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    found = {
+        value
+        for space in spaces
+        for value in list(space.values())
+        if type(value) is functools._lru_cache_wrapper
+    }
+    codes = [(each, getattr(each.__wrapped__, "__code__", None)) for each in found]
+    return [(each, frozenset(code.co_names)) for each, code in codes if code is not None]

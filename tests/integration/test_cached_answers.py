@@ -1,0 +1,48 @@
+"""Functions that cache whether there is a GPU answer anew where it comes and goes."""
+
+from __future__ import annotations
+
+from tests.pytest_project import Project
+
+CACHED = """
+import functools
+import pytest
+import torch
+
+@functools.lru_cache
+def is_there():
+    return torch.cuda.is_available()
+
+@functools.cache
+def by_another():
+    return is_there()
+
+class Facts:
+    @staticmethod
+    @functools.cache
+    def count():
+        return torch.cuda.device_count()
+
+@functools.cache
+def unconcerned():
+    return object()
+
+AT_IMPORT = is_there(), by_another(), unconcerned()
+
+def test_before():
+    assert (is_there(), by_another()) == (False, False)
+
+@pytest.mark.gpumem
+def test_marked():
+    torch.empty(1, device="cuda")
+    assert (is_there(), by_another(), Facts.count()) == (True, True, 1)
+
+def test_after():
+    assert (is_there(), by_another()) == (False, False)
+    assert unconcerned() is AT_IMPORT[2]
+"""
+
+
+def test_a_cached_answer_is_that_of_the_present_device(project: Project) -> None:
+    project.write(test_cached=CACHED)
+    project.run("-p", "no:randomly").assert_outcomes(passed=3)
