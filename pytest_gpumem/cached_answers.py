@@ -7,10 +7,13 @@ is imported, before the first marked test, when there is no GPU.
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from operator import attrgetter
 from types import FrameType, ModuleType
 from typing import Any
@@ -22,6 +25,11 @@ QUESTIONS = {
     "torch.accelerator": ("is_available", "device_count", "current_accelerator"),
 }
 """Functions that answer whether there is a GPU, by module."""
+
+_UNKNOWN = object()
+_FACTS = frozenset({"bool", "int"})
+"""Types of answers, for functions that declare theirs. Others are cached in order to run once, as
+``lazy_init`` of torch/_inductor/fx_passes/joint_graph.py is, or because they take long."""
 
 _kept: dict[bool, set[Any]] = {False: set(), True: set()}
 """Functions with a cache that have asked, by whether there was a GPU."""
@@ -85,7 +93,26 @@ def _clear(functions: set[Any]) -> None:
         unknown += callers - functions
         functions |= callers
     while functions:
-        functions.pop().cache_clear()
+        function = functions.pop()
+        if _is_answer(function.__wrapped__):
+            function.cache_clear()
+
+
+def _is_answer(function: Any) -> bool:
+    """Return whether ``function`` returns a fact, and is not cached in order to run only once."""
+    function = inspect.unwrap(function)
+    declared = getattr(function, "__annotations__", {}).get("return", _UNKNOWN)
+    if declared is not _UNKNOWN:
+        return getattr(declared, "__name__", declared) in _FACTS
+    return any(map(_returns_a_value, pairwise(dis.get_instructions(function))))
+
+
+def _returns_a_value(instructions: tuple[dis.Instruction, dis.Instruction]) -> bool:
+    before, last = instructions
+    if last.opname == "RETURN_CONST":
+        return last.argval is not None
+    is_none = before.opname == "LOAD_CONST" and before.argval is None
+    return last.opname == "RETURN_VALUE" and not is_none
 
 
 @functools.lru_cache(maxsize=1)

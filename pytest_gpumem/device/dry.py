@@ -18,7 +18,7 @@ from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.device.left_threads import is_set_up
 from pytest_gpumem.dry import autograd, compiling, scope, workspaces
-from pytest_gpumem.dry.blocks import Blocks, Strays
+from pytest_gpumem.dry.blocks import Blocks, LeftoverBlocks
 from pytest_gpumem.dry.load import begin_placing_anew
 from pytest_gpumem.dry.placing import Amount, Fixtures
 from pytest_gpumem.dry.values.follower import Follower
@@ -60,12 +60,12 @@ class DryDevice(CudaDevice):
         self._name = machine.model.name
         self._computed = computed
         self._blocks = Blocks()
-        self._strays = Strays(self._blocks)
+        self._leftover = LeftoverBlocks(self._blocks)
         self._collector = Collector()
         self._follower = Follower(
             follows=computed > Computed.AT_FIRST, everything=computed is Computed.ALL
         )
-        self._fixtures = Fixtures(self._blocks, self._strays, self._follower.moving)
+        self._fixtures = Fixtures(self._blocks, self._leftover, self._follower.moving)
         self._seat = seat
         self._membership: Membership | None = None
         if seat is not None:
@@ -158,7 +158,7 @@ class DryDevice(CudaDevice):
             try:
                 yield
             finally:
-                self._strays.release()
+                self._leftover.release()
 
     @property
     def apart(self) -> Callable[[], AbstractContextManager[object]] | None:
@@ -187,7 +187,7 @@ class DryDevice(CudaDevice):
         return replace(
             completed,
             dry=True,
-            stray=max(completed.stray - self._strays.filled, 0),
+            stray=max(completed.stray - self._leftover.filled, 0),
             notes=(*completed.notes, *workspaces.notes(self.index), *self._follower.notes),
         )
 

@@ -83,7 +83,7 @@ class Blocks:
         self._collect(function, ctypes.c_size_t(by))
 
 
-class Strays:
+class LeftoverBlocks:
     """Blocks that tests have left on the device, while another one runs."""
 
     def __init__(self, blocks: Blocks) -> None:
@@ -106,7 +106,7 @@ class Strays:
         elsewhere: list[int] = []
         grew = False
         for _ in range(_MOST_ROUNDS):
-            holes, strangers, segments = self._holes(spans)
+            holes, leftover, segments = self._holes(spans)
             if not holes:
                 break
             for hole in holes:
@@ -115,7 +115,7 @@ class Strays:
             torch.cuda.caching_allocator_delete(address)
         if elsewhere or grew:
             torch.cuda.empty_cache()
-        self._kept = list(self.tensors_in(strangers))
+        self._kept = list(self.tensors_in(leftover))
 
     def _holes(
         self, spans: Sequence[Span]
@@ -125,17 +125,17 @@ class Strays:
         With them the blocks of others by number, and all segments by their start and end.
         """
         holes: list[_Hole] = []
-        strangers: set[int] = set()
+        leftover: set[int] = set()
         segments: list[tuple[int, int]] = []
         for segment in torch.cuda.memory_snapshot():
             segments.append((segment["address"], segment["address"] + segment["total_size"]))
             used = [each["address"] for each in segment["blocks"] if each["state"] != "inactive"]
             numbers = {self._blocks.number(one) for one in used if one not in self._filled}
             others = {number for number in numbers if not _is_in(number, spans)}
-            strangers |= others
+            leftover |= others
             if others == numbers and used and not segment.get("is_expandable"):
                 holes += _holes_of(segment)
-        return sorted(holes, key=lambda hole: hole.size), strangers, segments
+        return sorted(holes, key=lambda hole: hole.size), leftover, segments
 
     def release(self) -> None:
         """Free the filled space, and forget tensors that are kept."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pytest_gpumem.dry.blocks import Blocks, Span, Strays
+from pytest_gpumem.dry.blocks import Blocks, LeftoverBlocks, Span
 from pytest_gpumem.dry.set_ups import Event, Log, Moved, SetUp, blocks_left, repeat
 
 
@@ -30,7 +30,7 @@ class Amount(NamedTuple):
 Renewed = Callable[[object, Mapping[int, Amount], Mapping[int, Amount]], None]
 """A callback: fixture, and by device the bytes that its set-up holds, and its peak."""
 
-Around = Callable[[Sequence[int]], Callable[[Mapping[int, torch.Tensor]], None]]
+KeepValues = Callable[[Sequence[int]], Callable[[Mapping[int, torch.Tensor]], None]]
 """A function of the addresses of blocks that are given back, which returns a function of the
 tensors that have others since, by their old addresses."""
 
@@ -38,10 +38,10 @@ tensors that have others since, by their old addresses."""
 class Fixtures:
     """The fixtures of the tests, one test after the other."""
 
-    def __init__(self, blocks: Blocks, strays: Strays, around: Around) -> None:
+    def __init__(self, blocks: Blocks, leftover: LeftoverBlocks, keep_values: KeepValues) -> None:
         self._blocks = blocks
-        self._strays = strays
-        self._around = around
+        self._leftover = leftover
+        self._keep_values = keep_values
         self._log = Log()
         # The body of a test gets others in their place.
         self._stats: Callable[[int], dict[str, Any]] = torch._C._cuda_memoryStats
@@ -63,7 +63,7 @@ class Fixtures:
         self._renewed = renewed
         self._expected = [one for one in fixtures if one in self._spans or not is_there(one)]
         first = self._next()
-        if first and first == self._placed and self._are_alone(first):
+        if first and first == self._placed and self._have_own_segments(first):
             self._fill(first)
         else:
             self._place([], first)
@@ -116,9 +116,9 @@ class Fixtures:
         return [one for one in found if one in self._set_ups]
 
     def _fill(self, fixtures: Sequence[object]) -> None:
-        self._strays.fill([self._spans[one] for one in fixtures])
+        self._leftover.fill([self._spans[one] for one in fixtures])
 
-    def _are_alone(self, fixtures: Sequence[object]) -> bool:
+    def _have_own_segments(self, fixtures: Sequence[object]) -> bool:
         """Return whether no other block lies in the segments of ``fixtures``."""
         numbers = {number for one in fixtures for _, number in self._set_ups[one].left.values()}
         for segment in torch.cuda.memory_snapshot():
@@ -138,9 +138,9 @@ class Fixtures:
         if tensors is None:
             self._fill(self._placed)
             return
-        done = self._around([each.data_ptr() for each in tensors.values()])
+        done = self._keep_values([each.data_ptr() for each in tensors.values()])
         moved = {number: Moved(tensor) for number, tensor in tensors.items()}
-        self._strays.empty()
+        self._leftover.empty()
         torch.cuda.empty_cache()
         self._fill(before)
         for one in fixtures:
@@ -160,7 +160,7 @@ class Fixtures:
             if segment["stream"] == 0 and tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
             for block in segment["blocks"]
         }
-        found = self._strays.whole_tensors(numbers)
+        found = self._leftover.whole_tensors(numbers)
         return found if numbers <= movable and numbers == found.keys() else None
 
     def _repeat(self, fixture: object, moved: Mapping[int, Moved]) -> None:
@@ -173,7 +173,7 @@ class Fixtures:
         starts = repeat(set_up.events, there)
         set_up.left = {at: (start, self._blocks.number(start)) for at, start in starts.items()}
         for at, (_, number) in set_up.left.items():
-            self._strays.moved(numbers[at], number)
+            self._leftover.moved(numbers[at], number)
         self._spans[fixture] = first, self._blocks.last
         held = {i: now - before[i] for i, now in self._present().items()}
         self._renewed(fixture, held, {i: now - before[i] for i, now in self._peaks().items()})

@@ -92,9 +92,9 @@ def events(device: int) -> int:
 
 def notes(device: int) -> tuple[str, ...]:
     """Return the remarks on the libraries of GPU ``device`` for readers of its numbers."""
-    told = (ctypes.c_int64 * 4)()
-    _runtime().pytest_gpumem_dry_estimates(device, told)
-    largest, in_peak, at_largest, at_peak = told
+    numbers = (ctypes.c_int64 * 4)()
+    _runtime().pytest_gpumem_dry_estimates(device, numbers)
+    largest, in_peak, at_largest, at_peak = numbers
     calls = list(_left_out())
     if not (calls or largest):  # the rules of operators are slow to import
         return ()

@@ -29,7 +29,7 @@ def why_not() -> str | None:
 
 @pytest.fixture(scope="session")
 def dry_run() -> Run:
-    """A function that runs code on the dry device and returns what it puts into ``told``."""
+    """A function that runs code on the dry device and returns what it puts into ``found``."""
     if reason := why_not():
         pytest.skip(reason)
     return run
@@ -37,7 +37,7 @@ def dry_run() -> Run:
 
 def run(code: str, gpu: str = "A100-40GB", **variables: str) -> Any:
     """Run ``code`` in a new process; raises ``AssertionError`` with what it wrote if it fails."""
-    program = f"import json, torch\ntold = {{}}\n{code}\nprint('\\n' + json.dumps(told))"
+    program = f"import json, torch\nfound = {{}}\n{code}\nprint('\\n' + json.dumps(found))"
     command = [sys.executable, "-m", "pytest_gpumem.dry", "--gpu", gpu, "-c", program]
     done = subprocess.run(
         command,

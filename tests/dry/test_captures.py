@@ -43,11 +43,11 @@ def take():
     return runtime.cudaMalloc(byref(c_void_p()), ctypes.c_size_t(512))
 
 def in_a_thread(function):
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(function()))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
     thread.start()
     thread.join()
-    return answers[0]
+    return found[0]
 
 def end():
     return [runtime.cudaStreamEndCapture(stream, byref(graph)), graph.value is not None]
@@ -60,24 +60,24 @@ def exchange(mode):
 runtime.cudaStreamBeginCapture(stream, 0)
 runtime.cudaEventRecord(event, stream)
 runtime.cudaStreamWaitEvent(other, event, 0)
-told["both"] = states()
-told["waited for"] = runtime.cudaStreamSynchronize(other)
-told["then"] = states()
-told["further"] = [clear(), runtime.cudaEventRecord(event, stream)]
-told["its end"] = end()
-told["behind"] = states()
+found["both"] = states()
+found["waited for"] = runtime.cudaStreamSynchronize(other)
+found["then"] = states()
+found["further"] = [clear(), runtime.cudaEventRecord(event, stream)]
+found["its end"] = end()
+found["behind"] = states()
 runtime.cudaStreamBeginCapture(stream, 0)
-told["anew"] = [clear(), *end()]
+found["anew"] = [clear(), *end()]
 
 for name, mode in [("global", 0), ("of a thread", 1), ("relaxed", 2)]:
     for who in (in_a_thread, lambda function: function()):
         runtime.cudaStreamBeginCapture(stream, mode)
-        told.setdefault(name, []).append([who(take), *end()])
+        found.setdefault(name, []).append([who(take), *end()])
 
 runtime.cudaStreamBeginCapture(stream, 0)
 before = exchange(2)
-told["exchanged"] = [before, take(), exchange(before)]
-told["synchronized"] = [runtime.cudaDeviceSynchronize(), *end()]
+found["exchanged"] = [before, take(), exchange(before)]
+found["synchronized"] = [runtime.cudaDeviceSynchronize(), *end()]
 
 runtime.cudaGetLastError()  # torch would raise it at its next launch
 held = torch.ones(8, device="cuda")
@@ -87,44 +87,44 @@ try:
         held += 1
         torch.cuda.synchronize()
 except RuntimeError as error:
-    told["torch"] = [str(one).splitlines()[0] for one in (error.__context__, error)]
-told["capturing"] = torch.cuda.is_current_stream_capturing()
+    found["torch"] = [str(one).splitlines()[0] for one in (error.__context__, error)]
+found["capturing"] = torch.cuda.is_current_stream_capturing()
 """
 
 
 @pytest.fixture(scope="module")
-def told(dry_run: Run) -> Any:
+def found(dry_run: Run) -> Any:
     """What the runtime has answered."""
     return dry_run(PROGRAM)
 
 
-def test_a_wait_invalidates_the_capture_on_all_of_its_streams(told: Any) -> None:
-    assert told["both"] == [ACTIVE, ACTIVE]
-    assert told["waited for"] == UNSUPPORTED
-    assert told["then"] == [INVALIDATED, INVALIDATED]
+def test_a_wait_invalidates_the_capture_on_all_of_its_streams(found: Any) -> None:
+    assert found["both"] == [ACTIVE, ACTIVE]
+    assert found["waited for"] == UNSUPPORTED
+    assert found["then"] == [INVALIDATED, INVALIDATED]
 
 
-def test_an_invalidated_capture_refuses_everything_and_ends_without_a_graph(told: Any) -> None:
-    assert told["further"] == [OVER, OVER]
-    assert told["its end"] == [OVER, False]
-    assert told["behind"] == [NONE, NONE]
-    assert told["anew"] == [SUCCESS, SUCCESS, True]
+def test_an_invalidated_capture_refuses_everything_and_ends_without_a_graph(found: Any) -> None:
+    assert found["further"] == [OVER, OVER]
+    assert found["its end"] == [OVER, False]
+    assert found["behind"] == [NONE, NONE]
+    assert found["anew"] == [SUCCESS, SUCCESS, True]
 
 
-def test_an_unsafe_call_is_refused_by_the_modes_of_capture_and_thread(told: Any) -> None:
+def test_an_unsafe_call_is_refused_by_the_modes_of_capture_and_thread(found: Any) -> None:
     invalidated, captured = [UNSUPPORTED, OVER, False], [SUCCESS, SUCCESS, True]
 
     # By another thread, and by the one that captures.
-    assert told["global"] == [invalidated, invalidated]
-    assert told["of a thread"] == [captured, invalidated]
-    assert told["relaxed"] == [captured, captured]
-    assert told["exchanged"] == [GLOBAL, SUCCESS, RELAXED]
-    assert told["synchronized"] == [UNSUPPORTED, OVER, False]
+    assert found["global"] == [invalidated, invalidated]
+    assert found["of a thread"] == [captured, invalidated]
+    assert found["relaxed"] == [captured, captured]
+    assert found["exchanged"] == [GLOBAL, SUCCESS, RELAXED]
+    assert found["synchronized"] == [UNSUPPORTED, OVER, False]
 
 
-def test_torch_raises_what_it_raises_on_a_gpu(told: Any) -> None:
-    assert told["torch"] == [
+def test_torch_raises_what_it_raises_on_a_gpu(found: Any) -> None:
+    assert found["torch"] == [
         "CUDA error: operation not permitted when stream is capturing",
         "CUDA error: operation failed due to a previous error during capture",
     ]
-    assert told["capturing"] is False
+    assert found["capturing"] is False

@@ -15,33 +15,33 @@ GIB = 1024 * MIB
 PROGRAM = """
 import ctypes
 driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-told["driver_of_an_import"] = driver.cuDeviceGetCount(ctypes.byref(count))
+found["driver_of_an_import"] = driver.cuDeviceGetCount(ctypes.byref(count))
 properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-told["names"] = [one.name for one in properties]
-told["memory"] = [one.total_memory for one in properties]
-told["capability"] = [[one.major, one.minor] for one in properties]
-told["sms"] = [one.multi_processor_count for one in properties]
-told["threads"] = [one.max_threads_per_multi_processor for one in properties]
-told["l2"] = [one.L2_cache_size for one in properties]
-told["shared"] = [getattr(one, "shared_memory_per_block_optin", None) for one in properties]
-told["free"] = [torch.cuda.mem_get_info(index) for index in range(3)]
-told["peer"] = torch.cuda.can_device_access_peer(0, 1)
-told["driver"] = driver.cuDeviceGetCount(ctypes.byref(count)), count.value
+found["names"] = [one.name for one in properties]
+found["memory"] = [one.total_memory for one in properties]
+found["capability"] = [[one.major, one.minor] for one in properties]
+found["sms"] = [one.multi_processor_count for one in properties]
+found["threads"] = [one.max_threads_per_multi_processor for one in properties]
+found["l2"] = [one.L2_cache_size for one in properties]
+found["shared"] = [getattr(one, "shared_memory_per_block_optin", None) for one in properties]
+found["free"] = [torch.cuda.mem_get_info(index) for index in range(3)]
+found["peer"] = torch.cuda.can_device_access_peer(0, 1)
+found["driver"] = driver.cuDeviceGetCount(ctypes.byref(count)), count.value
 nvml = torch.cuda.clock_rate, torch.cuda.temperature, torch.cuda.power_draw, torch.cuda.utilization
-told["nvml"] = [ask() for ask in nvml]
+found["nvml"] = [ask() for ask in nvml]
 
 try:
     torch.empty(60 * 2**30, dtype=torch.uint8, device="cuda")
 except torch.OutOfMemoryError as error:
-    told["out_of_memory"] = str(error)
+    found["out_of_memory"] = str(error)
 
 brought = torch.arange(5)
-told["values"] = brought.cuda().tolist()
-told["computed"] = (brought.cuda() + 1).tolist()
-told["on_another"] = brought.to("cuda:1").to("cuda:2").tolist()
+found["values"] = brought.cuda().tolist()
+found["computed"] = (brought.cuda() + 1).tolist()
+found["on_another"] = brought.to("cuda:1").to("cuda:2").tolist()
 
 block = torch.empty(16 * 2**30, dtype=torch.uint8, device="cuda")
-told["segment"] = torch.cuda.mem_get_info(0)[1] - torch.cuda.mem_get_info(0)[0]
+found["segment"] = torch.cuda.mem_get_info(0)[1] - torch.cuda.mem_get_info(0)[0]
 del block
 torch.cuda.empty_cache()
 
@@ -51,111 +51,111 @@ with torch.cuda.stream(side):
 used.record_stream(torch.cuda.current_stream())
 del used
 with torch.cuda.stream(side):
-    told["while_a_stream_uses_it"] = torch.empty(20 * 2**20, dtype=torch.uint8, device="cuda")
-told["while_a_stream_uses_it"] = torch.cuda.memory_reserved()
+    found["while_a_stream_uses_it"] = torch.empty(20 * 2**20, dtype=torch.uint8, device="cuda")
+found["while_a_stream_uses_it"] = torch.cuda.memory_reserved()
 torch.cuda.synchronize()
 with torch.cuda.stream(side):
     again = torch.empty(20 * 2**20, dtype=torch.uint8, device="cuda")
-told["when_the_host_has_waited"] = torch.cuda.memory_reserved()
+found["when_the_host_has_waited"] = torch.cuda.memory_reserved()
 event = torch.cuda.Event()
 event.record(side)
-told["event"] = event.query()
+found["event"] = event.query()
 
 graph = torch.cuda.CUDAGraph()
 static = torch.ones(1000, device="cuda")
 with torch.cuda.graph(graph):
     result = static * 2
 graph.replay()
-told["pinned"] = torch.empty(10).pin_memory().is_pinned()
+found["pinned"] = torch.empty(10).pin_memory().is_pinned()
 
 layer = torch.nn.LSTM(8, 16, num_layers=2, bidirectional=True).cuda()
-told["recurrent"] = layer._flat_weights[0].untyped_storage().nbytes()
-told["recurrent_elements"] = sum(one.numel() for one in layer.parameters())
+found["recurrent"] = layer._flat_weights[0].untyped_storage().nbytes()
+found["recurrent_elements"] = sum(one.numel() for one in layer.parameters())
 output, _ = layer(torch.randn(5, 3, 8, device="cuda"))
 output.sum().backward()
 convolution = torch.nn.Conv2d(3, 8, 3).cuda()
 convolution(torch.randn(2, 3, 32, 32, device="cuda")).sum().backward()
-told["inverse"] = list(torch.linalg.inv(torch.eye(3, device="cuda")).shape)
-told["transform"] = list(torch.fft.fft(torch.randn(8, device="cuda")).shape)
+found["inverse"] = list(torch.linalg.inv(torch.eye(3, device="cuda")).shape)
+found["transform"] = list(torch.fft.fft(torch.randn(8, device="cuda")).shape)
 """
 
 
 @pytest.fixture(scope="module")
-def told(dry_run: Run) -> Any:
+def found(dry_run: Run) -> Any:
     """What one A100 and two H100 tell."""
     return dry_run(PROGRAM, gpu="A100-40GB,H100*2")
 
 
-def test_the_devices_are_those_of_the_catalogue(told: Any) -> None:
+def test_the_devices_are_those_of_the_catalogue(found: Any) -> None:
     models = [GPUS["A100-40GB"], GPUS["H100"], GPUS["H100"]]
 
-    assert told["names"] == [model.full_name for model in models]
-    assert told["memory"] == [model.total_memory for model in models]
-    assert told["capability"] == [list(model.compute_capability) for model in models]
-    assert told["sms"] == [model.sm_count for model in models]
-    assert told["threads"] == [model.max_threads_per_sm for model in models]
-    assert told["l2"] == [model.l2_cache_bytes for model in models]
+    assert found["names"] == [model.full_name for model in models]
+    assert found["memory"] == [model.total_memory for model in models]
+    assert found["capability"] == [list(model.compute_capability) for model in models]
+    assert found["sms"] == [model.sm_count for model in models]
+    assert found["threads"] == [model.max_threads_per_sm for model in models]
+    assert found["l2"] == [model.l2_cache_bytes for model in models]
     # CUDA C++ Programming Guide: 163 KiB and 227 KiB for one block.
     # torch 2.6 does not tell.
-    assert told["shared"] in ([163 * 1024, 227 * 1024, 227 * 1024], [None] * 3)
-    assert told["free"] == [[model.total_memory, model.total_memory] for model in models]
-    assert told["peer"] is True
+    assert found["shared"] in ([163 * 1024, 227 * 1024, 227 * 1024], [None] * 3)
+    assert found["free"] == [[model.total_memory, model.total_memory] for model in models]
+    assert found["peer"] is True
 
 
-def test_out_of_memory_is_torchs_own_sentence(told: Any) -> None:
-    assert told["out_of_memory"].startswith(
+def test_out_of_memory_is_torchs_own_sentence(found: Any) -> None:
+    assert found["out_of_memory"].startswith(
         "CUDA out of memory. Tried to allocate 60.00 GiB. GPU 0 has a total capacity of 39.39 GiB "
         "of which 39.39 GiB is free."
     )
 
 
-def test_values_are_those_that_copies_brought(told: Any) -> None:
-    assert told["values"] == [0, 1, 2, 3, 4]
-    assert told["on_another"] == [0, 1, 2, 3, 4]
-    assert told["computed"] == [0, 0, 0, 0, 0]
+def test_values_are_those_that_copies_brought(found: Any) -> None:
+    assert found["values"] == [0, 1, 2, 3, 4]
+    assert found["on_another"] == [0, 1, 2, 3, 4]
+    assert found["computed"] == [0, 0, 0, 0, 0]
 
 
-def test_a_segment_takes_the_devices_memory_and_none_of_the_hosts(told: Any) -> None:
-    assert told["segment"] == 16 * GIB + 2 * MIB  # and the segment of small blocks
+def test_a_segment_takes_the_devices_memory_and_none_of_the_hosts(found: Any) -> None:
+    assert found["segment"] == 16 * GIB + 2 * MIB  # and the segment of small blocks
 
 
-def test_what_another_stream_uses_is_free_when_the_host_has_waited(told: Any) -> None:
-    before = told["while_a_stream_uses_it"]
+def test_what_another_stream_uses_is_free_when_the_host_has_waited(found: Any) -> None:
+    before = found["while_a_stream_uses_it"]
 
     assert before % (2 * MIB) == 0
     assert before >= 40 * MIB
-    assert told["when_the_host_has_waited"] == before
-    assert told["event"] is True
+    assert found["when_the_host_has_waited"] == before
+    assert found["event"] is True
 
 
-def test_the_driver_begins_when_devices_are_asked_for(told: Any) -> None:
+def test_the_driver_begins_when_devices_are_asked_for(found: Any) -> None:
     """CUDA_ERROR_NOT_INITIALIZED is 3: test_lazy_init of PyTorch's test_cuda.py."""
-    assert told["driver_of_an_import"] == 3
-    assert told["driver"] == [0, len(told["names"])]
+    assert found["driver_of_an_import"] == 3
+    assert found["driver"] == [0, len(found["names"])]
 
 
-def test_nvml_answers_as_of_a_gpu_without_work(told: Any) -> None:
+def test_nvml_answers_as_of_a_gpu_without_work(found: Any) -> None:
     # MHz, degrees, milliwatts, percent.
-    assert told["nvml"] == [1000, 30, 50_000, 0]
+    assert found["nvml"] == [1000, 30, 50_000, 0]
 
 
-def test_libraries_answer(told: Any) -> None:
-    assert told["pinned"] is True
-    assert told["recurrent"] == 4 * told["recurrent_elements"]
-    assert told["inverse"] == [3, 3]
-    assert told["transform"] == [8]
+def test_libraries_answer(found: Any) -> None:
+    assert found["pinned"] is True
+    assert found["recurrent"] == 4 * found["recurrent_elements"]
+    assert found["inverse"] == [3, 3]
+    assert found["transform"] == [8]
 
 
 ALLOCATORS = """
 block = torch.empty(8 * 2**20, dtype=torch.uint8, device="cuda")
 more = torch.empty(30 * 2**20, dtype=torch.uint8, device="cuda")
-told["reserved"] = torch.cuda.memory_reserved()
-told["allocated"] = torch.cuda.memory_allocated()
+found["reserved"] = torch.cuda.memory_reserved()
+found["allocated"] = torch.cuda.memory_allocated()
 free, total = torch.cuda.mem_get_info()
-told["used"] = total - free
+found["used"] = total - free
 del block, more
 torch.cuda.empty_cache()
-told["left"] = torch.cuda.memory_reserved()
+found["left"] = torch.cuda.memory_reserved()
 """
 
 
@@ -170,29 +170,29 @@ told["left"] = torch.cuda.memory_reserved()
     ],
 )
 def test_each_allocator_takes_what_it_would(dry_run: Run, setting: str, reserved: int) -> None:
-    told = dry_run(ALLOCATORS, PYTORCH_CUDA_ALLOC_CONF=setting)
+    found = dry_run(ALLOCATORS, PYTORCH_CUDA_ALLOC_CONF=setting)
 
-    assert told["allocated"] == 38 * MIB
-    assert told["reserved"] == told["used"] == reserved
-    assert told["left"] == 0
+    assert found["allocated"] == 38 * MIB
+    assert found["reserved"] == found["used"] == reserved
+    assert found["left"] == 0
 
 
 def test_kernels_take_no_values_from_memory_that_was_used_before(dry_run: Run) -> None:
-    told = dry_run(
+    found = dry_run(
         """
 earlier = torch.full((4096,), 7.5).cuda()
 del earlier
-told["any"] = torch.zeros(3, device="cuda").any().item()
-told["sum"] = torch.ones(3, device="cuda").sum().item()
-told["part"] = torch.randn(4096, device="cuda")[5].item()
-told["unique"] = list(torch.randint(9, (4096,), device="cuda").unique().shape)
+found["any"] = torch.zeros(3, device="cuda").any().item()
+found["sum"] = torch.ones(3, device="cuda").sum().item()
+found["part"] = torch.randn(4096, device="cuda")[5].item()
+found["unique"] = list(torch.randint(9, (4096,), device="cuda").unique().shape)
 brought = torch.arange(4096.0).cuda()
-told["brought"] = brought[5:7].tolist()
-told["copied"] = brought.clone()[7].item()
+found["brought"] = brought[5:7].tolist()
+found["copied"] = brought.clone()[7].item()
 """
     )
 
-    assert told == {
+    assert found == {
         "any": False,
         "sum": 0.0,
         "part": 0.0,
@@ -219,14 +219,14 @@ def test_one_rank_of_several_runs_alone_over_the_real_process_group(dry_run: Run
         RANK + "from torch.distributed.fsdp import fully_shard\n"
         "fully_shard(model)\n"
         "model(torch.ones(1, 1024, device='cuda')).sum().backward()\n"
-        "told['parameter'] = model.weight.to_local().untyped_storage().nbytes()\n"
-        "told['gradient'] = model.weight.grad.to_local().numel()\n" + LEAVE,
+        "found['parameter'] = model.weight.to_local().untyped_storage().nbytes()\n"
+        "found['gradient'] = model.weight.grad.to_local().numel()\n" + LEAVE,
         gpu="H100",
     )
     replicated = dry_run(
         RANK + "wrapped = torch.nn.parallel.DistributedDataParallel(model)\n"
         "wrapped(torch.ones(1, 1024, device='cuda')).sum().backward()\n"
-        "told['gradient'] = model.weight.grad.numel()\n" + LEAVE,
+        "found['gradient'] = model.weight.grad.numel()\n" + LEAVE,
         gpu="H100",
     )
 
@@ -242,16 +242,16 @@ def test_a_program_may_end_as_soon_as_a_backward_pass_is_over(dry_run: Run, time
 
 def test_attention_runs_by_cudnn(dry_run: Run) -> None:
     """As torch prefers on an H100: its frontend asks how much shared memory a plan takes."""
-    told = dry_run(
+    found = dry_run(
         """
 from torch.nn.attention import SDPBackend, sdpa_kernel
 query = torch.ones(1, 4, 256, 64, device="cuda", dtype=torch.half, requires_grad=True)
 with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
     output = torch.nn.functional.scaled_dot_product_attention(query, query, query)
 output.sum().backward()
-told["shapes"] = [list(output.shape), list(query.grad.shape)]
+found["shapes"] = [list(output.shape), list(query.grad.shape)]
 """,
         gpu="H100",
     )
 
-    assert told["shapes"] == [[1, 4, 256, 64]] * 2
+    assert found["shapes"] == [[1, 4, 256, 64]] * 2

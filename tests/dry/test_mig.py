@@ -24,63 +24,63 @@ DIVIDED = "A100-40GB/3g.20gb,A100-40GB/2g.10gb,A100-40GB/1g.5gb"
 READING = """
 from pytest_gpumem.measurement.nvml import read_all, read_device
 properties = torch.cuda.get_device_properties(0)
-told["devices"] = torch.cuda.device_count()
-told["cuda"] = properties.name, properties.total_memory, properties.multi_processor_count
+found["devices"] = torch.cuda.device_count()
+found["cuda"] = properties.name, properties.total_memory, properties.multi_processor_count
 kept = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-told["nvml"] = [[one.name, one.total, one.used, one.mode.partition] for one in read_all()]
-told["own"] = read_device(0).name, read_device(str(properties.uuid)).name
-told["uuids"] = [one.uuid for one in read_all()]
+found["nvml"] = [[one.name, one.total, one.used, one.mode.partition] for one in read_all()]
+found["own"] = read_device(0).name, read_device(str(properties.uuid)).name
+found["uuids"] = [one.uuid for one in read_all()]
 try:
     torch.empty(30 * 2**30, dtype=torch.uint8, device="cuda")
 except torch.OutOfMemoryError as error:
-    told["out_of_memory"] = str(error)
+    found["out_of_memory"] = str(error)
 """
 
 
 def test_cuda_shows_the_first_instance_and_nvml_all(dry_run: Run) -> None:
-    told = dry_run(READING, gpu=DIVIDED)
+    found = dry_run(READING, gpu=DIVIDED)
 
-    assert told["devices"] == 1
-    assert told["cuda"] == ["NVIDIA A100-SXM4-40GB MIG 3g.20gb", 20_096 * MIB, 42]
-    assert told["nvml"] == [
+    assert found["devices"] == 1
+    assert found["cuda"] == ["NVIDIA A100-SXM4-40GB MIG 3g.20gb", 20_096 * MIB, 42]
+    assert found["nvml"] == [
         ["NVIDIA A100-SXM4-40GB MIG 3g.20gb", 20_096 * MIB, GIB, "MIG-3g.20gb"],
         ["NVIDIA A100-SXM4-40GB MIG 2g.10gb", 9_984 * MIB, 0, "MIG-2g.10gb"],
         ["NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4_864 * MIB, 0, "MIG-1g.5gb"],
     ]
-    assert told["own"] == ["NVIDIA A100-SXM4-40GB MIG 3g.20gb"] * 2
-    assert "GPU 0 has a total capacity of 19.62 GiB" in told["out_of_memory"]
+    assert found["own"] == ["NVIDIA A100-SXM4-40GB MIG 3g.20gb"] * 2
+    assert "GPU 0 has a total capacity of 19.62 GiB" in found["out_of_memory"]
 
 
 def test_cuda_shows_the_instance_that_is_named(dry_run: Run) -> None:
     last = dry_run(READING, gpu=DIVIDED)["uuids"][-1]
 
-    told = dry_run(READING, gpu=DIVIDED, CUDA_VISIBLE_DEVICES=last)
+    found = dry_run(READING, gpu=DIVIDED, CUDA_VISIBLE_DEVICES=last)
 
     assert last.startswith("MIG-")
-    assert told["devices"] == 1
-    assert told["cuda"] == ["NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4_864 * MIB, 14]
-    assert [used for _, _, used, _ in told["nvml"]] == [0, 0, GIB]
-    assert told["own"] == ["NVIDIA A100-SXM4-40GB MIG 1g.5gb"] * 2
+    assert found["devices"] == 1
+    assert found["cuda"] == ["NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4_864 * MIB, 14]
+    assert [used for _, _, used, _ in found["nvml"]] == [0, 0, GIB]
+    assert found["own"] == ["NVIDIA A100-SXM4-40GB MIG 1g.5gb"] * 2
 
 
 def test_beside_an_instance_cuda_shows_no_whole_gpu(dry_run: Run) -> None:
-    told = dry_run(
+    found = dry_run(
         """
 from pytest_gpumem.measurement.nvml import read_all
-told["cuda"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-told["nvml"] = [one.name for one in read_all()]
+found["cuda"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+found["nvml"] = [one.name for one in read_all()]
 """,
         gpu="T4,H100/3g.40gb",
     )
 
-    assert told["cuda"] == ["NVIDIA H100 80GB HBM3 MIG 3g.40gb"]
-    assert told["nvml"] == ["Tesla T4", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"]
+    assert found["cuda"] == ["NVIDIA H100 80GB HBM3 MIG 3g.40gb"]
+    assert found["nvml"] == ["Tesla T4", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"]
 
 
 def test_a_gpu_is_named_by_the_beginning_of_its_uuid(dry_run: Run) -> None:
     code = """
-told["names"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-told["second"] = f"GPU-{torch.cuda.get_device_properties(torch.cuda.device_count() - 1).uuid}"
+found["names"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+found["second"] = f"GPU-{torch.cuda.get_device_properties(torch.cuda.device_count() - 1).uuid}"
 """
     second = dry_run(code, gpu="T4,H100")["second"]
 
@@ -91,16 +91,16 @@ told["second"] = f"GPU-{torch.cuda.get_device_properties(torch.cuda.device_count
 
 
 def test_a_divided_gpu_holds_what_its_instances_hold(dry_run: Run, tmp_path: Path) -> None:
-    told = dry_run(
+    found = dry_run(
         """
 import os, pynvml, subprocess, sys
 pynvml.nvmlInit()
 whole = pynvml.nvmlDeviceGetHandleByIndex(0)
 second = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, 1)
-told["gpus"] = pynvml.nvmlDeviceGetCount()
-told["modes"] = pynvml.nvmlDeviceGetMigMode(whole)
-found = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(second)
-told["are_one"] = pynvml.nvmlDeviceGetUUID(found) == pynvml.nvmlDeviceGetUUID(whole)
+found["gpus"] = pynvml.nvmlDeviceGetCount()
+found["modes"] = pynvml.nvmlDeviceGetMigMode(whole)
+owner = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(second)
+found["are_one"] = pynvml.nvmlDeviceGetUUID(owner) == pynvml.nvmlDeviceGetUUID(whole)
 code = (
     "import torch; kept = torch.empty(3 * 2**30, dtype=torch.uint8, device='cuda'); "
     "print('ready', flush=True); input()"
@@ -111,9 +111,9 @@ other = subprocess.Popen(
 )
 other.stdout.readline()
 kept = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-told["free"] = torch.cuda.mem_get_info()[0]
-told["used"] = [pynvml.nvmlDeviceGetMemoryInfo(one).used for one in (whole, second)]
-told["processes"] = [
+found["free"] = torch.cuda.mem_get_info()[0]
+found["used"] = [pynvml.nvmlDeviceGetMemoryInfo(one).used for one in (whole, second)]
+found["processes"] = [
     [one.pid == other.pid for one in pynvml.nvmlDeviceGetComputeRunningProcesses(device)]
     for device in (whole, second)
 ]
@@ -124,11 +124,11 @@ other.wait()
         PYTEST_GPUMEM_DRY_SHARED=str(tmp_path),
     )
 
-    assert (told["gpus"], told["modes"], told["are_one"]) == (1, [1, 1], True)
-    assert told["free"] == 20_096 * MIB - GIB
-    assert told["used"] == [4 * GIB, 3 * GIB]
-    assert sorted(told["processes"][0]) == [False, True]
-    assert told["processes"][1] == [True]
+    assert (found["gpus"], found["modes"], found["are_one"]) == (1, [1, 1], True)
+    assert found["free"] == 20_096 * MIB - GIB
+    assert found["used"] == [4 * GIB, 3 * GIB]
+    assert sorted(found["processes"][0]) == [False, True]
+    assert found["processes"][1] == [True]
 
 
 TESTS = """

@@ -5,26 +5,26 @@ from __future__ import annotations
 from tests.dry.conftest import Run
 
 BEGIN = """
-from pytest_gpumem.dry.blocks import Blocks, Strays
+from pytest_gpumem.dry.blocks import Blocks, LeftoverBlocks
 from pytest_gpumem.dry.placing import Fixtures
 
 KIB, MIB = 1 << 10, 1 << 20
 made, renewed = {}, {}
 blocks = Blocks()
-strays = Strays(blocks)
-fixtures = Fixtures(blocks, strays, lambda starts: lambda tensors: None)
+leftover = LeftoverBlocks(blocks)
+fixtures = Fixtures(blocks, leftover, lambda starts: lambda tensors: None)
 
 def of(size):
     return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 def begin(*wanted):
-    def told(fixture, held, peak):
+    def record(fixture, held, peak):
         renewed[fixture] = held[0], peak[0]
 
-    strays.release()
+    leftover.release()
     torch.cuda.empty_cache()
     renewed.clear()
-    fixtures.begin([name for name, _ in wanted], made.__contains__, told)
+    fixtures.begin([name for name, _ in wanted], made.__contains__, record)
     for name, set_up in wanted:
         if name not in made:
             with fixtures.setting_up(name):
@@ -37,35 +37,35 @@ def test_the_body_finds_the_room_beside_a_fixture_that_another_test_has_taken(
     dry_run: Run,
 ) -> None:
     """Small blocks share segments of 2 MiB; 768 KiB and 1 MiB fit into one, and no more does."""
-    told = dry_run(
+    found = dry_run(
         BEGIN
         + """
 values = torch.arange(192 * KIB, dtype=torch.int32)
 wanted = "weights", lambda: values.cuda()
 begin(wanted)
-told["at first"] = made["weights"].data_ptr()
+found["at first"] = made["weights"].data_ptr()
 left = of(MIB)
 begin(wanted)
-told["then"] = made["weights"].data_ptr()
+found["then"] = made["weights"].data_ptr()
 before = torch.cuda.memory_reserved()
 own = of(MIB)
-told["more"] = torch.cuda.memory_reserved() - before
-told["held"] = renewed["weights"][0]
-told["the same values"] = bool((made["weights"].cpu() == values).all())
+found["more"] = torch.cuda.memory_reserved() - before
+found["held"] = renewed["weights"][0]
+found["the same values"] = bool((made["weights"].cpu() == values).all())
 begin(wanted)
-told["in a third test"] = made["weights"].data_ptr()
+found["in a third test"] = made["weights"].data_ptr()
 """
     )
-    assert told["then"] != told["at first"]
-    assert told["more"] == 0
-    assert told["held"] == [768 << 10, 2 << 20]
-    assert told["the same values"]
-    assert told["in a third test"] != told["then"]  # "own" lies beside it
+    assert found["then"] != found["at first"]
+    assert found["more"] == 0
+    assert found["held"] == [768 << 10, 2 << 20]
+    assert found["the same values"]
+    assert found["in a third test"] != found["then"]  # "own" lies beside it
 
 
 def test_they_lie_in_the_order_in_which_the_test_asks_for_them(dry_run: Run) -> None:
     """A set-up's temporary blocks are there, too: it needs 640 KiB for a moment, and keeps 512."""
-    told = dry_run(
+    found = dry_run(
         BEGIN
         + """
 def model():
@@ -75,24 +75,24 @@ def model():
 vocabulary, encoder = ("vocabulary", lambda: of(256 * KIB)), ("encoder", model)
 begin(encoder)
 begin(vocabulary, encoder)
-told["distance"] = made["encoder"].data_ptr() - made["vocabulary"].data_ptr()
-told["encoder"] = renewed["encoder"]
+found["distance"] = made["encoder"].data_ptr() - made["vocabulary"].data_ptr()
+found["encoder"] = renewed["encoder"]
 begin(vocabulary, encoder)
-told["again"] = list(renewed)
+found["again"] = list(renewed)
 begin(encoder, vocabulary)
-told["the other way"] = made["vocabulary"].data_ptr() - made["encoder"].data_ptr()
+found["the other way"] = made["vocabulary"].data_ptr() - made["encoder"].data_ptr()
 """
     )
-    assert told["distance"] == (256 + 128) << 10
-    held, peak = told["encoder"]
+    assert found["distance"] == (256 + 128) << 10
+    held, peak = found["encoder"]
     assert held == [512 << 10, 0]
     assert peak == [640 << 10, 0]
-    assert told["again"] == []
-    assert told["the other way"] == 512 << 10
+    assert found["again"] == []
+    assert found["the other way"] == 512 << 10
 
 
 def test_what_only_torch_holds_stays_in_its_place(dry_run: Run) -> None:
-    told = dry_run(
+    found = dry_run(
         BEGIN
         + """
 def graph():
@@ -101,10 +101,10 @@ def graph():
 begin(("loss", graph))
 before = made["loss"].data_ptr()
 begin(("table", lambda: of(KIB)), ("loss", graph))
-told["moved"] = made["loss"].data_ptr() != before
+found["moved"] = made["loss"].data_ptr() != before
 """
     )
-    assert not told["moved"]
+    assert not found["moved"]
 
 
 def test_parts_of_several_segments_are_filled_to_the_last_byte(dry_run: Run) -> None:
@@ -115,24 +115,24 @@ def test_parts_of_several_segments_are_filled_to_the_last_byte(dry_run: Run) -> 
     768 KiB that are left of it are the third's, of 798 KiB. Those no longer have room then, and
     their bytes are found in the first segment.
     """
-    told = dry_run(
+    found = dry_run(
         BEGIN
         + """
 left = []
 for size in (256 * KIB, MIB, 1250 * KIB):
-    strays.fill([])
+    leftover.fill([])
     left.append(of(size) if size <= MIB else [of(MIB), of(size - MIB)])
-    strays.release()
+    leftover.release()
     torch.cuda.empty_cache()
-told["segments"] = [each["total_size"] for each in torch.cuda.memory_snapshot()]
-strays.fill([])
-told["filled"] = strays.filled
-told["reserved"] = torch.cuda.memory_reserved()
+found["segments"] = [each["total_size"] for each in torch.cuda.memory_snapshot()]
+leftover.fill([])
+found["filled"] = leftover.filled
+found["reserved"] = torch.cuda.memory_reserved()
 own = of(1)
-told["more"] = torch.cuda.memory_reserved() - told["reserved"]
+found["more"] = torch.cuda.memory_reserved() - found["reserved"]
 """
     )
-    assert told["segments"] == [2 << 20] * 3
-    assert told["reserved"] == 6 << 20
-    assert told["filled"] == (6 << 20) - ((256 + 1024 + 1250) << 10)
-    assert told["more"] == 2 << 20
+    assert found["segments"] == [2 << 20] * 3
+    assert found["reserved"] == 6 << 20
+    assert found["filled"] == (6 << 20) - ((256 + 1024 + 1250) << 10)
+    assert found["more"] == 2 << 20

@@ -188,7 +188,7 @@ NUMBERS = ("peak_allocated", "peak_reserved")
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By kind of device and by name: the tests above, as the report has them."""
     if reason := why_not():
         pytest.skip(reason)
@@ -222,15 +222,15 @@ def _reported(folder: Path, kind: str) -> dict[str, Any]:
         *("point_to_point", "collectives", "functional", "worst", "any_backend", "alone"),
     ],
 )
-def test_a_rank_takes_what_a_simulated_one_takes(told: Any, name: str) -> None:
-    dry, simulated = (told[kind][f"test_{name}"]["measurement"] for kind in ("dry", "sim"))
+def test_a_rank_takes_what_a_simulated_one_takes(found: Any, name: str) -> None:
+    dry, simulated = (found[kind][f"test_{name}"]["measurement"] for kind in ("dry", "sim"))
 
     assert dry["peak_allocated"] > 0
     assert [dry[each] for each in NUMBERS] == [simulated[each] for each in NUMBERS]
 
 
-def test_the_worst_rank_is_judged(told: Any) -> None:
-    worst = told["dry"]["test_worst"]
+def test_the_worst_rank_is_judged(found: Any) -> None:
+    worst = found["dry"]["test_worst"]
 
     # The last of four has four times the first one's 4 MiB.
     assert worst["measurement"]["peak_allocated"] == 16 * 1024 * 1024

@@ -25,60 +25,60 @@ own = torch.empty(2**30, dtype=torch.uint8, device="cuda")
 uuid = str(torch.cuda.get_device_properties(0).uuid)
 other = neighbour()
 reading = read_device(uuid)
-told["used"], told["own"], told["alone"] = reading.used, reading.process_used, reading.alone
-told["others"] = [[one.pid == other.pid, one.used] for one in reading.others]
-told["free"] = torch.cuda.mem_get_info()[0]
+found["used"], found["own"], found["alone"] = reading.used, reading.process_used, reading.alone
+found["others"] = [[one.pid == other.pid, one.used] for one in reading.others]
+found["free"] = torch.cuda.mem_get_info()[0]
 try:
     torch.empty(37 * 2**30, dtype=torch.uint8, device="cuda")
 except torch.OutOfMemoryError as error:
-    told["out_of_memory"] = str(error).replace(str(other.pid), "PID")
+    found["out_of_memory"] = str(error).replace(str(other.pid), "PID")
 other.kill()
 other.wait()
-told["after"] = read_device(uuid).used
-told["gpus"] = [one.name for one in read_all()]
+found["after"] = read_device(uuid).used
+found["gpus"] = [one.name for one in read_all()]
 """
 
 
 def test_processes_that_meet_share_a_gpu(dry_run: Run, tmp_path: Path) -> None:
-    told = dry_run(NEIGHBOUR, PYTEST_GPUMEM_DRY_SHARED=str(tmp_path))
+    found = dry_run(NEIGHBOUR, PYTEST_GPUMEM_DRY_SHARED=str(tmp_path))
 
-    assert (told["used"], told["own"], told["alone"]) == (4 * GIB, GIB, False)
-    assert told["others"] == [[True, 3 * GIB]]
+    assert (found["used"], found["own"], found["alone"]) == (4 * GIB, GIB, False)
+    assert found["others"] == [[True, 3 * GIB]]
     total = 42_298_834_944  # of the catalogue's A100-40GB
-    assert told["free"] == total - 4 * GIB
-    assert "Process PID has 3.00 GiB memory in use." in told["out_of_memory"]
-    assert "of which 35.39 GiB is free" in told["out_of_memory"]
+    assert found["free"] == total - 4 * GIB
+    assert "Process PID has 3.00 GiB memory in use." in found["out_of_memory"]
+    assert "of which 35.39 GiB is free" in found["out_of_memory"]
     # What a killed process held is free.
-    assert told["after"] == GIB
+    assert found["after"] == GIB
 
 
 def test_a_process_has_its_gpu_for_itself_otherwise(dry_run: Run) -> None:
-    told = dry_run(NEIGHBOUR)
+    found = dry_run(NEIGHBOUR)
 
-    assert (told["used"], told["own"], told["alone"]) == (GIB, GIB, True)
-    assert told["others"] == []
-    assert "out_of_memory" not in told
+    assert (found["used"], found["own"], found["alone"]) == (GIB, GIB, True)
+    assert found["others"] == []
+    assert "out_of_memory" not in found
 
 
 def test_nvml_knows_all_gpus_whatever_cuda_is_shown(dry_run: Run) -> None:
-    told = dry_run(
+    found = dry_run(
         """
 from pytest_gpumem.measurement.nvml import read_all, read_device
 block = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-told["used"] = [[one.name, one.used] for one in read_all()]
-told["first"] = read_device(str(torch.cuda.get_device_properties(0).uuid)).name
+found["used"] = [[one.name, one.used] for one in read_all()]
+found["first"] = read_device(str(torch.cuda.get_device_properties(0).uuid)).name
 """,
         gpu="A100-40GB,H100",
         CUDA_VISIBLE_DEVICES="1",
     )
 
-    assert told["used"] == [["NVIDIA A100-SXM4-40GB", 0], ["NVIDIA H100 80GB HBM3", GIB]]
-    assert told["first"] == "NVIDIA H100 80GB HBM3"
+    assert found["used"] == [["NVIDIA A100-SXM4-40GB", 0], ["NVIDIA H100 80GB HBM3", GIB]]
+    assert found["first"] == "NVIDIA H100 80GB HBM3"
 
 
 def test_a_tensor_travels_to_another_process(dry_run: Run) -> None:
     """By CUDA IPC: the receiver takes no memory of its own."""
-    told = dry_run(
+    found = dry_run(
         """
 import torch.multiprocessing as mp
 from tests.dry.receiver import receive
@@ -89,9 +89,9 @@ if __name__ == "__main__":
     process.start()
     sent = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     there.put(sent)
-    told["received"] = back.get()
+    found["received"] = back.get()
     process.join()
 """
     )
 
-    assert told["received"] == [2**28, 0]
+    assert found["received"] == [2**28, 0]

@@ -418,12 +418,12 @@ for given in [(False, False), (True, False), (False, True), (True, True)]:
     for everything in (False, True):
         follower = Follower(follows=True, everything=everything)
         events(follower, *given)
-        told[f"{given} {everything}"] = len(plain), plain == events(follower, *given)
+        found[f"{given} {everything}"] = len(plain), plain == events(follower, *given)
 """
 
 
 def test_following_values_changes_no_event(dry_run: Run) -> None:
-    told = dry_run(EVENTS)
+    found = dry_run(EVENTS)
 
-    assert len(told) == 8
-    assert all(count > 500 and same for count, same in told.values()), told
+    assert len(found) == 8
+    assert all(count > 500 and same for count, same in found.values()), found

@@ -11,10 +11,10 @@ from tests.dry.conftest import Run
 def test_libraries_ask_for_what_the_rules_of_the_simulated_device_say(
     dry_run: Run, gpu: str
 ) -> None:
-    told = dry_run(f"from tests.dry.library_calls import peaks; told = peaks({gpu!r})", gpu=gpu)
+    found = dry_run(f"from tests.dry.library_calls import peaks; found = peaks({gpu!r})", gpu=gpu)
 
-    differing = {name: both for name, both in told.items() if both[0] != both[1]}
-    assert len(told) > 50
+    differing = {name: both for name, both in found.items() if both[0] != both[1]}
+    assert len(found) > 50
     assert differing == {}
 
 
@@ -27,75 +27,75 @@ torch.cuda.reset_peak_memory_stats()
 before = torch.cuda.memory_allocated()
 with torch.no_grad():
     output = layer(images)
-told["workspace"] = torch.cuda.max_memory_allocated() - before - output.untyped_storage().nbytes()
-told["notes"] = workspaces.notes(0)
+found["workspace"] = torch.cuda.max_memory_allocated() - before - output.untyped_storage().nbytes()
+found["notes"] = workspaces.notes(0)
 workspaces.forget()
-told["forgotten"] = workspaces.notes(0)
+found["forgotten"] = workspaces.notes(0)
 with torch.no_grad():
     layer(images)
-told["again"] = workspaces.notes(0)
+found["again"] = workspaces.notes(0)
 with workspaces.unmeasured():
     workspaces.forget()
     layer(torch.randn(16, 128, 56, 56, device="cuda")).sum().backward()
-told["unmeasured"] = workspaces.notes(0)
+found["unmeasured"] = workspaces.notes(0)
 """
 
 
 def test_the_notes_say_how_much_of_a_peak_is_an_estimate(dry_run: Run) -> None:
-    told = dry_run(ESTIMATED)
+    found = dry_run(ESTIMATED)
 
     # Images and weights are copied for tensor cores: 8 x 128 x 56 x 56 and 128 x 128 x 3 x 3
     # numbers of 4 bytes, and 16 bytes beyond them, in blocks of 512 bytes.
     workspace = 12_845_056 + 589_824 + 512
-    assert told["workspace"] == workspace
-    (note,) = told["notes"]
+    assert found["workspace"] == workspace
+    (note,) = found["notes"]
     assert note.startswith("12.8 MiB of the peak are an estimate: cuDNN's workspace for conv2d")
     assert note.endswith("(forward) at <string>:11")
-    assert told["forgotten"] == []
-    assert told["again"] == [note.replace(":11", ":17")]
-    assert told["unmeasured"] == []
+    assert found["forgotten"] == []
+    assert found["again"] == [note.replace(":11", ":17")]
+    assert found["unmeasured"] == []
 
 
 def test_a_convolution_runs_without_a_workspace_where_there_is_no_room(dry_run: Run) -> None:
-    told = dry_run(
+    found = dry_run(
         """
 layer = torch.nn.Conv2d(64, 64, 3, padding=1).cuda().half()
 images = torch.randn(64, 64, 1024, 1024, device="cuda", dtype=torch.half)
 with torch.no_grad():
     torch.cuda.set_per_process_memory_fraction(0.45)
-    told["shape"] = list(layer(images).shape)
-told["peak"] = torch.cuda.max_memory_allocated()
+    found["shape"] = list(layer(images).shape)
+found["peak"] = torch.cuda.max_memory_allocated()
 """
     )
 
-    assert told["shape"] == [64, 64, 1024, 1024]
-    assert told["peak"] < 17 * 2**30  # images and output, of 8 GiB each
+    assert found["shape"] == [64, 64, 1024, 1024]
+    assert found["peak"] < 17 * 2**30  # images and output, of 8 GiB each
 
 
 def test_calls_whose_workspace_is_left_out_are_named(dry_run: Run) -> None:
-    told = dry_run(
+    found = dry_run(
         """
 from pytest_gpumem.dry import workspaces
 square = torch.randn(16, 16, device="cuda")
 torch.linalg.qr(square)
 torch.fft.fft(square)
-told["notes"] = workspaces.notes(0)
+found["notes"] = workspaces.notes(0)
 workspaces.forget()
 torch.fft.fft(square)
-told["of_a_plan_that_is_kept"] = workspaces.notes(0)
+found["of_a_plan_that_is_kept"] = workspaces.notes(0)
 """
     )
 
-    assert [note.split(" is ")[0] for note in told["notes"]] == [
+    assert [note.split(" is ")[0] for note in found["notes"]] == [
         "cuSOLVER's workspace for cusolverDnXgeqrf",
         "cuSOLVER's workspace for cusolverDnSorgqr",
         "cuFFT's workspace for cufftXtExec",
     ]
-    assert told["of_a_plan_that_is_kept"] == told["notes"][2:]
+    assert found["of_a_plan_that_is_kept"] == found["notes"][2:]
 
 
 def test_asking_keeps_nothing_alive(dry_run: Run) -> None:
-    told = dry_run(
+    found = dry_run(
         """
 import gc
 layer = torch.nn.Conv2d(64, 64, 3, padding=1).cuda()
@@ -104,8 +104,8 @@ gc.disable()
 before = torch.cuda.memory_allocated()
 with torch.no_grad():
     layer(torch.randn(8, 64, 56, 56, device="cuda"))
-told["kept"] = torch.cuda.memory_allocated() - before
+found["kept"] = torch.cuda.memory_allocated() - before
 """
     )
 
-    assert told["kept"] == 0
+    assert found["kept"] == 0

@@ -27,7 +27,32 @@ class Facts:
 def unconcerned():
     return object()
 
-AT_IMPORT = is_there(), by_another(), unconcerned()
+@functools.cache
+def declared() -> "bool":
+    return not torch.cuda.is_available()
+
+runs = []
+
+def once(function):
+    @functools.cache
+    @functools.wraps(function)
+    def called():
+        return function()
+    return called
+
+@once
+def initialize():
+    if torch.cuda.is_available() or not runs:
+        runs.append("without a declaration")
+
+@functools.cache
+def initialize_declared() -> object:
+    runs.append(torch.cuda.is_available())
+    return runs
+
+AT_IMPORT = is_there(), by_another(), unconcerned(), declared()
+initialize()
+initialize_declared()
 
 def test_before():
     assert (is_there(), by_another()) == (False, False)
@@ -35,7 +60,10 @@ def test_before():
 @pytest.mark.gpumem
 def test_marked():
     torch.empty(1, device="cuda")
-    assert (is_there(), by_another(), Facts.count()) == (True, True, 1)
+    assert (is_there(), by_another(), Facts.count(), declared()) == (True, True, 1, False)
+    initialize()
+    initialize_declared()
+    assert runs == ["without a declaration", False]
 
 def test_after():
     assert (is_there(), by_another()) == (False, False)

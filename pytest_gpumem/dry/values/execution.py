@@ -265,22 +265,22 @@ class Execution:
             if operator.name in _COMPARISONS:
                 known = self._values.computed(operator, args, kwargs)
                 self._memory.answer(() if known is None else [int(known)])
-            before = reads.here.unknown
+            before = reads.thread.unknown
             with reads.expected():
                 value = func(*args, **kwargs)
-            if reads.here.unknown == before:
+            if reads.thread.unknown == before:
                 self._values.note_read_of(args)
                 return value
-            reads.here.unknown -= 1
+            reads.thread.unknown -= 1
             return self._unknown(func, first, value)
 
         return handle
 
     def _unknown(self, func: Any, tensor: torch.Tensor, value: Any) -> Any:
         """Return an unknown number if its caller detects that, else a stand-in."""
-        here = self._reads.here
-        here.unknown += 1
-        if here.expected:
+        thread = self._reads.thread
+        thread.unknown += 1
+        if thread.expected:
             return value
         if func._schema.name in _COMPARISONS:
             self._reads.refuse(f"{shown_operator(func._schema.name)}()")
@@ -312,11 +312,11 @@ class Execution:
                         values.keep(part, brought)
                 return result
             known = None if on_device else values.known(source)
-            before, is_expected = reads.here.unknown, reads.here.expected > 0
+            before, is_expected = reads.thread.unknown, reads.thread.expected > 0
             with reads.expected():
                 result = func(*args, **kwargs)
             is_lost = not on_device and known is None
-            reads.here.unknown = before + (is_lost and is_expected)
+            reads.thread.unknown = before + (is_lost and is_expected)
             target = args[0] if to_existing else result
             if on_device:
                 self._brought(operator, args, kwargs, target, source)

@@ -35,7 +35,7 @@ class Follower:
             followed=follows,
             everything=everything,
         )
-        self._memory = Memory(self._reads.told)
+        self._memory = Memory(self._reads.unknown_read)
         self._values = DryValues(self._memory, self._storages, self._notes, everything=everything)
         self._graphs = Graphs(self._memory, self._values)
         self._execution = Execution(

@@ -30,7 +30,7 @@ class DryValues(Values):
     def __init__(
         self, memory: Memory, storages: Storages, notes: Notes, *, everything: bool
     ) -> None:
-        super().__init__(storages, notes, _Here(), everything=everything)
+        super().__init__(storages, notes, _CurrentDevice(), everything=everything)
         self._memory = memory
         self._places: dict[int, Place] = {}
         """Places of values known to the runtime, by key."""
@@ -255,7 +255,7 @@ def _is_nearly(size: int, block: int) -> bool:
     return left < 512 or (size > MIB and left <= MIB)
 
 
-class _Here(ThreadState):
+class _CurrentDevice(ThreadState):
     """The current device, which torch itself keeps."""
 
     @property

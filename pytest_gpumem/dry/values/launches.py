@@ -29,7 +29,7 @@ def launches_seen(values: DryValues, graphs: Graphs) -> Iterator[None]:
     for module, name in _LAUNCHERS:
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None:
-            patches.add(kind, "run", _telling(kind.run, values, graphs))
+            patches.add(kind, "run", _marking(kind.run, values, graphs))
     patches.apply()
     try:
         yield
@@ -41,7 +41,7 @@ def _name(kernel: Any) -> str:
     return str(getattr(getattr(kernel, "fn", None), "__name__", "of compiled code"))
 
 
-def _telling(run: Any, values: DryValues, graphs: Graphs) -> Any:
+def _marking(run: Any, values: DryValues, graphs: Graphs) -> Any:
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         result = run(kernel, *args, **kwargs)
         values.uncomputed = values.uncomputed or f"the Triton kernel {_name(kernel)}"

@@ -11,7 +11,7 @@ import torch
 Place = tuple[int, int]
 """Address and bytes of a block on the device."""
 
-_Told = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
+_OnUnknownRead = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
 
 _listening: list[tuple[Any, bool, bool]] = []
 """Listeners of reads, whether copies of any size bring values, and whether operators are followed;
@@ -21,8 +21,8 @@ the last one is active."""
 class Memory:
     """The functions of ``source/values.c``."""
 
-    def __init__(self, told: Callable[[int], type[BaseException] | None]) -> None:
-        """Call ``told`` for each read of unknown values, with its bytes.
+    def __init__(self, on_unknown_read: Callable[[int], type[BaseException] | None]) -> None:
+        """Call ``on_unknown_read`` for each read of unknown values, with its bytes.
 
         The error class that it returns is raised where the thread comes back to Python. Keep a
         reference to it.
@@ -46,10 +46,10 @@ class Memory:
         self._follow = library.pytest_gpumem_dry_follow
 
         def told_in_c(size: int) -> int | None:
-            kind = told(size)
+            kind = on_unknown_read(size)
             return None if kind is None else id(kind)
 
-        self._told = _Told(told_in_c)
+        self._told = _OnUnknownRead(told_in_c)
 
     def begin(self, *, everything: bool, followed: bool) -> None:
         """Listen to reads from now on; with ``everything``, copies of any size bring values.
@@ -70,8 +70,10 @@ class Memory:
         self._listen()
 
     def _listen(self) -> None:
-        told, everything, followed = _listening[-1] if _listening else (None, False, False)
-        self._tell(told)
+        on_unknown_read, everything, followed = (
+            _listening[-1] if _listening else (None, False, False)
+        )
+        self._tell(on_unknown_read)
         self._copy_all(everything)
         self._follow(followed)
 

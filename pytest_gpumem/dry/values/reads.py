@@ -45,7 +45,7 @@ _SCALER = "torch.amp.grad_scaler"
 _Truth = bool
 
 
-class Here(threading.local):
+class ThreadReads(threading.local):
     """The present reads of a thread."""
 
     expected = 0
@@ -76,7 +76,7 @@ class Reads:
         everything: bool,
     ) -> None:
         """Keep ``uncomputed``, which names the first call that the CPU could not compute."""
-        self.here = Here()
+        self.thread = ThreadReads()
         self.decided: str | None = None
         """The reason why the present run is invalid: it decides by an unknown value."""
         self.made_up = False
@@ -129,20 +129,20 @@ class Reads:
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """Allow reads of unknown values inside; ``here.unknown`` counts them."""
-        self.here.expected += 1
+        """Allow reads of unknown values inside; ``thread.unknown`` counts them."""
+        self.thread.expected += 1
         try:
             yield
         finally:
-            self.here.expected -= 1
+            self.thread.expected -= 1
 
-    def told(self, size: int) -> type[BaseException] | None:
+    def unknown_read(self, size: int) -> type[BaseException] | None:
         """Handle a read of ``size`` unknown bytes, reported by the runtime.
 
         Returns the error that the thread is to raise.
         """
-        self.here.unknown += 1
-        if self.here.expected:
+        self.thread.unknown += 1
+        if self.thread.expected:
             return None
         self.made_up = True
         if size > MOST_DECIDED_BY or self._followed:
@@ -194,14 +194,14 @@ class Reads:
             )
 
     def _read(self, read: Callable[..., Any], tensor: torch.Tensor, name: str) -> Any:
-        here = self.here
-        before = here.unknown
-        here.expected += 1
+        thread = self.thread
+        before = thread.unknown
+        thread.expected += 1
         try:
             value = read(tensor)
         finally:
-            here.expected -= 1
-        if here.unknown == before and not self._is_outdated(tensor):
+            thread.expected -= 1
+        if thread.unknown == before and not self._is_outdated(tensor):
             return value
         if sys._getframe(2).f_globals.get("__name__") == _SCALER:
             self.made_up = True
@@ -216,10 +216,10 @@ class Reads:
         return lambda tensor: self._read(read, tensor, shown)
 
     def _condition(self, tensor: torch.Tensor) -> _Truth:
-        before = self.here.unknown
+        before = self.thread.unknown
         with self.expected():
             answer = _bool(tensor)
-        if self.here.unknown == before and not self._is_outdated(tensor):
+        if self.thread.unknown == before and not self._is_outdated(tensor):
             return _Truth(answer)
         self.made_up = True
         asking = sys._getframe(2)
@@ -232,11 +232,11 @@ class Reads:
         return granted[0]
 
     def _list(self, tensor: torch.Tensor) -> Any:
-        before = self.here.unknown
+        before = self.thread.unknown
         with self.expected():
             found = _tolist(tensor)
         if (
-            self.here.unknown == before
+            self.thread.unknown == before
             and not self._is_lost(tensor)
             and not self._is_outdated(tensor)
         ):
