@@ -80,7 +80,7 @@ def _measured(arguments: argparse.Namespace, kind: str, gpus: Sequence[str]) -> 
             f"--device {kind} out"
         )
     if "::" in arguments.target and kind == DRY:
-        from pytest_gpumem.prediction.tested import predict_test
+        from pytest_gpumem.prediction.process import predict_test
 
         nodeid = test_target(arguments.target).nodeid
         return _answer(arguments.target, predict_test(nodeid, gpus, dry=True), fit.DRY)
@@ -141,9 +141,8 @@ def predictions_of(
     mode: Mode | None = None,
 ) -> list[Prediction]:
     """Return the need of the target ``text`` on each of ``gpus``, of the worst of so many ranks."""
-    from pytest_gpumem.prediction.process import PredictionError
+    from pytest_gpumem.prediction.process import PredictionError, predict_test
     from pytest_gpumem.prediction.simulated import predict
-    from pytest_gpumem.prediction.tested import predict_test
     from pytest_gpumem.simulating import simulate
     from pytest_gpumem.values.errors import SimulationError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import linear_regression
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.measurement.statistics import unmeasured
 from pytest_gpumem.prediction.largest import Runs, largest_batch
+from pytest_gpumem.simulating import simulate
 from pytest_gpumem.sizes import format_size
 
 OFF_THE_LINE = 0.1
@@ -53,28 +54,22 @@ class BatchFit:
         return tuple(sorted(size for size in ran if size > self.largest))
 
     def __str__(self) -> str:
-        return "; ".join([self._line(), *self._search()])
-
-    def _line(self) -> str:
         sample = format_size(round(self.bytes_per_sample))
-        text = f"{format_size(self.model_bytes)} + batch × {sample}"
-        return text + (f" (within {format_size(self.residual)})" if self.residual else "")
-
-    def _search(self) -> list[str]:
-        """Return the remarks on the search."""
+        within = f" (within {format_size(self.residual)})" if self.residual else ""
+        line = f"{format_size(self.model_bytes)} + batch × {sample}{within}"
         if not self.tried:
-            return []
+            return line
         if self.largest is None:
-            return [f"every batch that was tried ran, up to {max(self.tried)}"]
-        said = f"largest batch in {format_size(self.total_memory)}: {self.largest}"
+            return f"{line}; every batch that was tried ran, up to {max(self.tried)}"
+        line += f"; largest batch in {format_size(self.total_memory)}: {self.largest}"
         peak = self.tried[self.largest] or 0
         off = peak - (self.model_bytes + self.largest * self.bytes_per_sample)
         if abs(off) > OFF_THE_LINE * peak:
-            said += f", which takes {format_size(peak)}: the line does not go that far"
+            line += f", which takes {format_size(peak)}: the line does not go that far"
         if not self.larger_that_ran:
-            return [said]
+            return line
         farthest = self.larger_that_ran[-1]
-        return [said, f"of larger ones up to {farthest} some ran: free memory lies in pieces"]
+        return f"{line}; of larger ones up to {farthest} some ran: free memory lies in pieces"
 
 
 def fit_batch(
@@ -104,30 +99,18 @@ def fit_batch(
         )
     if in_a_row < 1:
         raise ValueError(f"in_a_row={quoted(in_a_row)}: give a number of runs from 1 up")
-    with ExitStack() as around:
-        around.enter_context(unmeasured())
-        if gpu is not None:
-            from pytest_gpumem.simulating import simulate
-
-            around.enter_context(simulate(gpu))
-        around.enter_context(unfilled())
+    with unmeasured(), simulate(gpu) if gpu is not None else nullcontext(), unfilled():
         runs = Runs(step, ordered[0], in_a_row)
         runs.begin()
         ordered = runs.known(ordered)
         peaks = {size: runs.peaks[size] for size in ordered}
         slope, intercept = linear_regression(ordered, list(peaks.values()))
         residual = max(abs(peaks[size] - (intercept + slope * size)) for size in ordered)
-        total = _usable_memory()
+        total = int(torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction())
         found = largest_batch(runs, total) if largest else None
         runs.end()
     tried = {**runs.peaks, **dict.fromkeys(runs.failed)} if largest else {}
     return BatchFit(round(intercept), slope, round(residual), peaks, total, found, tried)
-
-
-def _usable_memory() -> int:
-    """Return the bytes that the process may allocate on the current device."""
-    _, total = torch.cuda.mem_get_info()
-    return int(total * torch.cuda.get_per_process_memory_fraction())
 
 
 @contextmanager

@@ -111,21 +111,29 @@ def largest_batch(runs: Runs, total: int) -> int | None:
     if high is None:
         return None
     found = _bisected(runs, high)
-    for size in _neighbours(found):
-        runs.fits(size)
+    shares = (found + round(share * found) for share in NEIGHBOURS)
+    for size in (found - 1, found + 2, found + 3, *shares):
+        if size > 0:
+            runs.fits(size)
     if min(runs.failed) < found:
         found = _bisected(runs, min(runs.failed))
     return found or None
 
 
 def _failing(runs: Runs, total: int) -> int | None:
-    """Return a batch that does not fit; batches that fit on the way are recorded."""
+    """Return a batch that does not fit; batches that fit on the way are recorded.
+
+    The next one to try is where the line through the two largest that ran reaches ``total``.
+    """
     low = max(runs.peaks)
     most = low * MOST_GROWTH
     stride = 0
     while low < most:
-        expected = _expected(runs, total)
-        candidate = FARTHEST * low if expected is None else min(expected, FARTHEST * low)
+        (before, lower), (last, upper) = sorted(runs.peaks.items())[-2:]
+        candidate = FARTHEST * low
+        if upper > lower:
+            expected = last + (total - upper) * (last - before) // (upper - lower)
+            candidate = min(expected, candidate)
         if candidate <= low:  # it fits against the prediction: go on in growing strides
             stride = 2 * stride or max(low // 64, 1)
             candidate = low + stride
@@ -133,14 +141,6 @@ def _failing(runs: Runs, total: int) -> int | None:
             return candidate
         low = candidate
     return None
-
-
-def _expected(runs: Runs, total: int) -> int | None:
-    """Return where the line through the two largest batches that ran reaches ``total``."""
-    (before, lower), (last, upper) = sorted(runs.peaks.items())[-2:]
-    if upper <= lower:
-        return None
-    return last + (total - upper) * (last - before) // (upper - lower)
 
 
 def _bisected(runs: Runs, high: int) -> int:
@@ -158,11 +158,6 @@ def _bisected(runs: Runs, high: int) -> int:
         else:
             high = middle
     return low
-
-
-def _neighbours(size: int) -> list[int]:
-    shares = (size + round(share * size) for share in NEIGHBOURS)
-    return [each for each in (size - 1, size + 2, size + 3, *shares) if each > 0]
 
 
 def _tidy() -> None:
