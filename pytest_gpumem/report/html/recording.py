@@ -20,12 +20,12 @@ from pytest_gpumem.attribution.composition import shown_path
 from pytest_gpumem.attribution.frames import (
     EARLIER,
     UNKNOWN,
-    Told,
+    StackFacts,
     category,
     frames_in,
     is_torchs,
     python_files,
-    told,
+    stack_facts,
 )
 from pytest_gpumem.attribution.history import CATEGORIES, FOREVER
 
@@ -81,7 +81,7 @@ class Watchers:
 class _Block:
     address: int
     bytes: int
-    told: Told
+    told: StackFacts
     born: int
     stretch: int
     """Number of a range of events in one phase: a block freed in its own range is temporary."""
@@ -277,10 +277,10 @@ class _Stacks:
         root = _root(files)
         paths = {name: shown_path(name, root) for name in files}
         self._told = {
-            key: told(frames, paths) if frames else UNKNOWN for key, frames in stacks.items()
+            key: stack_facts(frames, paths) if frames else UNKNOWN for key, frames in stacks.items()
         }
 
-    def of(self, event: Json) -> Told:
+    def of(self, event: Json) -> StackFacts:
         """Return the data of the stack of ``event``, one of the trace's."""
         return self._told[_key(event)]
 

@@ -20,7 +20,7 @@ from pytest_gpumem.attribution.explain import (
     Side,
     largest_gain,
     names_text,
-    place,
+    site_text,
 )
 from pytest_gpumem.attribution.history import (
     ACTIVATIONS,
@@ -36,27 +36,20 @@ from pytest_gpumem.values.operator_names import FUSED
 
 
 def _compiled(growth: Growth) -> str | None:
-    fused = {name for site in growth.before.sites for name in _fused_operators(site)}
-    eager = [
-        change
-        for change in growth.changes
-        if change.bytes > 0 and _base(change.site.operator or "") in fused
-    ]
+    fused = {
+        _base(name)
+        for site in growth.before.sites
+        if site.operator and site.operator.endswith(FUSED)
+        for name in site.operator.removesuffix(FUSED).split(" + ")
+    }
+    eager = [one for one in growth.gains if _base(one.site.operator or "") in fused]
     if not growth.is_most(sum(change.bytes for change in eager)):
         return None
     first = max(eager, key=lambda change: change.bytes)
     return (
-        f"{place(first.site)} ran eagerly and took {format_size(first.bytes)}; compiled code "
+        f"{site_text(first.site)} ran eagerly and took {format_size(first.bytes)}; compiled code "
         "computed it before"
     )
-
-
-def _fused_operators(site: Site) -> set[str]:
-    """Return the operators that compiled code computed into one buffer, as :func:`_base` has it."""
-    operator = site.operator or ""
-    if not operator.endswith(FUSED):
-        return set()
-    return {_base(name) for name in operator.removesuffix(FUSED).split(" + ")}
 
 
 def _base(operator: str) -> str:
@@ -68,12 +61,11 @@ def _base(operator: str) -> str:
 
 
 def _grad_mode(growth: Growth) -> str | None:
-    now, before = (side.fact("grad") or {} for side in (growth.now, growth.before))
+    now, before = growth.facts("grad")
     lost = before.get("off", 0) - now.get("off", 0)
-    if not before or lost <= 0 or now.get("on", 0) <= before.get("on", 0):
-        return None
     gained = growth.gained(ACTIVATIONS)
-    if not growth.is_most(gained):
+    turned_on = before and lost > 0 and now.get("on", 0) > before.get("on", 0)
+    if not turned_on or not growth.is_most(gained):
         return None
     forwards = f"{lost} forward{'s' * (lost > 1)}"
     return (
@@ -83,10 +75,9 @@ def _grad_mode(growth: Growth) -> str | None:
 
 
 def _checkpointing(growth: Growth) -> str | None:
-    now, before = (set(side.fact("recomputed") or ()) for side in (growth.now, growth.before))
-    lost = before - now
-    gained = growth.gained(ACTIVATIONS)
-    if not growth.compares_facts or not lost or not growth.is_most(gained):
+    now, before = growth.facts("recomputed")
+    lost = set(before) - set(now)
+    if not growth.compares_facts or not lost or not growth.is_most(growth.gained(ACTIVATIONS)):
         return None
     return (
         f"activations of {names_text(lost)} are kept for backward now; before they were computed "
@@ -95,30 +86,31 @@ def _checkpointing(growth: Growth) -> str | None:
 
 
 def _retained_graph(growth: Growth) -> str | None:
-    if not growth.compares_facts or not growth.now.fact("retain_graph"):
-        return None
-    if growth.before.fact("retain_graph") or not growth.is_most(growth.gained(ACTIVATIONS)):
+    now, before = growth.facts("retain_graph")
+    gained = growth.gained(ACTIVATIONS)
+    if not growth.compares_facts or not now or before or not growth.is_most(gained):
         return None
     return (
         "backward(retain_graph=True) keeps the graph of a step while the next one runs: "
-        f"{format_size(growth.gained(ACTIVATIONS))} of activations more at the peak"
+        f"{format_size(gained)} of activations more at the peak"
     )
 
 
 def _waiting_graphs(growth: Growth) -> str | None:
-    now, before = (side.fact("graphs") or 1 for side in (growth.now, growth.before))
-    if not growth.compares_facts or now <= before or not growth.is_most(growth.gained(ACTIVATIONS)):
+    now, before = (count or 1 for count in growth.facts("graphs"))
+    gained = growth.gained(ACTIVATIONS)
+    if not growth.compares_facts or now <= before or not growth.is_most(gained):
         return None
     return (
         f"the graphs of {now} forwards wait for one backward, {before} before: "
-        f"{format_size(growth.gained(ACTIVATIONS))} of activations more at the peak"
+        f"{format_size(gained)} of activations more at the peak"
     )
 
 
 def _zeroed_gradients(growth: Growth) -> str | None:
+    now, before = growth.facts("zeroed_gradients")
     gained = growth.gained(GRADIENTS)
-    new = growth.now.fact("zeroed_gradients") and not growth.before.fact("zeroed_gradients")
-    if not growth.compares_facts or not new or not growth.is_most(gained):
+    if not growth.compares_facts or not now or before or not growth.is_most(gained):
         return None
     return (
         "zero_grad(set_to_none=False) fills gradients with zeros where it freed them before: "
@@ -127,23 +119,26 @@ def _zeroed_gradients(growth: Growth) -> str | None:
 
 
 def _carried(growth: Growth) -> str | None:
-    carried = [side.fact("carried") or {} for side in (growth.now, growth.before)]
-    now, before = map(_by_variable, carried)
     if not growth.compares_facts:
         return None
+    facts = growth.facts("carried")
+    now, before = (
+        {(one["holder"], one["where"]): one for one in carried.get("holders", ())}
+        for carried in facts
+    )
     gains = {
         variable: holder["held"][-1] - (before[variable]["held"][-1] if variable in before else 0)
         for variable, holder in now.items()
     }
     for variable in sorted(gains, key=lambda one: -gains[one]):
         holder, gain = now[variable], gains[variable]
-        until_the_end = gain + _later_steps(carried[0], holder)
+        until_the_end = gain + _later_steps(facts[0], holder["held"])
         found = growth.is_most(gain) or (
             growth.is_most(until_the_end) and MOST * until_the_end < growth.bytes
         )
         if found and (sentence := carried_sentence(holder)):
             return sentence
-    return _carried_unseen(growth, *carried)
+    return _carried_unseen(growth, *facts)
 
 
 def _carried_unseen(growth: Growth, now: Facts, before: Facts) -> str | None:
@@ -152,24 +147,19 @@ def _carried_unseen(growth: Growth, now: Facts, before: Facts) -> str | None:
     step, left = steady_step(amounts), largest_gain(growth)
     if not step or steady_step(before.get("bytes", ())) or left is None or not left.site.site:
         return None
-    held = _later_steps(now, {"held": amounts}) + amounts[-1]
+    held = _later_steps(now, amounts) + amounts[-1]
     if not growth.is_most(held) or MOST * held > growth.bytes or not growth.is_most(left.bytes):
         return None
     return (
-        f"each step leaves {format_size(step)} of {place(left.site)}; "
+        f"each step leaves {format_size(step)} of {site_text(left.site)}; "
         "no variable of the running functions holds it"
     )
 
 
-def _later_steps(carried: Facts, holder: Facts) -> int:
-    """Return what ``holder`` gained after the last inspection, if its steps went on as before."""
-    inspected = len(holder["held"]) + 1
-    later: int = max(carried.get("forwards", 0) - inspected, 0)
-    return steady_step(holder["held"]) * later
-
-
-def _by_variable(carried: Facts) -> dict[tuple[str, str], Facts]:
-    return {(one["holder"], one["where"]): one for one in carried.get("holders", ())}
+def _later_steps(carried: Facts, amounts: Sequence[int]) -> int:
+    """Return the bytes added after the last inspection, if steps went on as before."""
+    later: int = max(carried.get("forwards", 0) - len(amounts) - 1, 0)
+    return steady_step(amounts) * later
 
 
 def carried_sentence(holder: Facts) -> str:
@@ -202,24 +192,24 @@ def steady_step(amounts: Sequence[int]) -> int:
 
 
 def _optimizer_state(growth: Growth) -> str | None:
-    now, before = (side.fact("optimizers") or {} for side in (growth.now, growth.before))
-    states = [_states(now), _states(before)]
+    now, before = growth.facts("optimizers")
+    kept, was = (
+        " and ".join(
+            f"{', '.join(one['state']) or 'nothing'} ({name})" for name, one in optimizers.items()
+        )
+        for optimizers in (now, before)
+    )
     gained = growth.gained(OPTIMIZER_STATE)
-    if not now or not before or states[0] == states[1] or not growth.is_most(gained):
+    if not now or not before or kept == was or not growth.is_most(gained):
         return None
     return (
-        f"the optimizer keeps {states[0]}, where it kept {states[1]}: "
+        f"the optimizer keeps {kept}, where it kept {was}: "
         f"{format_size(gained)} of optimizer state more"
     )
 
 
-def _states(optimizers: Facts) -> str:
-    told = (f"{', '.join(one['state']) or 'nothing'} ({name})" for name, one in optimizers.items())
-    return " and ".join(told)
-
-
 def _optimizer_kind(growth: Growth) -> str | None:
-    now, before = (side.fact("optimizers") or {} for side in (growth.now, growth.before))
+    now, before = growth.facts("optimizers")
     gained = growth.gained(TEMPORARIES)
     for name, one in now.items():
         was = before.get(name, one)["kind"]
@@ -232,22 +222,22 @@ def _optimizer_kind(growth: Growth) -> str | None:
 
 
 def _copied_model(growth: Growth) -> str | None:
-    now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
+    now, before = growth.facts("models")
     grown = [name for name in now if name in before and now[name] != before[name]]
     if not before or grown:
         return None
     copied = _second_parameters(growth) or _clones(growth)
     if copied is None or not growth.is_most(copied.bytes):
         return None
-    where = f", made at {place(copied.site)}" if copied.site.site else ""
+    where = f", made at {site_text(copied.site)}" if copied.site.site else ""
     return f"the parameters are there a second time: {format_size(copied.bytes)} more{where}"
 
 
 def _second_parameters(growth: Growth) -> Change | None:
-    """Return what a copied module added: as many parameters again, not the same ones in more
+    """Return the growth by a copied module: as many parameters again, not the same ones in more
     bytes."""
-    now, before = (_blocks_of(side, PARAMETERS) for side in (growth.now, growth.before))
-    new = [one for one in growth.changes if one.site.category == PARAMETERS and one.bytes > 0]
+    now, before = (_parameters_of(side) for side in (growth.now, growth.before))
+    new = [one for one in growth.gains if one.site.category == PARAMETERS]
     if not new or now < 2 * before:
         return None
     first = max(new, key=lambda change: change.bytes)
@@ -257,7 +247,7 @@ def _second_parameters(growth: Growth) -> Change | None:
 def _clones(growth: Growth) -> Change | None:
     """Return a line that made a tensor of each parameter's size, in their dtype or in float32 of
     half of it; a GPU's record does not tell copies from activations."""
-    blocks, held = _blocks_of(growth.now, PARAMETERS), growth.now.categories.get(PARAMETERS, 0)
+    blocks, held = _parameters_of(growth.now), growth.now.categories.get(PARAMETERS, 0)
     for change in growth.changes:
         made = change.change == "new" and change.site.category in (OTHER, ACTIVATIONS)
         if made and blocks > 1 and change.site.count == blocks and change.bytes in (held, 2 * held):
@@ -265,19 +255,17 @@ def _clones(growth: Growth) -> Change | None:
     return None
 
 
-def _blocks_of(side: Side, category: str) -> int:
-    return sum(site.count for site in side.sites if site.category == category)
+def _parameters_of(side: Side) -> int:
+    return sum(site.count for site in side.sites if site.category == PARAMETERS)
 
 
 def _trained(growth: Growth) -> str | None:
-    now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
+    now, before = growth.facts("models")
     gradients, states = growth.gained(GRADIENTS), growth.gained(OPTIMIZER_STATE)
     for name, model in now.items():
-        was = before.get(name, {}).get("trained")
-        trained = model.get("trained")
-        if was is None or trained is None or trained <= was:
-            continue
-        if growth.is_most(gradients + states):
+        was, trained = before.get(name, {}).get("trained"), model.get("trained")
+        more = was is not None and trained is not None and trained > was
+        if more and growth.is_most(gradients + states):
             sizes = [
                 f"{format_size(nbytes)} of {word}"
                 for nbytes, word in ((gradients, GRADIENTS), (states, OPTIMIZER_STATE))
@@ -291,7 +279,7 @@ def _trained(growth: Growth) -> str | None:
 
 
 def _sharding(growth: Growth) -> str | None:
-    now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
+    now, before = growth.facts("models")
     for name in now:
         units, were = (set(side.get(name, {}).get("sharded", ())) for side in (now, before))
         lost = were - units
@@ -303,10 +291,9 @@ def _sharding(growth: Growth) -> str | None:
 
 
 def _unfused_attention(growth: Growth) -> str | None:
-    now, before = (side.fact("attention") or {} for side in (growth.now, growth.before))
-    if not before.get("fused") or now.get("unfused", 0) <= before.get("unfused", 0):
-        return None
-    if not growth.is_most(growth.gained(ACTIVATIONS, TEMPORARIES)):
+    now, before = growth.facts("attention")
+    more = before.get("fused") and now.get("unfused", 0) > before.get("unfused", 0)
+    if not more or not growth.is_most(growth.gained(ACTIVATIONS, TEMPORARIES)):
         return None
     return f"{unfused_sentence(now)}, where it ran a fused kernel before"
 
@@ -318,39 +305,37 @@ def unfused_sentence(attention: Facts) -> str:
 
 
 def _written_attention(growth: Growth) -> str | None:
-    now, before = (side.fact("attention") or {} for side in (growth.now, growth.before))
+    now, before = growth.facts("attention")
     if not before.get("fused") or now.get("fused", 0) >= before["fused"] or now.get("unfused"):
         return None
-    gains = [change for change in growth.changes if change.bytes > 0]
-    softmax = [one for one in gains if "softmax" in (one.site.operator or "").lower()]
-    lines = {one.site.site for one in softmax}
-    formula = [one for one in gains if one in softmax or (one.site.site in lines and one.site.site)]
+    softmax = [one for one in growth.gains if "softmax" in (one.site.operator or "").lower()]
+    lines = {one.site.site for one in softmax} - {None}
+    formula = [one for one in growth.gains if one in softmax or one.site.site in lines]
     total = sum(change.bytes for change in formula)
     if not growth.compares_facts or not softmax or not growth.is_most(total):
         return None
     first = max(softmax, key=lambda change: (change.site.category == ACTIVATIONS, change.bytes))
     return (
-        f"scaled_dot_product_attention is no longer called: the formula at {place(first.site)} "
+        f"scaled_dot_product_attention is no longer called: the formula at {site_text(first.site)} "
         f"takes {format_size(total)} that the fused kernel does not need"
     )
 
 
 def _layout(growth: Growth) -> str | None:
-    now, before = (side.fact("layouts") or {} for side in (growth.now, growth.before))
-    lost = {
-        path for path in now if (now[path], before.get(path)) == ("contiguous", "channels_last")
-    }
+    now, before = growth.facts("layouts")
+    changed = ("contiguous", "channels_last")
+    lost = {path for path in now if (now[path], before.get(path)) == changed}
     copies = largest_gain(growth)
     if not lost or copies is None or not growth.is_most(copies.bytes):
         return None
     return (
         f"{names_text(lost)} got contiguous images where they were channels_last: "
-        f"{place(copies.site)} takes {format_size(copies.bytes)} more"
+        f"{site_text(copies.site)} takes {format_size(copies.bytes)} more"
     )
 
 
 def _library(growth: Growth) -> str | None:
-    now, before = (side.fact("libraries") or {} for side in (growth.now, growth.before))
+    now, before = growth.facts("libraries")
     for name, release in now.items():
         was = before.get(name, release)
         own = [one for one in growth.changes if _package(one.site) == name]
@@ -359,7 +344,7 @@ def _library(growth: Growth) -> str | None:
             first = max(own, key=lambda one: one.bytes)
             return (
                 f"{name} is {release} now, {was} before, and takes {format_size(gained)} more: "
-                f"{place(first.site)}"
+                f"{site_text(first.site)}"
             )
     return None
 
@@ -368,7 +353,7 @@ def _package(site: Site) -> str:
     return (site.site or "").rpartition(":")[0].partition("/")[0].removesuffix(".py")
 
 
-DEEDS = (
+PROGRAM_CAUSES = (
     _compiled,
     _grad_mode,
     _checkpointing,
