@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -42,26 +42,26 @@ class Collected:
         narrowed: str = "",
     ) -> Collected:
         """Return the value for the node ids of all collected items, deselected ones included."""
-        ids: dict[str, set[str]] = {}
+        ids: dict[str, set[str]] = defaultdict(set)
         for nodeid in nodeids:
             module, test_id = split_nodeid(nodeid)
-            ids.setdefault(module, set()).add(test_id)
+            ids[module].add(test_id)
         frozen = {module: frozenset(found) for module, found in ids.items()}
         return cls(rootpath, frozen, incomplete or {}, partial, narrowed)
 
 
 @dataclass(frozen=True)
-class Gone:
+class GoneTests:
     """A filter of stored tests that no longer exist; ``ran`` are modules and ids that ran."""
 
     collected: Collected
     ran: frozenset[tuple[str, str]]
 
-    def may_tell(self, module: str) -> bool:
+    def can_prove(self, module: str) -> bool:
         """Return whether a test of ``module`` can be proved gone, whichever are stored."""
         return not _doubt(module, self.collected)
 
-    def of(self, module: str, stored: Iterable[str]) -> tuple[list[str], Mapping[str, int]]:
+    def among(self, module: str, stored: Iterable[str]) -> tuple[list[str], Mapping[str, int]]:
         """Return the gone ids of ``stored`` ones in ``module``, and how many are in doubt by
         reason.
 
@@ -74,55 +74,46 @@ class Gone:
             return [], {}
         if doubt := _doubt(module, self.collected):
             return [], {doubt: len(unseen)}
-        known = {_function(test_id) for test_id in ids}
+        known = {function_of(test_id) for test_id in ids}
         gone, doubts = [], Counter[str]()
         for test_id in unseen:
-            name = _function(test_id)
-            if name not in known and _defines(self.collected.rootpath / module, name):
+            name = function_of(test_id)
+            if name not in known and name in _functions_in(self.collected.rootpath / module):
                 doubts[f"{module} still defines {name}, which was not collected"] += 1
             else:
                 gone.append(test_id)
         return gone, doubts
 
 
-def _function(test_id: str) -> str:
+def function_of(test_id: str) -> str:
+    """Return the function of a test's id, without parameters: ``TestX::test_y``."""
     return test_id.partition("[")[0]
 
 
-def _defines(path: Path, name: str) -> bool:
-    """Return whether the module at ``path`` has a function ``name``, as ``TestX::test_y``."""
-    return name in _definitions(path)
-
-
 @cache
-def _definitions(path: Path) -> frozenset[str]:
+def _functions_in(path: Path) -> frozenset[str]:
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        return frozenset(_functions(ast.parse(path.read_text(encoding="utf-8")), ""))
     except (OSError, SyntaxError, ValueError):
         return frozenset()
-    return frozenset(_named(tree, ""))
 
 
-def _named(node: ast.AST, owner: str) -> Iterable[str]:
+def _functions(node: ast.AST, owner: str) -> Iterable[str]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield owner + child.name
         elif isinstance(child, ast.ClassDef):
-            yield from _named(child, f"{owner}{child.name}::")
+            yield from _functions(child, f"{owner}{child.name}::")
         else:  # under a condition, for instance
-            yield from _named(child, owner)
+            yield from _functions(child, owner)
 
 
 def _doubt(module: str, collected: Collected) -> str:
     """Return why entries of ``module`` that were not collected may still have their tests."""
-    if reason := collected.incomplete.get(module):
+    if reason := collected.incomplete.get(module) or collected.narrowed:
         return reason
-    if collected.narrowed:
-        return collected.narrowed
-    if module in collected.ids:
-        return ""
-    if collected.partial:
-        return collected.partial
+    if module in collected.ids or collected.partial:
+        return "" if module in collected.ids else collected.partial
     if (collected.rootpath / module).exists():
         return f"{module} exists, but nothing was collected from it"
     return ""

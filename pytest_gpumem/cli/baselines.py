@@ -11,7 +11,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.baseline.collected import Collected, Gone
+from pytest_gpumem.baseline.collected import Collected, GoneTests, function_of
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.store import (
     BaselineEntry,
@@ -35,13 +35,13 @@ def prune(arguments: argparse.Namespace) -> Answer:
     """Remove them; raises ``ValueError`` where pytest cannot collect the project's tests."""
     folder: Path = arguments.baselines
     files = read_folder(folder)
-    gone = Gone(_collected(), frozenset())
+    gone = GoneTests(_collected(), frozenset())
     store = BaselineStore(folder)
     dropped, kept = [], 0
     for module, content in files:
-        unseen, doubts = gone.of(module, content.tests)
-        functions = {_function(name) for name in gone.collected.ids.get(module, ())}
-        lost = [name for name in unseen if _function(name) not in functions]
+        unseen, doubts = gone.among(module, content.tests)
+        functions = {function_of(name) for name in gone.collected.ids.get(module, ())}
+        lost = [name for name in unseen if function_of(name) not in functions]
         kept += sum(doubts.values())
         if lost and not arguments.dry_run:
             store.edit(content.environment, module, partial(_drop, lost))
@@ -65,10 +65,6 @@ def prune(arguments: argparse.Namespace) -> Answer:
 def _drop(names: list[str], entries: MutableMapping[str, BaselineEntry]) -> None:
     for name in names:
         entries.pop(name, None)
-
-
-def _function(test_id: str) -> str:
-    return test_id.partition("[")[0]
 
 
 class _Collector:

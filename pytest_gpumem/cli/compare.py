@@ -13,7 +13,7 @@ from typing import Any
 from pytest_gpumem.attribution.explain import explain
 from pytest_gpumem.baseline.compare import default_tolerance_for
 from pytest_gpumem.baseline.explanation import explanation_lines
-from pytest_gpumem.baseline.renamed import successors
+from pytest_gpumem.baseline.unused import successors
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.cli.sides import Side, Test, read_side

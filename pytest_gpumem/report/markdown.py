@@ -10,9 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pytest_gpumem.baseline.failure import statement_lines
-from pytest_gpumem.baseline.telling import chief
-from pytest_gpumem.baseline.verdict import Improvement, format_percent, update_command
+from pytest_gpumem.baseline.failure import main_verdict, statement_lines
+from pytest_gpumem.baseline.verdict import format_percent, update_command
 from pytest_gpumem.echo import printable, shortened
 from pytest_gpumem.report.causes import causes_of
 from pytest_gpumem.report.record import TestRecord
@@ -61,11 +60,21 @@ def document(
         _table(("test", "measured", "allowed", "over"), map(_failure_row, failed)),
         *_explanations(failed, command),
         *sections,
-        _section("Improved", _improved(improved)),
+        _section(
+            "Improved", ("test", "measured", "baseline", "change"), map(_improvement, improved)
+        ),
         _command("lock it in", [record.nodeid for record in improved], command),
-        _section("Without baseline", _new(new)),
+        _section(
+            "Without baseline",
+            ("test", "peak"),
+            ((code(one.nodeid), format_size(one.peak)) for one in new if one.measurement),
+        ),
         code_block([f"record them: {command} --gpumem-update-baselines=new"]) if new else "",
-        _section("Not simulated, so not checked", _skipped(skipped or {})),
+        _section(
+            "Not simulated, so not checked",
+            ("test", "why"),
+            ((code(nodeid), code(why)) for nodeid, why in (skipped or {}).items()),
+        ),
     ]
     return bounded(filter(None, parts))
 
@@ -154,7 +163,8 @@ def _where(records: Sequence[TestRecord]) -> str:
     return f"Measured on {named}." if records else ""
 
 
-def _section(title: str, lines: str) -> str:
+def _section(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = _table(headings, rows)
     return f"**{title}**\n\n{lines}" if lines else ""
 
 
@@ -169,21 +179,16 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _failure_row(record: TestRecord) -> tuple[str, ...]:
     name = code(record.nodeid)
     if not record.failed:
-        asked = (record.out_of_memory or {})["requested"]
-        free = (record.out_of_memory or {})["free"]
-        return (
-            name,
-            f"asked for {format_size(asked)}",
-            f"{format_size(free)} free",
-            "out of memory",
-        )
-    verdict = chief(record.broken)
+        facts = record.out_of_memory or {}
+        asked, free = format_size(facts["requested"]), format_size(facts["free"])
+        return name, f"asked for {asked}", f"{free} free", "out of memory"
+    verdict = main_verdict(record.broken)
     allowed = verdict.limit if verdict.reference is None else verdict.reference
     phase = f"{code(verdict.phase)} " if verdict.phase else ""
-    what = {"peak_reserved": "reserved ", "leaked": "leaked "}.get(verdict.metric, "")
+    kind = {"peak_reserved": "reserved ", "leaked": "leaked "}.get(verdict.metric, "")
     if verdict.kind == "nothing_measured":
         return name, "nothing", "", "not checked"
-    measured = f"{phase}{what}{format_size(verdict.actual)}"
+    measured = f"{phase}{kind}{format_size(verdict.actual)}"
     if verdict.kind == "ran_eagerly":
         return name, measured, "", "ran eagerly"
     if allowed is None:
@@ -264,12 +269,8 @@ def accepting(nodeid: str, command: str) -> str:
     return own if len(own) <= MOST_COMMAND else update_command(nodeid.partition("::")[0], command)
 
 
-def _improved(records: Sequence[TestRecord]) -> str:
-    return _table(("test", "measured", "baseline", "change"), map(_improvement_row, records))
-
-
-def _improvement_row(record: TestRecord) -> tuple[str, ...]:
-    found: Improvement = record.improvements[0]
+def _improvement(record: TestRecord) -> tuple[str, ...]:
+    found = record.improvements[0]
     phase = f"{code(found.phase)} " if found.phase else ""
     return (
         code(record.nodeid),
@@ -279,25 +280,11 @@ def _improvement_row(record: TestRecord) -> tuple[str, ...]:
     )
 
 
-def _new(records: Sequence[TestRecord]) -> str:
-    rows = [
-        (code(record.nodeid), format_size(record.measurement.peak_allocated))
-        for record in records
-        if record.measurement is not None
-    ]
-    return _table(("test", "peak"), rows)
-
-
-def _skipped(skipped: Mapping[str, str]) -> str:
-    return _table(("test", "why"), [(code(nodeid), code(why)) for nodeid, why in skipped.items()])
-
-
 def _command(why: str, nodeids: Sequence[str], command: str) -> str:
     if not nodeids:
         return ""
-    if len(nodeids) == 1:
-        return code_block([f"{why}: {accepting(nodeids[0], command)}"])
-    return code_block([f"{why}: {command} --gpumem-update-baselines"])
+    one = accepting(nodeids[0], command) if len(nodeids) == 1 else ""
+    return code_block([f"{why}: {one or f'{command} --gpumem-update-baselines'}"])
 
 
 def _tests(count: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -40,20 +41,16 @@ class Past:
 
         Changes within ``tolerance`` are small, and those within a test's ``own``, as it was last.
         """
-        points: dict[Key, list[Point]] = {}
+        points: dict[Key, list[Point]] = defaultdict(list)
         for label, subject, peaks in self.moments:
             for key, peak in peaks.items():
-                points.setdefault(key, []).append(Point(label, subject, peak))
-        stated = {key: text for key, text in self.tolerances.items() if own and text is not None}
-        return [
-            Trend(
-                *key,
-                tuple(found),
-                tolerance,
-                parse_tolerance(stated[key]) if key in stated else None,
-            )
-            for key, found in sorted(points.items())
-        ]
+                points[key].append(Point(label, subject, peak))
+        trends = []
+        for key, found in sorted(points.items()):
+            stated = self.tolerances.get(key) if own else None
+            limit = None if stated is None else parse_tolerance(stated)
+            trends.append(Trend(*key, tuple(found), tolerance, limit))
+        return trends
 
 
 def past_of_reports(
@@ -95,17 +92,9 @@ def past_of_git(revisions: str, baselines: Path, progress: Progress = NOTHING_SH
     existing = next(folder for folder in (baselines, *baselines.parents) if folder.is_dir())
     top = toplevel(existing)
     inside = PurePosixPath(baselines.relative_to(top.resolve()))
-    listed = git(
-        top,
-        "log",
-        "--first-parent",
-        "--reverse",
-        "--format=%H %h %P%x00%s",
-        "--end-of-options",
-        revisions,
-        "--",
-        f":(literal){inside}",
-    ).decode(errors="replace")
+    shape = ("--first-parent", "--reverse", "--format=%H %h %P%x00%s")
+    where = ("--end-of-options", revisions, "--", f":(literal){inside}")
+    listed = git(top, "log", *shape, *where).decode(errors="replace")
     past, reader = Past(), _Reader(top, str(inside))
     commits = list(filter(None, listed.split("\n")))
     progress.expect(len(commits))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
-from pytest_gpumem.baseline.telling import told
+from pytest_gpumem.baseline.failure import failure_statements
 from pytest_gpumem.echo import MOST, printable
+from pytest_gpumem.report.causes import missing as missing_bytes
 from pytest_gpumem.report.commands import PLAIN, UPDATE, Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.remarks import Missing, missing_lines
@@ -48,8 +49,7 @@ def describe(environment: Environment) -> str:
     if not environment.is_exact:
         facts += [f"CUDA {environment.cuda}"] if environment.cuda else []
         facts += [f"driver {environment.driver}"] if environment.driver else []
-    facts += [environment.partition] if environment.partition else []
-    facts += [environment.ranks] if environment.ranks else []
+    facts += filter(None, (environment.partition, environment.ranks))
     facts += [printable(environment.alloc_conf, MOST)] if environment.alloc_conf else []
     if environment.cublas_workspace_config:
         config = printable(environment.cublas_workspace_config, MOST)
@@ -110,7 +110,11 @@ def section(
         blocks.append(list(_notes((), [*notes, *eager], len(notes) + MOST_LISTED, width)))
     blocks.append(list(_updates(update, verbosity, width)))
     blocks.append(list(_summary(records, width)))
-    return _spaced(blocks, Line() if verbosity >= 0 else None)
+    lines: list[Line] = []
+    for block in filter(None, blocks):
+        lines += [Line()] if lines and verbosity >= 0 else []
+        lines += block
+    return lines
 
 
 def _recorded(records: Sequence[TestRecord], update: UpdateReport | None) -> Sequence[TestRecord]:
@@ -123,15 +127,6 @@ def _recorded(records: Sequence[TestRecord], update: UpdateReport | None) -> Seq
     return [replace(record, missing_baseline=False) for record in records]
 
 
-def _spaced(blocks: Sequence[Sequence[Line]], between: Line | None) -> list[Line]:
-    lines: list[Line] = []
-    for block in filter(None, blocks):
-        if lines and between is not None:
-            lines.append(between)
-        lines += block
-    return lines
-
-
 def _tables(
     records: Sequence[TestRecord], verbosity: int, width: int, rows: int | None, sort: Sort | None
 ) -> Iterator[list[Line]]:
@@ -141,9 +136,9 @@ def _tables(
 
 
 def _by_environment(records: Sequence[TestRecord]) -> dict[Environment, list[TestRecord]]:
-    environments: dict[Environment, list[TestRecord]] = {}
+    environments: dict[Environment, list[TestRecord]] = defaultdict(list)
     for record in records:
-        environments.setdefault(record.environment, []).append(record)
+        environments[record.environment].append(record)
     return environments
 
 
@@ -164,19 +159,20 @@ def _acceptable(records: Sequence[TestRecord], command: Command) -> Iterator[Lin
     """Yield the command that accepts the numbers of several tests beyond their baselines."""
     over = [r for r in records if r.failed and all(v.kind == "baseline" for v in r.broken)]
     if len(over) > 1:
-        line = Line((Span(f"accept all {len(over)}: "), Span(command.records_failures(), "cyan")))
-        yield line
+        yield Line((Span(f"accept all {len(over)}: "), Span(command.records_failures(), "cyan")))
 
 
 def _failures(
     records: Sequence[TestRecord], verbosity: int, width: int, told_above: bool
 ) -> Iterator[Line]:
     for record in records:
-        if (record.failed and not told_above) or (
-            record.broken and not record.failed and verbosity > 0
-        ):
+        if not told_above if record.failed else record.broken and verbosity > 0:
             yield _marked(test_status(record), record.nodeid, width)
-            shown = record.broken if verbosity > 0 else [one.verdict for one in told(record.broken)]
+            shown = (
+                record.broken
+                if verbosity > 0
+                else [one.verdict for one in failure_statements(record.broken)]
+            )
             for cause in dict.fromkeys(verdict.cause for verdict in shown if verdict.cause):
                 yield from _sentence(cause, width)
             for verdict in shown:
@@ -311,10 +307,11 @@ def _summary(records: Sequence[TestRecord], width: int) -> Iterator[Line]:
     if not records:
         return
     counts = Counter(map(test_status, records))
-    words = {**STATUS_WORDS, "OOM": f"{STATUS_WORDS['OOM']}{_shortage(records)}"}
+    lacked = max((missing_bytes(one) for one in records if test_status(one) == "OOM"), default=0)
+    shortage = f" ({format_size(lacked)} too much)" if lacked else ""
+    words = {**STATUS_WORDS, "OOM": f"{STATUS_WORDS['OOM']}{shortage}"}
     states = ", ".join(f"{counts[key]} {word}" for key, word in words.items() if counts[key])
-    where = _kinds(records)
-    text = f"gpumem: {_tests(len(records))} on {where}: {states}"
+    text = f"gpumem: {_tests(len(records))} on {_kinds(records)}: {states}"
     if measured:
         largest = max(measured, key=lambda record: record.peak)
         peak = format_size(largest.peak)
@@ -323,23 +320,12 @@ def _summary(records: Sequence[TestRecord], width: int) -> Iterator[Line]:
     yield from (Line.of(line, style) for line in wrap(text, width, rest="  "))
 
 
-def _shortage(records: Sequence[TestRecord]) -> str:
-    """Return the largest shortage of memory, in brackets."""
-    facts = [record.out_of_memory for record in records if test_status(record) == "OOM"]
-    missing = [int(one["requested"]) - int(one["free"]) for one in facts if one is not None]
-    most = max(missing, default=0)
-    return f" ({format_size(most)} too much)" if most > 0 else ""
-
-
 def _kinds(records: Sequence[TestRecord]) -> str:
     """Name the devices, so that a simulated number is never read as a measured one."""
-    simulated = {record.environment.gpu: None for record in records if record.environment.simulated}
-    real = {record.environment.gpu: None for record in records if not record.environment.is_exact}
-    dry = {record.environment.gpu: None for record in records if record.environment.dry}
-    parts = [", ".join(real)] if real else []
-    parts += [f"dry {', '.join(dry)}"] if dry else []
-    parts += [f"simulated {', '.join(simulated)}"] if simulated else []
-    return " and ".join(parts)
+    gpus: dict[str, dict[str, None]] = {"": {}, "dry ": {}, "simulated ": {}}
+    for environment in (record.environment for record in records):
+        gpus[environment.kind][environment.gpu] = None
+    return " and ".join(f"{kind}{', '.join(names)}" for kind, names in gpus.items() if names)
 
 
 def _tests(count: int) -> str:

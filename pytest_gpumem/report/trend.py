@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from pytest_gpumem.sizes import Tolerance, parse_tolerance
@@ -107,15 +108,13 @@ class Trend:
             "creeping": [point.label for point in self.creeping],
         }
 
-    def _allowance(self, peak: int) -> int:
-        known = (self.tolerance, self.own)
-        return max(one.allowance(peak) for one in known if one is not None)
-
     def _changes(self, *, small: bool) -> list[tuple[Point, int]]:
         found = []
-        for before, now in zip(self.points, self.points[1:], strict=False):
+        tolerances = [one for one in (self.tolerance, self.own) if one is not None]
+        for before, now in pairwise(self.points):
             change = abs(now.peak - before.peak)
-            is_small = change <= self._allowance(max(before.peak, 0))
+            peak = max(before.peak, 0)
+            is_small = change <= max(one.allowance(peak) for one in tolerances)
             if change and is_small == small:
                 found.append((now, before.peak))
         return found
@@ -127,14 +126,9 @@ def sparkline(values: Sequence[int], width: int, bars: str = BARS) -> str:
     Of values that share a bar the highest is shown, so that no peak is lost. Values that are all
     the same are low bars.
     """
-    shown = [
-        max(values[start : max(start + 1, stop)])
-        for start, stop in _parts(len(values), min(width, len(values)))
-    ]
+    parts = min(width, len(values))
+    edges = [part * len(values) // parts for part in range(parts + 1)]
+    shown = [max(values[start:stop]) for start, stop in pairwise(edges)]
     low, high = min(shown), max(shown)
     span = max(high - low, 1)
     return "".join(bars[(value - low) * (len(bars) - 1) // span] for value in shown)
-
-
-def _parts(count: int, parts: int) -> list[tuple[int, int]]:
-    return [(part * count // parts, (part + 1) * count // parts) for part in range(parts)]

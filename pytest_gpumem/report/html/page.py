@@ -105,13 +105,9 @@ def shown(data: Any) -> Any:
 
 
 def _packed(records: Sequence[TestRecord]) -> Iterator[str]:
-    for some in _batches(records):
-        text = compact([detail_of(record) for record in some])
+    for begin in range(0, len(records), TOGETHER):
+        text = compact(list(map(detail_of, records[begin : begin + TOGETHER])))
         yield b64encode(zlib.compress(text.encode("ascii"))).decode("ascii")
-
-
-def _batches(records: Sequence[TestRecord]) -> Iterable[Sequence[TestRecord]]:
-    return (records[begin : begin + TOGETHER] for begin in range(0, len(records), TOGETHER))
 
 
 def _policy(*scripts: str) -> str:
