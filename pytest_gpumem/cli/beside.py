@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.verdict import format_percent
-from pytest_gpumem.cli.columns import UNLIMITED, table
+from pytest_gpumem.cli.command import UNLIMITED, table
 from pytest_gpumem.cli.fit import CONTEXT, fit_table, heading, phases_of
 from pytest_gpumem.prediction.compiled import Beside, changes_by_line
 from pytest_gpumem.sizes import format_change, format_size
@@ -42,25 +42,28 @@ def as_dict(both: Beside) -> dict[str, Any]:
     return {
         "compiled": "target" if both.by_itself else "modules",
         "gpus": [one.to_dict() for pair in both.pairs for one in pair],
-        "changes": [_changes_of(*pair) for pair in both.pairs],
+        "changes": [
+            {
+                "gpu": eager.gpu,
+                "peak_allocated": compiled.peak_allocated - eager.peak_allocated,
+                "peak_reserved": compiled.peak_reserved - eager.peak_reserved,
+                "lines": _line_changes(eager, compiled, ""),
+                "phases": {
+                    name: {
+                        "peak_allocated": peak - eager.phases[name],
+                        "lines": _line_changes(eager, compiled, name),
+                    }
+                    for name, peak in compiled.phases.items()
+                    if name in eager.phases
+                },
+            }
+            for eager, compiled in both.pairs
+        ],
     }
 
 
-def _changes_of(eager: Prediction, compiled: Prediction) -> dict[str, Any]:
-    def lines_of(phase: str) -> list[dict[str, Any]]:
-        return [change.to_dict() for change in changes_by_line(eager, compiled, phase)]
-
-    return {
-        "gpu": eager.gpu,
-        "peak_allocated": compiled.peak_allocated - eager.peak_allocated,
-        "peak_reserved": compiled.peak_reserved - eager.peak_reserved,
-        "lines": lines_of(""),
-        "phases": {
-            name: {"peak_allocated": peak - eager.phases[name], "lines": lines_of(name)}
-            for name, peak in compiled.phases.items()
-            if name in eager.phases
-        },
-    }
+def _line_changes(eager: Prediction, compiled: Prediction, phase: str) -> list[dict[str, Any]]:
+    return [change.to_dict() for change in changes_by_line(eager, compiled, phase)]
 
 
 def _changes(both: Beside, phases: list[str], width: int) -> Iterator[str]:
@@ -93,16 +96,13 @@ def _by_line(
     peaks = [{**one.phases, "": one.peak_allocated} for one in (eager, compiled)]
     differing = [name for name in (*phases, "") if peaks[0].get(name) != peaks[1].get(name)]
     for phase in differing:
-        if not phase and any(_is_peak_in(name, *peaks) for name in phases):
-            continue  # its lines have been printed
-        changes = [change.to_dict() for change in changes_by_line(eager, compiled, phase)]
+        printed = (all(one.get(name) == one[""] for one in peaks) for name in phases)
+        if not phase and any(printed):
+            continue
+        changes = _line_changes(eager, compiled, phase)
         yield f"by line, at the peak{' of ' * bool(phase)}{phase} on {eager.gpu}:"
         yield from explanation_lines(changes, width=None if width == UNLIMITED else width)
         yield ""
-
-
-def _is_peak_in(phase: str, *peaks: Mapping[str, int]) -> bool:
-    return all(one.get(phase) == one[""] for one in peaks)
 
 
 def _notes(both: Beside) -> Iterator[str]:

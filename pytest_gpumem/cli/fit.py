@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pytest_gpumem.cli.columns import UNLIMITED, table
+from pytest_gpumem.cli.command import UNLIMITED, table
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ def fit_table(
     rows = [header, *(_row(one, phases) for one in predictions)]
     given_up = [*range(len(header) - 2, len(header) - 2 - len(phases), -1), 3]
     left = [0, len(header) - 1]
-    for told in ([one.ranks for one in predictions], [one.code for one in predictions]):
-        if any(told):
-            for row, cell in zip(rows, ["", *told], strict=True):
+    for added in ([one.ranks for one in predictions], [one.code for one in predictions]):
+        if any(added):
+            for row, cell in zip(rows, ["", *added], strict=True):
                 row.insert(1, cell)
             given_up = [column + 1 for column in given_up]
             left = [0, *(column + 1 for column in left)]
@@ -62,7 +62,7 @@ def fit_table(
 
 
 def _row(prediction: Prediction, phases: Sequence[str]) -> list[str]:
-    known: dict[str, Any] = dict(prediction.phases)
+    known = prediction.phases
     left = format_size(abs(prediction.left))
     if prediction.fits:
         # Cached memory that is released during the run can make more fit than is reserved in all.

@@ -8,12 +8,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pytest_gpumem.baseline.verdict import format_percent
-from pytest_gpumem.cli.columns import table, terminal_width
-from pytest_gpumem.cli.command import Answer, Argument, Command, argument
+from pytest_gpumem.cli.command import (
+    Answer,
+    Argument,
+    Command,
+    argument,
+    parsed,
+    table,
+    terminal_width,
+)
 from pytest_gpumem.progress import Progress
 from pytest_gpumem.report.past import Past, past_of_git, past_of_reports
 from pytest_gpumem.report.trend import BARS, PLAIN_BARS, SMALL, Trend, sparkline
-from pytest_gpumem.sizes import SizeError, Tolerance, format_change, format_size, parse_tolerance
+from pytest_gpumem.sizes import Tolerance, format_change, format_size, parse_tolerance
 
 CREEPS = 1
 WIDTH = 24
@@ -24,9 +31,9 @@ COLUMNS = ("test", "trend", "first", "last", "change", "%", "steps", "crept")
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Return the history of peaks; raises ``ValueError`` for bad input."""
-    most = _tolerance("--max-creep", arguments.max_creep)
+    most = parsed("--max-creep", parse_tolerance, arguments.max_creep)
     given = arguments.tolerance
-    small = SMALL if given is None else _tolerance("--tolerance", given)
+    small = SMALL if given is None else parsed("--tolerance", parse_tolerance, given)
     past = past_of(arguments.reports, arguments.git, arguments.baselines, arguments.progress)
     trends = past.trends(small, own=given is None)
     if not trends:
@@ -65,7 +72,8 @@ def _lines(
     every: bool,
     moments: int,
 ) -> Iterator[str]:
-    shown = [trend for trend in trends if every or len({point.peak for point in trend.points}) > 1]
+    changed = [trend for trend in trends if len({point.peak for point in trend.points}) > 1]
+    shown = trends if every else changed
     several = len({trend.environment for trend in trends}) > 1
     if shown:
         rows = [_row(trend, several) for trend in shown]
@@ -84,20 +92,24 @@ def _lines(
             f"{_name(trend, several)} crept by {_change(trend.level, trend.last)} in "
             f"{len(trend.creeping)} small steps, more than {most}: {named}"
         )
-    constant = len(trends) - sum(len({p.peak for p in trend.points}) > 1 for trend in trends)
+    tests = f"{len(trends)} test{'s' * (len(trends) != 1)}"
     yield (
-        f"{len(trends)} test{'s' * (len(trends) != 1)} at {moments} moments: {constant} never "
-        f"changed, {sum(bool(trend.steps) for trend in trends)} with steps, "
-        f"{len(creeping)} creeping"
+        f"{tests} at {moments} moments: {len(trends) - len(changed)} never changed, "
+        f"{sum(bool(trend.steps) for trend in trends)} with steps, {len(creeping)} creeping"
     )
 
 
 def _row(trend: Trend, several: bool) -> tuple[str, ...]:
     percent = format_percent(trend.last - trend.first, trend.first) if trend.first > 0 else ""
     change = trend.last - trend.first
+    try:
+        BARS.encode(sys.stdout.encoding or "ascii")
+        bars = BARS
+    except UnicodeEncodeError:
+        bars = PLAIN_BARS
     return (
         _name(trend, several),
-        sparkline([point.peak for point in trend.points], WIDTH, _bars()),
+        sparkline([point.peak for point in trend.points], WIDTH, bars),
         format_size(trend.first),
         format_size(trend.last),
         format_change(change),
@@ -111,24 +123,9 @@ def _name(trend: Trend, several: bool) -> str:
     return f"{trend.nodeid} [{trend.environment}]" if several else trend.nodeid
 
 
-def _bars() -> str:
-    try:
-        BARS.encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return PLAIN_BARS
-    return BARS
-
-
 def _change(before: int, now: int) -> str:
     percent = f" ({format_percent(now - before, before)})" if before > 0 else ""
     return f"{format_change(now - before)}{percent}"
-
-
-def _tolerance(option: str, text: str) -> Tolerance:
-    try:
-        return parse_tolerance(text)
-    except SizeError as error:
-        raise ValueError(f"{option}: {error}") from None
 
 
 def past_in_git(group: str = "") -> tuple[Argument, ...]:

@@ -42,7 +42,10 @@ def draw_history(figure: Figure, past: Past, trends: Sequence[Trend], small: Tol
     several = len({trend.environment for trend in trends}) > 1
     for axes, trend in zip(panels, shown, strict=True):
         _panel(axes, past, trend, several)
-    _name_moments(panels[-1], [label for label, _, _ in past.moments])
+    every = -(-len(past.moments) // MOST_TICKS)
+    places = range(0, len(past.moments), every)
+    names = [shorten(printable(past.moments[at][0]), MOST_LABEL) for at in places]
+    panels[-1].set_xticks(places, names, rotation=30, ha="right", fontsize=8)
     hidden = f", the {MOST_PANELS} of {len(trends)} tests that changed most"
     where = "" if several else f" [{printable(shown[0].environment)}]"
     figure.suptitle(f"Peak over time{hidden if len(trends) > MOST_PANELS else ''}{where}")
@@ -78,7 +81,7 @@ def _panel(axes: Axes, past: Past, trend: Trend, several: bool) -> None:
     axes.set_ylim(low - 0.2 * span, high + 0.55 * span)
     last = max(len(past.moments) - 1, 1)
     axes.set_xlim(-0.02 * last, 1.02 * last)
-    for step, at in _told(trend.steps, where, last, span):
+    for step, at in _annotated(trend.steps, where, last, span):
         left = at > last / 2
         axes.annotate(
             f"{format_change(step.bytes)} {shorten(printable(step.point.label), MOST_LABEL)}",
@@ -89,21 +92,16 @@ def _panel(axes: Axes, past: Past, trend: Trend, several: bool) -> None:
             fontsize=8,
             color=UP if step.bytes > 0 else DOWN,
         )
-    axes.set_yticks(*_ticks(low, high))
+    # The lowest and the highest peak, in digits that distinguish them.
+    apart = ([low, high], format_apart(low, high)) if low < high else ([low], [format_size(low)])
+    axes.set_yticks(*apart)
     axes.spines[["top", "right"]].set_visible(False)
     name = f"{trend.nodeid} [{trend.environment}]" if several else trend.nodeid
     axes.set_title(shorten(name, MOST_LETTERS), loc="left", fontsize=9)
     axes.set_title(_summary(trend), loc="right", fontsize=9)
 
 
-def _ticks(low: int, high: int) -> tuple[list[int], list[str]]:
-    """Return the lowest and the highest peak, in digits that distinguish them."""
-    if low == high:
-        return [low], [format_size(low)]
-    return [low, high], list(format_apart(low, high))
-
-
-def _told(
+def _annotated(
     steps: Sequence[Step], where: dict[int, int], last: int, span: int
 ) -> Iterator[tuple[Step, int]]:
     """Yield the largest steps whose words have room beside each other, and their places."""
@@ -127,27 +125,12 @@ def _summary(trend: Trend) -> str:
     return f"{format_size(trend.last)}, {format_change(change)}{percent} since the first"
 
 
-def _name_moments(axes: Axes, labels: Sequence[str]) -> None:
-    every = -(-len(labels) // MOST_TICKS)
-    places = range(0, len(labels), every)
-    names = [shorten(printable(labels[at]), MOST_LABEL) for at in places]
-    axes.set_xticks(places, names, rotation=30, ha="right", fontsize=8)
-
-
 def _legend(figure: Figure, small: Tolerance) -> None:
     from matplotlib.lines import Line2D
 
-    def sign(marker: str, color: str, label: str) -> Line2D:
-        return Line2D([], [], marker=marker, color=color, linestyle="none", label=label)
-
-    figure.legend(
-        handles=[
-            sign("^", UP, "step up"),
-            sign("v", DOWN, "step down"),
-            sign("o", SMALL, f"grew within {small}"),
-        ],
-        loc="outside lower right",
-        ncols=3,
-        frameon=False,
-        fontsize=8,
-    )
+    signs = (("^", UP, "step up"), ("v", DOWN, "step down"), ("o", SMALL, f"grew within {small}"))
+    handles = [
+        Line2D([], [], marker=marker, color=color, linestyle="none", label=label)
+        for marker, color, label in signs
+    ]
+    figure.legend(handles=handles, loc="outside lower right", ncols=3, frameon=False, fontsize=8)

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-    from pytest_gpumem.report.past import Past
     from pytest_gpumem.report.record import TestRecord
     from pytest_gpumem.values.measurement import Measurement
+
+Measured = tuple["TestRecord", "Measurement"]
+"""A test and its measurement."""
 
 MOST_BARS = 30
 """Tests of one picture, those with the highest peaks."""
@@ -32,22 +34,8 @@ MOST_BARS = 30
 MOST_LETTERS = 60
 """The most characters of a test's name beside its bar."""
 
-COLOURS = dict(
-    zip(
-        CATEGORIES,
-        (
-            "#5b9bd5",
-            "#e8833a",
-            "#9b7fd1",
-            "#55b6b0",
-            "#e3b62f",
-            "#c678a5",
-            "#8fbf5a",
-            "#a7adb8",
-        ),
-        strict=True,
-    )
-)
+_PALETTE = "#5b9bd5 #e8833a #9b7fd1 #55b6b0 #e3b62f #c678a5 #8fbf5a #a7adb8".split()
+COLOURS = dict(zip(CATEGORIES, _PALETTE, strict=True))
 """Colours of categories, as in the HTML report."""
 
 HISTORY = "history"
@@ -66,46 +54,31 @@ def draw(arguments: argparse.Namespace, suffix: str) -> Answer:
         output = named.with_name(f"{named.stem}{suffix}")
     elif output.suffix.lower() != suffix:
         raise ValueError(f"--output {output} does not end in {suffix}, as --to says")
+    part: str = arguments.test
+    wanted = f" whose id contains {quoted(part)}" if part else ""
     if kind == HISTORY:
         past = past_of(reports, commits, arguments.baselines, arguments.progress)
-        tests = _plot_history(past, arguments.test, output)
+        trends = [trend for trend in past.trends(SMALL) if part in trend.nodeid]
+        if not trends:
+            raise ValueError(f"no report holds a measured test{wanted}")
+        drawn_to(output, lambda figure: draw_history(figure, past, trends, SMALL))
+        tests = [trend.nodeid for trend in trends]
     elif commits or len(reports) != 1:
         raise ValueError(
             f"--kind {kind} is of one report; several, and --git, are for --kind history"
         )
     else:
-        tests = _plot_report(reports[0], kind, arguments.test, output)
+        found = [record for record in read_report(reports[0]) if part in record.nodeid]
+        records = [(record, one) for record in found if (one := record.measurement) is not None]
+        if not records:
+            raise ValueError(f"{reports[0]} holds no measured test{wanted}")
+        drawn_to(output, lambda figure: KINDS[kind](figure, records))
+        tests = [record.nodeid for record, _ in records]
     shown = ", ".join(map(str, reports)) or commits
     return Answer(
         [f"{output}: {kind} of {shown}"],
         lambda: {"output": str(output), "kind": kind, "tests": tests},
     )
-
-
-def _plot_report(report: Path, kind: str, part: str, output: Path) -> list[str]:
-    """Draw the tests of one report with ``part`` in their ids; return them."""
-    records = [
-        record
-        for record in read_report(report)
-        if part in record.nodeid and record.measurement is not None
-    ]
-    if not records:
-        raise ValueError(f"{report} holds no measured test{_wanted(part)}")
-    drawn_to(output, lambda figure: KINDS[kind](figure, records))
-    return [record.nodeid for record in records]
-
-
-def _plot_history(past: Past, part: str, output: Path) -> list[str]:
-    """Draw the history of the tests' peaks with ``part`` in their ids; return them."""
-    trends = [trend for trend in past.trends(SMALL) if part in trend.nodeid]
-    if not trends:
-        raise ValueError(f"no report holds a measured test{_wanted(part)}")
-    drawn_to(output, lambda figure: draw_history(figure, past, trends, SMALL))
-    return [trend.nodeid for trend in trends]
-
-
-def _wanted(part: str) -> str:
-    return f" whose id contains {quoted(part)}" if part else ""
 
 
 def drawn_to(output: Path, draw: Callable[[Figure], None]) -> None:
@@ -129,32 +102,31 @@ def drawn_to(output: Path, draw: Callable[[Figure], None]) -> None:
         figure.savefig(output, dpi=150)
 
 
-def _composition(figure: Figure, records: Sequence[TestRecord]) -> None:
-    axes = figure.add_subplot()
-    by_peak = sorted(records, key=lambda record: _measured(record).peak_allocated, reverse=True)
+def _composition(figure: Figure, records: Sequence[Measured]) -> None:
+    by_peak = sorted(records, key=lambda pair: pair[1].peak_allocated, reverse=True)
     shown = by_peak[:MOST_BARS][::-1]
     figure.set_figheight(1.5 + 0.28 * len(shown))
-    rows = [(record.nodeid, _measured(record)) for record in shown]
-    _bars(axes, [(name, one.composition, one.peak_allocated) for name, one in rows])
+    rows = [(record.nodeid, one.composition, one.peak_allocated) for record, one in shown]
+    _bars(figure.add_subplot(), rows)
     hidden = f", the highest {MOST_BARS} of {len(records)}" if len(records) > MOST_BARS else ""
-    figure.suptitle(f"Peak by category{hidden}{_said(records)}")
+    figure.suptitle(f"Peak by category{hidden}{_gpus(records)}")
 
 
-def _phases(figure: Figure, records: Sequence[TestRecord]) -> None:
+def _phases(figure: Figure, records: Sequence[Measured]) -> None:
+    name, measured = _only(records)
+    phases = list(measured.phases.values())[::-1]
+    rows = [(phase.name, phase.composition, phase.peak_allocated) for phase in phases]
+    _bars(figure.add_subplot(), rows)
+    figure.suptitle(f"{shorten(name, MOST_LETTERS)}: peak by phase{_gpus(records)}")
+
+
+def _timeline(figure: Figure, records: Sequence[Measured]) -> None:
     axes = figure.add_subplot()
-    record = _only(records)
-    phases = list(_measured(record).phases.values())[::-1]
-    _bars(axes, [(phase.name, phase.composition, phase.peak_allocated) for phase in phases])
-    figure.suptitle(f"{_name(record.nodeid)}: peak by phase{_said([record])}")
-
-
-def _timeline(figure: Figure, records: Sequence[TestRecord]) -> None:
-    axes = figure.add_subplot()
-    record = _only(records)
-    line = _measured(record).timeline
+    nodeid, measured = _only(records)
+    line = measured.timeline
     if line is None:
         raise ValueError(
-            f"{printable(record.nodeid)} has no time line; run it with --gpumem-report html:PATH "
+            f"{printable(nodeid)} has no time line; run it with --gpumem-report html:PATH "
             "besides json:PATH, on a simulated device or with --gpumem-history"
         )
     names = [name for name in CATEGORIES if name in line["categories"]]
@@ -176,9 +148,7 @@ def _timeline(figure: Figure, records: Sequence[TestRecord]) -> None:
         if name != "call":
             axes.axvspan(begin, end, ymin=0.97, alpha=0.35, color="gray", linewidth=0)
             axes.text(
-                begin,
-                0.985,
-                f" {printable(name)}",
+                *(begin, 0.985, f" {printable(name)}"),
                 va="center",
                 fontsize=7,
                 transform=axes.get_xaxis_transform(),
@@ -190,20 +160,16 @@ def _timeline(figure: Figure, records: Sequence[TestRecord]) -> None:
     axes.set_ylabel("allocated")
     axes.spines[["top", "right"]].set_visible(False)
     _in_bytes(axes.yaxis, max(totals))
-    figure.suptitle(f"{_name(record.nodeid)}{_said([record])}")
+    figure.suptitle(f"{shorten(nodeid, MOST_LETTERS)}{_gpus(records)}")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
-KINDS: dict[str, Callable[[Figure, Sequence[TestRecord]], None]] = {
-    "composition": _composition,
-    "phases": _phases,
-    "timeline": _timeline,
-}
+KINDS = {"composition": _composition, "phases": _phases, "timeline": _timeline}
 
 
 def _bars(axes: Axes, rows: Sequence[tuple[str, Mapping[str, int], int]]) -> None:
     """Draw a bar for each name, composition and peak (bytes); the rest of a peak is white."""
-    labels = [_name(name) for name, _, _ in rows]
+    labels = [shorten(name, MOST_LETTERS) for name, _, _ in rows]
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("peak allocated")
     axes.margins(y=0.01 if len(rows) > 1 else 0.5)
@@ -234,31 +200,19 @@ def _in_bytes(axis: Axis, highest: int) -> None:
     axis.set_major_formatter(lambda size, _: format_size(round(size)))
 
 
-def _measured(record: TestRecord) -> Measurement:
-    assert record.measurement is not None  # others are not drawn
-    return record.measurement
-
-
-def _only(records: Sequence[TestRecord]) -> TestRecord:
+def _only(records: Sequence[Measured]) -> tuple[str, Measurement]:
+    record, measured = records[0]
     if len(records) > 1:
         raise ValueError(
-            f"{len(records)} tests are meant, {printable(records[0].nodeid)} first, and this shows "
+            f"{len(records)} tests are meant, {printable(record.nodeid)} first, and this shows "
             "one; name it with --test"
         )
-    return records[0]
+    return record.nodeid, measured
 
 
-def _name(text: str) -> str:
-    return shorten(text, MOST_LETTERS)
-
-
-def _said(records: Sequence[TestRecord]) -> str:
-    gpus = sorted(
-        {
-            f"{'simulated ' * record.environment.simulated}{record.environment.gpu}"
-            for record in records
-        }
-    )
+def _gpus(records: Sequence[Measured]) -> str:
+    environments = (record.environment for record, _ in records)
+    gpus = sorted({f"{'simulated ' * one.simulated}{one.gpu}" for one in environments})
     return f" [{', '.join(map(printable, gpus))}]"
 
 

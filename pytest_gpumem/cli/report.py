@@ -5,14 +5,43 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pytest_gpumem.cli import page, picture
+from pytest_gpumem.cli import picture
 from pytest_gpumem.cli.command import Answer, Command, argument, refuse_others
 from pytest_gpumem.report.difference import difference_section
-from pytest_gpumem.report.json_report import read_report, write_file
+from pytest_gpumem.report.json_report import read_report, read_usage, write_file
 from pytest_gpumem.report.markdown import document
+from pytest_gpumem.sizes import format_size
 
 
-def write(arguments: argparse.Namespace) -> Answer:
+def write_page(arguments: argparse.Namespace) -> Answer:
+    """Write the page; raises ``ValueError`` for bad input."""
+    from pytest_gpumem.report.html import write_html
+    from pytest_gpumem.report.past import past_of_reports, peaks_of
+
+    if not arguments.reports:
+        raise ValueError("name the report that --gpumem-report json:PATH wrote")
+    *earlier, report = arguments.reports
+    records = read_report(report)
+    path: Path = arguments.output or report.with_suffix(".html")
+    for read in arguments.reports:
+        if path.resolve() == read.resolve():
+            raise ValueError(
+                f"the page would replace the report {path}; name another with --output"
+            )
+    past = None
+    if paths := [*arguments.history, *earlier]:
+        past = past_of_reports(paths, without=report)
+        past.moments.append((report.stem, "", peaks_of(records)))
+    written = write_html(path, records, "--output", past=past, usage=read_usage(report))
+    tests = "1 test" if len(records) == 1 else f"{len(records)} tests"
+    size = written.stat().st_size
+    return Answer(
+        [f"{path}: {tests}, {format_size(size)}"],
+        lambda: {"output": str(path), "tests": len(records), "bytes": size},
+    )
+
+
+def write_markdown(arguments: argparse.Namespace) -> Answer:
     """Write the Markdown; raises ``ValueError`` for bad input."""
     if len(arguments.reports) != 1:
         raise ValueError("--to markdown is of one report; what it is compared with is --against")
@@ -32,7 +61,18 @@ def write(arguments: argparse.Namespace) -> Answer:
     )
 
 
-ARGUMENTS = (
+HTML = (
+    argument(
+        "--history",
+        group="html",
+        metavar="PATH",
+        action="append",
+        default=[],
+        type=Path,
+        help="an earlier report, or a folder of them, by their names; may be repeated",
+    ),
+)
+MARKDOWN = (
     argument(
         "--against",
         group="markdown",
@@ -66,38 +106,38 @@ ARGUMENTS = (
 
 PICTURES = tuple(suffix.removeprefix(".") for suffix in picture.FORMATS)
 FORMS = ("html", "markdown", *PICTURES)
-SUFFIXES = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "markdown"}
-SUFFIXES.update({suffix: suffix.removeprefix(".") for suffix in picture.FORMATS})
-
-_GROUPS = {"--to html": page.ARGUMENTS, "--to markdown": ARGUMENTS}
-_GROUPS.update({f"--to {form}": picture.ARGUMENTS for form in PICTURES})
+SUFFIXES = {
+    ".html": "html",
+    ".htm": "html",
+    ".md": "markdown",
+    ".markdown": "markdown",
+    **{f".{form}": form for form in PICTURES},
+}
+_GROUPS = {
+    "--to html": HTML,
+    "--to markdown": MARKDOWN,
+    **{f"--to {form}": picture.ARGUMENTS for form in PICTURES},
+}
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Write the report in that form; raises ``ValueError`` for bad input."""
-    form = _form(arguments)
-    refuse_others(arguments, f"--to {form}", _GROUPS)
-    if form == "html":
-        return page.write(arguments)
-    if form == "markdown":
-        return write(arguments)
-    return picture.draw(arguments, f".{form}")
+    """Write the report in the form chosen by name or by the suffix of the output, else a page.
 
-
-def _form(arguments: argparse.Namespace) -> str:
-    """Return the form chosen by name or by the suffix of the output, else a page."""
+    Raises ``ValueError`` for bad input.
+    """
     output: Path | None = arguments.output
-    if arguments.to is not None:
-        form: str = arguments.to
-        return form
-    if output is None:
-        return "html"
-    if (suffix := output.suffix.lower()) not in SUFFIXES:
+    form: str | None = arguments.to
+    if form is None:
+        form = "html" if output is None else SUFFIXES.get(output.suffix.lower())
+    if form is None:
         raise ValueError(
             f"--output {output}: its name does not say what to write; add --to with one of "
             f"{', '.join(FORMS)}"
         )
-    return SUFFIXES[suffix]
+    refuse_others(arguments, f"--to {form}", _GROUPS)
+    if form in PICTURES:
+        return picture.draw(arguments, f".{form}")
+    return write_page(arguments) if form == "html" else write_markdown(arguments)
 
 
 COMMAND = Command(
@@ -129,8 +169,8 @@ COMMAND = Command(
             help="default: beside the report, with the suffix of the form; Markdown goes to the "
             "terminal",
         ),
-        *page.ARGUMENTS,
-        *ARGUMENTS,
+        *HTML,
+        *MARKDOWN,
         *picture.ARGUMENTS,
     ),
     examples=(

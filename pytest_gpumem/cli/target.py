@@ -6,7 +6,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,20 @@ FORMS = "write module:function, path.py:function or path.py::test"
 
 class TargetError(ValueError):
     """A target that cannot be run; the message is one sentence for the user."""
+
+
+@contextmanager
+def refusing(text: str, *known: type[BaseException]) -> Iterator[None]:
+    """Raise :class:`TargetError` for an error of the target ``text``, which runs inside.
+
+    The errors that are ``known`` are sentences for the user; of others, the class is shown too.
+    """
+    try:
+        yield
+    except known as error:
+        raise TargetError(f"{text}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise TargetError(f"{text} raised {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -69,39 +84,34 @@ test_target.__test__ = False  # type: ignore[attr-defined]  # pytest would take 
 
 
 def _module(text: str, place: str) -> ModuleType:
-    is_path = place.endswith(".py")
-    loaded = sys.modules.get(Path(place).stem)
-    if is_path and loaded and _is_file(loaded, place):
-        return loaded
-    if is_path and not Path(place).is_file():
-        raise TargetError(f"{text}: there is no file {place}")
+    path = Path(place)
+    is_path = path.suffix == ".py"
+    if is_path:
+        loaded = sys.modules.get(path.stem)
+        file = getattr(loaded, "__file__", None)
+        if loaded and file is not None and Path(file).resolve() == path.resolve():
+            return loaded
+        if not path.is_file():
+            raise TargetError(f"{text}: there is no file {place}")
     # Like python itself for a script, and for -m.
-    folder = str(Path(place).resolve().parent if is_path else Path.cwd())
+    folder = str(path.resolve().parent if is_path else Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        return _from_file(Path(place)) if is_path else importlib.import_module(place)
+        if not is_path:
+            return importlib.import_module(place)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # sys.exit() or pytest.skip() in a module is no Exception
         raise TargetError(
             f"{text}: importing {place} raised {type(error).__name__}: {error}"
         ) from error
-
-
-def _is_file(module: ModuleType, place: str) -> bool:
-    file = getattr(module, "__file__", None)
-    return file is not None and Path(file).resolve() == Path(place).resolve()
-
-
-def _from_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _function(text: str, module: ModuleType, name: str) -> Callable[[], Any]:
