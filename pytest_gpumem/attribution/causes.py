@@ -34,6 +34,7 @@ from pytest_gpumem.attribution.history import (
 )
 from pytest_gpumem.attribution.program_causes import (
     PROGRAM_CAUSES,
+    Evidence,
     carried_sentence,
     steady_step,
     unfused_sentence,
@@ -42,8 +43,6 @@ from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import listed
 
 __all__ = ["Growth", "Side", "absolute_cause", "cause_of", "leak_cause"]
-
-Detector = Callable[[Growth], str | None]
 
 CAST = "Tensor.to"
 """The operator by which autograd sees ``float()``, ``half()`` and ``to(dtype)``."""
@@ -56,7 +55,9 @@ def cause_of(growth: Growth) -> str:
     """Return the cause of ``growth`` as a sentence, empty if unknown."""
     if growth.bytes <= 0:
         return ""
-    return next(filter(None, (detector(growth) for detector in DETECTORS)), "")
+    found = (evidence for detector in DETECTORS for evidence in detector(growth))
+    sentences = (sentence for nbytes, sentence in found if growth.is_most(nbytes))
+    return next(filter(None, sentences), "")
 
 
 def absolute_cause(now: Side, excess: int) -> str:
@@ -91,7 +92,7 @@ def leak_cause(sites: Sequence[Site]) -> str:
     return ""
 
 
-def _dtype(growth: Growth) -> str | None:
+def _dtype(growth: Growth) -> Evidence:
     gains: defaultdict[tuple[str, str], list[tuple[int, Site]]] = defaultdict(list)
     kinds = [_by_kind(side.sites) for side in (growth.now, growth.before)]
     for kind, (now, site) in kinds[0].items():
@@ -100,22 +101,20 @@ def _dtype(growth: Growth) -> str | None:
             (dtype, nbytes), (before, known) = *now.items(), *was[0].items()
             gains[before, dtype].append((nbytes - known, site))
     for (before, dtype), found in gains.items():
-        if growth.is_most(sum(gain for gain, _ in found)):
-            found.sort(key=lambda pair: -pair[0])
-            sentence = f"{_same_tensors([site for _, site in found])}: {before} before, {dtype} now"
-            return f"{sentence}{_new_cast(growth, dtype)}"
-    return None
+        found.sort(key=lambda pair: -pair[0])
+        same = _same_tensors([site for _, site in found])
+        sentence = f"{same}: {before} before, {dtype} now{_new_cast(growth, dtype)}"
+        yield sum(gain for gain, _ in found), sentence
 
 
-def _parameters_dtype(growth: Growth) -> str | None:
+def _parameters_dtype(growth: Growth) -> Evidence:
     """Tell the type of parameters where a GPU's record has no types of blocks."""
     now, before = growth.facts("models")
     own = growth.gained(PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
     for name, model in now.items():
         dtype, was = model.get("dtype"), before.get(name, {}).get("dtype")
-        if dtype and was and dtype != was and growth.is_most(own):
-            return f"the parameters of {name}: {was} before, {dtype} now"
-    return None
+        if dtype and was and dtype != was:
+            yield own, f"the parameters of {name}: {was} before, {dtype} now"
 
 
 def _new_cast(growth: Growth, dtype: str) -> str:
@@ -152,7 +151,7 @@ def _same_tensors(sites: Sequence[Site]) -> str:
     return f"the same {listed(categories)} at {places[0]}{more}"
 
 
-def _inputs(growth: Growth) -> str | None:
+def _inputs(growth: Growth) -> Evidence:
     now, before = growth.facts("inputs")
     larger = [
         (shape, was)
@@ -161,14 +160,13 @@ def _inputs(growth: Growth) -> str | None:
     ]
     if larger and len(now) == len(before):
         shape, was = larger[0]
-        if growth.is_most(growth.gained(INPUTS, ACTIVATIONS, TEMPORARIES, OTHER)):
-            return f"the inputs are larger: {shape_text(was)} before, {shape_text(shape)} now"
-    if growth.is_most(growth.gained(INPUTS)):
-        new = [one for one in growth.gains if one.site.category == INPUTS]
-        where = f": {site_text(new[0].site)} holds {_more(new[0])}" if new else ""
-        held = [side.categories.get(INPUTS, 0) for side in (growth.now, growth.before)]
-        return f"the inputs hold {format_size(held[0])}, {format_size(held[1])} before{where}"
-    return None
+        gained = growth.gained(INPUTS, ACTIVATIONS, TEMPORARIES, OTHER)
+        yield gained, f"the inputs are larger: {shape_text(was)} before, {shape_text(shape)} now"
+    new = [one for one in growth.gains if one.site.category == INPUTS]
+    where = f": {site_text(new[0].site)} holds {_more(new[0])}" if new else ""
+    held = [side.categories.get(INPUTS, 0) for side in (growth.now, growth.before)]
+    sizes = f"{format_size(held[0])}, {format_size(held[1])} before"
+    yield held[0] - held[1], f"the inputs hold {sizes}{where}"
 
 
 def _more(change: Change) -> str:
@@ -180,7 +178,7 @@ def _more(change: Change) -> str:
     return f"{format_size(change.bytes)} more"
 
 
-def _larger_model(growth: Growth) -> str | None:
+def _larger_model(growth: Growth) -> Evidence:
     now, before = growth.facts("models")
     own = growth.gained(PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
     if growth.now.facts.get("inputs") == growth.before.facts.get("inputs"):
@@ -190,7 +188,7 @@ def _larger_model(growth: Growth) -> str | None:
             for change in growth.changes
             if change.change == "grown" and change.site.category in (ACTIVATIONS, TEMPORARIES)
         )
-    for name in (one for one in now if one in before and growth.is_most(own)):
+    for name in (one for one in now if one in before):
         if now[name]["parameters"] <= before[name]["parameters"]:
             continue
         shapes, were = now[name]["largest"], before[name]["largest"]
@@ -202,28 +200,28 @@ def _larger_model(growth: Growth) -> str | None:
             shown = f"{first}{more}: {change}"
         else:
             shown = f"{before[name]['parameters']:,} before, {now[name]['parameters']:,} now"
-        return f"{name} has more parameters, {shown}"
-    return None
+        yield own, f"{name} has more parameters, {shown}"
 
 
-def _plain(growth: Growth) -> str | None:
+def _plain(growth: Growth) -> Evidence:
     largest = largest_gain(growth)
     if largest is None:
-        return None
+        return
     site = largest.site
     held = "memory" if site.category == OTHER else site.category
     where = site_text(site) or site.module or "a place that is not known"
     size = format_size(largest.bytes)
     if largest.change != "new":
-        return f"{where} takes {size} of {held} more"
+        yield growth.bytes, f"{where} takes {size} of {held} more"
+        return
     count = f"{site.count} × " if site.count > 1 else ""
     shape = f"{count}{shape_text(site.shape)} " if site.shape else ""
     tensor = f" ({shape}{site.dtype})" if shape and site.dtype else ""
     verb = "were" if held.endswith("s") else "was"
-    return f"{where} takes {size} of {held} that {verb} not there before{tensor}"
+    yield growth.bytes, f"{where} takes {size} of {held} that {verb} not there before{tensor}"
 
 
-DETECTORS: tuple[Detector, ...] = (
+DETECTORS: tuple[Callable[[Growth], Evidence], ...] = (
     *PROGRAM_CAUSES,
     _inputs,
     _dtype,

@@ -1,13 +1,12 @@
 """Causes in a program's calls and settings: detectors that compare the facts of two runs.
 
-Each returns its sentence where the facts differ and account for most of the difference, else
-``None``.
+Each yields sentences with the bytes that they account for, where the facts differ.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -34,8 +33,11 @@ from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import listed
 from pytest_gpumem.values.operator_names import FUSED
 
+Evidence = Iterator[tuple[int, str]]
+"""Bytes, and the sentence on what they are of; one that is not certain is empty."""
 
-def _compiled(growth: Growth) -> str | None:
+
+def _compiled(growth: Growth) -> Evidence:
     fused = {
         _base(name)
         for site in growth.before.sites
@@ -43,13 +45,13 @@ def _compiled(growth: Growth) -> str | None:
         for name in site.operator.removesuffix(FUSED).split(" + ")
     }
     eager = [one for one in growth.gains if _base(one.site.operator or "") in fused]
-    if not growth.is_most(sum(change.bytes for change in eager)):
-        return None
-    first = max(eager, key=lambda change: change.bytes)
-    return (
-        f"{site_text(first.site)} ran eagerly and took {format_size(first.bytes)}; compiled code "
-        "computed it before"
-    )
+    if eager:
+        first = max(eager, key=lambda change: change.bytes)
+        yield (
+            sum(change.bytes for change in eager),
+            f"{site_text(first.site)} ran eagerly and took {format_size(first.bytes)}; compiled "
+            "code computed it before",
+        )
 
 
 def _base(operator: str) -> str:
@@ -60,67 +62,58 @@ def _base(operator: str) -> str:
     return name.removesuffix("_backward").lower()
 
 
-def _grad_mode(growth: Growth) -> str | None:
+def _grad_mode(growth: Growth) -> Evidence:
     now, before = growth.facts("grad")
     lost = before.get("off", 0) - now.get("off", 0)
-    gained = growth.gained(ACTIVATIONS)
-    turned_on = before and lost > 0 and now.get("on", 0) > before.get("on", 0)
-    if not turned_on or not growth.is_most(gained):
-        return None
-    forwards = f"{lost} forward{'s' * (lost > 1)}"
-    return (
-        f"autograd is on in {forwards} where it was off (no_grad or inference_mode is gone): "
-        f"{format_size(gained)} of activations are kept for backward"
-    )
+    if lost > 0 and now.get("on", 0) > before.get("on", 0):
+        gained = growth.gained(ACTIVATIONS)
+        forwards = f"{lost} forward{'s' * (lost > 1)}"
+        yield (
+            gained,
+            f"autograd is on in {forwards} where it was off (no_grad or inference_mode is gone): "
+            f"{format_size(gained)} of activations are kept for backward",
+        )
 
 
-def _checkpointing(growth: Growth) -> str | None:
+def _checkpointing(growth: Growth) -> Evidence:
     now, before = growth.facts("recomputed")
     lost = set(before) - set(now)
-    if not growth.compares_facts or not lost or not growth.is_most(growth.gained(ACTIVATIONS)):
-        return None
-    return (
-        f"activations of {names_text(lost)} are kept for backward now; before they were computed "
-        "again there (checkpointing is gone)"
-    )
+    if growth.compares_facts and lost:
+        yield (
+            growth.gained(ACTIVATIONS),
+            f"activations of {names_text(lost)} are kept for backward now; before they were "
+            "computed again there (checkpointing is gone)",
+        )
 
 
-def _retained_graph(growth: Growth) -> str | None:
-    now, before = growth.facts("retain_graph")
-    gained = growth.gained(ACTIVATIONS)
-    if not growth.compares_facts or not now or before or not growth.is_most(gained):
-        return None
-    return (
-        "backward(retain_graph=True) keeps the graph of a step while the next one runs: "
-        f"{format_size(gained)} of activations more at the peak"
-    )
-
-
-def _waiting_graphs(growth: Growth) -> str | None:
-    now, before = (count or 1 for count in growth.facts("graphs"))
-    gained = growth.gained(ACTIVATIONS)
-    if not growth.compares_facts or now <= before or not growth.is_most(gained):
-        return None
-    return (
-        f"the graphs of {now} forwards wait for one backward, {before} before: "
-        f"{format_size(gained)} of activations more at the peak"
-    )
-
-
-def _zeroed_gradients(growth: Growth) -> str | None:
-    now, before = growth.facts("zeroed_gradients")
-    gained = growth.gained(GRADIENTS)
-    if not growth.compares_facts or not now or before or not growth.is_most(gained):
-        return None
-    return (
-        "zero_grad(set_to_none=False) fills gradients with zeros where it freed them before: "
-        f"{format_size(gained)} of gradients are there during the next forward"
-    )
-
-
-def _carried(growth: Growth) -> str | None:
+def _graphs(growth: Growth) -> Evidence:
     if not growth.compares_facts:
-        return None
+        return
+    gained = growth.gained(ACTIVATIONS)
+    more = f"{format_size(gained)} of activations more at the peak"
+    now, before = growth.facts("retain_graph")
+    if now and not before:
+        kept = "backward(retain_graph=True) keeps the graph of a step while the next one runs"
+        yield gained, f"{kept}: {more}"
+    now, before = (count or 1 for count in growth.facts("graphs"))
+    if now > before:
+        yield gained, f"the graphs of {now} forwards wait for one backward, {before} before: {more}"
+
+
+def _zeroed_gradients(growth: Growth) -> Evidence:
+    now, before = growth.facts("zeroed_gradients")
+    if growth.compares_facts and now and not before:
+        gained = growth.gained(GRADIENTS)
+        yield (
+            gained,
+            "zero_grad(set_to_none=False) fills gradients with zeros where it freed them before: "
+            f"{format_size(gained)} of gradients are there during the next forward",
+        )
+
+
+def _carried(growth: Growth) -> Evidence:
+    if not growth.compares_facts:
+        return
     facts = growth.facts("carried")
     now, before = (
         {(one["holder"], one["where"]): one for one in carried.get("holders", ())}
@@ -131,29 +124,22 @@ def _carried(growth: Growth) -> str | None:
         for variable, holder in now.items()
     }
     for variable in sorted(gains, key=lambda one: -gains[one]):
-        holder, gain = now[variable], gains[variable]
-        until_the_end = gain + _later_steps(facts[0], holder["held"])
-        found = growth.is_most(gain) or (
-            growth.is_most(until_the_end) and MOST * until_the_end < growth.bytes
-        )
-        if found and (sentence := carried_sentence(holder)):
-            return sentence
-    return _carried_unseen(growth, *facts)
-
-
-def _carried_unseen(growth: Growth, now: Facts, before: Facts) -> str | None:
-    """Return what each step leaves where no variable holds it: a generator's consumer does."""
-    amounts = now.get("bytes", ())
+        sentence = carried_sentence(now[variable])
+        until_the_end = gains[variable] + _later_steps(facts[0], now[variable]["held"])
+        yield gains[variable], sentence
+        if MOST * until_the_end < growth.bytes:
+            yield until_the_end, sentence
+    # What each step leaves where no variable holds it: a generator's consumer does.
+    amounts = facts[0].get("bytes", ())
     step, left = steady_step(amounts), largest_gain(growth)
-    if not step or steady_step(before.get("bytes", ())) or left is None or not left.site.site:
-        return None
-    held = _later_steps(now, amounts) + amounts[-1]
-    if not growth.is_most(held) or MOST * held > growth.bytes or not growth.is_most(left.bytes):
-        return None
-    return (
-        f"each step leaves {format_size(step)} of {site_text(left.site)}; "
-        "no variable of the running functions holds it"
-    )
+    if step and not steady_step(facts[1].get("bytes", ())) and left and left.site.site:
+        held = _later_steps(facts[0], amounts) + amounts[-1]
+        if MOST * held <= growth.bytes:
+            yield (
+                min(held, left.bytes),
+                f"each step leaves {format_size(step)} of {site_text(left.site)}; "
+                "no variable of the running functions holds it",
+            )
 
 
 def _later_steps(carried: Facts, amounts: Sequence[int]) -> int:
@@ -191,7 +177,7 @@ def steady_step(amounts: Sequence[int]) -> int:
     return steps[-1] if len(steps) == 2 and min(steps) > 0 else 0
 
 
-def _optimizer_state(growth: Growth) -> str | None:
+def _optimizer_state(growth: Growth) -> Evidence:
     now, before = growth.facts("optimizers")
     kept, was = (
         " and ".join(
@@ -199,38 +185,36 @@ def _optimizer_state(growth: Growth) -> str | None:
         )
         for optimizers in (now, before)
     )
-    gained = growth.gained(OPTIMIZER_STATE)
-    if not now or not before or kept == was or not growth.is_most(gained):
-        return None
-    return (
-        f"the optimizer keeps {kept}, where it kept {was}: "
-        f"{format_size(gained)} of optimizer state more"
-    )
+    if kept and was and kept != was:
+        gained = growth.gained(OPTIMIZER_STATE)
+        yield (
+            gained,
+            f"the optimizer keeps {kept}, where it kept {was}: "
+            f"{format_size(gained)} of optimizer state more",
+        )
 
 
-def _optimizer_kind(growth: Growth) -> str | None:
+def _optimizer_kind(growth: Growth) -> Evidence:
     now, before = growth.facts("optimizers")
     gained = growth.gained(TEMPORARIES)
     for name, one in now.items():
         was = before.get(name, one)["kind"]
-        if one["kind"] != was and growth.is_most(gained):
-            return (
+        if one["kind"] != was:
+            yield (
+                gained,
                 f"{name} steps as {one['kind']}, {was} before: "
-                f"{format_size(gained)} of temporaries in its step"
+                f"{format_size(gained)} of temporaries in its step",
             )
-    return None
 
 
-def _copied_model(growth: Growth) -> str | None:
+def _copied_model(growth: Growth) -> Evidence:
     now, before = growth.facts("models")
-    grown = [name for name in now if name in before and now[name] != before[name]]
-    if not before or grown:
-        return None
+    grown = any(name in before and now[name] != before[name] for name in now)
     copied = _second_parameters(growth) or _clones(growth)
-    if copied is None or not growth.is_most(copied.bytes):
-        return None
-    where = f", made at {site_text(copied.site)}" if copied.site.site else ""
-    return f"the parameters are there a second time: {format_size(copied.bytes)} more{where}"
+    if before and not grown and copied is not None:
+        where = f", made at {site_text(copied.site)}" if copied.site.site else ""
+        more = f"{format_size(copied.bytes)} more{where}"
+        yield copied.bytes, f"the parameters are there a second time: {more}"
 
 
 def _second_parameters(growth: Growth) -> Change | None:
@@ -259,43 +243,51 @@ def _parameters_of(side: Side) -> int:
     return sum(site.count for site in side.sites if site.category == PARAMETERS)
 
 
-def _trained(growth: Growth) -> str | None:
+def _trained(growth: Growth) -> Evidence:
     now, before = growth.facts("models")
-    gradients, states = growth.gained(GRADIENTS), growth.gained(OPTIMIZER_STATE)
+    gained = {word: growth.gained(word) for word in (GRADIENTS, OPTIMIZER_STATE)}
+    sizes = [f"{format_size(size)} of {word}" for word, size in gained.items() if size > 0]
     for name, model in now.items():
         was, trained = before.get(name, {}).get("trained"), model.get("trained")
-        more = was is not None and trained is not None and trained > was
-        if more and growth.is_most(gradients + states):
-            sizes = [
-                f"{format_size(nbytes)} of {word}"
-                for nbytes, word in ((gradients, GRADIENTS), (states, OPTIMIZER_STATE))
-                if nbytes > 0
-            ]
-            return (
+        if sizes and was is not None and trained is not None and trained > was:
+            yield (
+                sum(gained.values()),
                 f"{trained:,} parameters of {name} are trained now, {was:,} before "
-                f"(requires_grad): {listed(sizes)} more"
+                f"(requires_grad): {listed(sizes)} more",
             )
-    return None
 
 
-def _sharding(growth: Growth) -> str | None:
+def _sharding(growth: Growth) -> Evidence:
     now, before = growth.facts("models")
     for name in now:
         units, were = (set(side.get(name, {}).get("sharded", ())) for side in (now, before))
-        lost = were - units
-        if lost and growth.is_most(growth.gained(PARAMETERS, OTHER)):
+        if lost := were - units:
             gathers = f"unsharded parameters of {names_text(units)} are gathered at once"
             whole = gathers if units else f"{name} is not sharded"
-            return f"{whole}; before, {names_text(lost)} had units of their own"
-    return None
+            before_it = f"before, {names_text(lost)} had units of their own"
+            yield growth.gained(PARAMETERS, OTHER), f"{whole}; {before_it}"
 
 
-def _unfused_attention(growth: Growth) -> str | None:
+def _attention(growth: Growth) -> Evidence:
     now, before = growth.facts("attention")
-    more = before.get("fused") and now.get("unfused", 0) > before.get("unfused", 0)
-    if not more or not growth.is_most(growth.gained(ACTIVATIONS, TEMPORARIES)):
-        return None
-    return f"{unfused_sentence(now)}, where it ran a fused kernel before"
+    if not before.get("fused"):
+        return
+    if now.get("unfused", 0) > before.get("unfused", 0):
+        gained = growth.gained(ACTIVATIONS, TEMPORARIES)
+        yield gained, f"{unfused_sentence(now)}, where it ran a fused kernel before"
+    softmax = [one for one in growth.gains if "softmax" in (one.site.operator or "").lower()]
+    if softmax and now.get("fused", 0) < before["fused"] and not now.get("unfused"):
+        lines = {one.site.site for one in softmax} - {None}
+        formula = [one for one in growth.gains if one in softmax or one.site.site in lines]
+        total = sum(change.bytes for change in formula)
+        first = max(softmax, key=lambda change: (change.site.category == ACTIVATIONS, change.bytes))
+        if growth.compares_facts:
+            yield (
+                total,
+                f"scaled_dot_product_attention is no longer called: the formula at "
+                f"{site_text(first.site)} takes {format_size(total)} that the fused kernel does "
+                "not need",
+            )
 
 
 def unfused_sentence(attention: Facts) -> str:
@@ -304,49 +296,32 @@ def unfused_sentence(attention: Facts) -> str:
     return f"scaled_dot_product_attention ran unfused, as {why}"
 
 
-def _written_attention(growth: Growth) -> str | None:
-    now, before = growth.facts("attention")
-    if not before.get("fused") or now.get("fused", 0) >= before["fused"] or now.get("unfused"):
-        return None
-    softmax = [one for one in growth.gains if "softmax" in (one.site.operator or "").lower()]
-    lines = {one.site.site for one in softmax} - {None}
-    formula = [one for one in growth.gains if one in softmax or one.site.site in lines]
-    total = sum(change.bytes for change in formula)
-    if not growth.compares_facts or not softmax or not growth.is_most(total):
-        return None
-    first = max(softmax, key=lambda change: (change.site.category == ACTIVATIONS, change.bytes))
-    return (
-        f"scaled_dot_product_attention is no longer called: the formula at {site_text(first.site)} "
-        f"takes {format_size(total)} that the fused kernel does not need"
-    )
-
-
-def _layout(growth: Growth) -> str | None:
+def _layout(growth: Growth) -> Evidence:
     now, before = growth.facts("layouts")
     changed = ("contiguous", "channels_last")
     lost = {path for path in now if (now[path], before.get(path)) == changed}
     copies = largest_gain(growth)
-    if not lost or copies is None or not growth.is_most(copies.bytes):
-        return None
-    return (
-        f"{names_text(lost)} got contiguous images where they were channels_last: "
-        f"{site_text(copies.site)} takes {format_size(copies.bytes)} more"
-    )
+    if lost and copies is not None:
+        yield (
+            copies.bytes,
+            f"{names_text(lost)} got contiguous images where they were channels_last: "
+            f"{site_text(copies.site)} takes {format_size(copies.bytes)} more",
+        )
 
 
-def _library(growth: Growth) -> str | None:
+def _library(growth: Growth) -> Evidence:
     now, before = growth.facts("libraries")
     for name, release in now.items():
         was = before.get(name, release)
         own = [one for one in growth.changes if _package(one.site) == name]
-        gained = sum(one.bytes for one in own)
-        if was != release and growth.is_most(gained):
+        if was != release and own:
+            gained = sum(one.bytes for one in own)
             first = max(own, key=lambda one: one.bytes)
-            return (
+            yield (
+                gained,
                 f"{name} is {release} now, {was} before, and takes {format_size(gained)} more: "
-                f"{site_text(first.site)}"
+                f"{site_text(first.site)}",
             )
-    return None
 
 
 def _package(site: Site) -> str:
@@ -357,8 +332,7 @@ PROGRAM_CAUSES = (
     _compiled,
     _grad_mode,
     _checkpointing,
-    _retained_graph,
-    _waiting_graphs,
+    _graphs,
     _zeroed_gradients,
     _carried,
     _sharding,
@@ -366,8 +340,7 @@ PROGRAM_CAUSES = (
     _trained,
     _optimizer_state,
     _optimizer_kind,
-    _unfused_attention,
-    _written_attention,
+    _attention,
     _layout,
     _library,
 )
