@@ -55,7 +55,7 @@ def unused_baselines(
             {one.nodeid: _numbers(one.entry) for one in unused},
             {nodeid: _numbers(entry) for nodeid, entry in new.items()},
             unlike=LEAST_ALIKE,
-            tells=lambda numbers: numbers.peak_allocated >= TELLING,
+            identifies=lambda numbers: numbers.peak_allocated >= TELLING,
         )
         for one in unused:
             if successor := named.get(one.nodeid):
@@ -118,12 +118,12 @@ def successors(
     new: Mapping[str, T],
     *,
     unlike: float = ONLY_MOVED,
-    tells: Callable[[T], bool] = lambda measured: False,
+    identifies: Callable[[T], bool] = lambda measured: False,
 ) -> dict[str, Successor]:
     """Return by node id the ``new`` test that each ``gone`` test has probably become.
 
     Both hold measured numbers. Where these are equal, names have to be alike by half, or the
-    numbers ``tells`` a test by themselves and are unique; where they differ, by ``unlike``. Every
+    numbers ``identifies`` a test by themselves and are unique; where they differ, by ``unlike``. Every
     test takes the place of one at most, the most similar first.
     """
     often = Counter([*gone.values(), *new.values()])
@@ -131,8 +131,8 @@ def successors(
     for position, (old, before) in enumerate(gone.items()):
         for name, measured in new.items():
             same, alike = measured == before, _alike(old, name)
-            alone = same and often[measured] == 2 and tells(measured)
-            if alone or alike >= (SAME_NUMBERS_ALIKE if same else unlike):
+            unique = same and often[measured] == 2 and identifies(measured)
+            if unique or alike >= (SAME_NUMBERS_ALIKE if same else unlike):
                 pairs.append((not same, -alike, position, old, name))
     found: dict[str, Successor] = {}
     taken: set[str] = set()

@@ -17,6 +17,7 @@ from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineS
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.garbage import paused
 from pytest_gpumem.sizes import format_exact, format_size
+from pytest_gpumem.text import counted
 
 if TYPE_CHECKING:
     from pytest_gpumem.baseline.compare import UpdateMode
@@ -180,7 +181,7 @@ class _Work:
             if first is not entry and first.without_lines != entry.without_lines:
                 disputed[key] = test
         if failed := sum(not test.passed for test in wanted):
-            self._say(f"{_count(failed, 'test')} not recorded: did not pass")
+            self._say(f"{counted(failed, 'test')} not recorded: did not pass")
         for key, test in disputed.items():
             del kept[key]
             self._say(f"{test.nodeid} not recorded: ran twice, with different numbers")
@@ -201,7 +202,7 @@ class _Work:
             except BaselineError as error:
                 self._errors[str(error)] = None
                 if plan.measured:
-                    lost = _count(len(plan.measured), "test")
+                    lost = counted(len(plan.measured), "test")
                     self._say(f"{lost} of {plan.module} not recorded: its file is of no use")
                 continue
             written += [path] if path else []
@@ -210,7 +211,7 @@ class _Work:
         for plan in done:
             doubts.update(plan.doubted)
         for doubt, count in doubts.items():
-            self._say(f"{_count(count, 'stored test')} not pruned: {doubt}")
+            self._say(f"{counted(count, 'stored test')} not pruned: {doubt}")
         changes = sorted(
             (change for plan in done for change in plan.changes),
             key=lambda change: (change.environment.key, change.nodeid),
@@ -252,7 +253,3 @@ def _difference(name: str, old: int | None, new: int | None) -> Iterator[str]:
     before, after = (f"{n:,} B" if alike else format_size(n) for n in (old, new))
     percent = f" ({format_percent(new - old, old)})" if old > 0 else ""
     yield f"{name} {before} -> {after}{percent}"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -45,7 +45,7 @@ BAD_INPUT = 2
 INTERRUPTED = 130
 """Exit code that shells expect of a program ended by Ctrl-C."""
 
-MOST_SAID = 2000
+MOST_REFUSED = 2000
 """The most characters of a sentence on stderr."""
 
 
@@ -184,7 +184,7 @@ def _complete() -> None:
 
 
 def _refused(sentence: str) -> int:
-    print(f"gpumem: {printable(sentence, MOST_SAID)}", file=sys.stderr)
+    print(f"gpumem: {printable(sentence, MOST_REFUSED)}", file=sys.stderr)
     return BAD_INPUT
 
 

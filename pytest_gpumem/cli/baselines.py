@@ -31,6 +31,7 @@ from pytest_gpumem.cli.command import (
 )
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.sizes import format_exact, format_size
+from pytest_gpumem.text import counted
 
 if TYPE_CHECKING:
     import pytest
@@ -52,7 +53,7 @@ def prune(arguments: argparse.Namespace) -> Answer:
             store.edit(content.environment, module, partial(_drop, lost))
         dropped += [(content.environment.key, f"{module}::{name}") for name in lost]
     verb = "would be dropped" if arguments.dry_run else "dropped"
-    summary = f"{len(dropped)} stored test{'s' * (len(dropped) != 1)} {verb}"
+    summary = f"{counted(len(dropped), 'stored test')} {verb}"
     if kept:
         hidden = "that pytest did not collect, though their functions or modules are there"
         summary += f"; {kept} kept {hidden}"
@@ -95,13 +96,13 @@ class _Collector:
 def _collected() -> Collected:
     import pytest
 
-    found, said = _Collector(), StringIO()
-    with redirect_stdout(said), redirect_stderr(said):
+    found, output = _Collector(), StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
         code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[found])
     if found.failed:
         raise ValueError(f"pytest cannot collect {printable(found.failed[0])}: nothing was dropped")
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        last = [line for line in said.getvalue().splitlines() if line.strip()][-1:]
+        last = [line for line in output.getvalue().splitlines() if line.strip()][-1:]
         raise ValueError(f"pytest collected no tests: {printable(''.join(last))}")
     return Collected.of(found.rootpath, found.nodeids)
 

@@ -22,6 +22,7 @@ from pytest_gpumem.prediction.process import last_words
 from pytest_gpumem.report.difference import explain_peaks
 from pytest_gpumem.report.json_report import ReportError, read_report
 from pytest_gpumem.sizes import Tolerance, format_exact, format_size, parse_tolerance
+from pytest_gpumem.text import counted
 from pytest_gpumem.values.measurement import Measurement
 
 FOUND = 1
@@ -235,7 +236,7 @@ def _lines(search: Search, causes: range, top: Path, good: str) -> Iterator[str]
             yield f"  {_commit_text(top, commits[at]) if at else f'{good}, or one before it'}"
     else:
         yield from _culprit_lines(search, causes[0], top)
-    yield f"{search.runs} run{'s' * (search.runs != 1)} among {len(commits)} commits"
+    yield f"{counted(search.runs, 'run')} among {len(commits)} commits"
 
 
 def _culprit_lines(search: Search, at: int, top: Path) -> Iterator[str]:

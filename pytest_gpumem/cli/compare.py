@@ -20,6 +20,7 @@ from pytest_gpumem.cli.command import Answer, Command, argument, parsed, table
 from pytest_gpumem.cli.sides import Side, Test, read_side
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.sizes import Tolerance, format_change, format_size, parse_tolerance
+from pytest_gpumem.text import counted
 
 REGRESSION = 1
 STATUSES = ("regression", "improvement", "same", "new", "gone", "failed")
@@ -351,10 +352,9 @@ def _totals(tests: Sequence[Compared]) -> str:
     both = [(row.a, row.b) for row in rows if not row.phase and row.status in STATUSES[:3]]
     a, b = (sum(pair[side] or 0 for pair in both) for side in (0, 1))
     percent = f", {format_percent(b - a, a)}" if a > 0 else ""
-    count = "1 test" if len(both) == 1 else f"{len(both)} tests"
     return (
-        f"{count} in A and B, peaks add up to {format_size(a)} and {format_size(b)} "
-        f"({format_change(b - a)}{percent}); numbers: {numbers}"
+        f"{counted(len(both), 'test')} in A and B, peaks add up to {format_size(a)} and "
+        f"{format_size(b)} ({format_change(b - a)}{percent}); numbers: {numbers}"
     )
 
 

@@ -19,7 +19,7 @@ from pytest_gpumem.simulated.gpu.catalogue import find_machine
 
 CUDA, DRY, SIM = "cuda", "dry", "sim"
 _BAD_INPUT = 2
-_SAID = "gpumem: "
+_PREFIX = "gpumem: "
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ def answer_on_dry(given: Sequence[str], gpu: str, *, memory: int | None = None) 
         text=True,
         errors="replace",
     )
-    said = [line for line in done.stderr.splitlines() if line.startswith(_SAID)]
-    if done.returncode == _BAD_INPUT and said:
-        raise ValueError(said[-1].removeprefix(_SAID))
+    refusals = [line for line in done.stderr.splitlines() if line.startswith(_PREFIX)]
+    if done.returncode == _BAD_INPUT and refusals:
+        raise ValueError(refusals[-1].removeprefix(_PREFIX))
     sys.stderr.write(done.stderr)
     try:
         return json.loads(done.stdout)

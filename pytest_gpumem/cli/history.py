@@ -21,6 +21,7 @@ from pytest_gpumem.progress import Progress
 from pytest_gpumem.report.past import Past, past_of_git, past_of_reports
 from pytest_gpumem.report.trend import BARS, PLAIN_BARS, SMALL, Trend, sparkline
 from pytest_gpumem.sizes import Tolerance, format_change, format_size, parse_tolerance
+from pytest_gpumem.text import counted
 
 CREEPS = 1
 WIDTH = 24
@@ -92,10 +93,10 @@ def _lines(
             f"{_name(trend, several)} crept by {_change(trend.level, trend.last)} in "
             f"{len(trend.creeping)} small steps, more than {most}: {named}"
         )
-    tests = f"{len(trends)} test{'s' * (len(trends) != 1)}"
     yield (
-        f"{tests} at {moments} moments: {len(trends) - len(changed)} never changed, "
-        f"{sum(bool(trend.steps) for trend in trends)} with steps, {len(creeping)} creeping"
+        f"{counted(len(trends), 'test')} at {moments} moments: {len(trends) - len(changed)} never "
+        f"changed, {sum(bool(trend.steps) for trend in trends)} with steps, "
+        f"{len(creeping)} creeping"
     )
 
 

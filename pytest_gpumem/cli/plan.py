@@ -23,7 +23,7 @@ from pytest_gpumem.prediction.needs import Needs, needs_of
 from pytest_gpumem.prediction.runners import Job, Plan, PlannedTest, Runner, make_plan, parse_runner
 from pytest_gpumem.sharing.host import CONTEXT, MARGIN
 from pytest_gpumem.sizes import format_size
-from pytest_gpumem.text import shorten, wrap
+from pytest_gpumem.text import counted, shorten, wrap
 
 INCOMPLETE = 1
 MOST_LISTED = 10
@@ -146,7 +146,7 @@ def _rows(plan: Plan) -> Iterator[list[str]]:
 
 def _total(plan: Plan, minutes: float | None) -> str:
     count = len(plan.jobs)
-    machines = f"{count} machine{'s' * (count != 1)}"
+    machines = f"{counted(count, 'machine')}"
     if plan.cost is None or plan.seconds is None:
         return f"{machines}; what they take and cost is not known"
     wanted = f" of the {minutes:g} that they have" if minutes is not None else ""

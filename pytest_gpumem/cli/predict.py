@@ -54,13 +54,12 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     if not arguments.compile:
         return _answer(arguments.target, predictions_of(*asked))
 
-    from pytest_gpumem.cli import beside  # imports torch
-    from pytest_gpumem.prediction.compiled import compare
+    from pytest_gpumem.prediction.compiled import compare  # imports torch
 
     both = compare(lambda mode: predictions_of(*asked, mode))
     return Answer(
-        beside.lines(arguments.target, both, terminal_width()),
-        lambda: {"target": arguments.target, **beside.as_dict(both)},
+        fit.beside_lines(arguments.target, both, terminal_width()),
+        lambda: {"target": arguments.target, **fit.beside_dict(both)},
         0 if all(compiled.fits for _, compiled in both.pairs) else DOES_NOT_FIT,
     )
 

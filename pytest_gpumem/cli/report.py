@@ -11,6 +11,7 @@ from pytest_gpumem.report.difference import difference_section
 from pytest_gpumem.report.json_report import read_report, read_usage, write_file
 from pytest_gpumem.report.markdown import document
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import counted
 
 
 def write_page(arguments: argparse.Namespace) -> Answer:
@@ -33,10 +34,9 @@ def write_page(arguments: argparse.Namespace) -> Answer:
         past = past_of_reports(paths, without=report)
         past.moments.append((report.stem, "", peaks_of(records)))
     written = write_html(path, records, "--output", past=past, usage=read_usage(report))
-    tests = "1 test" if len(records) == 1 else f"{len(records)} tests"
     size = written.stat().st_size
     return Answer(
-        [f"{path}: {tests}, {format_size(size)}"],
+        [f"{path}: {counted(len(records), 'test')}, {format_size(size)}"],
         lambda: {"output": str(path), "tests": len(records), "bytes": size},
     )
 

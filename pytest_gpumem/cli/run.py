@@ -24,7 +24,7 @@ from pytest_gpumem.script.kept import kept_test
 from pytest_gpumem.script.process import Result, Settings, run_on
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.sizes import format_size
-from pytest_gpumem.text import wrap
+from pytest_gpumem.text import counted, wrap
 from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.prediction import Prediction
 
@@ -78,11 +78,7 @@ def _failed(script: Script, result: Result) -> int:
 
 
 def _when(answer: endings.Answer) -> str:
-    return f"after {_steps(answer.steps)}" if answer.steps else "before its first step"
-
-
-def _steps(count: int) -> str:
-    return f"{count} step{'s' * (count != 1)}"
+    return f"after {counted(answer.steps, 'step')}" if answer.steps else "before its first step"
 
 
 def _test(script: Script, results: Sequence[Result], settings: Settings) -> str | None:
@@ -122,9 +118,9 @@ def lines(
     measured = first.measurements[0]
     kind = "a simulated" if measured.simulated else "a dry" if measured.dry else "the"
     ended = {
-        endings.STOPPED: f"stopped after {_steps(first.steps)}",
+        endings.STOPPED: f"stopped after {counted(first.steps, 'step')}",
         endings.TIME: f"stopped after {first.seconds:.0f} s, {_when(first)}",
-        endings.ENDED: f"ran to its end, {_steps(first.steps)}",
+        endings.ENDED: f"ran to its end, {counted(first.steps, 'step')}",
         endings.OUT_OF_MEMORY: f"ran out of memory {_when(first)}",
     }[first.ending]
     yield f"{script.name} on {kind} {first.gpu} (torch {first.torch}): {ended}"

@@ -78,10 +78,10 @@ def needs_of(
     if not tests:
         raise PlanError(f"{', '.join(given)} holds no measured test, so there is nothing to plan")
     environments = ", ".join(sorted({one.environment.key for one in measured}))
-    timed, said = _timed(tests, runners, measured, durations)
+    timed, durations_from = _timed(tests, runners, measured, durations)
     return Needs(
         tuple(sorted(timed, key=lambda test: test.nodeid)),
-        (f"needs: {source} {environments}".rstrip(), said),
+        (f"needs: {source} {environments}".rstrip(), durations_from),
     )
 
 

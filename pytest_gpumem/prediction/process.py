@@ -148,9 +148,9 @@ def _arguments(given: Sequence[str], folder: Path) -> list[str]:
 def last_words(ran: subprocess.CompletedProcess[str]) -> str:
     """Return pytest's first error, else its last line."""
     lines = [line.strip(" =") for line in (*ran.stderr.splitlines(), *ran.stdout.splitlines())]
-    said = [line for line in lines if line]
-    errors = [line for line in said if line.startswith(("ERROR", "E  ", "FAILED"))]
-    return (errors or said[-1:] or [f"pytest ended with code {ran.returncode}"])[0]
+    written = [line for line in lines if line]
+    errors = [line for line in written if line.startswith(("ERROR", "E  ", "FAILED"))]
+    return (errors or written[-1:] or [f"pytest ended with code {ran.returncode}"])[0]
 
 
 def predict_test(

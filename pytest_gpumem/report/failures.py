@@ -18,7 +18,7 @@ from pytest_gpumem.report.causes import alike, keys_of, places_of
 from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_size
-from pytest_gpumem.text import Line, Writer, listed, shorten, wrap, write_lines
+from pytest_gpumem.text import Line, Writer, counted, listed, shorten, wrap, write_lines
 
 LEAST_ALIKE = 3
 """The least failures of one cause that are shown as one."""
@@ -189,7 +189,7 @@ def _more(failure: Failure, more: Sequence[Failure], verbosity: int, width: int)
     same = f"the same {count} line{'s' * (count > 1)}" if count else "the same"
     if len({places_of(one, every=True) for one in verdicts}) > 1:
         same = "the same cause"
-    text = f"{same} in {len(more)} more test{'s' * (len(more) > 1)}{_range(failure, more)}:"
+    text = f"{same} in {counted(len(more), 'more test')}{_range(failure, more)}:"
     if verbosity > 0:
         yield from map(Line.of, wrap(text, width, rest="    "))
         for other in more:

@@ -16,6 +16,7 @@ from pytest_gpumem.echo import printable, shortened
 from pytest_gpumem.report.causes import causes_of
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_change, format_size
+from pytest_gpumem.text import counted
 from pytest_gpumem.values.environment import Environment
 
 MARKER = "pytest-gpumem"
@@ -148,11 +149,11 @@ def _headline(
     if not records:
         return "no test was measured"
     if failed:
-        return f"{len(failed)} of {_tests(len(records))} failed"
+        return f"{len(failed)} of {counted(len(records), 'test')} failed"
     fell = f", {len(improved)} improved" if improved else ""
     unjudged = sum(not record.judged or record.outcome == "error" for record in records)
     open_ = f", {unjudged} not judged" if unjudged else ""
-    return f"{_tests(measured)} measured, none failed by it{fell}{open_}"
+    return f"{counted(measured, 'test')} measured, none failed by it{fell}{open_}"
 
 
 def _where(records: Sequence[TestRecord]) -> str:
@@ -172,7 +173,9 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     found = list(rows)
     if not found:
         return ""
-    more = f"\n\nand {_tests(len(found) - MOST_ROWS)} more" if len(found) > MOST_ROWS else ""
+    more = (
+        f"\n\nand {counted(len(found) - MOST_ROWS, 'test')} more" if len(found) > MOST_ROWS else ""
+    )
     return table(headings, found[:MOST_ROWS]) + more
 
 
@@ -210,7 +213,7 @@ def _explanations(failed: Sequence[TestRecord], command: str) -> Iterator[str]:
             continue
         names = ", ".join(code(record.nodeid) for record in more[:MOST_ALIKE])
         rest = f" and {len(more) - MOST_ALIKE} more" if len(more) > MOST_ALIKE else ""
-        alike = f"\n\nthe same cause in {_tests(len(more))}, {cause.size}: {names}{rest}"
+        alike = f"\n\nthe same cause in {counted(len(more), 'test')}, {cause.size}: {names}{rest}"
         yield f"{code(first.nodeid)}\n" + code_block(lines) + (alike if more else "")
     accepted = [record.nodeid for record in failed if _can_be_accepted(record)]
     if len(accepted) > 1:
@@ -285,7 +288,3 @@ def _command(why: str, nodeids: Sequence[str], command: str) -> str:
         return ""
     one = accepting(nodeids[0], command) if len(nodeids) == 1 else ""
     return code_block([f"{why}: {one or f'{command} --gpumem-update-baselines'}"])
-
-
-def _tests(count: int) -> str:
-    return f"{count} test" if count == 1 else f"{count} tests"

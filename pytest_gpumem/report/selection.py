@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pytest_gpumem.report.causes import alike, keys_of
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import rows_of, test_status
+from pytest_gpumem.text import counted
 
 ROWS = 24
 """Up to so many rows, every phase is shown; beyond so many tests, only those with remarks and the
@@ -67,7 +68,7 @@ def hidden_text(records: Sequence[TestRecord], shown: Sequence[TestRecord]) -> s
     hidden = [record for record in records if id(record) not in seen]
     if not hidden:
         return ""
-    more = f"and {len(hidden)} more test{'s' if len(hidden) > 1 else ''}"
+    more = f"and {counted(len(hidden), 'more test')}"
     if failed := sum(record.failed for record in hidden):
         return f"{more}, {failed} of them failed (--gpumem-rows all shows all)"
     return f"{more} with smaller peaks (-v shows all)"
