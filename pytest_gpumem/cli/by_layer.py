@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.cli.command import UNLIMITED, Answer, argument, table, terminal_width
 from pytest_gpumem.cli.device import CUDA
-from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target, refusing
+from pytest_gpumem.cli.target import TargetError, find_target, refusing
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.sizes import format_apart, format_size
 from pytest_gpumem.text import wrap
@@ -60,10 +60,10 @@ def layers_of_target(text: str, gpu: str, inputs: Sequence[tuple[int, ...]]) -> 
 
     with on_device(gpu):  # the module's import finds a GPU
         target = find_target(text)
-    if not isinstance(target, FunctionTarget):
+    if isinstance(target, str):
         raise TargetError(f"{text}: layers are those of a function; write path.py:function")
     with refusing(text, SimulationError, ValueError):
-        return layers_of(target.call, gpu, inputs)
+        return layers_of(target, gpu, inputs)
 
 
 def lines(

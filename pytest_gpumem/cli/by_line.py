@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.cli.command import UNLIMITED, Answer, argument, terminal_width
-from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target, refusing
+from pytest_gpumem.cli.target import TargetError, find_target, refusing
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
@@ -42,17 +42,17 @@ def lines_of_target(text: str, functions: Sequence[str], gpu: str) -> list[Line]
         followed = [_function(name) for name in functions]
     if gpu == MEASURED and not torch.cuda.is_available():
         raise TargetError("torch sees no CUDA device; name a model to be simulated")
-    if not isinstance(target, FunctionTarget):
+    if isinstance(target, str):
         raise TargetError(f"{text}: lines are those of a function; write path.py:function")
     with refusing(text, SimulationError, ValueError):
-        return lines_of(target.call, [_plain(text, target.call), *followed], gpu)
+        return lines_of(target, [_plain(text, target), *followed], gpu)
 
 
 def _function(text: str) -> Callable[..., Any]:
     target = find_target(text, takes_arguments=True)
-    if not isinstance(target, FunctionTarget):
+    if isinstance(target, str):
         raise TargetError(f"{text}: give a function; write path.py:function")
-    return _plain(text, target.call)
+    return _plain(text, target)
 
 
 def _plain(text: str, function: Callable[..., Any]) -> Callable[..., Any]:

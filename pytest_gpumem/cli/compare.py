@@ -6,15 +6,15 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pytest_gpumem.attribution.explain import explain
+from pytest_gpumem.baseline.collected import successors
 from pytest_gpumem.baseline.compare import default_tolerance_for
 from pytest_gpumem.baseline.explanation import explanation_lines
-from pytest_gpumem.baseline.unused import successors
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.command import Answer, Command, argument, parsed, table
 from pytest_gpumem.cli.sides import Side, Test, read_side
@@ -57,12 +57,11 @@ class Row:
     def cells(self, nodeid: str, own: str) -> tuple[str, ...]:
         """Return the texts of :data:`COLUMNS`; ``own`` is the tolerance of the test itself."""
         sizes = ["-" if size is None else format_size(size) for size in (self.a, self.b)]
-        change = percent = ""
-        if self.a is not None and self.b is not None:
-            change = format_change(self.b - self.a)
-            percent = format_percent(self.b - self.a, self.a) if self.a > 0 else ""
-        status = f"{self.status} (tolerance {own})" if own and self.change else self.status
-        return (nodeid, self.phase, *sizes, change, percent.removesuffix(" %"), status)
+        change, reference = self.change, self.a or 0
+        difference = "" if change is None else format_change(change)
+        percent = "" if change is None or reference <= 0 else format_percent(change, reference)
+        status = f"{self.status} (tolerance {own})" if own and change else self.status
+        return (nodeid, self.phase, *sizes, difference, percent.removesuffix(" %"), status)
 
 
 @dataclass(frozen=True)
@@ -136,16 +135,7 @@ def as_dict(a: Side, b: Side, tests: Sequence[Compared]) -> dict[str, Any]:
                 "environment": test.environment,
                 "was": test.was,
                 "tolerance": test.tolerance or None,
-                "numbers": [
-                    {
-                        "phase": row.phase,
-                        "a": row.a,
-                        "b": row.b,
-                        "status": row.status,
-                        "changes": test.changes(row),
-                    }
-                    for row in test.rows
-                ],
+                "numbers": [{**asdict(row), "changes": test.changes(row)} for row in test.rows],
             }
             for test in tests
         ],

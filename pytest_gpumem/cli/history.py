@@ -18,8 +18,16 @@ from pytest_gpumem.cli.command import (
     terminal_width,
 )
 from pytest_gpumem.progress import Progress
-from pytest_gpumem.report.past import Past, past_of_git, past_of_reports
-from pytest_gpumem.report.trend import BARS, PLAIN_BARS, SMALL, Trend, sparkline
+from pytest_gpumem.report.past import (
+    BARS,
+    PLAIN_BARS,
+    SMALL,
+    Past,
+    Trend,
+    past_of_git,
+    past_of_reports,
+    sparkline,
+)
 from pytest_gpumem.sizes import Tolerance, format_change, format_size, parse_tolerance
 from pytest_gpumem.text import counted
 

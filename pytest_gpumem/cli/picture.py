@@ -13,8 +13,7 @@ from pytest_gpumem.cli.command import Answer, argument
 from pytest_gpumem.cli.history import past_in_git, past_of
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.report.json_report import read_report
-from pytest_gpumem.report.past import Past
-from pytest_gpumem.report.trend import SMALL, Step, Trend
+from pytest_gpumem.report.past import SMALL, Past, Step, Trend
 from pytest_gpumem.sizes import Tolerance, format_apart, format_change, format_size
 from pytest_gpumem.text import shorten
 

@@ -20,11 +20,10 @@ from pytest_gpumem.cli.device import (
 )
 from pytest_gpumem.cli.fit import RULES, lines
 from pytest_gpumem.cli.target import (
-    FunctionTarget,
     TargetError,
+    checked_nodeid,
     find_target,
     refusing,
-    test_target,
 )
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.marker import parse_keyword
@@ -95,7 +94,7 @@ def _measured(arguments: argparse.Namespace, kind: str, gpus: Sequence[str]) -> 
     if "::" in arguments.target and kind == DRY:
         from pytest_gpumem.prediction.process import predict_test
 
-        nodeid = test_target(arguments.target).nodeid
+        nodeid = checked_nodeid(arguments.target)
         return _answer(arguments.target, predict_test(nodeid, gpus, dry=True), fit.DRY)
     if kind == CUDA:
         return _answer(arguments.target, [_measured_here(arguments.target)], fit.MEASURED)
@@ -123,10 +122,10 @@ def _measured_here(text: str) -> Prediction:
     except DeviceError as error:
         raise TargetError(str(error)) from error
     target = find_target(text)
-    if not isinstance(target, FunctionTarget):
+    if isinstance(target, str):
         raise TargetError(f"{text} is a test: run pytest to measure it on this machine's device")
     with refusing(text):
-        return predict_measured(text, target.call)
+        return predict_measured(text, target)
 
 
 def predictions_of(
@@ -144,19 +143,19 @@ def predictions_of(
 
     with simulate(gpus[0]):  # the module's import finds a GPU
         target = find_target(text)
-    if not isinstance(target, FunctionTarget):
+    if isinstance(target, str):
         if ranks:
             raise TargetError(
                 f"{text} is a test, which says in its marker how many ranks there are: leave "
                 "--ranks out, or give a function"
             )
-        return predict_test(target.nodeid, gpus, mode=mode)
+        return predict_test(target, gpus, mode=mode)
     worlds = [(gpu, size) for gpu in gpus for size in ranks or (None,)]
     progress.expect(len(worlds))
     predictions = []
     for gpu, size in worlds:
         with refusing(text, SimulationError):
-            predictions.append(predict(target.call, gpu, ranks=size, mode=mode))
+            predictions.append(predict(target, gpu, ranks=size, mode=mode))
         progress.step()
     return predictions
 

@@ -22,7 +22,7 @@ UNKNOWN = "?"
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Replay; raises ``ValueError`` for bad input."""
-    from pytest_gpumem.report.html import write_recording
+    from pytest_gpumem.report.html.page import write_recording
     from pytest_gpumem.report.html.recording import Watchers
     from pytest_gpumem.simulated.gpu.replay import replay
 

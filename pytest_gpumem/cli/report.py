@@ -16,7 +16,7 @@ from pytest_gpumem.text import counted
 
 def write_page(arguments: argparse.Namespace) -> Answer:
     """Write the page; raises ``ValueError`` for bad input."""
-    from pytest_gpumem.report.html import write_html
+    from pytest_gpumem.report.html.page import write_html
     from pytest_gpumem.report.past import past_of_reports, peaks_of
 
     if not arguments.reports:

@@ -8,7 +8,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,51 +35,35 @@ def refusing(text: str, *known: type[BaseException]) -> Iterator[None]:
         raise TargetError(f"{text} raised {type(error).__name__}: {error}") from error
 
 
-@dataclass(frozen=True)
-class TestTarget:
-    """A test, by its node id."""
-
-    __test__ = False  # pytest would take the name for a test class
-
-    nodeid: str
+Function = Callable[[], Any]
+"""A target that is a function; a test is its node id."""
 
 
-@dataclass(frozen=True)
-class FunctionTarget:
-    """A function that takes no arguments."""
-
-    name: str
-    call: Callable[[], Any]
-
-
-def find_target(text: str, *, takes_arguments: bool = False) -> FunctionTarget | TestTarget:
+def find_target(text: str, *, takes_arguments: bool = False) -> Function | str:
     """Return the target that ``text`` names; a file or module is imported for it.
 
     Raises :class:`TargetError` where it does not exist, or where the function needs arguments and
     may not take any.
     """
     if "::" in text:
-        return test_target(text)
+        return checked_nodeid(text)
     place, separator, name = text.rpartition(":")
     if not separator or not place or not name:
         raise TargetError(f"{quoted(text)} is no target; {FORMS}")
     function = _function(text, _module(text, place), name)
     if not takes_arguments:
         _check_callable_alone(text, name, function)
-    return FunctionTarget(text, function)
+    return function
 
 
-def test_target(text: str) -> TestTarget:
-    """Return the test of that node id; raises :class:`TargetError` where it has no file."""
+def checked_nodeid(text: str) -> str:
+    """Return the node id ``text``; raises :class:`TargetError` where its file does not exist."""
     path = text.partition("::")[0]
     if not path:
         raise TargetError(f"{quoted(text)} is no target; {FORMS}")
     if not Path(path).is_file():
         raise TargetError(f"{text}: there is no file {path}")
-    return TestTarget(text)
-
-
-test_target.__test__ = False  # type: ignore[attr-defined]  # pytest would take it for a test
+    return text
 
 
 def _module(text: str, place: str) -> ModuleType:

@@ -178,10 +178,11 @@ def _lines(history: History, executions: Sequence[_Execution]) -> list[Line]:
     for execution in executions:
         found[execution.code, execution.number].append(execution)
 
-    def groups(times: Sequence[_Execution], holds: Callable[[_Execution, Life], bool]) -> Any:
-        return _groups(
-            history, (life for one in times for life in history.lives if holds(one, life))
-        )
+    def groups(
+        times: Sequence[_Execution], belongs: Callable[[_Execution, Life], bool]
+    ) -> tuple[Group, ...]:
+        lives = history.lives
+        return _groups(history, (life for at in times for life in lives if belongs(at, life)))
 
     return [
         Line(

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import explain
+from pytest_gpumem.baseline.collected import successors
 from pytest_gpumem.baseline.compare import default_tolerance_for
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.store import split_nodeid
-from pytest_gpumem.baseline.unused import successors
 from pytest_gpumem.report.markdown import (
     MOST_EXPLAINED,
     MOST_ROWS,

@@ -15,7 +15,7 @@ from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import Line, Span, wrap
 
 if TYPE_CHECKING:
-    from pytest_gpumem.baseline.unused import Unused
+    from pytest_gpumem.baseline.collected import Unused
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def write(target: ReportTarget, run: ReportedRun) -> Sequence[str]:
 
         write_report(path, run.records, run.usage)
     elif target.kind == "html":
-        from pytest_gpumem.report.html import write_html
+        from pytest_gpumem.report.html.page import write_html
 
         write_html(path, run.records, usage=run.usage)
     else:

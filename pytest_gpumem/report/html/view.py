@@ -9,9 +9,9 @@ from pytest_gpumem.attribution.history import CATEGORIES
 from pytest_gpumem.baseline.failure import failure_statements, main_verdict
 from pytest_gpumem.baseline.verdict import Verdict, update_command
 from pytest_gpumem.report.causes import causes_of, missing
+from pytest_gpumem.report.past import SMALL
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import test_status
-from pytest_gpumem.report.trend import SMALL
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
