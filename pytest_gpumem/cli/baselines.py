@@ -150,11 +150,10 @@ def move(arguments: argparse.Namespace) -> Answer:
 
 
 FOLDER: Argument = argument(
-    "--baselines",
-    metavar="DIR",
+    "--baselines DIR",
+    "folder of the stored baselines (default: baselines)",
     type=Path,
     default=Path("baselines"),
-    help="folder of the stored baselines (default: baselines)",
 )
 HEADER = ("environment", "module", "tests", "largest peak")
 
@@ -248,7 +247,7 @@ COMMAND = Commands(
                 "environment: peak, phases, and the tensors at the peak.",
                 run=show,
                 arguments=(
-                    argument("test", metavar="TEST", help="node id, or path of a test module"),
+                    argument("test TEST", "node id, or path of a test module"),
                     FOLDER,
                 ),
                 examples=('gpumem baselines show "tests/test_model.py::test_step"',),
@@ -262,8 +261,8 @@ COMMAND = Commands(
                 "to pytest's rootdir.",
                 run=move,
                 arguments=(
-                    argument("old", metavar="OLD", help="the test or module as it was called"),
-                    argument("new", metavar="NEW", help="as it is called now"),
+                    argument("old OLD", "the test or module as it was called"),
+                    argument("new NEW", "as it is called now"),
                     FOLDER,
                 ),
                 examples=(
@@ -280,9 +279,7 @@ COMMAND = Commands(
                 "pytest --gpumem-prune-baselines does that for the environment that it runs in.",
                 run=prune,
                 arguments=(
-                    argument(
-                        "--dry-run", action="store_true", help="say what would go; change nothing"
-                    ),
+                    argument("--dry-run", "say what would go; change nothing", action="store_true"),
                     FOLDER,
                 ),
                 examples=("gpumem baselines prune --dry-run",),

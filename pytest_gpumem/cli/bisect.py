@@ -274,17 +274,12 @@ COMMAND = Command(
     "code 1 where one is found, 0 where the test did not grow. A merge counts as one commit.",
     run=run,
     arguments=(
-        argument("test", metavar="TEST", help="node id, as pytest takes it"),
-        argument("--good", metavar="REV", required=True, help="where it still took less"),
-        argument("--bad", metavar="REV", default="HEAD", help="default: HEAD"),
-        argument("--gpu", metavar="MODEL", default=DEFAULT_GPU, help="what is simulated"),
-        argument("--tolerance", default="0", help="by what peaks may differ and still be the same"),
-        argument(
-            "--pytest-args",
-            metavar="ARGUMENTS",
-            default="",
-            help='for pytest, like "-p no:randomly"',
-        ),
+        argument("test TEST", "node id, as pytest takes it"),
+        argument("--good REV", "where it still took less", required=True),
+        argument("--bad REV", "default: HEAD", default="HEAD"),
+        argument("--gpu MODEL", "what is simulated", default=DEFAULT_GPU),
+        argument("--tolerance", "by what peaks may differ and still be the same", default="0"),
+        argument("--pytest-args ARGUMENTS", 'for pytest, like "-p no:randomly"', default=""),
     ),
     examples=('gpumem bisect "tests/test_model.py::test_step" --good v1.0',),
 )

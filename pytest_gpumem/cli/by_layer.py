@@ -145,26 +145,18 @@ def _count(flops: int) -> str:
 
 ARGUMENTS = (
     argument(
-        "--depth",
-        group="--by layer",
-        metavar="N",
-        type=int,
-        help="modules within modules to show (default: all)",
+        "--depth N", "modules within modules to show (default: all)", group="--by layer", type=int
     ),
     argument(
-        "--input",
+        "--input SHAPE",
+        "shape of an input, like 1x3x224x224, where TARGET returns a model alone; once for "
+        "each input, of float32",
         group="--by layer",
-        metavar="SHAPE",
         type=_shape,
         action="append",
         default=[],
-        help="shape of an input, like 1x3x224x224, where TARGET returns a model alone; once for "
-        "each input, of float32",
     ),
     argument(
-        "--csv",
-        group="--by layer",
-        action="store_true",
-        help="print comma-separated values, in bytes",
+        "--csv", "print comma-separated values, in bytes", group="--by layer", action="store_true"
     ),
 )

@@ -102,11 +102,10 @@ def _group(group: Group) -> str:
 
 ARGUMENTS = (
     argument(
-        "--function",
+        "--function NAME",
+        "follow this function, too: module:function or path.py:Class.method",
         group="--by line",
-        metavar="NAME",
         action="append",
         default=[],
-        help="follow this function, too: module:function or path.py:Class.method",
     ),
 )

@@ -32,11 +32,17 @@ class Argument:
         return given not in (self.options.get("default"), None, False)
 
 
-def argument(*names: str, group: str = "", **options: Any) -> Argument:
-    """Return the argument of these names; a single ``%`` in its help is literal."""
-    if "help" in options:
-        options["help"] = options["help"].replace("%", "%%")
-    return Argument(names, options, group)
+def argument(written: str, help: str, *, group: str = "", **options: Any) -> Argument:
+    """Return an argument with this ``help``, in which a single ``%`` is literal.
+
+    It is ``written`` as in a line of usage: ``-o --output FILE``, or a positional one's attribute
+    with what stands for it there, ``tests TEST``.
+    """
+    words = written.split()
+    names = [word for word in words if word.startswith("-")] or words[:1]
+    if words[len(names) :]:
+        (options["metavar"],) = words[len(names) :]
+    return Argument(tuple(names), {"help": help.replace("%", "%%"), **options}, group)
 
 
 def above_zero(unit: str) -> Callable[[str], float]:

@@ -353,31 +353,25 @@ COMMAND = Command(
     "the tolerance, 2 where A or B cannot be read.",
     run=run,
     arguments=(
-        argument("a", metavar="A", type=Path, help=f"before: {FORM}"),
-        argument("b", metavar="B", type=Path, help="after: likewise"),
+        argument("a A", f"before: {FORM}", type=Path),
+        argument("b B", "after: likewise", type=Path),
         argument(
             "--tolerance",
-            help='how far B may exceed A, like "1% + 1MiB", which is the default for measured '
+            'how far B may exceed A, like "1% + 1MiB", which is the default for measured '
             "numbers; 0 for simulated ones",
         ),
         argument(
             "--across-environments",
+            "compare although A and B were measured in different environments",
             action="store_true",
-            help="compare although A and B were measured in different environments",
         ),
-        argument("--all", action="store_true", help="show numbers that are equal, too"),
+        argument("--all", "show numbers that are equal, too", action="store_true"),
         argument(
-            "--test",
+            "--test PART",
+            "compare only tests with this in their node id, * for anything; may be repeated",
             action="append",
-            metavar="PART",
-            help="compare only tests with this in their node id, * for anything; may be repeated",
         ),
-        argument(
-            "--phase",
-            action="append",
-            metavar="NAME",
-            help="compare only this phase; may be repeated",
-        ),
+        argument("--phase NAME", "compare only this phase; may be repeated", action="append"),
     ),
     examples=(
         "gpumem compare main.json change.json",

@@ -57,12 +57,11 @@ def _device(text: str) -> DeviceOption:
 def device_argument() -> Argument:
     """Return the option, which all commands that run code have."""
     return argument(
-        "--device",
-        metavar="KIND[:MODEL]",
+        "--device KIND[:MODEL]",
+        "sim, dry (torch's own CUDA code without a GPU) or cuda, the device of this machine "
+        "(default: sim)",
         type=_device,
         default=DeviceOption(SIM),
-        help="sim, dry (torch's own CUDA code without a GPU) or cuda, the device of this machine "
-        "(default: sim)",
     )
 
 

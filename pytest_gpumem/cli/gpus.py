@@ -298,15 +298,14 @@ COMMAND = Command(
     run=run,
     arguments=(
         argument(
-            "--watch",
+            "--watch SECONDS",
+            "again and again until Ctrl-C, every second if no other time is given",
             nargs="?",
             type=above_zero("seconds"),
             const=1.0,
-            metavar="SECONDS",
-            help="again and again until Ctrl-C, every second if no other time is given",
         ),
         argument(
-            "--once", action="store_true", help="with --watch: look once, after that time, and end"
+            "--once", "with --watch: look once, after that time, and end", action="store_true"
         ),
     ),
     looks=True,

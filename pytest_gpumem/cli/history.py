@@ -141,19 +141,9 @@ def past_in_git(group: str = "") -> tuple[Argument, ...]:
     """Return the arguments of every command that reads stored baselines of commits."""
     return (
         argument(
-            "--git",
-            group=group,
-            metavar="RANGE",
-            help="the baselines that a range of commits stored: v1.0..HEAD",
+            "--git RANGE", "the baselines that a range of commits stored: v1.0..HEAD", group=group
         ),
-        argument(
-            "--baselines",
-            group=group,
-            metavar="DIR",
-            type=Path,
-            default=Path("baselines"),
-            help="for --git",
-        ),
+        argument("--baselines DIR", "for --git", group=group, type=Path, default=Path("baselines")),
     )
 
 
@@ -164,25 +154,23 @@ COMMAND = Command(
     run=run,
     arguments=(
         argument(
-            "reports",
-            metavar="REPORT",
+            "reports REPORT",
+            "JSON reports, the oldest first, or folders of them, by their names",
             nargs="*",
             type=Path,
-            help="JSON reports, the oldest first, or folders of them, by their names",
         ),
         *past_in_git(),
         argument(
-            "--max-creep",
-            metavar="TOLERANCE",
+            "--max-creep TOLERANCE",
+            f"what small steps may come to (default: {MOST_CREEP})",
             default=MOST_CREEP,
-            help=f"what small steps may come to (default: {MOST_CREEP})",
         ),
         argument(
             "--tolerance",
-            help=f"up to what a change is a small step (default: {SMALL}, or the test's own "
+            f"up to what a change is a small step (default: {SMALL}, or the test's own "
             "tolerance where that is more)",
         ),
-        argument("--all", action="store_true", help="list tests that never changed, too"),
+        argument("--all", "list tests that never changed, too", action="store_true"),
     ),
     examples=("gpumem history reports/", "gpumem history --git v1.0..HEAD --max-creep 3%"),
 )

@@ -339,17 +339,16 @@ def _legend(figure: Figure, small: Tolerance) -> None:
 ARGUMENTS = (
     argument(
         "--kind",
+        "what to draw; history takes several reports, the oldest first, or folders of them",
         group="png, svg, pdf",
         choices=[*KINDS, HISTORY],
         default="composition",
-        help="what to draw; history takes several reports, the oldest first, or folders of them",
     ),
     argument(
-        "--test",
+        "--test TEXT",
+        "of tests whose ids contain this (default: all)",
         group="png, svg, pdf",
-        metavar="TEXT",
         default="",
-        help="of tests whose ids contain this (default: all)",
     ),
     *past_in_git("png, svg, pdf"),
 )

@@ -181,48 +181,32 @@ COMMAND = Command(
     run=run,
     arguments=(
         argument(
-            "tests",
-            metavar="REPORT|TESTS",
+            "tests REPORT|TESTS",
+            "JSON reports, a folder of baselines, or paths and test ids, which run on "
+            "simulated GPUs (default: all tests of the current folder)",
             nargs="*",
-            help="JSON reports, a folder of baselines, or paths and test ids, which run on "
-            "simulated "
-            "GPUs (default: all tests of the current folder)",
         ),
         argument(
-            "--runner",
-            metavar="MODEL:PRICE",
+            "--runner MODEL:PRICE",
+            "a GPU to be had and the price of an hour, like T4:0.35; give one for each kind",
             action="append",
             required=True,
-            help="a GPU to be had and the price of an hour, like T4:0.35; give one for each kind",
         ),
         device_argument(),
+        argument("--minutes N", "in which every machine is to be done", type=above_zero("minutes")),
         argument(
-            "--minutes",
-            metavar="N",
-            type=above_zero("minutes"),
-            help="in which every machine is to be done",
-        ),
-        argument(
-            "--startup",
-            metavar="N",
+            "--startup N",
+            "minutes that each machine takes before its first test (default: 0)",
             type=above_zero("minutes"),
             default=0.0,
-            help="minutes that each machine takes before its first test (default: 0)",
         ),
         argument(
-            "--durations",
-            metavar="FILE",
+            "--durations FILE",
+            "what tests take: a JSON report, an earlier plan or a file of pytest-split "
+            "(default: the reports themselves, else pytest's cache)",
             type=Path,
-            help="what tests take: a JSON report, an earlier plan or a file of pytest-split "
-            "(default: "
-            "the reports themselves, else pytest's cache)",
         ),
-        argument(
-            "--output",
-            metavar="FILE",
-            type=Path,
-            help="write the shards as JSON, for a matrix of jobs",
-        ),
+        argument("--output FILE", "write the shards as JSON, for a matrix of jobs", type=Path),
     ),
     examples=("gpumem plan --runner T4:0.35 --runner H100:4.10 --minutes 10 report.json",),
 )

@@ -176,17 +176,16 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 WHOLE = (
     argument(
-        "--ranks",
-        metavar="N[,N...]",
-        type=_ranks,
-        help="run the function as one of so many ranks, the one that takes most; several "
+        "--ranks N[,N...]",
+        "run the function as one of so many ranks, the one that takes most; several "
         "numbers are run one after the other",
+        type=_ranks,
     ),
     argument(
         "--compile",
-        action="store_true",
-        help="show eager code beside compiled code and what torch.compile saves, by phase and "
+        "show eager code beside compiled code and what torch.compile saves, by phase and "
         "line; modules are compiled where TARGET compiles nothing itself",
+        action="store_true",
     ),
 )
 """Options of a prediction that is not by line or layer."""
@@ -203,22 +202,18 @@ COMMAND = Command(
     run=run,
     arguments=(
         argument(
-            "target",
-            metavar="TARGET",
-            help="module:function or path.py:function that takes no arguments, or a test id; "
+            "target TARGET",
+            "module:function or path.py:function that takes no arguments, or a test id; "
             "--by layer: one that calls a model, or returns a model and its inputs",
         ),
         argument(
-            "--gpu",
-            metavar="MODEL",
-            action="append",
-            help="model of the catalogue, like A100-40GB; may be given several times (default: "
+            "--gpu MODEL",
+            "model of the catalogue, like A100-40GB; may be given several times (default: "
             f"all; {DEFAULT_GPU} with --by)",
+            action="append",
         ),
         device_argument(),
-        argument(
-            "--by", choices=(LINE, LAYER), help="show memory by source line, or layer by layer"
-        ),
+        argument("--by", "show memory by source line, or layer by layer", choices=(LINE, LAYER)),
         *WHOLE,
         *by_line.ARGUMENTS,
         *by_layer.ARGUMENTS,

@@ -216,39 +216,26 @@ COMMAND = Command(
     run=run,
     arguments=(
         argument(
-            "snapshot",
-            metavar="SNAPSHOT",
+            "snapshot SNAPSHOT",
+            "what torch.cuda.memory._dump_snapshot() wrote; may be compressed (xz, gzip, bzip2)",
             type=Path,
-            help="what torch.cuda.memory._dump_snapshot() wrote; may be compressed (xz, gzip, "
-            "bzip2)",
         ),
         argument(
-            "--alloc-conf",
-            metavar="CONF",
-            help="allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF: "
-            "expandable_segments:True",
+            "--alloc-conf CONF",
+            "allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True",
         ),
-        argument("--gpu", metavar="MODEL", help="GPU whose memory must suffice: A100-40GB"),
+        argument("--gpu MODEL", "GPU whose memory must suffice: A100-40GB"),
         argument(
-            "--used-elsewhere",
-            metavar="SIZE",
-            default="0",
-            help="memory of the GPU outside the allocator, its CUDA context and other "
-            "processes, like "
+            "--used-elsewhere SIZE",
+            "memory of the GPU outside the allocator, its CUDA context and other processes, like "
             "500MiB (default: 0)",
+            default="0",
         ),
         argument(
-            "--torch",
-            metavar="RELEASE",
-            help="torch release whose rules hold, like 2.6 (default: as the snapshot's form "
-            "suggests)",
+            "--torch RELEASE",
+            "torch release whose rules hold, like 2.6 (default: as the snapshot's form suggests)",
         ),
-        argument(
-            "--html",
-            metavar="PATH",
-            type=Path,
-            help="write a page of every event, opened offline, too",
-        ),
+        argument("--html PATH", "write a page of every event, opened offline, too", type=Path),
     ),
     examples=(
         "gpumem replay snapshot.pickle",

@@ -63,43 +63,31 @@ def write_markdown(arguments: argparse.Namespace) -> Answer:
 
 HTML = (
     argument(
-        "--history",
+        "--history PATH",
+        "an earlier report, or a folder of them, by their names; may be repeated",
         group="html",
-        metavar="PATH",
         action="append",
         default=[],
         type=Path,
-        help="an earlier report, or a folder of them, by their names; may be repeated",
     ),
 )
 MARKDOWN = (
     argument(
-        "--against",
-        group="markdown",
-        metavar="BASE",
-        type=Path,
-        help="JSON report of what it is changed from",
+        "--against BASE", "JSON report of what it is changed from", group="markdown", type=Path
     ),
-    argument(
-        "--base-name",
-        group="markdown",
-        metavar="NAME",
-        default="",
-        help="what to call BASE, like main",
-    ),
+    argument("--base-name NAME", "what to call BASE, like main", group="markdown", default=""),
     argument(
         "--name",
+        "of the job: tells the comments of several jobs apart",
         group="markdown",
         default="",
-        help="of the job: tells the comments of several jobs apart",
     ),
     argument(
-        "--command",
+        "--command COMMAND",
+        "how pytest is started, for the commands that are suggested (default: pytest)",
         group="markdown",
         dest="pytest",
-        metavar="COMMAND",
         default="pytest",
-        help="how pytest is started, for the commands that are suggested (default: pytest)",
     ),
 )
 
@@ -148,26 +136,22 @@ COMMAND = Command(
     run=run,
     arguments=(
         argument(
-            "reports",
-            metavar="REPORT",
+            "reports REPORT",
+            "JSON report; of several, the oldest first, the last is shown and the others "
+            "are its history",
             nargs="*",
             type=Path,
-            help="JSON report; of several, the oldest first, the last is shown and the others "
-            "are its history",
         ),
         argument(
-            "--to",
+            f"--to {'|'.join(FORMS)}",
+            "what to write (default: what the suffix of --output says, else html)",
             choices=FORMS,
-            metavar="|".join(FORMS),
-            help="what to write (default: what the suffix of --output says, else html)",
         ),
         argument(
-            "-o",
-            "--output",
-            metavar="FILE",
-            type=Path,
-            help="default: beside the report, with the suffix of the form; Markdown goes to the "
+            "-o --output FILE",
+            "default: beside the report, with the suffix of the form; Markdown goes to the "
             "terminal",
+            type=Path,
         ),
         *HTML,
         *MARKDOWN,

@@ -215,38 +215,30 @@ COMMAND = Command(
     run=run,
     arguments=(
         argument(
-            "--gpu",
-            metavar="MODEL",
-            action="append",
-            help=f"model of the catalogue, like T4 or A100-80GB*2, or cuda for a device of this "
+            "--gpu MODEL",
+            f"model of the catalogue, like T4 or A100-80GB*2, or cuda for a device of this "
             f"machine; may be given several times (default: {DEFAULT_GPU})",
+            action="append",
         ),
         device_argument(),
         argument(
-            "--steps",
-            metavar="N",
+            "--steps N",
+            "stop after so many steps of the optimizer that steps first (default: 2)",
             type=_count,
             default=2,
-            help="stop after so many steps of the optimizer that steps first (default: 2)",
         ),
         argument(
-            "--seconds",
-            metavar="S",
+            "--seconds S",
+            "stop after so many seconds at the latest (default: 60)",
             type=_seconds,
             default=60.0,
-            help="stop after so many seconds at the latest (default: 60)",
         ),
+        argument("-m", "SCRIPT is a module, as for python -m", dest="module", action="store_true"),
+        argument("script SCRIPT", "what stands behind python; our options go first"),
         argument(
-            "-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m"
-        ),
-        argument(
-            "script", metavar="SCRIPT", help="what stands behind python; our options go first"
-        ),
-        argument(
-            "arguments",
-            metavar="ARGS",
+            "arguments ARGS",
+            "the script's own arguments: all that stands behind it",
             nargs=argparse.REMAINDER,
-            help="the script's own arguments: all that stands behind it",
         ),
     ),
     examples=(
