@@ -8,7 +8,14 @@ from typing import Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.echo import quoted_for_shell
-from pytest_gpumem.sizes import exactly, format_apart, format_size, is_decimal, parse_size
+from pytest_gpumem.sizes import (
+    exactly,
+    format_apart,
+    format_change,
+    format_size,
+    is_decimal,
+    parse_size,
+)
 from pytest_gpumem.values.plain import Plain
 
 
@@ -232,6 +239,12 @@ def format_percent(change: int, reference: int) -> str:
     if change and abs(percent) < 0.05:
         return f"{'+' if change > 0 else '-'}<0.1 %"
     return f"{percent:+.1f} %"
+
+
+def change_text(before: int, now: int) -> str:
+    """Return how ``now`` differs from ``before``, both in bytes: ``+16.0 MiB (+25.0 %)``."""
+    percent = f" ({format_percent(now - before, before)})" if before > 0 else ""
+    return f"{format_change(now - before)}{percent}"
 
 
 def update_command(nodeid: str, command: str = "pytest") -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_gpumem.baseline.verdict import format_percent
+from pytest_gpumem.baseline.verdict import change_text
 from pytest_gpumem.cli.command import Answer, Command, argument, parsed
 from pytest_gpumem.echo import MOST, printable
 from pytest_gpumem.option_values import DEFAULT_GPU
@@ -242,12 +242,8 @@ def _lines(search: Search, causes: range, top: Path, good: str) -> Iterator[str]
 def _culprit_lines(search: Search, at: int, top: Path) -> Iterator[str]:
     now, before = search.found[at], search.found[at - 1]
     yield f"{_commit_text(top, search.commits[at])} made it grow"
-    change, size = now.peak_allocated - before.peak_allocated, before.peak_allocated
-    percent = f" ({format_percent(change, size)})" if size > 0 else ""
-    yield (
-        f"  from {format_exact(size)} to {format_exact(now.peak_allocated)}, "
-        f"+{format_size(change)}{percent}"
-    )
+    peaks = before.peak_allocated, now.peak_allocated
+    yield f"  from {format_exact(peaks[0])} to {format_exact(peaks[1])}, {change_text(*peaks)}"
     yield from explain_peaks(before, now)
 
 

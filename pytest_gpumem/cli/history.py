@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pytest_gpumem.baseline.verdict import format_percent
+from pytest_gpumem.baseline.verdict import change_text, format_percent
 from pytest_gpumem.cli.command import (
     Answer,
     Argument,
@@ -94,11 +94,11 @@ def _lines(
         if trend.steps:
             yield f"{_name(trend, several)}:"
         for step in trend.steps:
-            yield f"  {_change(step.before, step.point.peak)}  {step.point.named}"
+            yield f"  {change_text(step.before, step.point.peak)}  {step.point.named}"
     for trend in creeping:
         named = ", ".join(point.label for point in trend.creeping)
         yield (
-            f"{_name(trend, several)} crept by {_change(trend.level, trend.last)} in "
+            f"{_name(trend, several)} crept by {change_text(trend.level, trend.last)} in "
             f"{len(trend.creeping)} small steps, more than {most}: {named}"
         )
     yield (
@@ -130,11 +130,6 @@ def _row(trend: Trend, several: bool) -> tuple[str, ...]:
 
 def _name(trend: Trend, several: bool) -> str:
     return f"{trend.nodeid} [{trend.environment}]" if several else trend.nodeid
-
-
-def _change(before: int, now: int) -> str:
-    percent = f" ({format_percent(now - before, before)})" if before > 0 else ""
-    return f"{format_change(now - before)}{percent}"
 
 
 def past_in_git(group: str = "") -> tuple[Argument, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.attribution.history import CATEGORIES
-from pytest_gpumem.baseline.verdict import format_percent
+from pytest_gpumem.baseline.verdict import change_text
 from pytest_gpumem.cli.command import Answer, argument
 from pytest_gpumem.cli.history import past_in_git, past_of
 from pytest_gpumem.echo import printable, quoted
@@ -318,11 +318,9 @@ def _annotated(
 
 
 def _summary(trend: Trend) -> str:
-    change = trend.last - trend.first
-    if not change:
+    if trend.last == trend.first:
         return f"{format_size(trend.last)}, as at first"
-    percent = f" ({format_percent(change, trend.first)})" if trend.first > 0 else ""
-    return f"{format_size(trend.last)}, {format_change(change)}{percent} since the first"
+    return f"{format_size(trend.last)}, {change_text(trend.first, trend.last)} since the first"
 
 
 def _legend(figure: Figure, small: Tolerance) -> None:

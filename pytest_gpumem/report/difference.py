@@ -11,10 +11,10 @@ from pytest_gpumem.baseline.collected import successors
 from pytest_gpumem.baseline.compare import default_tolerance_for
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.store import split_nodeid
+from pytest_gpumem.baseline.verdict import change_text
 from pytest_gpumem.report.markdown import (
     MOST_EXPLAINED,
     MOST_ROWS,
-    change_text,
     code,
     code_block,
     explained,
@@ -175,4 +175,5 @@ def _row(one: Difference) -> tuple[str, ...]:
         sizes = (format_size(m.peak_allocated) if m else "-" for m in (one.before, one.now))
         return (name, *sizes, one.kind)
     before, now = one.before.peak_allocated, one.now.peak_allocated
-    return name, format_size(before), format_size(now), change_text(before, now)
+    change = change_text(before, now) if now != before else "same"
+    return name, format_size(before), format_size(now), change

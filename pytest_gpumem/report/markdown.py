@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pytest_gpumem.baseline.failure import main_verdict, statement_lines
-from pytest_gpumem.baseline.verdict import format_percent, update_command
+from pytest_gpumem.baseline.verdict import change_text, update_command
 from pytest_gpumem.echo import printable, shortened
 from pytest_gpumem.report.causes import causes_of
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.sizes import format_change, format_size
+from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import counted
 from pytest_gpumem.values.environment import Environment
 
@@ -133,15 +133,6 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def change_text(before: int, now: int) -> str:
-    """Return how ``now`` differs from ``before``, both in bytes: ``+16.0 MiB (+25.0 %)``."""
-    change = now - before
-    if not change:
-        return "same"
-    percent = f" ({format_percent(change, before)})" if before > 0 else ""
-    return f"{format_change(change)}{percent}"
-
-
 def _headline(
     records: Sequence[TestRecord], failed: Sequence[TestRecord], improved: Sequence[TestRecord]
 ) -> str:
@@ -197,7 +188,8 @@ def _failure_row(record: TestRecord) -> tuple[str, ...]:
     if allowed is None:
         return name, measured, f"no {verdict.kind}", "not checked"
     yardstick = {"baseline": "baseline", "prediction": "predicted"}.get(verdict.kind, "limit")
-    over = change_text(allowed, verdict.actual)
+    same = allowed == verdict.actual
+    over = "same" if same else change_text(allowed, verdict.actual)
     if verdict.actual <= (verdict.limit or 0) and verdict.kind != "prediction":
         over = "did not run"
     return name, measured, f"{yardstick} {format_size(allowed)}", over
