@@ -16,8 +16,26 @@ from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineS
 from pytest_gpumem.sizes import MIB
 
 if TYPE_CHECKING:
-    from pytest_gpumem.baseline.update import MeasuredTest
     from pytest_gpumem.values.environment import Environment
+    from pytest_gpumem.values.measurement import Measurement
+
+
+@dataclass(frozen=True)
+class MeasuredTest:
+    """The final result of one marked test of this session, on the device that baselines keep."""
+
+    nodeid: str
+    environment: Environment
+    measurement: Measurement
+    passed: bool
+    """Whether the final call report passed, with the test's own verdicts; not xfail, not xpass."""
+    rerun: bool = False
+    """Whether an earlier attempt in this session did not pass."""
+    subtest_failed: bool = False
+    wanted: bool = True
+    """``False`` where the marker has ``baseline=False``."""
+    tolerance: str | None = None
+    """The test's own tolerance for its baseline; ``None`` where it states none."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baseline.collected import Collected, GoneTests
+from pytest_gpumem.baseline.collected import Collected, GoneTests, MeasuredTest
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.garbage import paused
@@ -22,25 +22,6 @@ from pytest_gpumem.text import counted
 if TYPE_CHECKING:
     from pytest_gpumem.baseline.compare import UpdateMode
     from pytest_gpumem.values.environment import Environment
-    from pytest_gpumem.values.measurement import Measurement
-
-
-@dataclass(frozen=True)
-class MeasuredTest:
-    """The final result of one marked test of this session, on the device that baselines keep."""
-
-    nodeid: str
-    environment: Environment
-    measurement: Measurement
-    passed: bool
-    """Whether the final call report passed, with the test's own verdicts; not xfail, not xpass."""
-    rerun: bool = False
-    """Whether an earlier attempt in this session did not pass."""
-    subtest_failed: bool = False
-    wanted: bool = True
-    """``False`` where the marker has ``baseline=False``."""
-    tolerance: str | None = None
-    """The test's own tolerance for its baseline; ``None`` where it states none."""
 
 
 @dataclass(frozen=True)

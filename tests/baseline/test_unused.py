@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.baseline.collected import Collected, GoneTests, unused_baselines
+from pytest_gpumem.baseline.collected import Collected, GoneTests, MeasuredTest, unused_baselines
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore
-from pytest_gpumem.baseline.update import MeasuredTest
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
 
