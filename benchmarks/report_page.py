@@ -21,7 +21,7 @@ sys.path.insert(0, str(REPOSITORY))
 from pytest_gpumem.allocator import Allocator  # noqa: E402
 from pytest_gpumem.allocator.replay import replay  # noqa: E402
 from pytest_gpumem.attribution.history import CATEGORIES  # noqa: E402
-from pytest_gpumem.report.html import write_html, write_recording  # noqa: E402
+from pytest_gpumem.report.html.page import write_html, write_recording  # noqa: E402
 from pytest_gpumem.report.html.recording import Watchers  # noqa: E402
 from pytest_gpumem.report.json_report import thin, write_report  # noqa: E402
 from pytest_gpumem.report.record import TestRecord  # noqa: E402

@@ -135,3 +135,8 @@ def pack(
 def listed(names: Sequence[str]) -> str:
     """Return ``names`` as a sentence lists them."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def counted(count: int, noun: str) -> str:
+    """Return ``1 test`` or ``2 tests``."""
+    return f"{count} {noun}{'s' * (count != 1)}"

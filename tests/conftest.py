@@ -59,7 +59,7 @@ _frozen_modules = _tests = 0
 
 _OF_EVERY_RUN = """
     sqlite3 filelock pytest_gpumem.device.simulated
-    pytest_gpumem.baseline.renamed pytest_gpumem.baseline.unused
+    pytest_gpumem.baseline.collected
     pytest_gpumem.report.failures pytest_gpumem.report.header pytest_gpumem.report.remarks
     pytest_gpumem.report.record pytest_gpumem.report.terminal pytest_gpumem.report.written
     pytest_gpumem.session.course pytest_gpumem.session.conclusion

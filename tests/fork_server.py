@@ -41,7 +41,7 @@ REWRITTEN = (
     *("_hypothesis_globals", "hypothesis", "anyio.pytest_plugin", "xdist.newhooks", "xdist._path"),
     *("pytest_gpumem.plugin", "pytest_gpumem.hookspecs", "pytest_gpumem.device.host_gpus"),
     *("pytest_gpumem.device.device", "pytest_gpumem.device.simulated"),
-    *("pytest_gpumem.baseline.renamed", "pytest_gpumem.baseline.unused"),
+    "pytest_gpumem.baseline.collected",
     *("pytest_gpumem.report.header", "pytest_gpumem.report.record"),
     *("pytest_gpumem.report.written", "pytest_gpumem.session.course"),
     *("pytest_gpumem.session.course", "pytest_gpumem.session.hooks"),

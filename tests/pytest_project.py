@@ -96,7 +96,7 @@ class Project:
     ) -> pytest.RunResult:
         """Run pytest in this process; ``use`` names further plugins, ``plugins`` are such."""
         arguments = _arguments(args, device, use)
-        collected._definitions.cache_clear()  # of a run before, whose files were others
+        collected._functions_in.cache_clear()  # of a run before, whose files were others
         return self._pytester.runpytest_inprocess(*arguments, plugins=plugins)
 
     def run_apart(

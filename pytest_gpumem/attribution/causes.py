@@ -8,12 +8,11 @@ does, the sentence states the largest change.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pytest_gpumem.attribution.composition import Site
-from pytest_gpumem.attribution.deeds import DEEDS, carried_sentence, steady_step, unfused_sentence
 from pytest_gpumem.attribution.explain import (
     MOST,
     Change,
@@ -21,8 +20,8 @@ from pytest_gpumem.attribution.explain import (
     Side,
     block_size,
     largest_gain,
-    place,
     shape_text,
+    site_text,
 )
 from pytest_gpumem.attribution.history import (
     ACTIVATIONS,
@@ -33,12 +32,17 @@ from pytest_gpumem.attribution.history import (
     PARAMETERS,
     TEMPORARIES,
 )
+from pytest_gpumem.attribution.program_causes import (
+    PROGRAM_CAUSES,
+    Evidence,
+    carried_sentence,
+    steady_step,
+    unfused_sentence,
+)
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import listed
 
 __all__ = ["Growth", "Side", "absolute_cause", "cause_of", "leak_cause"]
-
-Detector = Callable[[Growth], str | None]
 
 CAST = "Tensor.to"
 """The operator by which autograd sees ``float()``, ``half()`` and ``to(dtype)``."""
@@ -51,15 +55,14 @@ def cause_of(growth: Growth) -> str:
     """Return the cause of ``growth`` as a sentence, empty if unknown."""
     if growth.bytes <= 0:
         return ""
-    for detector in DETECTORS:
-        if sentence := detector(growth):
-            return sentence
-    return ""
+    found = (evidence for detector in DETECTORS for evidence in detector(growth))
+    sentences = (sentence for nbytes, sentence in found if growth.is_most(nbytes))
+    return next(filter(None, sentences), "")
 
 
 def absolute_cause(now: Side, excess: int) -> str:
     """Return the reason why a number is over a limit, by the run's facts; else empty."""
-    carried, attention = now.fact("carried") or {}, now.fact("attention") or {}
+    carried, attention = now.facts.get("carried") or {}, now.facts.get("attention") or {}
     for holder in carried.get("holders", ()):
         if steady_step(holder["held"]) and holder["held"][-1] > MOST * excess:
             return carried_sentence(holder)
@@ -72,33 +75,24 @@ def absolute_cause(now: Side, excess: int) -> str:
 
 def leak_cause(sites: Sequence[Site]) -> str:
     """Return the variable that keeps most of a test's leak; empty if unknown."""
-    held: defaultdict[str, int] = defaultdict(int)
-    graphs: defaultdict[str, int] = defaultdict(int)
+    held, graphs, containers = Counter[str](), Counter[str](), Counter[str]()
     for site in sites:
         if site.held_by:
             name = site.held_by.removeprefix(GRAPH_OF)
             held[name] += site.bytes
+            containers[name.partition("[")[0]] += site.bytes
             graphs[name] += site.bytes if name != site.held_by else 0
     total = sum(site.bytes for site in sites)
-    for found in (held, _containers(held)):
-        name = max(found, key=found.__getitem__, default="")
-        if name and found[name] > MOST * total:
-            share = graphs[name] if found is held else sum(graphs.values())
-            graph = (
-                ", most of it by the graph of what it holds" if share > MOST * found[name] else ""
-            )
-            return f"{name} keeps {format_size(found[name])} after the test{graph}"
+    for found in (held, containers):
+        for name, nbytes in found.most_common(1):
+            if nbytes > MOST * total:
+                share = graphs[name] if found is held else graphs.total()
+                mostly = ", most of it by the graph of what it holds" * (share > MOST * nbytes)
+                return f"{name} keeps {format_size(nbytes)} after the test{mostly}"
     return ""
 
 
-def _containers(held: Mapping[str, int]) -> defaultdict[str, int]:
-    found: defaultdict[str, int] = defaultdict(int)
-    for name, nbytes in held.items():
-        found[name.partition("[")[0]] += nbytes
-    return found
-
-
-def _dtype(growth: Growth) -> str | None:
+def _dtype(growth: Growth) -> Evidence:
     gains: defaultdict[tuple[str, str], list[tuple[int, Site]]] = defaultdict(list)
     kinds = [_by_kind(side.sites) for side in (growth.now, growth.before)]
     for kind, (now, site) in kinds[0].items():
@@ -107,22 +101,20 @@ def _dtype(growth: Growth) -> str | None:
             (dtype, nbytes), (before, known) = *now.items(), *was[0].items()
             gains[before, dtype].append((nbytes - known, site))
     for (before, dtype), found in gains.items():
-        if growth.is_most(sum(gain for gain, _ in found)):
-            found.sort(key=lambda pair: -pair[0])
-            told = f"{_same_tensors([site for _, site in found])}: {before} before, {dtype} now"
-            return f"{told}{_new_cast(growth, dtype)}"
-    return None
+        found.sort(key=lambda pair: -pair[0])
+        same = _same_tensors([site for _, site in found])
+        sentence = f"{same}: {before} before, {dtype} now{_new_cast(growth, dtype)}"
+        yield sum(gain for gain, _ in found), sentence
 
 
-def _parameters_dtype(growth: Growth) -> str | None:
+def _parameters_dtype(growth: Growth) -> Evidence:
     """Tell the type of parameters where a GPU's record has no types of blocks."""
-    now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
+    now, before = growth.facts("models")
     own = growth.gained(PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
     for name, model in now.items():
         dtype, was = model.get("dtype"), before.get(name, {}).get("dtype")
-        if dtype and was and dtype != was and growth.is_most(own):
-            return f"the parameters of {name}: {was} before, {dtype} now"
-    return None
+        if dtype and was and dtype != was:
+            yield own, f"the parameters of {name}: {was} before, {dtype} now"
 
 
 def _new_cast(growth: Growth, dtype: str) -> str:
@@ -142,32 +134,25 @@ def _by_kind(sites: Iterable[Site]) -> dict[tuple[Any, ...], tuple[dict[str, int
     for site in sites:
         if site.dtype is None or site.operator is None:
             continue
-        kind = site.category, site.function, _owner(site), _operator(site)
+        owner = (site.module or "").partition(".*")[0]
+        kind = site.category, site.function, owner, site.operator
         totals, _ = found.setdefault(kind, ({}, site))
         totals[site.dtype] = totals.get(site.dtype, 0) + site.bytes
     return found
 
 
-def _owner(site: Site) -> str:
-    return (site.module or "").partition(".*")[0]
-
-
-def _operator(site: Site) -> str:
-    return site.operator or ""
-
-
 def _same_tensors(sites: Sequence[Site]) -> str:
     words = (site.category if site.category != OTHER else "tensors" for site in sites)
     categories = list(dict.fromkeys(words))
-    places = list(dict.fromkeys(place(site) for site in sites if site.site))
+    places = list(dict.fromkeys(site_text(site) for site in sites if site.site))
     if len(categories) > 2 or not places:
         return f"the same {listed(categories)}"
     more = f" and {len(places) - 1} more" if len(places) > 1 else ""
     return f"the same {listed(categories)} at {places[0]}{more}"
 
 
-def _inputs(growth: Growth) -> str | None:
-    now, before = (side.fact("inputs") or [] for side in (growth.now, growth.before))
+def _inputs(growth: Growth) -> Evidence:
+    now, before = growth.facts("inputs")
     larger = [
         (shape, was)
         for shape, was in zip(now, before, strict=False)
@@ -175,14 +160,13 @@ def _inputs(growth: Growth) -> str | None:
     ]
     if larger and len(now) == len(before):
         shape, was = larger[0]
-        if growth.is_most(growth.gained(INPUTS, ACTIVATIONS, TEMPORARIES, OTHER)):
-            return f"the inputs are larger: {shape_text(was)} before, {shape_text(shape)} now"
-    if growth.is_most(growth.gained(INPUTS)):
-        new = [one for one in growth.changes if one.site.category == INPUTS and one.bytes > 0]
-        where = f": {place(new[0].site)} holds {_more(new[0])}" if new else ""
-        held = [side.categories.get(INPUTS, 0) for side in (growth.now, growth.before)]
-        return f"the inputs hold {format_size(held[0])}, {format_size(held[1])} before{where}"
-    return None
+        gained = growth.gained(INPUTS, ACTIVATIONS, TEMPORARIES, OTHER)
+        yield gained, f"the inputs are larger: {shape_text(was)} before, {shape_text(shape)} now"
+    new = [one for one in growth.gains if one.site.category == INPUTS]
+    where = f": {site_text(new[0].site)} holds {_more(new[0])}" if new else ""
+    held = [side.categories.get(INPUTS, 0) for side in (growth.now, growth.before)]
+    sizes = f"{format_size(held[0])}, {format_size(held[1])} before"
+    yield held[0] - held[1], f"the inputs hold {sizes}{where}"
 
 
 def _more(change: Change) -> str:
@@ -194,54 +178,51 @@ def _more(change: Change) -> str:
     return f"{format_size(change.bytes)} more"
 
 
-def _larger_model(growth: Growth) -> str | None:
-    now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
+def _larger_model(growth: Growth) -> Evidence:
+    now, before = growth.facts("models")
     own = growth.gained(PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
-    if growth.now.fact("inputs") == growth.before.fact("inputs"):
+    if growth.now.facts.get("inputs") == growth.before.facts.get("inputs"):
         # Of the same inputs, what grew at the same places grew with the model.
         own += sum(
             change.bytes
             for change in growth.changes
             if change.change == "grown" and change.site.category in (ACTIVATIONS, TEMPORARIES)
         )
-    for name in now:
-        if name not in before or now[name]["parameters"] <= before[name]["parameters"]:
-            continue
-        if not growth.is_most(own):
+    for name in (one for one in now if one in before):
+        if now[name]["parameters"] <= before[name]["parameters"]:
             continue
         shapes, were = now[name]["largest"], before[name]["largest"]
         grown = [one for one in shapes if one in were and shapes[one] != were[one]]
         if grown:
             first = grown[0]
             more = f" (and {len(grown) - 1} more)" if len(grown) > 1 else ""
-            shown = (
-                f"{first}{more}: {shape_text(were[first])} before, {shape_text(shapes[first])} now"
-            )
+            change = f"{shape_text(were[first])} before, {shape_text(shapes[first])} now"
+            shown = f"{first}{more}: {change}"
         else:
             shown = f"{before[name]['parameters']:,} before, {now[name]['parameters']:,} now"
-        return f"{name} has more parameters, {shown}"
-    return None
+        yield own, f"{name} has more parameters, {shown}"
 
 
-def _plain(growth: Growth) -> str | None:
+def _plain(growth: Growth) -> Evidence:
     largest = largest_gain(growth)
     if largest is None:
-        return None
+        return
     site = largest.site
-    what = "memory" if site.category == OTHER else site.category
-    where = place(site) or site.module or "a place that is not known"
+    held = "memory" if site.category == OTHER else site.category
+    where = site_text(site) or site.module or "a place that is not known"
     size = format_size(largest.bytes)
     if largest.change != "new":
-        return f"{where} takes {size} of {what} more"
+        yield growth.bytes, f"{where} takes {size} of {held} more"
+        return
     count = f"{site.count} × " if site.count > 1 else ""
     shape = f"{count}{shape_text(site.shape)} " if site.shape else ""
-    told = f" ({shape}{site.dtype})" if shape and site.dtype else ""
-    verb = "were" if what.endswith("s") else "was"
-    return f"{where} takes {size} of {what} that {verb} not there before{told}"
+    tensor = f" ({shape}{site.dtype})" if shape and site.dtype else ""
+    verb = "were" if held.endswith("s") else "was"
+    yield growth.bytes, f"{where} takes {size} of {held} that {verb} not there before{tensor}"
 
 
-DETECTORS: tuple[Detector, ...] = (
-    *DEEDS,
+DETECTORS: tuple[Callable[[Growth], Evidence], ...] = (
+    *PROGRAM_CAUSES,
     _inputs,
     _dtype,
     _parameters_dtype,

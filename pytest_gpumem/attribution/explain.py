@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 from pytest_gpumem.attribution.composition import Site
@@ -74,8 +75,14 @@ def explain(
     if any(map(_is_rest, before)):
         now = list(compact(now))
         least = {"gone": _least_named(now), "new": _least_named(before)}
-    changes: Iterable[Change] = _changes(_by_key(now), _by_key(before))
-    for identity in (_whatever_category, _whatever_function):
+    sides = _by_key(now), _by_key(before)
+    changes: Iterable[Change] = [
+        _change(*pair)
+        for key in {**sides[0], **sides[1]}
+        for pair in _pairs(*(side.get(key, ()) for side in sides))
+    ]
+    # Temporaries may be kept for backward; functions and modules are renamed.
+    for identity in (_but_category, _but_function):
         changes = _joined(changes, identity)
     if _has_fused(now) != _has_fused(before) if compiled is None else compiled:
         changes = _by_line(changes)
@@ -91,31 +98,24 @@ def holdings(actual: Iterable[Site]) -> tuple[Change, ...]:
 def compact(sites: Sequence[Site], most: int = MOST_SITES) -> tuple[Site, ...]:
     """Return the ``most`` largest sites, and the rest as one site per category and function."""
     ordered = sorted(sites, key=lambda site: (-site.bytes, str(site)))
-    return (*ordered[:most], *_rests(ordered[most:]))
-
-
-def _rests(sites: Iterable[Site]) -> Iterator[Site]:
-    """Yield ``sites`` as sums, each with the largest one's place."""
     groups: dict[tuple[str, str | None], list[Site]] = defaultdict(list)
-    for site in sites:
+    for site in ordered[most:]:
         groups[site.category, site.function].append(site)
-    for (category, function), group in groups.items():
-        place = max(group, key=lambda site: site.bytes).site
-        yield Site(
+    rests = [
+        Site(
             category,
             sum(site.bytes for site in group),
             sum(site.count for site in group),
-            site=place,
+            site=group[0].site,  # the largest one's
             function=function,
         )
+        for (category, function), group in groups.items()
+    ]
+    return (*ordered[:most], *rests)
 
 
 def _is_rest(site: Site) -> bool:
     return site.operator is None and site.module is None
-
-
-def _key(site: Site) -> Key:
-    return site.category, site.module, site.function, site.operator
 
 
 def _least_named(sites: Iterable[Site]) -> int:
@@ -144,23 +144,9 @@ def _without_edge(changes: Iterable[Change], least: Mapping[str, int]) -> Iterat
 def _by_key(sites: Iterable[Site]) -> dict[Key, list[Site]]:
     found: dict[Key, list[Site]] = defaultdict(list)
     for site in sites:
-        found[_key(site)].append(site)
+        found[site.category, site.module, site.function, site.operator].append(site)
     for group in found.values():
-        group.sort(key=_line)
-    return found
-
-
-def _line(site: Site) -> int:
-    return int(site.site.rpartition(":")[2]) if site.site else 0
-
-
-def _changes(
-    actual: Mapping[Key, Sequence[Site]], reference: Mapping[Key, Sequence[Site]]
-) -> list[Change]:
-    found = []
-    for key in {**actual, **reference}:
-        for now, before in _pairs(actual.get(key, ()), reference.get(key, ())):
-            found.append(_change(now, before))
+        group.sort(key=lambda site: int(site.site.rpartition(":")[2]) if site.site else 0)
     return found
 
 
@@ -168,21 +154,14 @@ def _pairs(
     actual: Sequence[Site], reference: Sequence[Site]
 ) -> Iterator[tuple[Site | None, Site | None]]:
     """Yield the sites of one function and operator side by side: first those that are equal."""
-    one, other = ([_content(site) for site in side] for side in (actual, reference))
+    one, other = (
+        [(site.bytes, site.count, site.shape, site.dtype) for site in side]
+        for side in (actual, reference)
+    )
     matcher = SequenceMatcher(None, other, one, autojunk=False)
     for tag, i1, i2, j1, j2 in matcher.get_opcodes():
-        if tag == "equal":
-            continue
-        befores, nows = reference[i1:i2], actual[j1:j2]
-        for index in range(max(len(befores), len(nows))):
-            yield (
-                nows[index] if index < len(nows) else None,
-                befores[index] if index < len(befores) else None,
-            )
-
-
-def _content(site: Site) -> tuple[Any, ...]:
-    return site.bytes, site.count, site.shape, site.dtype
+        if tag != "equal":
+            yield from zip_longest(actual[j1:j2], reference[i1:i2])
 
 
 def _change(now: Site | None, before: Site | None) -> Change:
@@ -243,14 +222,12 @@ def _by_line(changes: Iterable[Change]) -> Iterator[Change]:
         yield replace(shown, bytes=total, change=word) if len(group) > 1 else shown
 
 
-def _whatever_category(site: Site) -> tuple[Any, ...]:
-    """Return a key that equates temporaries with tensors kept for backward."""
+def _but_category(site: Site) -> tuple[Any, ...]:
     rest = site.category if _is_rest(site) else ""
     return site.module, site.function, site.operator, site.dtype, rest
 
 
-def _whatever_function(site: Site) -> tuple[Any, ...]:
-    """Return a key without function and module, which are renamed."""
+def _but_function(site: Site) -> tuple[Any, ...]:
     return site.category, site.operator, site.shape, site.dtype, site.count
 
 
@@ -278,10 +255,6 @@ class Side:
             found[site.category] += site.bytes
         return found
 
-    def fact(self, name: str) -> Any:
-        """Return one of the facts, ``None`` where it is not known or did not occur."""
-        return self.facts.get(name)
-
 
 @dataclass(frozen=True)
 class Growth:
@@ -295,6 +268,15 @@ class Growth:
     def bytes(self) -> int:
         """The whole difference in bytes."""
         return sum(change.bytes for change in self.changes)
+
+    @cached_property
+    def gains(self) -> Sequence[Change]:
+        """The sites that hold more."""
+        return [change for change in self.changes if change.bytes > 0]
+
+    def facts(self, name: str) -> tuple[Any, Any]:
+        """Return one of the facts of both runs, now and before; empty where it is not known."""
+        return self.now.facts.get(name) or {}, self.before.facts.get(name) or {}
 
     def gained(self, *categories: str) -> int:
         """Return by how much these categories together grew."""
@@ -317,11 +299,10 @@ def largest_gain(growth: Growth) -> Change | None:
     """Return what one line added most of by one operator, one with a place or an operator where
     there is one."""
     groups: defaultdict[object, list[Change]] = defaultdict(list)
-    for index, change in enumerate(growth.changes):
-        if change.bytes > 0:
-            site = change.site
-            key = site.category, site.site, site.operator, change.change
-            groups[key if site.site else index].append(change)
+    for index, change in enumerate(growth.gains):
+        site = change.site
+        key = site.category, site.site, site.operator, change.change
+        groups[key if site.site else index].append(change)
     gains = [_as_one(group) for group in groups.values()]
     named = [change for change in gains if change.site.site or change.site.operator] or gains
     return max(named, key=lambda change: change.bytes, default=None)
@@ -330,20 +311,18 @@ def largest_gain(growth: Growth) -> Change | None:
 def _as_one(changes: Sequence[Change]) -> Change:
     """Return ``changes`` of one line, with a shape and a dtype where all have the same."""
     first = changes[0]
-    shapes, dtypes = ({getattr(one.site, key) for one in changes} for key in ("shape", "dtype"))
-    modules = {one.site.module for one in changes}
-    site = replace(
-        first.site,
-        bytes=sum(one.site.bytes for one in changes),
-        count=sum(one.site.count for one in changes),
-        shape=first.site.shape if len(shapes) == 1 else None,
-        dtype=first.site.dtype if len(dtypes) == 1 else None,
-        module=first.site.module if len(modules) == 1 else None,
-    )
+    sites = [change.site for change in changes]
+    differing: dict[str, Any] = {
+        name: None
+        for name in ("shape", "dtype", "module")
+        if len({getattr(site, name) for site in sites}) > 1
+    }
+    nbytes, count = sum(site.bytes for site in sites), sum(site.count for site in sites)
+    site = replace(first.site, bytes=nbytes, count=count, **differing)
     return replace(first, bytes=sum(one.bytes for one in changes), site=site)
 
 
-def place(site: Site) -> str:
+def site_text(site: Site) -> str:
     """Return where a site is, as a sentence names it: ``model.py:71 (torch.softmax)``."""
     operator = f"({site.operator})" if site.operator and site.site else site.operator or ""
     return " ".join(filter(None, (site.site, operator)))

@@ -40,7 +40,7 @@ _MADE_BY = ("nn/modules/module.py", ("_apply", "convert"))
 
 
 @dataclass(frozen=True)
-class Told:
+class StackFacts:
     """The facts that one stack gives about the block allocated there."""
 
     site: str | None = None
@@ -55,24 +55,30 @@ class Told:
     """``path:line function`` of the frames in Python, the innermost first."""
 
 
-UNKNOWN = Told()
-EARLIER = Told(operator="allocated before recording began")
+UNKNOWN = StackFacts()
+EARLIER = StackFacts(operator="allocated before recording began")
 
 
 def frames_in(event: Mapping[str, Any]) -> list[Frame]:
     """Return the frames of an event that are such: a file may hold anything in their place."""
     frames = event.get("frames")
-    return [frame for frame in frames if _is_frame(frame)] if isinstance(frames, list) else []
+    return [
+        frame
+        for frame in (frames if isinstance(frames, list) else [])
+        if isinstance(frame, Mapping)
+        and isinstance(frame.get("filename"), str)
+        and isinstance(frame.get("name"), str)
+    ]
 
 
-def told(frames: Sequence[Frame], paths: Mapping[str, str]) -> Told:
+def stack_facts(frames: Sequence[Frame], paths: Mapping[str, str]) -> StackFacts:
     """Return the facts of ``frames``, the innermost first; ``paths`` are file names as shown."""
     python = [frame for frame in frames if _is_python(frame)]
     line = next((frame for frame in python if not is_torchs(frame["filename"])), None)
-    symbols = [frame["name"] for frame in takewhile(_is_native, frames)]
+    symbols = [frame["name"] for frame in takewhile(lambda frame: not _is_python(frame), frames)]
     node = next((match[1] for name in symbols if (match := _NODE.search(name))), None)
     shown = [f"{_place(frame, paths)} {frame['name']}" for frame in python[:MOST_LINES]]
-    return Told(
+    return StackFacts(
         site=None if line is None else _place(line, paths),
         function=None if line is None else line["name"],
         operator=node or _operator(symbols) or _called(python),
@@ -82,21 +88,21 @@ def told(frames: Sequence[Frame], paths: Mapping[str, str]) -> Told:
     )
 
 
-def category(of: Told, *, kept: bool) -> str:
+def category(facts: StackFacts, *, kept: bool) -> str:
     """Return a block's category; ``kept`` is whether it outlived the phase it was made in.
 
     Frames contain less than a watched test: a copy from the host looks like any tensor, and only
     the function that moved a tensor shows that it is a parameter.
     """
-    if of.library:
+    if facts.library:
         return WORKSPACE
-    if of.during == "making":
+    if facts.during == "making":
         return PARAMETERS
-    if not of.during:
-        return INPUTS if of.operator == "Tensor.to" else OTHER
+    if not facts.during:
+        return INPUTS if facts.operator == "Tensor.to" else OTHER
     if not kept:
         return TEMPORARIES
-    return {"forward": ACTIVATIONS, "backward": GRADIENTS, "step": OPTIMIZER_STATE}[of.during]
+    return {"forward": ACTIVATIONS, "backward": GRADIENTS, "step": OPTIMIZER_STATE}[facts.during]
 
 
 def is_torchs(filename: str) -> bool:
@@ -129,9 +135,7 @@ def _operator(symbols: Sequence[str]) -> str | None:
         return None
     computing = (name for name in found if not _MEMORY_ONLY.match(name))
     base = _OVERLOAD.sub("", next(computing, found[-1]))
-    if base.lstrip("_") == "to_copy":
-        return "Tensor.to"
-    return f"aten::{base}"
+    return "Tensor.to" if base.lstrip("_") == "to_copy" else f"aten::{base}"
 
 
 def _called(python: Sequence[Frame]) -> str | None:
@@ -153,17 +157,5 @@ def python_files(frames: Sequence[Frame]) -> Iterator[str]:
     return (frame["filename"] for frame in frames if _is_python(frame))
 
 
-def _is_frame(frame: Any) -> bool:
-    return (
-        isinstance(frame, Mapping)
-        and isinstance(frame.get("filename"), str)
-        and isinstance(frame.get("name"), str)
-    )
-
-
 def _is_python(frame: Frame) -> bool:
     return bool(frame["filename"].endswith(".py"))
-
-
-def _is_native(frame: Frame) -> bool:
-    return not _is_python(frame)

@@ -154,7 +154,16 @@ class History:
 
     def allocated(self) -> list[int]:
         """Return the bytes in live blocks before each event, and after the last."""
-        return list(accumulate(self._changes()))
+        return self.allocated_by(self.lives)
+
+    def allocated_by(self, lives: Iterable[Life]) -> list[int]:
+        """Return the bytes of ``lives`` that are live before each event, and after the last."""
+        changes = [0] * (self.length + 1)
+        for life in lives:
+            changes[life.born + 1] += life.nbytes
+            if life.died < self.length:
+                changes[life.died + 1] -= life.nbytes
+        return list(accumulate(changes))
 
     def live_at(self, position: int) -> list[Life]:
         """Return the live blocks after the event number ``position``."""
@@ -195,23 +204,12 @@ class History:
         return position + 1
 
     def _put_before(self, begin: int, end: int) -> None:
-        kept = []
-        for life in self.lives:
-            if begin <= life.born < end:
-                if life.died < end:
-                    continue
-                life.born = -1
-            kept.append(life)
-        self.lives = kept
-
-    def _changes(self) -> list[int]:
-        """Return the bytes that each event adds; the first number is those held before them."""
-        changes = [0] * (self.length + 1)
-        for life in self.lives:
-            changes[life.born + 1] += life.nbytes
-            if life.died < self.length:
-                changes[life.died + 1] -= life.nbytes
-        return changes
+        """Count the blocks allocated in this range as held, without those freed in it."""
+        inside = [life for life in self.lives if begin <= life.born < end]
+        freed = {id(life) for life in inside if life.died < end}
+        for life in inside:
+            life.born = -1
+        self.lives = [life for life in self.lives if id(life) not in freed]
 
     def _recognise(self) -> None:
         by_address: dict[int, list[Life]] = {}

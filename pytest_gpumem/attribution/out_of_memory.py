@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,7 @@ class OutOfMemory:
     @property
     def sentence(self) -> str:
         """The request, its origin, the missing bytes and, where known, the reason."""
-        where = " ".join(part for part in (self.site, self.operator) if part)
+        where = " ".join(filter(None, (self.site, self.operator)))
         by = f" by {where}" if where else ""
         free = f"{format_size(self.free)} free of {format_size(self.total)}"
         if self.over_limit and self.limit is not None:
@@ -103,43 +104,35 @@ class OutOfMemory:
     def lines(self) -> list[str]:
         """Return the text below the failure."""
         unused, outside = format_size(self.fragmentation), format_size(self.elsewhere)
+        remedy = f"no allocator setting would have helped (tried: {', '.join(REMEDIES)})"
+        if self.avoided_by:
+            remedy = (
+                f"it would have fitted with PYTORCH_CUDA_ALLOC_CONF={self.avoided_by[0]} "
+                "(found by replaying its allocations)"
+            )
         return [
             self.sentence,
             f"  {format_size(self.allocated)} allocated, {unused} reserved and not allocated, "
             f"{outside} held outside PyTorch",
             *self._holder_lines(),
-            f"  {self._remedy()}",
+            f"  {remedy}",
         ]
 
     def _holder_lines(self) -> list[str]:
-        rows = [
-            (format_size(site.bytes), site.category, site.site or "", _thing(site))
-            for site in self.holders[:SHOWN_HOLDERS]
-        ]
+        rows = []
+        for site in self.holders[:SHOWN_HOLDERS]:
+            module = site.module if site.category == PARAMETERS else None
+            name = module or site.operator or ""
+            rows.append((format_size(site.bytes), site.category, site.site or "", name))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
-            f"  {size:>{widths[0]}}  {kind:<{widths[1]}}  {site:<{widths[2]}}  {operator}".rstrip()
-            for size, kind, site, operator in rows
+            f"  {size:>{widths[0]}}  {kind:<{widths[1]}}  {place:<{widths[2]}}  {name}".rstrip()
+            for size, kind, place, name in rows
         ]
         if rest := self.holders[SHOWN_HOLDERS:]:
             total = sum(site.bytes for site in rest)
             lines.append(f"  {format_size(total)} in {len(rest)} smaller sites")
         return lines
-
-    def _remedy(self) -> str:
-        if self.avoided_by:
-            return (
-                f"it would have fitted with PYTORCH_CUDA_ALLOC_CONF={self.avoided_by[0]} "
-                "(found by replaying its allocations)"
-            )
-        tried = ", ".join(REMEDIES)
-        return f"no allocator setting would have helped (tried: {tried})"
-
-
-def _thing(site: Site) -> str:
-    """Return the module of parameters, and the operator that made anything else."""
-    module = site.module if site.category == PARAMETERS else None
-    return module or site.operator or ""
 
 
 def last_failure(trace: Sequence[Json]) -> int | None:
@@ -217,12 +210,10 @@ def _within(snapshot: Json, device: int, limit: int) -> Json:
     return {**snapshot, "device_traces": traces}
 
 
-def _remedies(snapshot: Json, device: int, version: tuple[int, int]) -> Iterable[str]:
+def _remedies(snapshot: Json, device: int, version: tuple[int, int]) -> Iterator[str]:
     for setting in REMEDIES:
-        try:
+        with suppress(SnapshotError, ValueError):
             result = replay(dict(snapshot), alloc_conf=setting, version=version)
-        except (SnapshotError, ValueError):
-            continue
-        found = next((one for one in result.devices if one.device == device), None)
-        if found is not None and found.what_if and found.what_if.out_of_memory is None:
-            yield setting
+            found = next((one for one in result.devices if one.device == device), None)
+            if found is not None and found.what_if and found.what_if.out_of_memory is None:
+                yield setting

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from pytest_gpumem.attribution.composition import category_of, shown_path
@@ -17,14 +17,6 @@ reserved, and where most of that lies in free parts of segments."""
 
 MOST_SPANS = 200
 """Windows of phases that are kept, the longest; a phase may be entered at every step."""
-
-
-@dataclass(frozen=True)
-class _Event:
-    """An event with the block that it allocated or freed."""
-
-    life: Life
-    is_alloc: bool
 
 
 def timeline_of(history: History, stray_reserved: int = 0) -> dict[str, Any] | None:
@@ -42,31 +34,26 @@ def timeline_of(history: History, stray_reserved: int = 0) -> dict[str, Any] | N
     if not history.length:
         return None
     kept = sorted(_kept(history))
-    categories = {id(life): category_of(history, life) for life in history.lives}
-    events = _events(history, {position - 1 for position in kept})
-    places: dict[str, int] = {}
-    blocks: list[list[int]] = []
-    for position in kept:
-        event = events.get(position - 1)
-        if event is None:
-            blocks.append([-1, 0])
-        else:
-            place = places.setdefault(_place(event.life, history), len(places))
-            blocks.append([place, event.life.nbytes if event.is_alloc else -event.life.nbytes])
-    totals = {
-        category: series
-        for category in CATEGORIES
-        if any(series := _series(history, categories, category, kept))
-    }
-    return {
+    lives: dict[str, list[Life]] = defaultdict(list)
+    for life in history.lives:
+        lives[category_of(history, life)].append(life)
+    totals = {}
+    for category in CATEGORIES:
+        allocated = history.allocated_by(lives[category])
+        if any(series := [allocated[position] for position in kept]):
+            totals[category] = series
+    line: dict[str, Any] = {
         "events": history.length,
         "positions": kept,
         "categories": totals,
-        "places": list(places),
-        "blocks": blocks,
+        **_blocks(history, kept),
         "phases": _spans(history),
-        **_reserved(history, kept, stray_reserved),
     }
+    if history.reserved:
+        line["reserved"] = [history.reserved[position] - stray_reserved for position in kept]
+    if history.split:
+        line["split"] = [history.split[position] for position in kept]
+    return line
 
 
 def thinned(line: Mapping[str, Any], most: int) -> dict[str, Any]:
@@ -79,40 +66,27 @@ def thinned(line: Mapping[str, Any], most: int) -> dict[str, Any]:
     if count <= most:
         return dict(line)
     totals = [sum(at) for at in zip(*line["categories"].values(), strict=True)] or [0] * count
-    edges = [count * number // most for number in range(most + 1)]
     kept = {0, count - 1}
-    kept.update(max(range(a, b), key=totals.__getitem__) for a, b in pairwise(edges))
+    kept.update(max(range(a, b), key=totals.__getitem__) for a, b in pairwise(_edges(count, most)))
     positions = line["positions"]
     for _, begin, end in line["phases"]:
         inside = range(bisect_left(positions, begin), bisect_right(positions, end))
         kept.update([max(inside, key=totals.__getitem__)] if inside else [])
     places = sorted(kept)
-    series = {
-        name: line[name] for name in ("positions", "blocks", "reserved", "split") if name in line
-    }
+    names = [name for name in ("positions", "blocks", "reserved", "split") if name in line]
+    categories = line["categories"].items()
     return {
         **line,
-        **{name: [values[at] for at in places] for name, values in series.items()},
-        "categories": {
-            name: [values[at] for at in places] for name, values in line["categories"].items()
-        },
+        **{name: [line[name][at] for at in places] for name in names},
+        "categories": {name: [values[at] for at in places] for name, values in categories},
     }
-
-
-def _reserved(history: History, kept: Sequence[int], stray: int) -> dict[str, list[int]]:
-    found = {}
-    if history.reserved:
-        found["reserved"] = [history.reserved[position] - stray for position in kept]
-    if history.split:
-        found["split"] = [history.split[position] for position in kept]
-    return found
 
 
 def _kept(history: History) -> set[int]:
     allocated = history.allocated()
     kept = {0, len(allocated) - 1}
     kept.update(position + 1 for position in history.peaks().values())
-    for begin, end in _stretches(len(allocated)):
+    for begin, end in pairwise(_edges(len(allocated), BUCKETS)):
         stretch = range(begin, end)
         kept.add(max(stretch, key=allocated.__getitem__))
         kept.add(min(stretch, key=allocated.__getitem__))
@@ -121,33 +95,30 @@ def _kept(history: History) -> set[int]:
     return kept
 
 
-def _stretches(length: int) -> Iterator[tuple[int, int]]:
-    count = min(BUCKETS, length)
-    edges = [length * number // count for number in range(count + 1)]
-    return pairwise(edges)
+def _edges(length: int, parts: int) -> list[int]:
+    """Return where each of so many parts of a sequence begins, and the end of the last."""
+    count = min(parts, length)
+    return [length * number // count for number in range(count + 1)]
 
 
-def _series(
-    history: History, categories: dict[int, str], category: str, kept: list[int]
-) -> list[int]:
-    changes = [0] * (history.length + 1)
-    for life in history.lives:
-        if categories[id(life)] == category:
-            changes[life.born + 1] += life.nbytes
-            if life.died < history.length:
-                changes[life.died + 1] -= life.nbytes
-    allocated = list(accumulate(changes))
-    return [allocated[position] for position in kept]
-
-
-def _events(history: History, wanted: set[int]) -> dict[int, _Event]:
-    events = {}
+def _blocks(history: History, kept: Sequence[int]) -> dict[str, list[Any]]:
+    """Return the block of the event before each sample, and the places that these refer to."""
+    wanted = {position - 1 for position in kept}
+    events: dict[int, tuple[Life, int]] = {}
     for life in history.lives:
         if life.died in wanted:
-            events[life.died] = _Event(life, False)
+            events[life.died] = life, -life.nbytes
         if life.born in wanted and life.born >= 0:
-            events[life.born] = _Event(life, True)
-    return events
+            events[life.born] = life, life.nbytes
+    places: dict[str, int] = {}
+    blocks = []
+    for position in kept:
+        number, nbytes = -1, 0
+        if position - 1 in events:
+            life, nbytes = events[position - 1]
+            number = places.setdefault(_place(life, history), len(places))
+        blocks.append([number, nbytes])
+    return {"places": list(places), "blocks": blocks}
 
 
 def _spans(history: History) -> list[list[Any]]:

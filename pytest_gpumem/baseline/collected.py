@@ -1,15 +1,41 @@
-"""The tests that a session collected, and the stored tests that it proves gone."""
+"""The tests that a session collected, the stored tests without one, and their likely successors."""
 
 from __future__ import annotations
 
 import ast
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from pytest_gpumem.baseline.store import split_nodeid
+from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore, split_nodeid
+from pytest_gpumem.sizes import MIB
+
+if TYPE_CHECKING:
+    from pytest_gpumem.values.environment import Environment
+    from pytest_gpumem.values.measurement import Measurement
+
+
+@dataclass(frozen=True)
+class MeasuredTest:
+    """The final result of one marked test of this session, on the device that baselines keep."""
+
+    nodeid: str
+    environment: Environment
+    measurement: Measurement
+    passed: bool
+    """Whether the final call report passed, with the test's own verdicts; not xfail, not xpass."""
+    rerun: bool = False
+    """Whether an earlier attempt in this session did not pass."""
+    subtest_failed: bool = False
+    wanted: bool = True
+    """``False`` where the marker has ``baseline=False``."""
+    tolerance: str | None = None
+    """The test's own tolerance for its baseline; ``None`` where it states none."""
 
 
 @dataclass(frozen=True)
@@ -42,26 +68,26 @@ class Collected:
         narrowed: str = "",
     ) -> Collected:
         """Return the value for the node ids of all collected items, deselected ones included."""
-        ids: dict[str, set[str]] = {}
+        ids: dict[str, set[str]] = defaultdict(set)
         for nodeid in nodeids:
             module, test_id = split_nodeid(nodeid)
-            ids.setdefault(module, set()).add(test_id)
+            ids[module].add(test_id)
         frozen = {module: frozenset(found) for module, found in ids.items()}
         return cls(rootpath, frozen, incomplete or {}, partial, narrowed)
 
 
 @dataclass(frozen=True)
-class Gone:
+class GoneTests:
     """A filter of stored tests that no longer exist; ``ran`` are modules and ids that ran."""
 
     collected: Collected
     ran: frozenset[tuple[str, str]]
 
-    def may_tell(self, module: str) -> bool:
+    def can_prove(self, module: str) -> bool:
         """Return whether a test of ``module`` can be proved gone, whichever are stored."""
         return not _doubt(module, self.collected)
 
-    def of(self, module: str, stored: Iterable[str]) -> tuple[list[str], Mapping[str, int]]:
+    def among(self, module: str, stored: Iterable[str]) -> tuple[list[str], Mapping[str, int]]:
         """Return the gone ids of ``stored`` ones in ``module``, and how many are in doubt by
         reason.
 
@@ -74,55 +100,188 @@ class Gone:
             return [], {}
         if doubt := _doubt(module, self.collected):
             return [], {doubt: len(unseen)}
-        known = {_function(test_id) for test_id in ids}
+        known = {function_of(test_id) for test_id in ids}
         gone, doubts = [], Counter[str]()
         for test_id in unseen:
-            name = _function(test_id)
-            if name not in known and _defines(self.collected.rootpath / module, name):
+            name = function_of(test_id)
+            if name not in known and name in _functions_in(self.collected.rootpath / module):
                 doubts[f"{module} still defines {name}, which was not collected"] += 1
             else:
                 gone.append(test_id)
         return gone, doubts
 
 
-def _function(test_id: str) -> str:
+def function_of(test_id: str) -> str:
+    """Return the function of a test's id, without parameters: ``TestX::test_y``."""
     return test_id.partition("[")[0]
 
 
-def _defines(path: Path, name: str) -> bool:
-    """Return whether the module at ``path`` has a function ``name``, as ``TestX::test_y``."""
-    return name in _definitions(path)
-
-
 @cache
-def _definitions(path: Path) -> frozenset[str]:
+def _functions_in(path: Path) -> frozenset[str]:
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        return frozenset(_functions(ast.parse(path.read_text(encoding="utf-8")), ""))
     except (OSError, SyntaxError, ValueError):
         return frozenset()
-    return frozenset(_named(tree, ""))
 
 
-def _named(node: ast.AST, owner: str) -> Iterable[str]:
+def _functions(node: ast.AST, owner: str) -> Iterable[str]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield owner + child.name
         elif isinstance(child, ast.ClassDef):
-            yield from _named(child, f"{owner}{child.name}::")
+            yield from _functions(child, f"{owner}{child.name}::")
         else:  # under a condition, for instance
-            yield from _named(child, owner)
+            yield from _functions(child, owner)
 
 
 def _doubt(module: str, collected: Collected) -> str:
     """Return why entries of ``module`` that were not collected may still have their tests."""
-    if reason := collected.incomplete.get(module):
+    if reason := collected.incomplete.get(module) or collected.narrowed:
         return reason
-    if collected.narrowed:
-        return collected.narrowed
-    if module in collected.ids:
-        return ""
-    if collected.partial:
-        return collected.partial
+    if module in collected.ids or collected.partial:
+        return "" if module in collected.ids else collected.partial
     if (collected.rootpath / module).exists():
         return f"{module} exists, but nothing was collected from it"
     return ""
+
+
+T = TypeVar("T", bound=Hashable)
+
+LEAST_ALIKE = 0.8
+"""Ratio from which on two names are similar, where their numbers differ."""
+TELLING = MIB
+"""Bytes from which on unique numbers identify a test."""
+
+
+@dataclass(frozen=True)
+class Unused:
+    """A stored entry without a test."""
+
+    nodeid: str
+    environment: Environment
+    entry: BaselineEntry
+    successor: str | None = None
+    """The node id of the test that has probably taken its place."""
+    same: bool = False
+    """Whether it measures what is stored."""
+
+
+def unused_baselines(
+    store: BaselineStore, tests: Sequence[MeasuredTest], collected: Collected
+) -> list[Unused]:
+    """Return the entries of the environments of ``tests`` that no test uses, sorted by node id.
+
+    Only those that ``collected`` proves gone; unreadable files are reported elsewhere.
+    """
+    gone = GoneTests(collected, frozenset(split_nodeid(test.nodeid) for test in tests))
+    environments = {test.environment.key: test.environment for test in tests}
+    found: list[Unused] = []
+    for environment in environments.values():
+        unused = list(_unused(store, environment, gone))
+        new = _new_tests(store, environment, tests) if unused else {}
+        named = successors(
+            {one.nodeid: _numbers(one.entry) for one in unused},
+            {nodeid: _numbers(entry) for nodeid, entry in new.items()},
+            unlike=LEAST_ALIKE,
+            identifies=lambda numbers: numbers.peak_allocated >= TELLING,
+        )
+        for one in unused:
+            if successor := named.get(one.nodeid):
+                one = replace(one, successor=successor.nodeid, same=successor.same)
+            found.append(one)
+    return sorted(found, key=lambda one: (one.environment.key, one.nodeid))
+
+
+def _unused(store: BaselineStore, environment: Environment, gone: GoneTests) -> Iterator[Unused]:
+    for module in store.modules(environment):
+        if gone.can_prove(module):
+            with suppress(BaselineError):
+                entries = store.load(environment, module)
+                for test_id in gone.among(module, entries)[0]:
+                    yield Unused(f"{module}::{test_id}", environment, entries[test_id])
+
+
+def _new_tests(
+    store: BaselineStore, environment: Environment, tests: Sequence[MeasuredTest]
+) -> dict[str, BaselineEntry]:
+    """Return by node id the measured numbers of tests without an entry of their own."""
+    found = {}
+    for test in tests:
+        if test.environment == environment and test.wanted:
+            with suppress(BaselineError):
+                if store.entry(environment, *split_nodeid(test.nodeid)) is None:
+                    found[test.nodeid] = BaselineEntry.of(test.measurement)
+    return found
+
+
+class _Numbers(NamedTuple):
+    """The compared numbers of an entry."""
+
+    peak_allocated: int
+    peak_reserved: int
+    phases: tuple[tuple[str, int], ...]
+
+
+def _numbers(entry: BaselineEntry) -> _Numbers:
+    phases = tuple(sorted(entry.phases.items()))
+    return _Numbers(entry.peak_allocated, entry.peak_reserved, phases)
+
+
+SAME_NUMBERS_ALIKE = 0.5
+"""Ratio from which on two names are similar, where all numbers are equal."""
+ONLY_MOVED = 1.0
+"""Ratio for tests that differ only in the path of their module."""
+
+
+class Successor(NamedTuple):
+    """The test that has probably taken the place of one that is gone."""
+
+    nodeid: str
+    same: bool
+    """Whether its measured numbers are the same."""
+
+
+def successors(
+    gone: Mapping[str, T],
+    new: Mapping[str, T],
+    *,
+    unlike: float = ONLY_MOVED,
+    identifies: Callable[[T], bool] = lambda measured: False,
+) -> dict[str, Successor]:
+    """Return by node id the ``new`` test that each ``gone`` test has probably become.
+
+    Both hold measured numbers. Where these are equal, names have to be alike by half, or the
+    numbers are unique and identify a test by themselves; where they differ, by ``unlike``. Every
+    test takes the place of one at most, the most similar first.
+    """
+    often = Counter([*gone.values(), *new.values()])
+    pairs = []
+    for position, (old, before) in enumerate(gone.items()):
+        for name, measured in new.items():
+            same, alike = measured == before, _alike(old, name)
+            unique = same and often[measured] == 2 and identifies(measured)
+            if unique or alike >= (SAME_NUMBERS_ALIKE if same else unlike):
+                pairs.append((not same, -alike, position, old, name))
+    found: dict[str, Successor] = {}
+    taken: set[str] = set()
+    for differs, _, _, old, name in sorted(pairs):
+        if old not in found and name not in taken:
+            found[old] = Successor(name, not differs)
+            taken.add(name)
+    return found
+
+
+def _alike(old: str, new: str) -> float:
+    """Return how much of two tests' names is the same at their ends; modules do not count."""
+    names = [split_nodeid(nodeid)[1].replace("test_", "") for nodeid in (old, new)]
+    if names[0] == names[1]:
+        return 1.0
+    head = _same_letters(*names)
+    tail = _same_letters(*(name[head:][::-1] for name in names))
+    return 2 * (head + tail) / sum(map(len, names))
+
+
+def _same_letters(one: str, other: str) -> int:
+    """Return with how many letters both begin."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

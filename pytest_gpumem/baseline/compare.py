@@ -129,20 +129,21 @@ def judge(
     """
     judged = _Judged(measurement, environment.gpu)
     if measurement.peak_allocated <= 0 and not used_elsewhere:
-        return Judgement((judged.nothing_measured(),))
+        return Judgement((judged.unfit("nothing_measured"),))
     verdicts = [*judged.limits(expectation, default_phases), *judged.leak(expectation)]
     if expectation.baseline is False:
         return Judgement(tuple(verdicts))
     if baseline is None:
         if update is None and (expectation.baseline or require_baseline):
+            cause = missing_cause(environment, elsewhere)
             note = missing_text(environment, elsewhere)
-            verdicts.append(judged.no_baseline(note, missing_cause(environment, elsewhere)))
+            verdicts.append(judged.unfit("baseline", note, cause))
         return Judgement(tuple(verdicts), missing_baseline=True)
     if update == "all":
         return Judgement(tuple(verdicts))
     eager = [note for note in measurement.notes if ran_eagerly(note)]
     if eager and not baseline.ran_eagerly:
-        verdicts.append(judged.ran_eagerly(eager[0]))
+        verdicts.append(judged.unfit("ran_eagerly", eager[0]))
     tolerance = expectation.tolerance or default_tolerance
     tolerance = tolerance or default_tolerance_for(measurement.simulated or measurement.dry)
     return Judgement(
@@ -166,6 +167,10 @@ def judge_prediction(
     return tuple(judged.against_prediction(predicted, tolerance))
 
 
+_Compared = tuple[int, Tolerance]
+"""The baseline or prediction that a number is compared with, and the tolerance."""
+
+
 class _Judged:
     """A measurement, and the verdicts on it."""
 
@@ -179,57 +184,43 @@ class _Judged:
         measured = self._measurement if phase is None else self._measurement.phases[phase]
         return [Site.from_dict(site) for site in measured.sites]
 
-    def nothing_measured(self) -> Verdict:
-        actual = self._measurement.peak_allocated
-        return self._verdict("nothing_measured", "peak_allocated", None, None, actual, False)
-
-    def ran_eagerly(self, note: str) -> Verdict:
-        actual = self._measurement.peak_allocated
-        return self._verdict(
-            "ran_eagerly", "peak_allocated", None, None, actual, False, notes=(note,)
-        )
-
-    def no_baseline(self, note: str, cause: str) -> Verdict:
-        actual = self._measurement.peak_allocated
-        return self._verdict(
-            "baseline", "peak_allocated", None, None, actual, False, notes=(note,), cause=cause
-        )
+    def unfit(self, kind: str, note: str = "", cause: str = "") -> Verdict:
+        """Return the verdict of a test whose peak cannot be compared."""
+        notes = (note,) if note else ()
+        peak = self._measurement.peak_allocated
+        return self._verdict(kind, None, None, peak, False, notes=notes, cause=cause)
 
     def limits(
         self, expectation: Expectation, default_phases: Mapping[str, int]
     ) -> Iterator[Verdict]:
         measured = self._measurement
         if expectation.max is not None:
-            yield self._limit("peak_allocated", None, expectation.max, measured.peak_allocated)
-        if expectation.max_reserved is not None:
-            limit = expectation.max_reserved
+            yield self._limit(None, expectation.max, measured.peak_allocated)
+        if (limit := expectation.max_reserved) is not None:
+            reserved = measured.peak_reserved
             yield self._verdict(
-                "limit",
-                "peak_reserved",
-                None,
-                limit,
-                measured.peak_reserved,
-                measured.peak_reserved <= limit,
+                "limit", None, limit, reserved, reserved <= limit, metric="peak_reserved"
             )
         for phase, limit in expectation.phases.items():
             if phase in self._peaks:
-                yield self._limit("peak_allocated", phase, limit, self._peaks[phase])
+                yield self._limit(phase, limit, self._peaks[phase])
             elif expectation.phases != default_phases:
                 yield self._did_not_run("limit", phase, limit)
 
     def leak(self, expectation: Expectation) -> Iterator[Verdict]:
         limit, leaked = expectation.max_leak, self._measurement.leaked
         if limit is not None and leaked is not None:
-            left = [Site.from_dict(site) for site in self._measurement.leaks]
+            passed = leaked <= limit
+            left = [] if passed else [Site.from_dict(site) for site in self._measurement.leaks]
             yield self._verdict(
                 "leak",
-                "leaked",
                 None,
                 limit,
                 leaked,
-                leaked <= limit,
-                explanation=holdings(left) if leaked > limit else (),
-                cause=leak_cause(left) if leaked > limit else "",
+                passed,
+                metric="leaked",
+                explanation=holdings(left),
+                cause=leak_cause(left),
             )
 
     def against(self, baseline: BaselineEntry, tolerance: Tolerance) -> Iterator[Verdict]:
@@ -244,71 +235,64 @@ class _Judged:
                 cause = cause_of(Growth(Side(sites, self._measurement.facts), before, changes))
             yield self._verdict(
                 "baseline",
-                "peak_allocated",
                 phase,
                 limit,
                 actual,
                 passed,
-                reference,
-                tolerance,
-                (NOTHING_STORED,) if sites and stored is None and not passed else (),
-                changes,
-                cause,
+                compared=(reference, tolerance),
+                notes=(NOTHING_STORED,) if sites and stored is None and not passed else (),
+                explanation=changes,
+                cause=cause,
             )
         for phase, reference in baseline.phases.items():
             if phase not in self._peaks:
                 limit = reference + _allowance(tolerance, reference)
-                yield self._did_not_run("baseline", phase, limit, reference, tolerance)
+                yield self._did_not_run("baseline", phase, limit, (reference, tolerance))
 
     def against_prediction(
         self, predicted: PredictedTest, tolerance: Tolerance
     ) -> Iterator[Verdict]:
         measured, reference = self._measurement, predicted.measurement
         if reference is None:
-            actual, notes = measured.peak_allocated, (predicted.problem,)
-            yield self._verdict(
-                "prediction", "peak_allocated", None, None, actual, False, notes=notes
-            )
+            yield self.unfit("prediction", predicted.problem)
             return
-        there = _Judged(reference, predicted.gpu)
+        other = _Judged(reference, predicted.gpu)
         yield self._predicted(
-            there, None, measured.peak_allocated, reference.peak_allocated, tolerance
+            other, None, measured.peak_allocated, reference.peak_allocated, tolerance
         )
         for phase, actual in self._peaks.items():
-            if phase in there._peaks:
-                yield self._predicted(there, phase, actual, there._peaks[phase], tolerance)
+            if phase in other._peaks:
+                yield self._predicted(other, phase, actual, other._peaks[phase], tolerance)
             else:
-                notes = (f"simulated phases: {', '.join(there._peaks)}",)
-                yield self._verdict(
-                    "prediction", "peak_allocated", phase, None, actual, False, notes=notes
-                )
-        for phase, peak in there._peaks.items():
+                notes = (f"simulated phases: {', '.join(other._peaks)}",)
+                yield self._verdict("prediction", phase, None, actual, False, notes=notes)
+        for phase, peak in other._peaks.items():
             if phase not in self._peaks:
                 notes = (f"phases that ran: {', '.join(self._peaks) or 'none'}",)
+                compared = (peak, tolerance)
                 yield self._verdict(
-                    "prediction", "peak_allocated", phase, None, 0, False, peak, tolerance, notes
+                    "prediction", phase, None, 0, False, compared=compared, notes=notes
                 )
 
     def _predicted(
-        self, there: _Judged, phase: str | None, actual: int, reference: int, tolerance: Tolerance
+        self, other: _Judged, phase: str | None, actual: int, reference: int, tolerance: Tolerance
     ) -> Verdict:
         allowance = _allowance(tolerance, reference)
         passed = abs(actual - reference) <= allowance
-        sites, predicted = self._sites(phase), there._sites(phase)
+        sites, predicted = self._sites(phase), other._sites(phase)
         return self._verdict(
             "prediction",
-            "peak_allocated",
             phase,
             reference + allowance,
             actual,
             passed,
-            reference,
-            tolerance,
-            (PREDICTED_TOO_MUCH,) if not passed and actual < reference else (),
-            explain(*_alike(sites, predicted)) if sites and predicted else (),
+            compared=(reference, tolerance),
+            notes=(PREDICTED_TOO_MUCH,) if not passed and actual < reference else (),
+            explanation=explain(*_alike(sites, predicted)) if sites and predicted else (),
         )
 
     def improvements(self, baseline: BaselineEntry, tolerance: Tolerance) -> Iterator[Improvement]:
+        measured = self._measurement
         for phase, actual, reference in self._pairs(baseline):
             if actual < reference - _allowance(tolerance, reference):
                 yield Improvement(
@@ -317,10 +301,10 @@ class _Judged:
                     actual,
                     reference,
                     str(tolerance),
-                    self._measurement.device,
-                    self._measurement.simulated,
+                    measured.device,
+                    measured.simulated,
                     self._gpu,
-                    self._measurement.dry,
+                    measured.dry,
                 )
 
     def _pairs(self, baseline: BaselineEntry) -> Iterator[tuple[str | None, int, int]]:
@@ -330,61 +314,51 @@ class _Judged:
             if phase in baseline.phases:
                 yield phase, actual, baseline.phases[phase]
 
-    def _limit(self, metric: str, phase: str | None, limit: int, actual: int) -> Verdict:
-        passed = actual <= limit
-        if passed:
-            return self._verdict("limit", metric, phase, limit, actual, passed)
+    def _limit(self, phase: str | None, limit: int, actual: int) -> Verdict:
+        if actual <= limit:
+            return self._verdict("limit", phase, limit, actual, True)
         sites = self._sites(phase)
         cause = absolute_cause(Side(sites, self._measurement.facts), actual - limit)
         held = holdings(sites)
-        return self._verdict(
-            "limit", metric, phase, limit, actual, passed, explanation=held, cause=cause
-        )
+        return self._verdict("limit", phase, limit, actual, False, explanation=held, cause=cause)
 
     def _did_not_run(
-        self,
-        kind: str,
-        phase: str,
-        limit: int,
-        reference: int | None = None,
-        tolerance: Tolerance | None = None,
+        self, kind: str, phase: str, limit: int, compared: _Compared | None = None
     ) -> Verdict:
-        notes = (_ran(phase, self._peaks),)
         # With a negative limit, the 0 that stands for "not run" would be too much.
-        highest = max(limit, 0)
-        return self._verdict(
-            kind, "peak_allocated", phase, highest, 0, False, reference, tolerance, notes
-        )
+        limit, notes = max(limit, 0), (_ran(phase, self._peaks),)
+        return self._verdict(kind, phase, limit, 0, False, compared=compared, notes=notes)
 
     def _verdict(
         self,
         kind: str,
-        metric: str,
         phase: str | None,
         limit: int | None,
         actual: int,
         passed: bool,
-        reference: int | None = None,
-        tolerance: Tolerance | None = None,
+        *,
+        metric: str = "peak_allocated",
+        compared: _Compared | None = None,
         notes: tuple[str, ...] = (),
         explanation: Iterable[Change] = (),
         cause: str = "",
     ) -> Verdict:
+        measured = self._measurement
         return Verdict(
             kind=kind,
             metric=metric,
             phase=phase,
             limit=None if limit is None else int(limit),
             actual=actual,
-            reference=reference,
+            reference=compared and compared[0],
             passed=passed,
-            tolerance="" if tolerance is None else str(tolerance),
-            device=self._measurement.device,
-            simulated=self._measurement.simulated,
-            dry=self._measurement.dry,
+            tolerance=str(compared[1]) if compared else "",
+            device=measured.device,
+            simulated=measured.simulated,
+            dry=measured.dry,
             gpu=self._gpu,
             notes=notes,
-            written=getattr(limit, "written", "") if reference is None else "",
+            written="" if compared else getattr(limit, "written", ""),
             explanation=tuple(change.to_dict() for change in explanation),
             cause=cause,
         )
@@ -411,23 +385,20 @@ def _alike(measured: list[Site], predicted: list[Site]) -> tuple[list[Site], lis
     """
     if any(site.shape for site in measured):
         return measured, predicted
-    here, there = _operators(measured), _operators(predicted)
+    ours, theirs = _operators(measured), _operators(predicted)
     alike = []
     for site in predicted:
-        place = _place(site)
-        ours, theirs = here[place] - there[place], there[place] - here[place]
-        same = site.operator in theirs and len(ours) == len(theirs) == 1
-        operator = next(iter(ours)) if same else site.operator
+        line = site.category, site.module, site.site
+        own, others = ours[line] - theirs[line], theirs[line] - ours[line]
+        same = site.operator in others and len(own) == len(others) == 1
+        operator = next(iter(own)) if same else site.operator
         alike.append(replace(site, shape=None, dtype=None, operator=operator))
     return measured, alike
 
 
 def _operators(sites: Iterable[Site]) -> defaultdict[tuple[str | None, ...], set[str | None]]:
+    """Return by category, module and line the operators of ``sites``."""
     found: defaultdict[tuple[str | None, ...], set[str | None]] = defaultdict(set)
     for site in sites:
-        found[_place(site)].add(site.operator)
+        found[site.category, site.module, site.site].add(site.operator)
     return found
-
-
-def _place(site: Site) -> tuple[str | None, ...]:
-    return site.category, site.module, site.site

@@ -21,6 +21,8 @@ from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import CALL, Measurement, PhaseRecord
 
+_NUMBERS = ("peak_allocated", "peak_reserved", "allocated_after", "cublas_workspace")
+
 
 @dataclass(frozen=True)
 class StoredPeak:
@@ -96,10 +98,7 @@ class BaselineEntry:
         peak = StoredPeak.of(measurement)
         peaks = {name: StoredPeak.of(phase) for name, phase in phases.items()}
         return cls(
-            peak_allocated=measurement.peak_allocated,
-            peak_reserved=measurement.peak_reserved,
-            allocated_after=measurement.allocated_after,
-            cublas_workspace=measurement.cublas_workspace,
+            **{name: getattr(measurement, name) for name in _NUMBERS},
             phases={name: phase.peak_allocated for name, phase in phases.items()},
             peak=peak,
             phase_peaks={name: p for name, p in peaks.items() if p is not None and p != peak},
@@ -110,10 +109,9 @@ class BaselineEntry:
 
     def peak_of(self, phase: str | None) -> StoredPeak | None:
         """Return the live blocks at the peak of ``phase``, or of the whole test for ``None``."""
-        if phase is None or phase in self.phase_peaks:
-            return self.peak if phase is None else self.phase_peaks[phase]
-        same = self.peak is not None and self.phases.get(phase) == self.peak_allocated
-        return self.peak if same else None
+        if phase is None or self.phases.get(phase) == self.peak_allocated:
+            return self.peak if phase is None else self.phase_peaks.get(phase, self.peak)
+        return self.phase_peaks.get(phase)
 
     @property
     def without_lines(self) -> BaselineEntry:
@@ -129,10 +127,7 @@ class BaselineEntry:
     def to_dict(self) -> dict[str, Any]:
         """Return the form of schema.json; composition and sites only where they were recorded."""
         return {
-            "peak_allocated": self.peak_allocated,
-            "peak_reserved": self.peak_reserved,
-            "allocated_after": self.allocated_after,
-            "cublas_workspace": self.cublas_workspace,
+            **{name: getattr(self, name) for name in _NUMBERS},
             **({} if self.tolerance is None else {"tolerance": self.tolerance}),
             **({"ran_eagerly": True} if self.ran_eagerly else {}),
             **({"facts": dict(self.facts)} if self.facts else {}),
@@ -146,10 +141,9 @@ class BaselineEntry:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> BaselineEntry:
         """Rebuild what :meth:`to_dict` wrote."""
-        numbers = ("peak_allocated", "peak_reserved", "allocated_after", "cublas_workspace")
         peaks = {name: StoredPeak.from_dict(phase) for name, phase in data["phases"].items()}
         return cls(
-            **{name: data[name] for name in numbers},
+            **{name: data[name] for name in _NUMBERS},
             phases={name: phase["peak_allocated"] for name, phase in data["phases"].items()},
             peak=StoredPeak.from_dict(data),
             phase_peaks={name: peak for name, peak in peaks.items() if peak is not None},
@@ -167,7 +161,6 @@ SCHEMA_VERSION = 1
 
 _CONFLICT = re.compile(rb"^<{7}( |\r?$).*^={7}\r?$.*^>{7}( |\r?$)", re.MULTILINE | re.DOTALL)
 """Git's conflict markers, left where both sides changed a line."""
-_SIDES = ("ours", "theirs")
 
 
 class BaselineError(ValueError):
@@ -317,9 +310,19 @@ def _parsed(path: Path, content: bytes) -> BaselineFile:
     except NewerError as error:
         raise BaselineError(f"baseline {path} {error}") from error
     except DocumentError as error:
+        problem = (
+            f"is damaged or not one of pytest-gpumem: {error}; restore it from version control or "
+            "delete it"
+        )
         if conflict := _CONFLICT.search(content):
-            raise _conflicting(path, content.count(b"\n", 0, conflict.start()) + 1) from error
-        raise _damaged(path, str(error)) from error
+            line = content.count(b"\n", 0, conflict.start()) + 1
+            name = quoted_for_shell(path.name)
+            problem = (
+                f"has the conflict markers of a merge in line {line}; take one side, in its "
+                f"folder, by git checkout --ours {name} or git checkout --theirs {name}, then "
+                "record its tests again"
+            )
+        raise BaselineError(f"baseline {path} {problem}") from error
     return BaselineFile(Environment.from_dict(data["environment"]), Entries(data["tests"]))
 
 
@@ -369,19 +372,4 @@ def _misplaced(path: Path, environment: Environment, key: str) -> BaselineError:
     return BaselineError(
         f"baseline {path} was recorded for {environment.key}, not for {printable(key)}; move it to "
         "the folder of its environment"
-    )
-
-
-def _conflicting(path: Path, line: int) -> BaselineError:
-    sides = " or ".join(f"git checkout --{side} {quoted_for_shell(path.name)}" for side in _SIDES)
-    return BaselineError(
-        f"baseline {path} has the conflict markers of a merge in line {line}; take one side, in "
-        f"its folder, by {sides}, then record its tests again"
-    )
-
-
-def _damaged(path: Path, problem: str) -> BaselineError:
-    return BaselineError(
-        f"baseline {path} is damaged or not one of pytest-gpumem: {problem}; restore it from "
-        "version control or delete it"
     )

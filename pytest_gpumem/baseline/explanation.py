@@ -55,10 +55,9 @@ def explanation_lines(
         texts = _laid_out(shown, signed, width)
     if hidden := lines[len(shown) :]:
         total = sum(line["bytes"] for line in hidden)
-        sign = _sign(total) if signed else ""
-        kind = "change" if signed else "site"
-        size = format_size(abs(total))
-        texts.append(f"  {sign}{size} in {len(hidden)} smaller {kind}{'s' * (len(hidden) > 1)}")
+        sign, kind = (_sign(total), "change") if signed else ("", "site")
+        kind += "s" * (len(hidden) > 1)
+        texts.append(f"  {sign}{format_size(abs(total))} in {len(hidden)} smaller {kind}")
     return texts
 
 
@@ -76,46 +75,32 @@ def _laid_out(lines: Sequence[Line], signed: bool, width: int | None) -> list[st
 def folded(explanation: Iterable[Line]) -> list[Line]:
     """Return ``explanation`` with lines on the same thing merged, largest first.
 
-    A thing is the state of one optimizer, or what one line of code did by one operator. Growth and
+    A thing is the state of one optimizer, or one operator's blocks of one line of code. Growth and
     shrinkage are kept apart.
     """
     groups: dict[object, list[Line]] = {}
     for index, line in enumerate(explanation):
-        groups.setdefault(_thing(line) or index, []).append(line)
+        category, operator = line.get("category"), line.get("operator") or ""
+        kind = category, line["bytes"] < 0, line.get("change"), line.get("held_by")
+        key: object = (*kind, line["site"], operator) if line.get("site") else index
+        if category == OPTIMIZER_STATE and "." in operator:
+            key = (*kind, operator.partition(".")[0])
+        groups.setdefault(key, []).append(line)
     lines = [_sum(group) if len(group) > 1 else group[0] for group in groups.values()]
     return sorted(lines, key=lambda line: -abs(line["bytes"]))
-
-
-def _thing(line: Line) -> tuple[object, ...] | None:
-    """Return a line's key for merging, ``None`` where it is not merged."""
-    category, operator = line.get("category"), line.get("operator") or ""
-    what = category, line["bytes"] < 0, line.get("change"), line.get("held_by")
-    if category == OPTIMIZER_STATE and "." in operator:
-        return (*what, operator.partition(".")[0])
-    return (*what, line["site"], operator) if line.get("site") else None
 
 
 def _sum(group: Sequence[Line]) -> Line:
     first, total = group[0], sum(line["bytes"] for line in group)
     count = sum(line.get("count") or 1 for line in group)
-    sizes = {line.get("each") for line in group}
-    each = sizes.pop() if len(sizes) == 1 else None
-    return {
-        **first,
-        "bytes": total,
-        "count": count,
-        "each": each if each and each * count == abs(total) else None,
-        "site": _common(group, "site"),
-        "module": _common(group, "module"),
-        "operator": _operators(group),
-        "dtype": _common(group, "dtype"),
-        FOLDED: len(group),
-    }
-
-
-def _common(group: Sequence[Line], key: str) -> Any:
-    values = {line.get(key) for line in group}
-    return values.pop() if len(values) == 1 else None
+    common = {}
+    for key in ("each", "site", "module", "dtype"):
+        values = {line.get(key) for line in group}
+        common[key] = values.pop() if len(values) == 1 else None
+    if not common["each"] or common["each"] * count != abs(total):
+        common["each"] = None
+    operator, merged = _operators(group), {FOLDED: len(group)}
+    return {**first, "bytes": total, "count": count, **common, "operator": operator, **merged}
 
 
 def _operators(group: Sequence[Line]) -> str | None:

@@ -1,13 +1,59 @@
-"""A test's failure text: the cause, the verdicts, their explanation, and the remedy."""
+"""A test's failure: its statements, the representative one first, and their text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from pytest_gpumem.baseline.telling import Told, told
 from pytest_gpumem.baseline.verdict import Verdict
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import listed
+
+_RANKS = {"nothing_measured": 0, "ran_eagerly": 1, "baseline": 2, "prediction": 2, "leak": 2}
+"""Ranks of kinds of verdicts: those that invalidate the numbers come first, a plain limit last."""
+_LIMIT, _MISSING = 3, 4
+
+
+@dataclass(frozen=True)
+class FailureStatement:
+    """A statement of a failure: its verdict, and those of phases that belong to it."""
+
+    verdict: Verdict
+    others: tuple[Verdict, ...] = ()
+
+    @property
+    def rank(self) -> tuple[int, int, bool]:
+        """The sort key: by kind of verdict, then by excess, the whole test's before a phase's."""
+        verdict = self.verdict
+        rank = _RANKS.get(verdict.kind, _LIMIT)
+        if verdict.kind == "baseline" and verdict.limit is None:
+            rank = _MISSING
+        return rank, -abs(verdict.excess), verdict.phase is not None
+
+
+def failure_statements(broken: Iterable[Verdict]) -> list[FailureStatement]:
+    """Return the statements of a failure, the representative one first.
+
+    Comparisons of one kind with stored or predicted numbers are one statement, the whole test's:
+    those of its phases only add their numbers.
+    """
+    kinds: dict[tuple[str, str], list[Verdict]] = {}
+    statements = []
+    for one in broken:
+        if one.reference is not None and one.limit is not None and not one.did_not_run:
+            kinds.setdefault((one.kind, one.device), []).append(one)
+        else:
+            statements.append(FailureStatement(one))
+    for group in kinds.values():
+        first = min(group, key=lambda one: (one.phase is not None, -abs(one.excess)))
+        others = tuple(one for one in group if one is not first)
+        statements.append(FailureStatement(first, others))
+    return sorted(statements, key=lambda statement: statement.rank)
+
+
+def main_verdict(broken: Iterable[Verdict]) -> Verdict:
+    """Return the representative verdict of a failure."""
+    return failure_statements(broken)[0].verdict
 
 
 def failure_text(
@@ -29,46 +75,36 @@ def statement_lines(
     broken: Sequence[Verdict], *, every: bool = False, width: int | None = None
 ) -> Iterator[str]:
     """Yield the cause of a failure, then its statements, of which the first one is explained."""
-    said: set[str] = set()
-    shown = False
-    for one in told(broken):
-        verdict = one.verdict
-        if verdict.cause and verdict.cause not in said:
-            said.add(verdict.cause)
+    causes: set[str] = set()
+    explained = False
+    for statement in failure_statements(broken):
+        verdict = statement.verdict
+        if verdict.cause and verdict.cause not in causes:
+            causes.add(verdict.cause)
             yield verdict.cause
         yield verdict.short
         why = verdict.explanation_lines(every=every, width=width)
-        if why and (every or not shown):
-            shown = True
+        if every or not explained:
+            explained = explained or bool(why)
             yield from why
-        yield from _of_phases(one, every=every, width=width)
+        if every:
+            for other in statement.others:
+                yield other.short
+                yield from other.explanation_lines(every=True, width=width)
+        elif statement.others:
+            yield _phases_line(statement)
 
 
-def brief_text(verdicts: Sequence[Verdict]) -> str:
-    """Return in a few words a test's excess, by its representative verdict."""
-    return told(verdicts)[0].verdict.brief
-
-
-def _of_phases(one: Told, *, every: bool, width: int | None) -> Iterator[str]:
-    """Yield the excess of the phases in one line; with their own lines if ``every`` is set."""
-    if every:
-        for other in one.others:
-            yield other.short
-            yield from other.explanation_lines(every=True, width=width)
-        return
-    if not one.others:
-        return
-    groups: dict[tuple[int, bool], list[str]] = {}
-    for other in one.others:
-        key = abs(other.excess), other.excess > 0
+def _phases_line(statement: FailureStatement) -> str:
+    """Return the excess of a statement's phases in one line."""
+    groups: dict[tuple[int, str], list[str]] = {}
+    for other in statement.others:
+        key = abs(other.excess), "over" if other.excess > 0 else "under"
         groups.setdefault(key, []).append(other.phase or "the test")
-    yardstick = one.verdict.kind
     parts = []
-    for (nbytes, over), names in groups.items():
-        side = "over" if over else "under"
-        same = "the same " if abs(one.verdict.excess) == nbytes else ""
+    for (nbytes, side), names in groups.items():
+        same = "the same " if abs(statement.verdict.excess) == nbytes else ""
         parts.append(f"{listed(names)}: {same}{format_size(nbytes)} {side}")
-    own = "their baselines" if len(one.others) > 1 else "its baseline"
-    if yardstick == "prediction":
-        own = own.replace("baseline", "prediction")
-    yield f"{', '.join(parts)} {own}"
+    yardstick = "prediction" if statement.verdict.kind == "prediction" else "baseline"
+    own = f"their {yardstick}s" if len(statement.others) > 1 else f"its {yardstick}"
+    return f"{', '.join(parts)} {own}"

@@ -61,7 +61,8 @@ class Locks:
         Raises :class:`LockError` where another process keeps the lock, ``OSError`` where the folder
         cannot be written.
         """
-        name = self._name(path)
+        relative = path.relative_to(self._root).as_posix()
+        name = sha256(relative.encode("utf-8", "surrogatepass")).hexdigest()[:16]
         lock = self._acquired(name)
         try:
             self._settle(name)
@@ -70,10 +71,6 @@ class Locks:
             self._clear(name)
             lock.release()
             self._sweep()
-
-    def _name(self, path: Path) -> str:
-        relative = path.relative_to(self._root).as_posix()
-        return sha256(relative.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
     def _acquired(self, name: str) -> BaseFileLock:
         from filelock import Timeout
@@ -92,7 +89,11 @@ class Locks:
                 if time.monotonic() > deadline:
                     raise
             except Timeout:
-                raise LockError(self._refusal(name, time.monotonic() - started)) from None
+                raise LockError(
+                    f"{self._holder(name)} has been writing it for "
+                    f"{time.monotonic() - started:.0f} s; run again when that has ended, or delete "
+                    f"{self._folder} where no such process exists any more"
+                ) from None
             finally:
                 self._patience = min(self._patience, deadline - time.monotonic())
         return lock
@@ -148,12 +149,6 @@ class Locks:
                     self._folder.rmdir()
                 except OSError:  # another writer has used the folder since
                     self._ignore()
-
-    def _refusal(self, name: str, seconds: float) -> str:
-        return (
-            f"{self._holder(name)} has been writing it for {seconds:.0f} s; run again when that "
-            f"has ended, or delete {self._folder} where no such process exists any more"
-        )
 
     def _holder(self, name: str) -> str:
         with suppress(OSError, ValueError):

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -100,15 +100,15 @@ class BaselineStore:
         Their unreadable files are passed over: they are of no concern to this environment.
         """
         known = []
-        for folder in sorted(self._folders()):
-            if folder.name == environment.key:
-                continue
-            try:
-                content = self._content(folder.name, module)
-            except BaselineError:
-                continue
-            if content and test_id in content.tests:
-                known.append((content.environment, content.tests[test_id]))
+        keys: list[str] = []
+        with suppress(OSError):
+            folders = (path for path in self.root.iterdir() if not path.name.startswith("."))
+            keys = [folder.name for folder in folders if folder.is_dir()]
+        for key in sorted(set(keys) - {environment.key}):
+            with suppress(BaselineError):
+                content = self._content(key, module)
+                if content and test_id in content.tests:
+                    known.append((content.environment, content.tests[test_id]))
         return known
 
     def modules(self, environment: Environment) -> list[str]:
@@ -153,35 +153,28 @@ class BaselineStore:
             )
         try:
             with self._locks.holding(path) as draft:
-                if (now := before.now()) is not before:
-                    tests = now.edited(edit)
-                return self._write(path, environment, tests, draft)
+                if not before.is_present():
+                    tests = _State(path, environment.key).edited(edit)
+                if tests is None:
+                    return None
+                if tests:
+                    self._write(path, serialize(path, environment, tests), draft)
+                else:
+                    self._remove(path)
+                return path
         except LockError as error:
             raise BaselineError(f"baseline {path} was not written: {error}") from error
         except OSError as error:
             raise unusable("written", path, error) from error
 
-    def _write(
-        self,
-        path: Path,
-        environment: Environment,
-        tests: Entries | None,
-        draft: Path,
-    ) -> Path | None:
-        if tests is None:
-            return None
-        if tests:
-            content = serialize(path, environment, tests)
-            for attempt in range(_ATTEMPTS):
-                try:
-                    replace_file(path, content, draft)
-                    break
-                except FileNotFoundError:
-                    if attempt == _ATTEMPTS - 1:
-                        raise
-        else:
-            self._remove(path)
-        return path
+    def _write(self, path: Path, content: bytes, draft: Path) -> None:
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                replace_file(path, content, draft)
+                return
+            except FileNotFoundError:
+                if attempt == _ATTEMPTS:
+                    raise
 
     def _path(self, key: str, module: str) -> Path:
         parts = PurePosixPath(module).parts
@@ -198,13 +191,6 @@ class BaselineStore:
             self._loaded[path] = read_file(path, key)
         return self._loaded[path]
 
-    def _folders(self) -> Iterator[Path]:
-        try:
-            folders = (path for path in self.root.iterdir() if not path.name.startswith("."))
-            yield from filter(Path.is_dir, folders)
-        except OSError:
-            return
-
     def _remove(self, path: Path) -> None:
         path.unlink()
         for folder in path.parents:
@@ -218,15 +204,14 @@ class _State:
     """The content of a file when it was read."""
 
     def __init__(self, path: Path, key: str) -> None:
-        self._path, self._key = path, key
+        self._path = path
         self._bytes = file_bytes(path)
         content = None if self._bytes is None else parse(path, self._bytes, key)
         self._tests = content.tests if content else Entries({})
 
-    def now(self) -> _State:
-        """Return the present content: itself where that is the same."""
-        same = file_bytes(self._path) == self._bytes
-        return self if same else _State(self._path, self._key)
+    def is_present(self) -> bool:
+        """Return whether the file still has this content."""
+        return file_bytes(self._path) == self._bytes
 
     def edited(self, edit: Edit) -> Entries | None:
         """Return the content that ``edit`` makes of it, ``None`` if the same."""

@@ -12,34 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baseline.collected import Collected, Gone
+from pytest_gpumem.baseline.collected import Collected, GoneTests, MeasuredTest
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.garbage import paused
 from pytest_gpumem.sizes import format_exact, format_size
+from pytest_gpumem.text import counted
 
 if TYPE_CHECKING:
     from pytest_gpumem.baseline.compare import UpdateMode
     from pytest_gpumem.values.environment import Environment
-    from pytest_gpumem.values.measurement import Measurement
-
-
-@dataclass(frozen=True)
-class MeasuredTest:
-    """The final result of one marked test of this session, on the device that baselines keep."""
-
-    nodeid: str
-    environment: Environment
-    measurement: Measurement
-    passed: bool
-    """Whether the final call report passed, with the test's own verdicts; not xfail, not xpass."""
-    rerun: bool = False
-    """Whether an earlier attempt in this session did not pass."""
-    subtest_failed: bool = False
-    wanted: bool = True
-    """``False`` where the marker has ``baseline=False``."""
-    tolerance: str | None = None
-    """The test's own tolerance for its baseline; ``None`` where it states none."""
 
 
 @dataclass(frozen=True)
@@ -99,28 +81,19 @@ def update_baselines(
     them.
     """
     with paused():
-        return _updated(_Work(store), tests, mode, prune, collected, environments)
-
-
-def _updated(
-    work: _Work,
-    tests: Sequence[MeasuredTest],
-    mode: UpdateMode | None,
-    prune: bool,
-    collected: Collected | None,
-    environments: Iterable[Environment],
-) -> UpdateReport:
-    if mode is not None:
-        for test, entry in work.eligible(tests):
-            work.record(test, entry)
-    gone = None
-    if prune and collected is not None:
-        gone = Gone(collected, frozenset(split_nodeid(test.nodeid) for test in tests))
-        used = {test.environment.key: test.environment for test in tests}
-        used.update({environment.key: environment for environment in environments})
-        for environment in used.values():
-            work.prune(environment)
-    return work.carry_out(mode, gone)
+        work = _Work(store)
+        if mode is not None:
+            for test, entry in work.eligible(tests):
+                module, test_id = split_nodeid(test.nodeid)
+                work.plan(test.environment, module).measured.append((test_id, entry))
+        gone = None
+        if prune and collected is not None:
+            gone = GoneTests(collected, frozenset(split_nodeid(test.nodeid) for test in tests))
+            used = [*(test.environment for test in tests), *environments]
+            for environment in {one.key: one for one in used}.values():
+                for module in store.modules(environment):
+                    work.plan(environment, module).prune = True
+        return work.carry_out(mode, gone)
 
 
 class _Plan:
@@ -140,7 +113,7 @@ class _Plan:
         self,
         entries: MutableMapping[str, BaselineEntry],
         mode: UpdateMode | None,
-        gone: Gone | None,
+        gone: GoneTests | None,
     ) -> None:
         """Change the entries, and record the changes; again if the file is read again."""
         self.changes, self.unchanged, self.doubted = [], 0, {}
@@ -152,12 +125,9 @@ class _Plan:
             entries[test_id] = new
             self._note(test_id, old, new)
         if self.prune and gone is not None:
-            self._prune(entries, gone)
-
-    def _prune(self, entries: MutableMapping[str, BaselineEntry], gone: Gone) -> None:
-        unused, self.doubted = gone.of(self.module, entries)
-        for test_id in unused:
-            self._note(test_id, entries.pop(test_id), None)
+            unused, self.doubted = gone.among(self.module, entries)
+            for test_id in unused:
+                self._note(test_id, entries.pop(test_id), None)
 
     def _note(self, test_id: str, old: BaselineEntry | None, new: BaselineEntry | None) -> None:
         self.changes.append(Change(f"{self.module}::{test_id}", self.environment, old, new))
@@ -178,10 +148,12 @@ class _Work:
         """Yield the tests whose numbers may be stored, each once; note those that may not."""
         kept: dict[tuple[str, str, str], tuple[MeasuredTest, BaselineEntry]] = {}
         disputed = {}
-        for test in filter(_wanted, tests):
+        wanted = [test for test in tests if test.wanted]
+        for test in wanted:
             if not test.passed:
                 continue
-            if reason := _unfit(test):
+            if test.rerun or test.subtest_failed:
+                reason = "passed only when run again" if test.rerun else "a subtest failed"
                 self._say(f"{test.nodeid} not recorded: {reason}")
                 continue
             key = (test.environment.key, *split_nodeid(test.nodeid))
@@ -189,24 +161,18 @@ class _Work:
             _, first = kept.setdefault(key, (test, entry))
             if first is not entry and first.without_lines != entry.without_lines:
                 disputed[key] = test
-        if failed := sum(not test.passed for test in filter(_wanted, tests)):
-            self._say(f"{_count(failed, 'test')} not recorded: did not pass")
+        if failed := sum(not test.passed for test in wanted):
+            self._say(f"{counted(failed, 'test')} not recorded: did not pass")
         for key, test in disputed.items():
             del kept[key]
             self._say(f"{test.nodeid} not recorded: ran twice, with different numbers")
         yield from kept.values()
 
-    def record(self, test: MeasuredTest, entry: BaselineEntry) -> None:
-        """Plan to store the numbers of ``test``."""
-        module, test_id = split_nodeid(test.nodeid)
-        self._plan(test.environment, module).measured.append((test_id, entry))
+    def plan(self, environment: Environment, module: str) -> _Plan:
+        """Return the plan of a module's file."""
+        return self._plans.setdefault((environment.key, module), _Plan(environment, module))
 
-    def prune(self, environment: Environment) -> None:
-        """Plan to look for tests of ``environment`` that no longer exist."""
-        for module in self._store.modules(environment):
-            self._plan(environment, module).prune = True
-
-    def carry_out(self, mode: UpdateMode | None, gone: Gone | None) -> UpdateReport:
+    def carry_out(self, mode: UpdateMode | None, gone: GoneTests | None) -> UpdateReport:
         """Write every changed file; return the changes in those that could be written."""
         written, done = [], []
         for plan in self._plans.values():
@@ -217,7 +183,7 @@ class _Work:
             except BaselineError as error:
                 self._errors[str(error)] = None
                 if plan.measured:
-                    lost = _count(len(plan.measured), "test")
+                    lost = counted(len(plan.measured), "test")
                     self._say(f"{lost} of {plan.module} not recorded: its file is of no use")
                 continue
             written += [path] if path else []
@@ -226,7 +192,7 @@ class _Work:
         for plan in done:
             doubts.update(plan.doubted)
         for doubt, count in doubts.items():
-            self._say(f"{_count(count, 'stored test')} not pruned: {doubt}")
+            self._say(f"{counted(count, 'stored test')} not pruned: {doubt}")
         changes = sorted(
             (change for plan in done for change in plan.changes),
             key=lambda change: (change.environment.key, change.nodeid),
@@ -241,21 +207,8 @@ class _Work:
             errors=tuple(self._errors),
         )
 
-    def _plan(self, environment: Environment, module: str) -> _Plan:
-        return self._plans.setdefault((environment.key, module), _Plan(environment, module))
-
     def _say(self, message: str) -> None:
         self._messages[message] = None
-
-
-def _wanted(test: MeasuredTest) -> bool:
-    return test.wanted
-
-
-def _unfit(test: MeasuredTest) -> str:
-    if test.rerun:
-        return "passed only when run again"
-    return "a subtest failed" if test.subtest_failed else ""
 
 
 def _differences(old: BaselineEntry, new: BaselineEntry) -> Iterator[str]:
@@ -281,7 +234,3 @@ def _difference(name: str, old: int | None, new: int | None) -> Iterator[str]:
     before, after = (f"{n:,} B" if alike else format_size(n) for n in (old, new))
     percent = f" ({format_percent(new - old, old)})" if old > 0 else ""
     yield f"{name} {before} -> {after}{percent}"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -8,7 +8,14 @@ from typing import Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.echo import quoted_for_shell
-from pytest_gpumem.sizes import exactly, format_apart, format_size, is_decimal, parse_size
+from pytest_gpumem.sizes import (
+    exactly,
+    format_apart,
+    format_change,
+    format_size,
+    is_decimal,
+    parse_size,
+)
 from pytest_gpumem.values.plain import Plain
 
 
@@ -54,13 +61,12 @@ class Verdict(Plain):
     @property
     def excess(self) -> int:
         """Bytes over the limit, or over the baseline or prediction; negative below it."""
-        return self.actual - ((self.limit or 0) if self.reference is None else self.reference)
+        return self.actual - (self._compared or 0)
 
     @property
     def sizes(self) -> tuple[str, str]:
         """The measured number and its reference, in digits that distinguish them."""
-        yardstick = self.limit if self.reference is None else self.reference
-        actual, compared = format_apart(self.actual, yardstick or 0)
+        actual, compared = format_apart(self.actual, self._compared or 0)
         if self.reference is None:
             compared = self.limit_in_words or compared
         return actual, compared
@@ -93,17 +99,12 @@ class Verdict(Plain):
     @property
     def short(self) -> str:
         """A line with the measured number, and how far it is over or within its limit."""
-        headline = "; ".join((self._headline(), *self.notes))
-        return f"{headline}{_where(self.device, self.simulated, self.gpu, dry=self.dry)}"
+        return "; ".join((self._headline(), *self.notes)) + _where(self)
 
     def explanation_lines(self, *, every: bool = False, width: int | None = None) -> list[str]:
         """Return the lines on changed bytes or, without a reference, on present ones."""
-        return explanation_lines(
-            self.explanation,
-            signed=self.reference is not None,
-            every=every,
-            width=width,
-        )
+        signed = self.reference is not None
+        return explanation_lines(self.explanation, signed=signed, every=every, width=width)
 
     def remedy(self, update: str) -> list[str]:
         """Return the line on how to make the measured number the baseline, if that helps.
@@ -127,7 +128,12 @@ class Verdict(Plain):
 
     def _headline(self) -> str:
         if self.kind == "nothing_measured":
-            return _nothing_measured(self.device, self.simulated or self.dry)
+            scope = ", or run with --gpumem-sim-scope=session" * (self.simulated or self.dry)
+            return (
+                f"nothing was measured, because the test allocated nothing on {self.device}; the "
+                'usual cause is `device = "cuda" if torch.cuda.is_available() else "cpu"` at '
+                f"import: ask `gpumem.device` inside the test{scope}"
+            )
         if self.kind == "ran_eagerly":
             return "compiled code ran eagerly, so what it allocates says nothing of its baseline"
         if self._no_baseline:
@@ -135,17 +141,19 @@ class Verdict(Plain):
         if self.kind == "prediction" and self.reference is None:
             return f"{self._measured()} and could not be predicted"
         if self.did_not_run:
-            allowed = self.limit if self.reference is None else self.reference
+            size = self.limit_in_words or format_size(self._compared or 0)
             return (
-                f"phase {self.phase} did not run, "
-                f"so its {self._yardstick()} of {self.limit_in_words or format_size(allowed or 0)} "
-                "was not checked"
+                f"phase {self.phase} did not run, so its {self._yardstick()} of {size} was not "
+                "checked"
             )
         return f"{self._measured()}, {self._comparison()}"
 
+    @property
+    def _compared(self) -> int | None:
+        return self.limit if self.reference is None else self.reference
+
     def _measured(self) -> str:
-        compared = self.limit if self.reference is None else self.reference
-        text = format_size(self.actual) if compared is None else self.sizes[0]
+        text = format_size(self.actual) if self._compared is None else self.sizes[0]
         return measured_text(self.metric, self.phase, self.actual, text)
 
     def _yardstick(self) -> str:
@@ -154,18 +162,12 @@ class Verdict(Plain):
     def _comparison(self) -> str:
         if self.reference is not None:
             return compared_text(self._yardstick(), self.actual, self.reference, self.tolerance)
-        limit = self._named(self.limit or 0)
-        if self.excess > 0:
-            return f"{format_size(self.excess)} over its limit of {limit}"
-        return f"within its limit of {limit}"
-
-    def _named(self, size: int) -> str:
-        """Return a limit as it is written, or in the unit of the number beside it with its
-        bytes."""
-        text = self.sizes[1]
-        if parse_size(text.replace(",", "")) == size:
-            return text
-        return exactly(text, size)
+        # As it is written, or in the unit of the number beside it with its bytes.
+        limit, size = self.sizes[1], self.limit or 0
+        if parse_size(limit.replace(",", "")) != size:
+            limit = exactly(limit, size)
+        over = f"{format_size(self.excess)} over" if self.excess > 0 else "within"
+        return f"{over} its limit of {limit}"
 
 
 @dataclass(frozen=True)
@@ -192,9 +194,7 @@ class Improvement(Plain):
         text, _ = format_apart(self.actual, self.reference)
         measured = measured_text(self.metric, self.phase, self.actual, text)
         compared = compared_text("baseline", self.actual, self.reference, self.tolerance)
-        return (
-            f"{measured}, {compared}{_where(self.device, self.simulated, self.gpu, dry=self.dry)}"
-        )
+        return f"{measured}, {compared}{_where(self)}"
 
     def long(self, nodeid: str, command: str = "pytest") -> str:
         """Return the text for the test ``nodeid``, with the command that locks the gain in."""
@@ -241,24 +241,21 @@ def format_percent(change: int, reference: int) -> str:
     return f"{percent:+.1f} %"
 
 
+def change_text(before: int, now: int) -> str:
+    """Return how ``now`` differs from ``before``, both in bytes: ``+16.0 MiB (+25.0 %)``."""
+    percent = f" ({format_percent(now - before, before)})" if before > 0 else ""
+    return f"{format_change(now - before)}{percent}"
+
+
 def update_command(nodeid: str, command: str = "pytest") -> str:
     """Return the command line that records the present numbers of the test ``nodeid``."""
     return f"{command} --gpumem-update-baselines {quoted_for_shell(nodeid)}"
 
 
-def _nothing_measured(device: str, scoped: bool) -> str:
-    remedies = "ask `gpumem.device` inside the test"
-    if scoped:
-        remedies += ", or run with --gpumem-sim-scope=session"
-    return (
-        f"nothing was measured, because the test allocated nothing on {device}; the usual cause is "
-        '`device = "cuda" if torch.cuda.is_available() else "cpu"` at import: ' + remedies
-    )
-
-
-def _where(device: str, simulated: bool, gpu: str, *, dry: bool = False) -> str:
-    kind = "simulated" if simulated else "dry" if dry else ""
-    parts = [f"{kind} {gpu}".strip()] if kind else []
-    if device != "cuda:0":
-        parts.append(device)
+def _where(one: Verdict | Improvement) -> str:
+    """Return the device of a number, empty for this machine's first one."""
+    kind = "simulated" if one.simulated else "dry" if one.dry else ""
+    parts = [f"{kind} {one.gpu}".strip()] if kind else []
+    if one.device != "cuda:0":
+        parts.append(one.device)
     return f" [{', '.join(parts)}]" if parts else ""

@@ -12,8 +12,7 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import NoReturn
 
-from pytest_gpumem.cli.columns import say
-from pytest_gpumem.cli.command import Answer, Command, Commands, ExamplesBelow
+from pytest_gpumem.cli.command import Command, Commands, ExamplesBelow
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.progress import progress
 
@@ -46,7 +45,7 @@ BAD_INPUT = 2
 INTERRUPTED = 130
 """Exit code that shells expect of a program ended by Ctrl-C."""
 
-MOST_SAID = 2000
+MOST_REFUSED = 2000
 """The most characters of a sentence on stderr."""
 
 
@@ -67,11 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if "_ARGCOMPLETE" in os.environ:
             _complete()
-        name = _named(given)
+        name = _command_in(given)
         try:
             arguments = parser_of([name] if name else []).parse_args(given)
             arguments.given = given
-            code = _printed(_answer(arguments), arguments)
+            code = _run(arguments)
         finally:  # --help and --version leave by SystemExit, and a lost reader shows in a flush
             sys.stdout.flush()
     except BrokenPipeError:
@@ -88,10 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         named = "" if error.filename is None else f"{quoted(str(error.filename))}: "
         return _refused(f"{named}{error.strerror or error}")
-    except ValueError as error:
-        return _refused(str(error))
-    except RuntimeError as error:
-        if "Symlink loop" not in str(error):  # which is an OSError from Python 3.13 on
+    except (ValueError, RuntimeError) as error:
+        # A loop of symbolic links is an OSError from Python 3.13 on.
+        if isinstance(error, RuntimeError) and "Symlink loop" not in str(error):
             raise
         return _refused(str(error))
     return code
@@ -125,10 +123,9 @@ def parser_of(names: Collection[str]) -> argparse.ArgumentParser:
 
 def _overview() -> str:
     """Return every command under its question: one screen of 80 columns and 24 lines."""
-    lines = ["Memory that tests and training runs take of a GPU: measured or simulated."]
+    lines = ["Memory that tests and training runs take of a GPU: measured or simulated.", ""]
     for question, commands in GROUPS.items():
-        lines += ["", question] if len(lines) == 1 else [question]
-        lines += [f"    {name:<12}{purpose}" for name, purpose in commands.items()]
+        lines += [question, *(f"    {name:<12}{purpose}" for name, purpose in commands.items())]
     lines += ["", "exit code: 0 fine, 1 a regression or what does not fit, 2 bad input"]
     return "\n".join(lines)
 
@@ -147,7 +144,7 @@ class _ShowVersion(argparse.Action):
         parser.exit()
 
 
-def _named(given: Sequence[str]) -> str | None:
+def _command_in(given: Sequence[str]) -> str | None:
     """Return the subcommand that was named; raises ``ValueError`` where there is no such one."""
     name = next((word for word in given if not word.startswith("-")), None)
     if name is None or name in COMMANDS:
@@ -157,20 +154,20 @@ def _named(given: Sequence[str]) -> str | None:
     raise ValueError(f"{quoted(name)} is no command: {meant}; see gpumem --help")
 
 
-def _answer(arguments: argparse.Namespace) -> Answer | int:
+def _run(arguments: argparse.Namespace) -> int:
+    """Run the command and print its answer; return the exit code."""
     command: Command = arguments.command
     if command.looks or command.talks:
-        return command.run(arguments)
-    with progress(arguments.command_name) as arguments.progress:
-        return command.run(arguments)
-
-
-def _printed(answer: Answer | int, arguments: argparse.Namespace) -> int:
+        answer = command.run(arguments)
+    else:
+        with progress(arguments.command_name) as arguments.progress:
+            answer = command.run(arguments)
     if isinstance(answer, int):
         return answer
     if not arguments.json:
-        say(answer.lines)
-    elif arguments.command.looks:
+        for line in answer.lines:
+            print(printable(line.rstrip()))  # control characters in names are shown, not obeyed
+    elif command.looks:
         print(*answer.texts(as_json=True))
     else:
         print(json.dumps(answer.data(), indent=2))
@@ -187,7 +184,7 @@ def _complete() -> None:
 
 
 def _refused(sentence: str) -> int:
-    print(f"gpumem: {printable(sentence, MOST_SAID)}", file=sys.stderr)
+    print(f"gpumem: {printable(sentence, MOST_REFUSED)}", file=sys.stderr)
     return BAD_INPUT
 
 

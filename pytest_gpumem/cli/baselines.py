@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from functools import partial
 from io import StringIO
+from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pytest_gpumem.baseline.collected import Collected, Gone
+from pytest_gpumem.baseline.collected import Collected, GoneTests, function_of
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.store import (
     BaselineEntry,
@@ -20,39 +20,43 @@ from pytest_gpumem.baseline.store import (
     read_folder,
     split_nodeid,
 )
-from pytest_gpumem.cli.columns import table, terminal_width
-from pytest_gpumem.cli.command import Answer, Argument, Command, Commands, argument
+from pytest_gpumem.cli.command import (
+    Answer,
+    Argument,
+    Command,
+    Commands,
+    argument,
+    table,
+    terminal_width,
+)
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.sizes import format_exact, format_size
+from pytest_gpumem.text import counted
 
 if TYPE_CHECKING:
     import pytest
-
-    from pytest_gpumem.values.environment import Environment
 
 
 def prune(arguments: argparse.Namespace) -> Answer:
     """Remove them; raises ``ValueError`` where pytest cannot collect the project's tests."""
     folder: Path = arguments.baselines
     files = read_folder(folder)
-    gone = Gone(_collected(), frozenset())
+    gone = GoneTests(_collected(), frozenset())
     store = BaselineStore(folder)
     dropped, kept = [], 0
     for module, content in files:
-        unseen, doubts = gone.of(module, content.tests)
-        functions = {_function(name) for name in gone.collected.ids.get(module, ())}
-        lost = [name for name in unseen if _function(name) not in functions]
+        unseen, doubts = gone.among(module, content.tests)
+        functions = {function_of(name) for name in gone.collected.ids.get(module, ())}
+        lost = [name for name in unseen if function_of(name) not in functions]
         kept += sum(doubts.values())
         if lost and not arguments.dry_run:
             store.edit(content.environment, module, partial(_drop, lost))
         dropped += [(content.environment.key, f"{module}::{name}") for name in lost]
     verb = "would be dropped" if arguments.dry_run else "dropped"
-    summary = f"{len(dropped)} stored test{'s' * (len(dropped) != 1)} {verb}"
+    summary = f"{counted(len(dropped), 'stored test')} {verb}"
     if kept:
-        summary += (
-            f"; {kept} kept that pytest did not collect, though their functions or modules are "
-            "there"
-        )
+        hidden = "that pytest did not collect, though their functions or modules are there"
+        summary += f"; {kept} kept {hidden}"
     return Answer(
         [*(f"{key}: {nodeid}" for key, nodeid in dropped), summary],
         lambda: {
@@ -62,13 +66,9 @@ def prune(arguments: argparse.Namespace) -> Answer:
     )
 
 
-def _drop(names: list[str], entries: MutableMapping[str, BaselineEntry]) -> None:
+def _drop(names: Iterable[str], entries: MutableMapping[str, BaselineEntry]) -> None:
     for name in names:
         entries.pop(name, None)
-
-
-def _function(test_id: str) -> str:
-    return test_id.partition("[")[0]
 
 
 class _Collector:
@@ -96,138 +96,95 @@ class _Collector:
 def _collected() -> Collected:
     import pytest
 
-    found, said = _Collector(), StringIO()
-    with redirect_stdout(said), redirect_stderr(said):
+    found, output = _Collector(), StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
         code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[found])
     if found.failed:
         raise ValueError(f"pytest cannot collect {printable(found.failed[0])}: nothing was dropped")
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        last = [line for line in said.getvalue().splitlines() if line.strip()][-1:]
+        last = [line for line in output.getvalue().splitlines() if line.strip()][-1:]
         raise ValueError(f"pytest collected no tests: {printable(''.join(last))}")
     return Collected.of(found.rootpath, found.nodeids)
 
 
 def move(arguments: argparse.Namespace) -> Answer:
     """Move the entries; raises a ``ValueError`` with a sentence where there is nothing to move."""
-    old, new = split_nodeid(arguments.old), split_nodeid(arguments.new)
-    if bool(old[1]) != bool(new[1]):
+    (old, old_id), (new, new_id) = split_nodeid(arguments.old), split_nodeid(arguments.new)
+    shown = printable(arguments.old)
+    if bool(old_id) != bool(new_id):
         raise ValueError(
-            f"{printable(arguments.old)} and {printable(arguments.new)}: give two tests, or the "
-            "paths of two modules"
+            f"{shown} and {printable(arguments.new)}: give two tests, or the paths of two modules"
         )
-    folder: Path = arguments.baselines
-    if old == new:
-        raise ValueError(f"{printable(arguments.old)} is moved to itself; give another name")
-    store = BaselineStore(folder)
-    moves = [
-        found
-        for module, content in read_folder(folder)
-        if module == old[0] and (found := _Move.of(store, content.environment, old, new)).names
-    ]
+    if (old, old_id) == (new, new_id):
+        raise ValueError(f"{shown} is moved to itself; give another name")
+    store = BaselineStore(arguments.baselines)
+    moves = []
+    for module, content in read_folder(arguments.baselines):
+        environment = content.environment
+        stored = store.read(environment, old) if module == old else {}
+        names = {name: new_id or name for name in stored if old_id in ("", name)}
+        taken = store.read(environment, new).keys() & set(names.values()) if names else ()
+        if taken:
+            raise ValueError(
+                f"{environment.key} has a baseline of {printable(f'{new}::{min(taken)}')} already; "
+                "nothing was moved"
+            )
+        if names:
+            moves.append((environment, names, {names[name]: stored[name] for name in names}))
     if not moves:
-        raise ValueError(f"{folder} holds nothing of {printable(arguments.old)}; check the name")
-    for found in moves:
-        found.carry_out(store)
-    moved = [one for found in moves for one in found.to_dicts()]
+        raise ValueError(f"{arguments.baselines} holds nothing of {shown}; check the name")
+    for environment, names, entries in moves:
+        # The entries exist twice for a moment, so that none is lost if this process ends between
+        # the two.
+        store.edit(environment, new, methodcaller("update", entries))
+        store.edit(environment, old, partial(_drop, names))
+    moved = [
+        {"environment": environment.key, "old": f"{old}::{before}", "new": f"{new}::{now}"}
+        for environment, names, _ in moves
+        for before, now in names.items()
+    ]
     return Answer(
         [f"{one['environment']}: {one['old']} -> {one['new']}" for one in moved],
         lambda: {"moved": moved},
     )
 
 
-@dataclass(frozen=True)
-class _Move:
-    """The entries to move in one environment."""
-
-    environment: Environment
-    old: str
-    new: str
-    names: Mapping[str, str]
-    """New test ids by old ones."""
-    entries: Mapping[str, BaselineEntry]
-    """Entries by new test id."""
-
-    @classmethod
-    def of(
-        cls,
-        store: BaselineStore,
-        environment: Environment,
-        old: tuple[str, str],
-        new: tuple[str, str],
-    ) -> _Move:
-        """Return the entries to move; raises a ``ValueError`` where the new names are taken."""
-        stored = store.read(environment, old[0])
-        names = {name: new[1] or name for name in stored if not old[1] or name == old[1]}
-        taken = store.read(environment, new[0]).keys() & set(names.values())
-        if taken:
-            raise ValueError(
-                f"{environment.key} has a baseline of {printable(f'{new[0]}::{min(taken)}')} "
-                "already; nothing was moved"
-            )
-        entries = {name: stored[test_id] for test_id, name in names.items()}
-        return cls(environment, old[0], new[0], names, entries)
-
-    def carry_out(self, store: BaselineStore) -> None:
-        """Write the moved entries."""
-        # The entries exist twice for a moment, so that none is lost if this process ends between
-        # the two.
-        store.edit(self.environment, self.new, lambda entries: entries.update(self.entries))
-        store.edit(self.environment, self.old, self._drop)
-
-    def to_dicts(self) -> list[dict[str, str]]:
-        """Return the moves, test by test."""
-        return [
-            {
-                "environment": self.environment.key,
-                "old": f"{self.old}::{old}",
-                "new": f"{self.new}::{new}",
-            }
-            for old, new in self.names.items()
-        ]
-
-    def _drop(self, entries: MutableMapping[str, BaselineEntry]) -> None:
-        for test_id in self.names:
-            del entries[test_id]
-
-
 FOLDER: Argument = argument(
-    "--baselines",
-    metavar="DIR",
+    "--baselines DIR",
+    "folder of the stored baselines (default: baselines)",
     type=Path,
     default=Path("baselines"),
-    help="folder of the stored baselines (default: baselines)",
 )
 HEADER = ("environment", "module", "tests", "largest peak")
 
 
 def list_all(arguments: argparse.Namespace) -> Answer:
     """Return each file: its environment, its module, and how much its tests take."""
-    files = read_folder(arguments.baselines)
-    return Answer(
-        _table(files),
-        lambda: [
-            {
-                "environment": content.environment.key,
-                "module": module,
-                "tests": {name: entry.peak_allocated for name, entry in content.tests.items()},
-            }
-            for module, content in files
-        ],
-    )
-
-
-def _table(files: list[tuple[str, BaselineFile]]) -> Iterator[str]:
+    files = [
+        (content.environment.key, module, content.tests)
+        for module, content in read_folder(arguments.baselines)
+    ]
     rows = [
         (
-            content.environment.key,
+            key,
             module,
-            str(len(content.tests)),
-            format_size(max(entry.peak_allocated for entry in content.tests.values())),
+            str(len(tests)),
+            format_size(max(one.peak_allocated for one in tests.values())),
         )
-        for module, content in files
-        if content.tests
+        for key, module, tests in files
+        if tests
     ]
-    yield from table([HEADER, *rows], left=(0, 1), given_up=(3,), width=terminal_width())
+    return Answer(
+        table([HEADER, *rows], left=(0, 1), given_up=(3,), width=terminal_width()),
+        lambda: [
+            {
+                "environment": key,
+                "module": module,
+                "tests": {name: entry.peak_allocated for name, entry in tests.items()},
+            }
+            for key, module, tests in files
+        ],
+    )
 
 
 def show(arguments: argparse.Namespace) -> Answer:
@@ -238,13 +195,20 @@ def show(arguments: argparse.Namespace) -> Answer:
         for path, content in read_folder(arguments.baselines)
         if path == module
         for name, entry in content.tests.items()
-        if test_id in ("", name, name.partition("[")[0])
+        if test_id in ("", name, function_of(name))
     ]
     if not found:
         raise ValueError(f"{arguments.baselines} holds nothing of {quoted(arguments.test)}")
     return Answer(
         [line for content, name, entry in found for line in _entry(content, module, name, entry)],
-        lambda: [_data(content, module, name, entry) for content, name, entry in found],
+        lambda: [
+            {
+                "nodeid": f"{module}::{name}",
+                "environment": content.environment.to_dict(),
+                **entry.to_dict(),
+            }
+            for content, name, entry in found
+        ],
     )
 
 
@@ -260,14 +224,6 @@ def _entry(content: BaselineFile, module: str, name: str, entry: BaselineEntry) 
     if entry.peak is not None:
         sites = [site.to_dict() for site in entry.peak.sites]
         yield from explanation_lines(sites, signed=False, width=terminal_width())
-
-
-def _data(content: BaselineFile, module: str, name: str, entry: BaselineEntry) -> dict[str, Any]:
-    return {
-        "nodeid": f"{module}::{name}",
-        "environment": content.environment.to_dict(),
-        **entry.to_dict(),
-    }
 
 
 COMMAND = Commands(
@@ -291,7 +247,7 @@ COMMAND = Commands(
                 "environment: peak, phases, and the tensors at the peak.",
                 run=show,
                 arguments=(
-                    argument("test", metavar="TEST", help="node id, or path of a test module"),
+                    argument("test TEST", "node id, or path of a test module"),
                     FOLDER,
                 ),
                 examples=('gpumem baselines show "tests/test_model.py::test_step"',),
@@ -305,8 +261,8 @@ COMMAND = Commands(
                 "to pytest's rootdir.",
                 run=move,
                 arguments=(
-                    argument("old", metavar="OLD", help="the test or module as it was called"),
-                    argument("new", metavar="NEW", help="as it is called now"),
+                    argument("old OLD", "the test or module as it was called"),
+                    argument("new NEW", "as it is called now"),
                     FOLDER,
                 ),
                 examples=(
@@ -323,9 +279,7 @@ COMMAND = Commands(
                 "pytest --gpumem-prune-baselines does that for the environment that it runs in.",
                 run=prune,
                 arguments=(
-                    argument(
-                        "--dry-run", action="store_true", help="say what would go; change nothing"
-                    ),
+                    argument("--dry-run", "say what would go; change nothing", action="store_true"),
                     FOLDER,
                 ),
                 examples=("gpumem baselines prune --dry-run",),

@@ -13,14 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_gpumem.baseline.verdict import format_percent
-from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.baseline.verdict import change_text
+from pytest_gpumem.cli.command import Answer, Command, argument, parsed
 from pytest_gpumem.echo import MOST, printable
 from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.paths import git, toplevel
+from pytest_gpumem.prediction.process import last_words
 from pytest_gpumem.report.difference import explain_peaks
 from pytest_gpumem.report.json_report import ReportError, read_report
-from pytest_gpumem.sizes import SizeError, Tolerance, format_exact, format_size, parse_tolerance
+from pytest_gpumem.sizes import Tolerance, format_exact, format_size, parse_tolerance
+from pytest_gpumem.text import counted
 from pytest_gpumem.values.measurement import Measurement
 
 FOUND = 1
@@ -42,7 +44,7 @@ class Search:
     """The good commit, and those that followed up to the bad one."""
     measure: Measure
     tolerance: Tolerance
-    said: Callable[[str, str], object] = lambda commit, text: None
+    report: Callable[[str, str], object] = lambda commit, text: None
     """Called with each commit that was tried, and its result."""
     found: dict[int, Measurement] = field(default_factory=dict)
     """Measurements by position."""
@@ -85,9 +87,9 @@ class Search:
             self.found[at] = self.measure(commit)
         except UnmeasuredError as error:
             self.failed[at] = str(error)
-            self.said(commit, f"not measured: {error}")
+            self.report(commit, f"not measured: {error}")
             return None
-        self.said(commit, format_size(self.found[at].peak_allocated))
+        self.report(commit, format_size(self.found[at].peak_allocated))
         return self.found[at].peak_allocated
 
 
@@ -95,17 +97,12 @@ def run(arguments: argparse.Namespace) -> Answer:
     """Search, and return the result; raises ``ValueError`` for bad input."""
     top = toplevel(Path.cwd())
     commits = commits_between(top, arguments.good, arguments.bad)
-    arguments.progress.expect(most_runs(len(commits)))
-    try:
-        tolerance = parse_tolerance(arguments.tolerance)
-    except SizeError as error:
-        raise ValueError(f"--tolerance: {error}") from None
-    try:
-        further = shlex.split(arguments.pytest_args)
-    except ValueError as error:
-        raise ValueError(f"--pytest-args: {error}") from None
+    # One for the last commit, and a binary search among the others.
+    arguments.progress.expect(1 + (len(commits) - 1).bit_length())
+    tolerance = parsed("--tolerance", parse_tolerance, arguments.tolerance)
+    further = parsed("--pytest-args", shlex.split, arguments.pytest_args)
 
-    def said(commit: str, text: str) -> None:
+    def report(commit: str, text: str) -> None:
         out = sys.stderr if arguments.json else sys.stdout
         arguments.progress.step()
         arguments.progress.say(printable(f"{commit[:9]}  {text}"), out)
@@ -113,15 +110,16 @@ def run(arguments: argparse.Namespace) -> Answer:
     with work_tree(top) as tree:
         inside = Path.cwd().resolve().relative_to(top.resolve())
         test = TestAt(top, tree, inside, arguments.test, arguments.gpu, further)
-        search = Search(commits, test.measure, tolerance, said)
+        search = Search(commits, test.measure, tolerance, report)
         try:
-            guilty = search.first_bad()
+            causes = search.first_bad()
         except UnmeasuredError as error:
             raise ValueError(f"{arguments.bad} cannot be the bad one: {error}") from None
+    grew = causes[-1] > 0
     return Answer(
-        _lines(search, guilty, top, arguments.good),
-        lambda: _data(search, guilty),
-        0 if _did_not_grow(guilty) else FOUND,
+        _lines(search, causes, top, arguments.good),
+        lambda: _data(search, causes if grew else range(0)),
+        FOUND if grew else 0,
     )
 
 
@@ -143,11 +141,6 @@ def commits_between(top: Path, good: str, bad: str) -> list[str]:
             printable(f"{bad} does not come after {good}: no commit lies between them", MOST)
         )
     return [first, *following]
-
-
-def most_runs(commits: int) -> int:
-    """Return how often a test is run at most among so many, where each can be measured."""
-    return 1 + (commits - 1).bit_length()
 
 
 @contextmanager
@@ -188,7 +181,11 @@ class TestAt:
         report = self.tree.parent / "report.json"
         report.unlink(missing_ok=True)
         ran = subprocess.run(
-            [sys.executable, "-m", "pytest", self.nodeid, *self._options(report), *self.arguments],
+            [
+                *(sys.executable, "-m", "pytest", self.nodeid, "-p", "no:cacheprovider"),
+                *(f"--gpumem-device=sim:{self.gpu}", "--gpumem-all", "--gpumem-report=off"),
+                *(f"--gpumem-report=json:{report}", *self.arguments),
+            ],
             cwd=folder,
             env=self._environment(),
             stdin=subprocess.DEVNULL,
@@ -200,103 +197,70 @@ class TestAt:
         try:
             records = read_report(report)
         except ReportError:
-            raise UnmeasuredError(_last_words(ran)) from None
+            raise UnmeasuredError(printable(last_words(ran), MOST)) from None
         measured = [record for record in records if record.measurement is not None]
         if len(measured) > 1:
             names = ", ".join(record.nodeid for record in measured)
             raise ValueError(f"{self.nodeid} are {len(measured)} tests, give one of {names}")
         whole = [one for one in measured if one.outcome in ("passed", "xpassed") or one.broken]
         if not whole:
-            raise UnmeasuredError(_last_words(ran))
+            raise UnmeasuredError(printable(last_words(ran), MOST))
         assert whole[0].measurement is not None
         return whole[0].measurement
-
-    def _options(self, report: Path) -> list[str]:
-        return [
-            f"--gpumem-device=sim:{self.gpu}",
-            "--gpumem-all",
-            "--gpumem-report=off",
-            f"--gpumem-report=json:{report}",
-            "-p",
-            "no:cacheprovider",
-        ]
 
     def _environment(self) -> dict[str, str]:
         """Return variables that make the work tree's code importable, not the user's, installed or
         not."""
-        search = [str(self.tree), str(self.tree / "src")]
+        top, search = self.top.resolve(), [str(self.tree), str(self.tree / "src")]
         for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
             path = Path(entry).resolve()
-            inside = path.is_relative_to(self.top.resolve())
-            search.append(
-                str(self.tree / path.relative_to(self.top.resolve())) if inside else entry
-            )
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search)}
-        # Two commits of the same second and size would share compiled files.
-        return {**environment, "PYTHONDONTWRITEBYTECODE": "1"}
+            inside = path.is_relative_to(top)
+            search.append(str(self.tree / path.relative_to(top)) if inside else entry)
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(search),
+            # Two commits of the same second and size would share compiled files.
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
 
 
-def _last_words(ran: subprocess.CompletedProcess[str]) -> str:
-    """Return pytest's first error, else its last line."""
-    lines = [*ran.stderr.splitlines(), *ran.stdout.splitlines()]
-    said = [line.strip(" =") for line in lines if line.strip(" =")]
-    errors = [line for line in said if line.startswith(("ERROR", "E  ", "FAILED"))]
-    return printable((errors or said[-1:] or [f"pytest ended with {ran.returncode}"])[0], MOST)
-
-
-def _did_not_grow(guilty: range) -> bool:
-    return guilty[-1] == 0
-
-
-def _lines(search: Search, guilty: range, top: Path, good: str) -> Iterator[str]:
+def _lines(search: Search, causes: range, top: Path, good: str) -> Iterator[str]:
     commits = search.commits
-    last = search.found[len(commits) - 1].peak_allocated
     yield ""
-    if _did_not_grow(guilty):
-        peak = search.found[0].peak_allocated
-        yield f"it did not grow: {format_size(peak)} at {good}, {format_size(last)} at the bad one"
-    elif len(guilty) > 1:
+    if causes[-1] == 0:
+        peak, last = (format_size(search.found[at].peak_allocated) for at in (0, len(commits) - 1))
+        yield f"it did not grow: {peak} at {good}, {last} at the bad one"
+    elif len(causes) > 1:
         yield "one of these commits made it grow, and some of them cannot be measured:"
-        for at in guilty:
-            yield f"  {_named(top, commits[at]) if at else f'{good}, or one before it'}"
+        for at in causes:
+            yield f"  {_commit_text(top, commits[at]) if at else f'{good}, or one before it'}"
     else:
-        yield from _guilty(search, guilty[0], top)
-    yield f"{search.runs} run{'s' * (search.runs != 1)} among {len(commits)} commits"
+        yield from _culprit_lines(search, causes[0], top)
+    yield f"{counted(search.runs, 'run')} among {len(commits)} commits"
 
 
-def _guilty(search: Search, at: int, top: Path) -> Iterator[str]:
+def _culprit_lines(search: Search, at: int, top: Path) -> Iterator[str]:
     now, before = search.found[at], search.found[at - 1]
-    yield f"{_named(top, search.commits[at])} made it grow"
-    change = now.peak_allocated - before.peak_allocated
-    percent = ""
-    if before.peak_allocated > 0:
-        percent = f" ({format_percent(change, before.peak_allocated)})"
-    yield (
-        f"  from {format_exact(before.peak_allocated)} to {format_exact(now.peak_allocated)}, "
-        f"+{format_size(change)}{percent}"
-    )
+    yield f"{_commit_text(top, search.commits[at])} made it grow"
+    peaks = before.peak_allocated, now.peak_allocated
+    yield f"  from {format_exact(peaks[0])} to {format_exact(peaks[1])}, {change_text(*peaks)}"
     yield from explain_peaks(before, now)
 
 
-def _named(top: Path, commit: str) -> str:
-    return (
-        git(top, "show", "--no-patch", "--format=%h %s (%an, %ad)", "--date=short", commit)
-        .decode(errors="replace")
-        .strip()
-    )
+def _commit_text(top: Path, commit: str) -> str:
+    shown = git(top, "show", "--no-patch", "--format=%h %s (%an, %ad)", "--date=short", commit)
+    return shown.decode(errors="replace").strip()
 
 
-def _data(search: Search, guilty: range) -> dict[str, object]:
-    grew = not _did_not_grow(guilty)
+def _data(search: Search, causes: range) -> dict[str, object]:
+    pair = [search.found[causes[0] + step] for step in (-1, 0)] if len(causes) == 1 else []
     return {
-        "guilty": [search.commits[at] for at in guilty] if grew else [],
+        "guilty": [search.commits[at] for at in causes],
         "runs": search.runs,
         "commits": len(search.commits),
         "peaks": {search.commits[at]: m.peak_allocated for at, m in sorted(search.found.items())},
         "not_measured": {search.commits[at]: why for at, why in sorted(search.failed.items())},
-        "explanation": explain_peaks(search.found[guilty[0] - 1], search.found[guilty[0]])
-        if grew and len(guilty) == 1
-        else [],
+        "explanation": explain_peaks(*pair) if pair else [],
     }
 
 
@@ -306,17 +270,12 @@ COMMAND = Command(
     "code 1 where one is found, 0 where the test did not grow. A merge counts as one commit.",
     run=run,
     arguments=(
-        argument("test", metavar="TEST", help="node id, as pytest takes it"),
-        argument("--good", metavar="REV", required=True, help="where it still took less"),
-        argument("--bad", metavar="REV", default="HEAD", help="default: HEAD"),
-        argument("--gpu", metavar="MODEL", default=DEFAULT_GPU, help="what is simulated"),
-        argument("--tolerance", default="0", help="by what peaks may differ and still be the same"),
-        argument(
-            "--pytest-args",
-            metavar="ARGUMENTS",
-            default="",
-            help='for pytest, like "-p no:randomly"',
-        ),
+        argument("test TEST", "node id, as pytest takes it"),
+        argument("--good REV", "where it still took less", required=True),
+        argument("--bad REV", "default: HEAD", default="HEAD"),
+        argument("--gpu MODEL", "what is simulated", default=DEFAULT_GPU),
+        argument("--tolerance", "by what peaks may differ and still be the same", default="0"),
+        argument("--pytest-args ARGUMENTS", 'for pytest, like "-p no:randomly"', default=""),
     ),
     examples=('gpumem bisect "tests/test_model.py::test_step" --good v1.0',),
 )

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from io import StringIO
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
-from pytest_gpumem.cli.command import Answer, argument
+from pytest_gpumem.cli.command import UNLIMITED, Answer, argument, table, terminal_width
 from pytest_gpumem.cli.device import CUDA
-from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
+from pytest_gpumem.cli.target import TargetError, find_target, refusing
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.sizes import format_apart, format_size
 from pytest_gpumem.text import wrap
@@ -20,19 +19,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.prediction.layers import Layer
 
 HEADER = (
-    "layer",
-    "kind",
-    "input",
-    "output",
-    "parameters",
-    "multiply-adds",
-    "FLOPs",
-    "read",
-    "written",
-    "kept",
-    "peak",
-    "kept, inference",
-    "peak, inference",
+    *("layer", "kind", "input", "output", "parameters", "multiply-adds", "FLOPs"),
+    *("read", "written", "kept", "peak", "kept, inference", "peak, inference"),
 )
 _GROUPS = ("", "", "", "", "", "", "", "", "", "", "training", "", "inference")
 """Headings above the columns in a terminal."""
@@ -50,36 +38,32 @@ def run(arguments: argparse.Namespace, gpu: str) -> Answer:
     found = layers_of_target(arguments.target, gpu, arguments.input)
     shown = [layer for layer in found if arguments.depth is None or layer.depth <= arguments.depth]
     return Answer(
-        _csv_lines(shown)
+        _csv(shown).splitlines()
         if arguments.csv
         else lines(arguments.target, shown, terminal_width(), gpu=shown_gpu),
         lambda: [layer.to_dict() for layer in shown],
     )
 
 
-def _csv_lines(layers: Sequence[Layer]) -> list[str]:
+def _csv(layers: Sequence[Layer]) -> str:
     written = StringIO()
     writer = csv.writer(written, lineterminator="\n")
     writer.writerow(HEADER)
     writer.writerows(map(_values, layers))
-    return written.getvalue().splitlines()
+    return written.getvalue()
 
 
-def layers_of_target(text: str, gpu: str, inputs: Sequence[tuple[int, ...]] = ()) -> list[Layer]:
+def layers_of_target(text: str, gpu: str, inputs: Sequence[tuple[int, ...]]) -> list[Layer]:
     """Return the layers called by the target ``text``."""
     from pytest_gpumem.prediction.layers import layers_of, on_device
     from pytest_gpumem.values.errors import SimulationError
 
     with on_device(gpu):  # the module's import finds a GPU
         target = find_target(text)
-    if not isinstance(target, FunctionTarget):
+    if isinstance(target, str):
         raise TargetError(f"{text}: layers are those of a function; write path.py:function")
-    try:
-        return layers_of(target.call, gpu, inputs)
-    except (SimulationError, ValueError) as error:
-        raise TargetError(f"{text}: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise TargetError(f"{text} raised {type(error).__name__}: {error}") from error
+    with refusing(text, SimulationError, ValueError):
+        return layers_of(target, gpu, inputs)
 
 
 def lines(
@@ -109,52 +93,32 @@ def lines(
         f"{format_size(model.inference.peak)}",
         width,
     )
-    yield from wrap(_outputs(model), width)
-
-
-def _outputs(model: Layer) -> str:
-    """Return the sum of all layers' outputs."""
     held, written = format_apart(model.outputs_held, model.written)
-    text = f"the outputs of its layers are {held}, and as much again with their gradients"
-    if model.outputs_held == model.written:
-        return text
-    return f"{text}; {written} if those in place, and views, had memory of their own"
+    outputs = f"the outputs of its layers are {held}, and as much again with their gradients"
+    if model.outputs_held != model.written:
+        outputs += f"; {written} if those in place, and views, had memory of their own"
+    yield from wrap(outputs, width)
 
 
 def _row(layer: Layer) -> tuple[str, ...]:
     name = layer.path.rpartition(".")[2] or layer.kind
-    return (
-        f"{'  ' * layer.depth}{name}",
-        layer.kind,
-        _shapes(layer.inputs),
-        _shapes(layer.outputs),
-        f"{layer.parameters:,}" if layer.parameters else "",
-        _count(layer.multiply_adds).rstrip() if layer.multiply_adds else "",
-        _count(layer.flops).rstrip() if layer.flops else "",
-        format_size(layer.read),
-        format_size(layer.written),
-        format_size(layer.training.kept),
-        format_size(layer.training.peak),
-        format_size(layer.inference.kept),
-        format_size(layer.inference.peak),
+    _, *texts, parameters, macs, flops = _values(layer)[:7]
+    numbers = (
+        f"{parameters:,}" if parameters else "",
+        *(_count(int(count)).rstrip() if count else "" for count in (macs, flops)),
     )
+    sizes = (format_size(int(size)) for size in _values(layer)[7:])
+    return f"{'  ' * layer.depth}{name}", *map(str, texts), *numbers, *sizes
 
 
 def _values(layer: Layer) -> tuple[str | int, ...]:
+    """Return the values of :data:`HEADER`."""
+    shapes = _shapes(layer.inputs), _shapes(layer.outputs)
+    training, inference = layer.training, layer.inference
     return (
-        layer.path or layer.kind,
-        layer.kind,
-        _shapes(layer.inputs),
-        _shapes(layer.outputs),
-        layer.parameters,
-        layer.multiply_adds,
-        layer.flops,
-        layer.read,
-        layer.written,
-        layer.training.kept,
-        layer.training.peak,
-        layer.inference.kept,
-        layer.inference.peak,
+        *(layer.path or layer.kind, layer.kind, *shapes),
+        *(layer.parameters, layer.multiply_adds, layer.flops, layer.read, layer.written),
+        *(training.kept, training.peak, inference.kept, inference.peak),
     )
 
 
@@ -181,26 +145,18 @@ def _count(flops: int) -> str:
 
 ARGUMENTS = (
     argument(
-        "--depth",
-        group="--by layer",
-        metavar="N",
-        type=int,
-        help="modules within modules to show (default: all)",
+        "--depth N", "modules within modules to show (default: all)", group="--by layer", type=int
     ),
     argument(
-        "--input",
+        "--input SHAPE",
+        "shape of an input, like 1x3x224x224, where TARGET returns a model alone; once for "
+        "each input, of float32",
         group="--by layer",
-        metavar="SHAPE",
         type=_shape,
         action="append",
         default=[],
-        help="shape of an input, like 1x3x224x224, where TARGET returns a model alone; once for "
-        "each input, of float32",
     ),
     argument(
-        "--csv",
-        group="--by layer",
-        action="store_true",
-        help="print comma-separated values, in bytes",
+        "--csv", "print comma-separated values, in bytes", group="--by layer", action="store_true"
     ),
 )

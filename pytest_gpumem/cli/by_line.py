@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli.columns import UNLIMITED, terminal_width
-from pytest_gpumem.cli.command import Answer, argument
-from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
+from pytest_gpumem.cli.command import UNLIMITED, Answer, argument, terminal_width
+from pytest_gpumem.cli.target import TargetError, find_target, refusing
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
@@ -31,6 +30,8 @@ def run(arguments: argparse.Namespace, gpu: str) -> Answer:
 
 def lines_of_target(text: str, functions: Sequence[str], gpu: str) -> list[Line]:
     """Return the lines run by the target ``text``."""
+    import torch
+
     from pytest_gpumem.prediction.lines import MEASURED, lines_of
     from pytest_gpumem.simulating import simulate
     from pytest_gpumem.values.errors import SimulationError
@@ -39,29 +40,19 @@ def lines_of_target(text: str, functions: Sequence[str], gpu: str) -> list[Line]
     with nullcontext() if gpu == MEASURED else simulate(gpu):
         target = find_target(text)
         followed = [_function(name) for name in functions]
-    if gpu == MEASURED and not _has_cuda():
+    if gpu == MEASURED and not torch.cuda.is_available():
         raise TargetError("torch sees no CUDA device; name a model to be simulated")
-    if not isinstance(target, FunctionTarget):
+    if isinstance(target, str):
         raise TargetError(f"{text}: lines are those of a function; write path.py:function")
-    try:
-        return lines_of(target.call, [_plain(text, target.call), *followed], gpu)
-    except (SimulationError, ValueError) as error:
-        raise TargetError(f"{text}: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise TargetError(f"{text} raised {type(error).__name__}: {error}") from error
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+    with refusing(text, SimulationError, ValueError):
+        return lines_of(target, [_plain(text, target), *followed], gpu)
 
 
 def _function(text: str) -> Callable[..., Any]:
     target = find_target(text, takes_arguments=True)
-    if not isinstance(target, FunctionTarget):
+    if isinstance(target, str):
         raise TargetError(f"{text}: give a function; write path.py:function")
-    return _plain(text, target.call)
+    return _plain(text, target)
 
 
 def _plain(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,33 +83,29 @@ def text_lines(lines: Sequence[Line], width: int = UNLIMITED) -> Iterator[str]:
             heading = place
         text = line.source if len(line.source) <= source else f"{line.source[: source - 1]}…"
         times = f"  {line.times} times" if line.times > 1 else ""
+        held = "?" if line.process is None else format_size(line.process)
+        process = f"  process {held:>10}" if wide else ""
         yield (
             f"  {line.number:>{number}}  {text:<{source}}  {format_size(line.before):>10} -> "
-            f"{format_size(line.after):>10}  peak {format_size(line.peak):>10}"
-            f"{_process(line) if wide else ''}{times}"
+            f"{format_size(line.after):>10}  peak {format_size(line.peak):>10}{process}{times}"
         )
         for sign, groups in (("+", line.added), ("-", line.removed)):
             for group in groups:
                 yield f"  {'':>{number}}    {sign} {_group(group)}"
 
 
-def _process(line: Line) -> str:
-    return f"  process {'?' if line.process is None else format_size(line.process):>10}"
-
-
 def _group(group: Group) -> str:
     shape = "" if group.shape is None else f"({','.join(map(str, group.shape))})"
     words = [f"{group.count} ×", shape, format_size(group.bytes), group.dtype, group.kind]
-    return " ".join(word for word in words if word)
+    return " ".join(filter(None, words))
 
 
 ARGUMENTS = (
     argument(
-        "--function",
+        "--function NAME",
+        "follow this function, too: module:function or path.py:Class.method",
         group="--by line",
-        metavar="NAME",
         action="append",
         default=[],
-        help="follow this function, too: module:function or path.py:Class.method",
     ),
 )

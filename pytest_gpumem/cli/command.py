@@ -1,12 +1,19 @@
-"""A subcommand: its arguments, and its result as text and as data."""
+"""A subcommand: its arguments, and its result as a table, as text and as data."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import shutil
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+from pytest_gpumem.echo import printable
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -18,23 +25,47 @@ class Argument:
     group: str = ""
     """The heading under which the help lists it."""
 
-    @property
-    def attribute(self) -> str:
-        """The attribute of its value in the parsed arguments."""
-        long = next((name for name in self.names if name.startswith("--")), self.names[0])
-        written: str = self.options.get("dest", long.lstrip("-"))
-        return written.replace("-", "_")
-
     def was_given(self, arguments: argparse.Namespace) -> bool:
         """Return whether the command line sets anything else than its default."""
-        return getattr(arguments, self.attribute) not in (self.options.get("default"), None, False)
+        attribute: str = self.options.get("dest", self.names[-1].lstrip("-"))
+        given = getattr(arguments, attribute.replace("-", "_"))
+        return given not in (self.options.get("default"), None, False)
 
 
-def argument(*names: str, group: str = "", **options: Any) -> Argument:
-    """Return the argument of these names; a single ``%`` in its help is literal."""
-    if "help" in options:
-        options["help"] = options["help"].replace("%", "%%")
-    return Argument(names, options, group)
+def argument(written: str, help: str, *, group: str = "", **options: Any) -> Argument:
+    """Return an argument with this ``help``, in which a single ``%`` is literal.
+
+    It is ``written`` as in a line of usage: ``-o --output FILE``, or a positional one's attribute
+    with what stands for it there, ``tests TEST``.
+    """
+    words = written.split()
+    names = [word for word in words if word.startswith("-")] or words[:1]
+    if words[len(names) :]:
+        (options["metavar"],) = words[len(names) :]
+    return Argument(tuple(names), {"help": help.replace("%", "%%"), **options}, group)
+
+
+def above_zero(unit: str) -> Callable[[str], float]:
+    """Return the type of an argument that is a number of ``unit``."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not 0 < number < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {unit} above 0")
+        return number
+
+    return parse
+
+
+def parsed(option: str, parse: Callable[[str], T], text: str) -> T:
+    """Return the value of ``option``; a ``ValueError`` of ``parse`` gets its name."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
 
 
 def refuse_others(
@@ -88,17 +119,12 @@ class Command:
 
     def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
         """Set ``parser`` up for this command, named ``name``."""
-        parser.description = self.description
-        parser.epilog = example_lines(self.examples)
-        parser.formatter_class = ExamplesBelow
+        _describe(parser, self)
         groups: dict[str, argparse._ArgumentGroup] = {}
         for each in self.arguments:
-            place: argparse._ActionsContainer = parser
-            if each.group:
-                if each.group not in groups:
-                    groups[each.group] = parser.add_argument_group(each.group)
-                place = groups[each.group]
-            place.add_argument(*each.names, **each.options)
+            if each.group and each.group not in groups:
+                groups[each.group] = parser.add_argument_group(each.group)
+            groups.get(each.group, parser).add_argument(*each.names, **each.options)
         parser.add_argument("--json", action="store_true", help=self.json)
         parser.set_defaults(command=self, command_name=name)
 
@@ -113,9 +139,7 @@ class Commands:
 
     def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
         """Set ``parser`` up for this command, named ``name``."""
-        parser.description = self.description
-        parser.epilog = example_lines(self.examples)
-        parser.formatter_class = ExamplesBelow
+        _describe(parser, self)
         own = parser.add_subparsers(
             title="commands", metavar="COMMAND", required=True, parser_class=type(parser)
         )
@@ -123,10 +147,10 @@ class Commands:
             command.add_to(own.add_parser(part, help=purpose), f"{name} {part}")
 
 
-def example_lines(examples: Sequence[str]) -> str:
-    """Return the text below a help's options."""
-    lines = "\n".join(f"  {example}" for example in examples)
-    return f"examples:\n{lines}" if examples else ""
+def _describe(parser: argparse.ArgumentParser, command: Command | Commands) -> None:
+    parser.description = command.description
+    parser.epilog = "\n".join(["examples:", *(f"  {example}" for example in command.examples)])
+    parser.formatter_class = ExamplesBelow
 
 
 class ExamplesBelow(argparse.HelpFormatter):
@@ -136,3 +160,39 @@ class ExamplesBelow(argparse.HelpFormatter):
         if "\n" in text:
             return text
         return super()._fill_text(text, width, indent)
+
+
+GAP = "  "
+UNLIMITED = 1 << 20
+"""Columns of a file or a pipe."""
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal; output to a file is never cut."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
+
+
+def table(
+    rows: Sequence[Sequence[str]],
+    *,
+    left: Collection[int],
+    given_up: Sequence[int] = (),
+    width: int = UNLIMITED,
+) -> Iterator[str]:
+    """Yield ``rows`` in columns, those in ``left`` aligned to the left.
+
+    In a terminal too narrow, the columns ``given_up`` are left out, first to last, as needed.
+    """
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    kept = set(range(len(widths)))
+    for index in given_up:
+        if sum(widths[one] + len(GAP) for one in kept) - len(GAP) > width:
+            kept.discard(index)
+    for row in rows:
+        cells = (
+            cell.ljust(widths[index]) if index in left else cell.rjust(widths[index])
+            for index, cell in enumerate(row)
+            if index in kept
+        )
+        yield GAP.join(cells).rstrip()

@@ -5,21 +5,22 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pytest_gpumem.attribution.explain import explain
+from pytest_gpumem.baseline.collected import successors
 from pytest_gpumem.baseline.compare import default_tolerance_for
 from pytest_gpumem.baseline.explanation import explanation_lines
-from pytest_gpumem.baseline.renamed import successors
 from pytest_gpumem.baseline.verdict import format_percent
-from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.command import Answer, Command, argument, parsed, table
 from pytest_gpumem.cli.sides import Side, Test, read_side
 from pytest_gpumem.echo import printable, quoted
-from pytest_gpumem.sizes import SizeError, Tolerance, format_change, format_size, parse_tolerance
-from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.sizes import Tolerance, format_change, format_size, parse_tolerance
+from pytest_gpumem.text import counted
 
 REGRESSION = 1
 STATUSES = ("regression", "improvement", "same", "new", "gone", "failed")
@@ -56,13 +57,11 @@ class Row:
     def cells(self, nodeid: str, own: str) -> tuple[str, ...]:
         """Return the texts of :data:`COLUMNS`; ``own`` is the tolerance of the test itself."""
         sizes = ["-" if size is None else format_size(size) for size in (self.a, self.b)]
-        change = percent = ""
-        if self.a is not None and self.b is not None:
-            change = format_change(self.b - self.a)
-            percent = format_percent(self.b - self.a, self.a) if self.a > 0 else ""
-        status = f"{self.status} (tolerance {own})" if own and self.change else self.status
-        names = printable(nodeid), printable(self.phase)
-        return (*names, *sizes, change, percent.removesuffix(" %"), status)
+        change, reference = self.change, self.a or 0
+        difference = "" if change is None else format_change(change)
+        percent = "" if change is None or reference <= 0 else format_percent(change, reference)
+        status = f"{self.status} (tolerance {own})" if own and change else self.status
+        return (nodeid, self.phase, *sizes, difference, percent.removesuffix(" %"), status)
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,8 @@ class Compared:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Compare; raises ``ValueError`` for bad input."""
-    tolerance = _tolerance(arguments.tolerance)
+    given = arguments.tolerance
+    tolerance = None if given is None else parsed("--tolerance", parse_tolerance, given)
     a, b = read_side(arguments.a), read_side(arguments.b)
     pairs = _pairs(a, b, arguments.across_environments)
     tests = [test for pair in pairs for test in compare_environments(a, b, *pair, tolerance)]
@@ -135,16 +135,7 @@ def as_dict(a: Side, b: Side, tests: Sequence[Compared]) -> dict[str, Any]:
                 "environment": test.environment,
                 "was": test.was,
                 "tolerance": test.tolerance or None,
-                "numbers": [
-                    {
-                        "phase": row.phase,
-                        "a": row.a,
-                        "b": row.b,
-                        "status": row.status,
-                        "changes": test.changes(row),
-                    }
-                    for row in test.rows
-                ],
+                "numbers": [{**asdict(row), "changes": test.changes(row)} for row in test.rows],
             }
             for test in tests
         ],
@@ -173,12 +164,11 @@ def compare_environments(
         known = [test.tolerance for test in reversed(pair) if test.tolerance is not None]
         own = known[0] if known and tolerance is None else None
         allowed = tolerance or own or default_tolerance_for(exact)
-        here = (old in before, nodeid in after)
         was = f" (was {old})" if old != nodeid else ""
         yield Compared(
             nodeid,
             f"{nodeid}{was}{suffix}",
-            tuple(_rows(pair[0].figures, pair[1].figures, here, allowed)),
+            tuple(_rows(pair, (old in before, nodeid in after), allowed)),
             "" if own is None else str(own),
             key_b,
             old if old != nodeid else None,
@@ -187,16 +177,13 @@ def compare_environments(
 
 
 def _rows(
-    before: Mapping[str, int],
-    after: Mapping[str, int],
-    here: tuple[bool, bool],
-    tolerance: Tolerance,
+    pair: tuple[Test, Test], present: tuple[bool, bool], tolerance: Tolerance
 ) -> Iterator[Row]:
-    failed = (here[0] and not before) or (here[1] and not after)
-    if failed:
+    before, after = (test.figures for test in pair)
+    if any(there and not test.figures for there, test in zip(present, pair, strict=True)):
         yield Row("", before.get(""), after.get(""), "failed")
         return
-    for phase in [*before, *(phase for phase in after if phase not in before)]:
+    for phase in {**before, **after}:
         a, b = before.get(phase), after.get(phase)
         yield Row(phase, a, b, _status(a, b, tolerance))
 
@@ -208,12 +195,8 @@ def _chosen(
 
     Raises ``ValueError`` where there are none.
     """
-    patterns = [re.compile(re.escape(part).replace(r"\*", ".*")) for part in parts or ()]
-    named = [
-        test
-        for test in tests
-        if not patterns or any(pattern.search(test.shown) for pattern in patterns)
-    ]
+    patterns = [re.compile(re.escape(part).replace(r"\*", ".*")) for part in parts or ("",)]
+    named = [test for test in tests if any(pattern.search(test.shown) for pattern in patterns)]
     if not named:
         raise ValueError(f"no test has {_either(parts or ())} in its node id")
     if phases is None:
@@ -250,7 +233,10 @@ def _pairs(a: Side, b: Side, across: bool) -> list[tuple[str, str]]:
     """Return the environments to compare, as keys of ``a`` and of ``b``."""
     pairs = [(key, key) for key in sorted(a.tests.keys() & b.tests.keys())]
     if across:
-        pairs += _of_other_kinds(_only(a, b), _only(b, a))
+        # Environments that differ in the kind of device alone: dry, simulated or measured.
+        others = {key.partition("-")[2]: key for key in _only(b, a)}
+        models = ((key, key.partition("-")[2]) for key in _only(a, b))
+        pairs += [(key, others[model]) for key, model in models if model in others]
     paired_a, paired_b = {one for one, _ in pairs}, {other for _, other in pairs}
     only_a = [key for key in _only(a, b) if key not in paired_a]
     only_b = [key for key in _only(b, a) if key not in paired_b]
@@ -267,14 +253,6 @@ def _pairs(a: Side, b: Side, across: bool) -> list[tuple[str, str]]:
             "compare them all the same with --across-environments"
         )
     return pairs
-
-
-def _of_other_kinds(only_a: Iterable[str], only_b: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield environments that differ in the kind of device alone: dry, simulated or measured."""
-    others = {key.partition("-")[2]: key for key in only_b}
-    for key in only_a:
-        if (same := key.partition("-")[2]) in others:
-            yield key, others[same]
 
 
 def _only(side: Side, other: Side) -> list[str]:
@@ -294,8 +272,9 @@ def _header(
         )
     for name, side in (("A", a), ("B", b)):
         keys = sorted({pair[name == "B"] for pair in pairs})
-        known = [_described(side.environments[key]) for key in keys]
-        yield f"{name}: {side.path} ({', '.join(known)})"
+        kinds = (side.environments[key].kind.strip() or "measured" for key in keys)
+        known = ", ".join(f"{key}, {kind}" for key, kind in zip(keys, kinds, strict=True))
+        yield f"{name}: {side.path} ({known})"
     yield f"tolerance: {_tolerance_line(a, b, pairs) if tolerance is None else tolerance}"
     yield ""
 
@@ -313,10 +292,6 @@ def _tolerance_line(a: Side, b: Side, pairs: list[tuple[str, str]]) -> str:
     return f"0 simulated{' or dry' * dry}, 1% + 1MiB measured{theirs}"
 
 
-def _described(environment: Environment) -> str:
-    return f"{environment.key}, {environment.kind.strip() or 'measured'}"
-
-
 def _body(tests: Sequence[Compared], every: bool) -> Iterator[str]:
     both = sorted((test for test in tests if not test.only), key=lambda test: test.order)
     lines = [
@@ -326,39 +301,28 @@ def _body(tests: Sequence[Compared], every: bool) -> Iterator[str]:
         if every or not row.is_equal
     ]
     if lines:
-        yield from _table([COLUMNS, *lines])
+        yield from table([COLUMNS, *lines], left=(0, 1, 6))
+        yield ""
         yield from _explained(both)
     for status, where in (("new", "B"), ("gone", "A")):
-        yield from _alone(status, where, [test for test in tests if test.only == status])
+        yield from _only_in(status, where, [test for test in tests if test.only == status])
     hidden = sum(row.is_equal for row in _rows_of(both)) if not every else 0
     if hidden:
         yield f"{hidden} equal {'number is' if hidden == 1 else 'numbers are'} not shown (--all)"
     yield ""
 
 
-def _table(lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        left = [cell.ljust(width) for cell, width in zip(line[:2], widths, strict=False)]
-        right = [cell.rjust(width) for cell, width in zip(line[2:6], widths[2:], strict=False)]
-        yield "  ".join((*left, *right, line[6]))
-    yield ""
-
-
 def _explained(tests: Sequence[Compared]) -> Iterator[str]:
     """Yield the largest differences by line in the first tests that recorded lines."""
     differing = [(test, row) for test in tests if (row := test.largest) is not None]
-    told = 0
-    for test, row in differing:
-        changes = test.changes(row) if told < MOST_EXPLAINED else []
-        if changes:
-            told += 1
-            yield printable(" ".join(filter(None, (test.shown, row.phase)))) + ", by line:"
-            yield from map(printable, explanation_lines(changes))
-            yield ""
+    explained = ((test, row, changes) for test, row in differing if (changes := test.changes(row)))
+    for test, row, changes in islice(explained, MOST_EXPLAINED):
+        yield " ".join(filter(None, (test.shown, row.phase))) + ", by line:"
+        yield from explanation_lines(changes)
+        yield ""
 
 
-def _alone(status: str, where: str, tests: Sequence[Compared]) -> Iterator[str]:
+def _only_in(status: str, where: str, tests: Sequence[Compared]) -> Iterator[str]:
     """Yield the tests that only the side ``where`` has, with their peaks."""
     if not tests:
         return
@@ -378,18 +342,10 @@ def _totals(tests: Sequence[Compared]) -> str:
     both = [(row.a, row.b) for row in rows if not row.phase and row.status in STATUSES[:3]]
     a, b = (sum(pair[side] or 0 for pair in both) for side in (0, 1))
     percent = f", {format_percent(b - a, a)}" if a > 0 else ""
-    count = "1 test" if len(both) == 1 else f"{len(both)} tests"
     return (
-        f"{count} in A and B, peaks add up to {format_size(a)} and {format_size(b)} "
-        f"({format_change(b - a)}{percent}); numbers: {numbers}"
+        f"{counted(len(both), 'test')} in A and B, peaks add up to {format_size(a)} and "
+        f"{format_size(b)} ({format_change(b - a)}{percent}); numbers: {numbers}"
     )
-
-
-def _tolerance(text: str | None) -> Tolerance | None:
-    try:
-        return None if text is None else parse_tolerance(text)
-    except SizeError as error:
-        raise ValueError(f"--tolerance: {error}") from None
 
 
 COMMAND = Command(
@@ -397,31 +353,25 @@ COMMAND = Command(
     "the tolerance, 2 where A or B cannot be read.",
     run=run,
     arguments=(
-        argument("a", metavar="A", type=Path, help=f"before: {FORM}"),
-        argument("b", metavar="B", type=Path, help="after: likewise"),
+        argument("a A", f"before: {FORM}", type=Path),
+        argument("b B", "after: likewise", type=Path),
         argument(
             "--tolerance",
-            help='how far B may exceed A, like "1% + 1MiB", which is the default for measured '
+            'how far B may exceed A, like "1% + 1MiB", which is the default for measured '
             "numbers; 0 for simulated ones",
         ),
         argument(
             "--across-environments",
+            "compare although A and B were measured in different environments",
             action="store_true",
-            help="compare although A and B were measured in different environments",
         ),
-        argument("--all", action="store_true", help="show numbers that are equal, too"),
+        argument("--all", "show numbers that are equal, too", action="store_true"),
         argument(
-            "--test",
+            "--test PART",
+            "compare only tests with this in their node id, * for anything; may be repeated",
             action="append",
-            metavar="PART",
-            help="compare only tests with this in their node id, * for anything; may be repeated",
         ),
-        argument(
-            "--phase",
-            action="append",
-            metavar="NAME",
-            help="compare only this phase; may be repeated",
-        ),
+        argument("--phase NAME", "compare only this phase; may be repeated", action="append"),
     ),
     examples=(
         "gpumem compare main.json change.json",

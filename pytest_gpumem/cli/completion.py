@@ -28,7 +28,7 @@ COMMAND = Command(
     description="Print a script for a shell, which then completes subcommands, options, models of "
     "GPUs and files of gpumem by the tab key.",
     run=run,
-    arguments=(argument("shell", choices=SHELLS, help="the shell that is to complete"),),
+    arguments=(argument("shell", "the shell that is to complete", choices=SHELLS),),
     examples=(
         'eval "$(gpumem completion bash)"            in ~/.bashrc, and for zsh in ~/.zshrc',
         "gpumem completion fish | source             in ~/.config/fish/config.fish",

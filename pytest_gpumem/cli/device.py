@@ -19,7 +19,7 @@ from pytest_gpumem.simulated.gpu.catalogue import find_machine
 
 CUDA, DRY, SIM = "cuda", "dry", "sim"
 _BAD_INPUT = 2
-_SAID = "gpumem: "
+_PREFIX = "gpumem: "
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,11 @@ def _device(text: str) -> DeviceOption:
 def device_argument() -> Argument:
     """Return the option, which all commands that run code have."""
     return argument(
-        "--device",
-        metavar="KIND[:MODEL]",
+        "--device KIND[:MODEL]",
+        "sim, dry (torch's own CUDA code without a GPU) or cuda, the device of this machine "
+        "(default: sim)",
         type=_device,
         default=DeviceOption(SIM),
-        help="sim, dry (torch's own CUDA code without a GPU) or cuda, the device of this machine "
-        "(default: sim)",
     )
 
 
@@ -87,9 +86,9 @@ def answer_on_dry(given: Sequence[str], gpu: str, *, memory: int | None = None) 
         text=True,
         errors="replace",
     )
-    said = [line for line in done.stderr.splitlines() if line.startswith(_SAID)]
-    if done.returncode == _BAD_INPUT and said:
-        raise ValueError(said[-1].removeprefix(_SAID))
+    refusals = [line for line in done.stderr.splitlines() if line.startswith(_PREFIX)]
+    if done.returncode == _BAD_INPUT and refusals:
+        raise ValueError(refusals[-1].removeprefix(_PREFIX))
     sys.stderr.write(done.stderr)
     try:
         return json.loads(done.stdout)

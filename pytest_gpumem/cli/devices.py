@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import asdict
 
-from pytest_gpumem.cli.columns import table, terminal_width
-from pytest_gpumem.cli.command import Answer, Command
+from pytest_gpumem.cli.command import Answer, Command, table, terminal_width
 from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.simulated.gpu.catalogue import GPUS
 from pytest_gpumem.sizes import format_size
@@ -17,13 +15,6 @@ HEADER = ("model", "memory", "capability", "SMs", "L2 cache", "as torch names it
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Return the catalogue."""
-    return Answer(
-        _lines(terminal_width()),
-        lambda: {"default": DEFAULT_GPU, "models": [asdict(model) for model in GPUS.values()]},
-    )
-
-
-def _lines(width: int) -> Iterator[str]:
     rows = [
         (
             model.name,
@@ -35,10 +26,15 @@ def _lines(width: int) -> Iterator[str]:
         )
         for model in GPUS.values()
     ]
-    yield from table([HEADER, *rows], left=(0, 5), given_up=(4, 3, 5), width=width)
-    yield ""
-    yield f"without a model: {DEFAULT_GPU}; several GPUs in one machine: A100-80GB*8"
-    yield "in pytest: --gpumem-device=sim:T4 or dry:T4; of a command: --gpu T4"
+    return Answer(
+        [
+            *table([HEADER, *rows], left=(0, 5), given_up=(4, 3, 5), width=terminal_width()),
+            "",
+            f"without a model: {DEFAULT_GPU}; several GPUs in one machine: A100-80GB*8",
+            "in pytest: --gpumem-device=sim:T4 or dry:T4; of a command: --gpu T4",
+        ],
+        lambda: {"default": DEFAULT_GPU, "models": [asdict(model) for model in GPUS.values()]},
+    )
 
 
 COMMAND = Command(

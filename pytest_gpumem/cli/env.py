@@ -10,8 +10,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from pytest_gpumem.cli.columns import table
-from pytest_gpumem.cli.command import Answer, Command
+from pytest_gpumem.cli.command import Answer, Command, table
 
 PACKAGES = ("pytest-gpumem", "pytest", "torch", "nvidia-ml-py", "triton", "transformers")
 """Packages whose release may change a number, or how it is read."""
@@ -59,11 +58,9 @@ def _devices() -> tuple[list[dict[str, Any]], str | None, dict[str, Any]]:
     if not torch.cuda.is_available():
         return [], _trouble(torch.version.cuda), libraries
     devices = []
-    for index in range(torch.cuda.device_count()):
-        device = CudaDevice(index)
-        environment = device.environment
-        model = asdict(device.machine.model)
-        devices.append({**model, "environment": {**environment.to_dict(), "key": environment.key}})
+    for device in map(CudaDevice, range(torch.cuda.device_count())):
+        environment = {**device.environment.to_dict(), "key": device.environment.key}
+        devices.append({**asdict(device.machine.model), "environment": environment})
     return devices, None, libraries
 
 
@@ -93,8 +90,7 @@ def _rows(known: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield name, release or NOT_INSTALLED
     yield "CUDA of torch", known["cuda"] or "none"
     yield "cuDNN of torch", str(known["cudnn"] or "none")
-    for name, value in known["variables"].items():
-        yield name, value
+    yield from known["variables"].items()
     if known["no_device"]:
         yield "GPU", f"none: {known['no_device']}"
     for index, device in enumerate(known["devices"]):

@@ -1,4 +1,4 @@
-"""The GPUs that are large enough: the table of predictions, with its notes."""
+"""The output of ``gpumem predict``: the GPUs that are large enough, eager code beside compiled."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli.columns import UNLIMITED, table
-from pytest_gpumem.sizes import format_size
+from pytest_gpumem.baseline.explanation import explanation_lines
+from pytest_gpumem.baseline.verdict import format_percent
+from pytest_gpumem.cli.command import UNLIMITED, table
+from pytest_gpumem.sizes import format_change, format_size
+from pytest_gpumem.text import wrap
 
 if TYPE_CHECKING:
+    from pytest_gpumem.prediction.compiled import Beside
     from pytest_gpumem.values.prediction import Prediction
 
 SHOWN_PHASES = 6
@@ -52,9 +56,9 @@ def fit_table(
     rows = [header, *(_row(one, phases) for one in predictions)]
     given_up = [*range(len(header) - 2, len(header) - 2 - len(phases), -1), 3]
     left = [0, len(header) - 1]
-    for told in ([one.ranks for one in predictions], [one.code for one in predictions]):
-        if any(told):
-            for row, cell in zip(rows, ["", *told], strict=True):
+    for added in ([one.ranks for one in predictions], [one.code for one in predictions]):
+        if any(added):
+            for row, cell in zip(rows, ["", *added], strict=True):
                 row.insert(1, cell)
             given_up = [column + 1 for column in given_up]
             left = [0, *(column + 1 for column in left)]
@@ -62,7 +66,7 @@ def fit_table(
 
 
 def _row(prediction: Prediction, phases: Sequence[str]) -> list[str]:
-    known: dict[str, Any] = dict(prediction.phases)
+    known = prediction.phases
     left = format_size(abs(prediction.left))
     if prediction.fits:
         # Cached memory that is released during the run can make more fit than is reserved in all.
@@ -77,3 +81,109 @@ def _row(prediction: Prediction, phases: Sequence[str]) -> list[str]:
         *(format_size(known[phase]) if phase in known else "" for phase in phases),
         fits,
     ]
+
+
+BY_ITSELF = "compiled is what it gives to torch.compile itself"
+MODULES = (
+    "it calls no torch.compile: compiled is each module that no other module calls, by "
+    "module.compile(); optimizers and code outside of modules stay eager"
+)
+
+
+def beside_lines(target: str, both: Beside, width: int = UNLIMITED) -> Iterator[str]:
+    """Yield the lines of output; of several GPUs, source lines are those of the first."""
+    yield heading(target)
+    yield from wrap(BY_ITSELF if both.by_itself else MODULES, width)
+    yield ""
+    predictions = [one for pair in both.pairs for one in pair]
+    phases = phases_of(predictions)
+    yield from fit_table(predictions, phases, width)
+    yield ""
+    yield from _changes(both, phases, width)
+    yield ""
+    yield from _by_line(*both.pairs[0], phases, width)
+    yield CONTEXT
+    yield from _notes_of_both(both)
+
+
+def beside_dict(both: Beside) -> dict[str, Any]:
+    """Return everything as builtin types, sizes in bytes; changes are negative where it saves."""
+    return {
+        "compiled": "target" if both.by_itself else "modules",
+        "gpus": [one.to_dict() for pair in both.pairs for one in pair],
+        "changes": [
+            {
+                "gpu": eager.gpu,
+                "peak_allocated": compiled.peak_allocated - eager.peak_allocated,
+                "peak_reserved": compiled.peak_reserved - eager.peak_reserved,
+                "lines": _line_changes(eager, compiled, ""),
+                "phases": {
+                    name: {
+                        "peak_allocated": peak - eager.phases[name],
+                        "lines": _line_changes(eager, compiled, name),
+                    }
+                    for name, peak in compiled.phases.items()
+                    if name in eager.phases
+                },
+            }
+            for eager, compiled in both.pairs
+        ],
+    }
+
+
+def _line_changes(eager: Prediction, compiled: Prediction, phase: str) -> list[dict[str, Any]]:
+    from pytest_gpumem.prediction.compiled import changes_by_line  # imports torch
+
+    return [change.to_dict() for change in changes_by_line(eager, compiled, phase)]
+
+
+def _changes(both: Beside, phases: list[str], width: int) -> Iterator[str]:
+    """Yield the change of each peak by compiling."""
+    rows = [["by compiling", "peak", "reserved", *phases]]
+    for eager, compiled in both.pairs:
+        name = f"{eager.gpu}, {compiled.ranks}" if compiled.ranks else eager.gpu
+        changed = [
+            _change(eager.peak_allocated, compiled.peak_allocated),
+            _change(eager.peak_reserved, compiled.peak_reserved),
+            *(_change(eager.phases.get(one), compiled.phases.get(one)) for one in phases),
+        ]
+        rows.append([name, *changed])
+    yield from table(rows, left=(0,), given_up=range(len(rows[0]) - 1, 1, -1), width=width)
+
+
+def _change(eager: int | None, compiled: int | None) -> str:
+    if eager is None or compiled is None:
+        return ""
+    change = compiled - eager
+    if not change or not eager:
+        return format_size(change)
+    return f"{format_change(change)} ({format_percent(change, eager)})"
+
+
+def _by_line(
+    eager: Prediction, compiled: Prediction, phases: Sequence[str], width: int
+) -> Iterator[str]:
+    """Yield which lines hold more or less, at each peak that differs."""
+    peaks = [{**one.phases, "": one.peak_allocated} for one in (eager, compiled)]
+    differing = [name for name in (*phases, "") if peaks[0].get(name) != peaks[1].get(name)]
+    for phase in differing:
+        printed = (all(one.get(name) == one[""] for one in peaks) for name in phases)
+        if not phase and any(printed):
+            continue
+        changes = _line_changes(eager, compiled, phase)
+        yield f"by line, at the peak{' of ' * bool(phase)}{phase} on {eager.gpu}:"
+        yield from explanation_lines(changes, width=None if width == UNLIMITED else width)
+        yield ""
+
+
+def _notes_of_both(both: Beside) -> Iterator[str]:
+    """Yield the notes; one on only one of the two names it."""
+    eager, compiled = (
+        list(dict.fromkeys(note for pair in both.pairs for note in pair[side].notes))
+        for side in (0, 1)
+    )
+    for note in compiled:
+        yield f"note{'' if note in eager else ', compiled'}: {note}"
+    for note in eager:
+        if note not in compiled:
+            yield f"note, eager: {note}"

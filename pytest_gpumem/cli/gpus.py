@@ -6,14 +6,21 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import TextIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
-from pytest_gpumem.cli import gpu_lines, running
-from pytest_gpumem.cli.columns import terminal_width
-from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.command import Answer, Command, above_zero, argument, table, terminal_width
+from pytest_gpumem.echo import printable
+from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlReading, read_all
+from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import shorten
+
+if TYPE_CHECKING:
+    from pytest_gpumem.sharing.ledger import Lease, Ledger, State
+    from pytest_gpumem.sharing.watched import Run
 
 
 def run(arguments: argparse.Namespace) -> Answer | int:
@@ -28,7 +35,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     folder = default_folder()
 
     def text() -> list[str]:
-        return running.look(folder).texts(as_json=arguments.json)
+        return look(folder).texts(as_json=arguments.json)
 
     with suppress(KeyboardInterrupt), watching(folder):
         if arguments.once:
@@ -39,48 +46,37 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     return 0
 
 
-def look() -> Answer:
-    """Return the present state of the GPUs."""
-    devices, trouble = gpu_lines.found()
+def look(folder: Path | None = None) -> Answer:
+    """Return the present state of the GPUs, and of the runs that use ``folder``."""
+    devices, trouble = found_devices()
+    data: dict[str, Any] = {"devices": devices, "nvml": trouble}
+    width = terminal_width()
+    if folder is None:
+        return Answer(device_lines(devices, trouble, width), lambda: data)
+
+    from pytest_gpumem.sharing.watched import runs
+
+    seen = runs(folder)
+    found = [*device_lines(devices, trouble, width), "", *run_lines(seen, time.time())]
     return Answer(
-        gpu_lines.lines(devices, trouble, terminal_width()),
-        lambda: {"devices": devices, "nvml": trouble},
+        (line[:width] for line in map(printable, found)),
+        lambda: {**data, "runs": list(map(asdict, seen))},
     )
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
-
-
-COMMAND = Command(
-    description="Show each GPU of this host, how it is divided, how busy it is, what processes "
-    "hold of it, the tests that share it under --gpumem-share and those that wait; with --watch "
-    "also, for each running pytest, the test that it runs and what the last one took. A run is "
-    "seen from the first test that begins after this.",
-    run=run,
-    arguments=(
-        argument(
-            "--watch",
-            nargs="?",
-            type=_seconds,
-            const=1.0,
-            metavar="SECONDS",
-            help="again and again until Ctrl-C, every second if no other time is given",
-        ),
-        argument(
-            "--once", action="store_true", help="with --watch: look once, after that time, and end"
-        ),
-    ),
-    looks=True,
-    json="as JSON, a line for each look; sizes in bytes",
-    examples=("gpumem gpus --watch",),
-)
+def run_lines(seen: Sequence[Run], now: float) -> Iterator[str]:
+    """Yield the lines on runs of pytest, at the time ``now``."""
+    if not seen:
+        yield "no pytest has begun a measured test since this looks"
+    for one in seen:
+        worker = f", worker {one.worker}" if one.worker else ""
+        tests = "1 measured test" if one.finished == 1 else f"{one.finished} measured tests"
+        yield f"pytest in {one.folder} (PID {one.process.pid}{worker}): {tests} so far"
+        if one.test is not None:
+            yield f"  runs  {one.test}  {max(now - one.since, 0):.0f} s on {one.device}"
+        if one.last is not None:
+            peak = "" if one.last_peak is None else f"  peak {format_size(one.last_peak)}"
+            yield f"  last  {one.last}{peak}"
 
 
 # ECMA-48 and xterm's private modes, which tmux and screen support too.
@@ -130,3 +126,189 @@ def watch(
         finally:
             out.write(_LEAVE)
             out.flush()
+
+
+BAR = 20
+"""Columns of the picture of a device's memory."""
+COLUMNS, LEFT = 7, (0, 2, 3, 6)
+"""Number of columns of the table of holders, and those that are aligned to the left."""
+UNNOTICED = 64 * 2**20
+"""Bytes that a driver may hold of an unused device."""
+
+
+def found_devices() -> tuple[list[dict[str, Any]], str | None]:
+    """Return every device as builtin types, and why NVML shows none, if it does not."""
+    from pytest_gpumem.sharing.database import default_folder
+    from pytest_gpumem.sharing.ledger import FILE_NAME, Ledger
+    from pytest_gpumem.sharing.simulated_memory import simulated_devices
+
+    folder = default_folder()
+    readings = read_all()
+    trouble = readings.reason if isinstance(readings, NvmlAbsent) else None
+    devices = [] if isinstance(readings, NvmlAbsent) else list(map(_of_reading, readings))
+    for device in simulated_devices(folder):
+        if taken := device.taken():
+            empty = {"name": None, "gpu_percent": None}
+            held = [{"pid": pid, **empty, "used": used} for pid, used in taken.items()]
+            total = sum(taken.values())
+            devices.append(_device(device.name, "simulated", device.capacity, total, held))
+    if (folder / FILE_NAME).exists():
+        ledger = Ledger(folder)
+        with closing(ledger):
+            _enter(devices, ledger)
+    return devices, trouble
+
+
+def device_lines(
+    devices: Sequence[Mapping[str, Any]], trouble: str | None, width: int
+) -> Iterator[str]:
+    """Yield the lines of output in ``width`` columns."""
+    if not devices:
+        yield f"no GPU: {trouble}" if trouble else "no GPU"
+    for number, device in enumerate(devices):
+        if number:
+            yield ""
+        yield "  ".join(
+            [device["name"], device["model"], *filter(None, [", ".join(device["mode"])])]
+        )
+        yield f"  {_memory(device)}"
+        rows = list(_rows(device))
+        used = [index for index in range(COLUMNS) if any(row[index] for row in rows)]
+        cells = [[row[index] for index in used] for row in rows]
+        left = [position for position, index in enumerate(used) if index in LEFT]
+        for line in table(cells, left=left) if rows else ():
+            yield shorten(f"  {line}", width)
+
+
+def _memory(device: Mapping[str, Any]) -> str:
+    total, used = device["limit"] or device["total"], device["used"]
+    full = min(round(BAR * used / total), BAR) if total else BAR
+    facts = [f"{'█' * full}{'·' * (BAR - full)}  {format_size(used)} of {format_size(total)}"]
+    for name, key in (("kernels", "busy"), ("memory", "memory_busy")):
+        facts += [] if device[key] is None else [f"{name} {device[key]} %"]
+    return "  ".join(facts)
+
+
+def _rows(device: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each holder: action, bytes, process, worker, seconds, load, test or name."""
+    percent = {
+        one["pid"]: "" if one["gpu_percent"] is None else f"{one['gpu_percent']} %"
+        for one in device["processes"]
+    }
+    for verb in ("runs", "waits"):
+        for test in device[verb]:
+            pid, since = test["pid"], f"{test['seconds']:.0f} s"
+            alone = verb == "runs" and test["alone"]
+            size = "alone" if alone else format_size(test["bytes"])
+            busy = percent.get(pid, "") if verb == "runs" else ""
+            yield verb, size, f"PID {pid}", test["worker"], since, busy, test["nodeid"]
+    for worker in device["workers"]:
+        held = format_size(worker["context"] + worker["fixtures"])
+        busy = percent.get(worker["pid"], "")
+        yield "holds", held, f"PID {worker['pid']}", "", "", busy, "between tests"
+    owners = {one["pid"] for verb in ("runs", "waits", "workers") for one in device[verb]}
+    for process in device["processes"]:
+        if process["pid"] not in owners:
+            size = "?" if process["used"] is None else format_size(process["used"])
+            busy = percent[process["pid"]]
+            yield "other", size, f"PID {process['pid']}", "", "", busy, process["name"] or ""
+    if device["unattributed"]:
+        size = format_size(device["unattributed"])
+        yield "other", size, "", "", "", "", "of no process that can be seen here"
+
+
+def _of_reading(reading: NvmlReading) -> dict[str, Any]:
+    processes = [asdict(one) for one in reading.others or ()]
+    model = reading.name.partition(" MIG")[0]
+    rest = reading.used - sum(one["used"] or 0 for one in processes)
+    return {
+        **_device(reading.uuid, model, reading.total, reading.used, processes),
+        "mode": list(reading.mode.words),
+        "limit": reading.mode.limit,
+        "driver": reading.driver,
+        "busy": reading.gpu_percent,
+        "memory_busy": reading.memory_percent,
+        "unattributed": rest if rest >= UNNOTICED else 0,
+    }
+
+
+def _device(
+    name: str, model: str, total: int, used: int, processes: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "model": model,
+        "mode": [],
+        "driver": None,
+        "total": total,
+        "limit": None,
+        "used": used,
+        "unattributed": 0,
+        "busy": None,
+        "memory_busy": None,
+        "processes": processes,
+        "runs": [],
+        "waits": [],
+        "workers": [],
+    }
+
+
+def _enter(devices: list[dict[str, Any]], ledger: Ledger) -> None:
+    from pytest_gpumem.sharing.admission import Device
+
+    state = ledger.state({device["name"]: Device(device["total"]) for device in devices})
+    pids = {worker: process.pid for worker, process in ledger.owners().items()}
+    now = time.time()
+    for device in devices:
+        name = device["name"]
+        for verb, leases in (("runs", state.running), ("waits", state.waiting)):
+            tests = [lease for lease in leases if name in lease.request.needs]
+            device[verb] = [_test(lease, name, now) for lease in tests]
+        device["workers"] = _between_tests(state, name, pids)
+
+
+def _between_tests(state: State, device: str, pids: Mapping[int, int]) -> list[dict[str, Any]]:
+    """Return the workers that hold memory of ``device`` and run no test on it."""
+    found = state.devices[device]
+    busy = {lease.request.owner for lease in state.running if device in lease.request.needs}
+    return [
+        {"pid": pids[worker], "context": context, "fixtures": found.fixtures[worker]}
+        for worker, context in found.contexts.items()
+        if worker in pids and worker not in busy and context + found.fixtures[worker] > 0
+    ]
+
+
+def _test(lease: Lease, device: str, now: float) -> dict[str, Any]:
+    return {
+        "nodeid": lease.nodeid,
+        "run": lease.run,
+        "worker": lease.worker,
+        "pid": lease.process.pid,
+        "bytes": lease.request.needs[device],
+        "alone": lease.request.exclusive,
+        "seconds": round(now - lease.request.since, 3),
+    }
+
+
+COMMAND = Command(
+    description="Show each GPU of this host, how it is divided, how busy it is, what processes "
+    "hold of it, the tests that share it under --gpumem-share and those that wait; with --watch "
+    "also, for each running pytest, the test that it runs and what the last one took. A run is "
+    "seen from the first test that begins after this.",
+    run=run,
+    arguments=(
+        argument(
+            "--watch SECONDS",
+            "again and again until Ctrl-C, every second if no other time is given",
+            nargs="?",
+            type=above_zero("seconds"),
+            const=1.0,
+        ),
+        argument(
+            "--once", "with --watch: look once, after that time, and end", action="store_true"
+        ),
+    ),
+    looks=True,
+    json="as JSON, a line for each look; sizes in bytes",
+    examples=("gpumem gpus --watch",),
+)

@@ -7,13 +7,29 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pytest_gpumem.baseline.verdict import format_percent
-from pytest_gpumem.cli.columns import table, terminal_width
-from pytest_gpumem.cli.command import Answer, Argument, Command, argument
+from pytest_gpumem.baseline.verdict import change_text, format_percent
+from pytest_gpumem.cli.command import (
+    Answer,
+    Argument,
+    Command,
+    argument,
+    parsed,
+    table,
+    terminal_width,
+)
 from pytest_gpumem.progress import Progress
-from pytest_gpumem.report.past import Past, past_of_git, past_of_reports
-from pytest_gpumem.report.trend import BARS, PLAIN_BARS, SMALL, Trend, sparkline
-from pytest_gpumem.sizes import SizeError, Tolerance, format_change, format_size, parse_tolerance
+from pytest_gpumem.report.past import (
+    BARS,
+    PLAIN_BARS,
+    SMALL,
+    Past,
+    Trend,
+    past_of_git,
+    past_of_reports,
+    sparkline,
+)
+from pytest_gpumem.sizes import Tolerance, format_change, format_size, parse_tolerance
+from pytest_gpumem.text import counted
 
 CREEPS = 1
 WIDTH = 24
@@ -24,9 +40,9 @@ COLUMNS = ("test", "trend", "first", "last", "change", "%", "steps", "crept")
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Return the history of peaks; raises ``ValueError`` for bad input."""
-    most = _tolerance("--max-creep", arguments.max_creep)
+    most = parsed("--max-creep", parse_tolerance, arguments.max_creep)
     given = arguments.tolerance
-    small = SMALL if given is None else _tolerance("--tolerance", given)
+    small = SMALL if given is None else parsed("--tolerance", parse_tolerance, given)
     past = past_of(arguments.reports, arguments.git, arguments.baselines, arguments.progress)
     trends = past.trends(small, own=given is None)
     if not trends:
@@ -65,7 +81,8 @@ def _lines(
     every: bool,
     moments: int,
 ) -> Iterator[str]:
-    shown = [trend for trend in trends if every or len({point.peak for point in trend.points}) > 1]
+    changed = [trend for trend in trends if len({point.peak for point in trend.points}) > 1]
+    shown = trends if every else changed
     several = len({trend.environment for trend in trends}) > 1
     if shown:
         rows = [_row(trend, several) for trend in shown]
@@ -77,16 +94,15 @@ def _lines(
         if trend.steps:
             yield f"{_name(trend, several)}:"
         for step in trend.steps:
-            yield f"  {_change(step.before, step.point.peak)}  {step.point.named}"
+            yield f"  {change_text(step.before, step.point.peak)}  {step.point.named}"
     for trend in creeping:
         named = ", ".join(point.label for point in trend.creeping)
         yield (
-            f"{_name(trend, several)} crept by {_change(trend.level, trend.last)} in "
+            f"{_name(trend, several)} crept by {change_text(trend.level, trend.last)} in "
             f"{len(trend.creeping)} small steps, more than {most}: {named}"
         )
-    constant = len(trends) - sum(len({p.peak for p in trend.points}) > 1 for trend in trends)
     yield (
-        f"{len(trends)} test{'s' * (len(trends) != 1)} at {moments} moments: {constant} never "
+        f"{counted(len(trends), 'test')} at {moments} moments: {len(trends) - len(changed)} never "
         f"changed, {sum(bool(trend.steps) for trend in trends)} with steps, "
         f"{len(creeping)} creeping"
     )
@@ -95,9 +111,14 @@ def _lines(
 def _row(trend: Trend, several: bool) -> tuple[str, ...]:
     percent = format_percent(trend.last - trend.first, trend.first) if trend.first > 0 else ""
     change = trend.last - trend.first
+    try:
+        BARS.encode(sys.stdout.encoding or "ascii")
+        bars = BARS
+    except UnicodeEncodeError:
+        bars = PLAIN_BARS
     return (
         _name(trend, several),
-        sparkline([point.peak for point in trend.points], WIDTH, _bars()),
+        sparkline([point.peak for point in trend.points], WIDTH, bars),
         format_size(trend.first),
         format_size(trend.last),
         format_change(change),
@@ -111,43 +132,13 @@ def _name(trend: Trend, several: bool) -> str:
     return f"{trend.nodeid} [{trend.environment}]" if several else trend.nodeid
 
 
-def _bars() -> str:
-    try:
-        BARS.encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return PLAIN_BARS
-    return BARS
-
-
-def _change(before: int, now: int) -> str:
-    percent = f" ({format_percent(now - before, before)})" if before > 0 else ""
-    return f"{format_change(now - before)}{percent}"
-
-
-def _tolerance(option: str, text: str) -> Tolerance:
-    try:
-        return parse_tolerance(text)
-    except SizeError as error:
-        raise ValueError(f"{option}: {error}") from None
-
-
 def past_in_git(group: str = "") -> tuple[Argument, ...]:
     """Return the arguments of every command that reads stored baselines of commits."""
     return (
         argument(
-            "--git",
-            group=group,
-            metavar="RANGE",
-            help="the baselines that a range of commits stored: v1.0..HEAD",
+            "--git RANGE", "the baselines that a range of commits stored: v1.0..HEAD", group=group
         ),
-        argument(
-            "--baselines",
-            group=group,
-            metavar="DIR",
-            type=Path,
-            default=Path("baselines"),
-            help="for --git",
-        ),
+        argument("--baselines DIR", "for --git", group=group, type=Path, default=Path("baselines")),
     )
 
 
@@ -158,25 +149,23 @@ COMMAND = Command(
     run=run,
     arguments=(
         argument(
-            "reports",
-            metavar="REPORT",
+            "reports REPORT",
+            "JSON reports, the oldest first, or folders of them, by their names",
             nargs="*",
             type=Path,
-            help="JSON reports, the oldest first, or folders of them, by their names",
         ),
         *past_in_git(),
         argument(
-            "--max-creep",
-            metavar="TOLERANCE",
+            "--max-creep TOLERANCE",
+            f"what small steps may come to (default: {MOST_CREEP})",
             default=MOST_CREEP,
-            help=f"what small steps may come to (default: {MOST_CREEP})",
         ),
         argument(
             "--tolerance",
-            help=f"up to what a change is a small step (default: {SMALL}, or the test's own "
+            f"up to what a change is a small step (default: {SMALL}, or the test's own "
             "tolerance where that is more)",
         ),
-        argument("--all", action="store_true", help="list tests that never changed, too"),
+        argument("--all", "list tests that never changed, too", action="store_true"),
     ),
     examples=("gpumem history reports/", "gpumem history --git v1.0..HEAD --max-creep 3%"),
 )

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytest_gpumem.cli import by_layer, by_line, fit
-from pytest_gpumem.cli.columns import terminal_width
-from pytest_gpumem.cli.command import Answer, Command, argument, refuse_others
+from pytest_gpumem.cli.command import Answer, Command, argument, refuse_others, terminal_width
 from pytest_gpumem.cli.device import (
     CUDA,
     DRY,
@@ -20,7 +19,12 @@ from pytest_gpumem.cli.device import (
     run_on_dry,
 )
 from pytest_gpumem.cli.fit import RULES, lines
-from pytest_gpumem.cli.target import FunctionTarget, find_target, test_target
+from pytest_gpumem.cli.target import (
+    TargetError,
+    checked_nodeid,
+    find_target,
+    refusing,
+)
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.marker import parse_keyword
 from pytest_gpumem.option_values import DEFAULT_GPU
@@ -46,9 +50,17 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     if device.kind != SIM:
         return _measured(arguments, device.kind, gpus)
     asked = arguments.target, gpus, arguments.progress, arguments.ranks
-    if arguments.compile:
-        return _eager_beside_compiled(asked)
-    return _answer(arguments.target, predictions_of(*asked))
+    if not arguments.compile:
+        return _answer(arguments.target, predictions_of(*asked))
+
+    from pytest_gpumem.prediction.compiled import compare  # imports torch
+
+    both = compare(lambda mode: predictions_of(*asked, mode))
+    return Answer(
+        fit.beside_lines(arguments.target, both, terminal_width()),
+        lambda: {"target": arguments.target, **fit.beside_dict(both)},
+        0 if all(compiled.fits for _, compiled in both.pairs) else DOES_NOT_FIT,
+    )
 
 
 def _by_part(arguments: argparse.Namespace, device: DeviceOption) -> Answer | int:
@@ -80,9 +92,9 @@ def _measured(arguments: argparse.Namespace, kind: str, gpus: Sequence[str]) -> 
             f"--device {kind} out"
         )
     if "::" in arguments.target and kind == DRY:
-        from pytest_gpumem.prediction.tested import predict_test
+        from pytest_gpumem.prediction.process import predict_test
 
-        nodeid = test_target(arguments.target).nodeid
+        nodeid = checked_nodeid(arguments.target)
         return _answer(arguments.target, predict_test(nodeid, gpus, dry=True), fit.DRY)
     if kind == CUDA:
         return _answer(arguments.target, [_measured_here(arguments.target)], fit.MEASURED)
@@ -104,33 +116,16 @@ def _measured(arguments: argparse.Namespace, kind: str, gpus: Sequence[str]) -> 
 def _measured_here(text: str) -> Prediction:
     from pytest_gpumem.device.errors import DeviceError
     from pytest_gpumem.prediction.measured import device_here, predict_measured
-    from pytest_gpumem.prediction.process import PredictionError
 
     try:
         device_here()
     except DeviceError as error:
-        raise PredictionError(str(error)) from error
+        raise TargetError(str(error)) from error
     target = find_target(text)
-    if not isinstance(target, FunctionTarget):
-        raise PredictionError(
-            f"{text} is a test: run pytest to measure it on this machine's device"
-        )
-    try:
-        return predict_measured(text, target.call)
-    except (Exception, SystemExit) as error:
-        raise PredictionError(f"{text} raised {type(error).__name__}: {error}") from error
-
-
-def _eager_beside_compiled(asked: tuple[str, Sequence[str], Progress, Any]) -> Answer:
-    from pytest_gpumem.cli import beside  # imports torch
-    from pytest_gpumem.prediction.compiled import compare
-
-    both = compare(lambda mode: predictions_of(*asked, mode))
-    return Answer(
-        beside.lines(asked[0], both, terminal_width()),
-        lambda: {"target": asked[0], **beside.as_dict(both)},
-        0 if all(compiled.fits for _, compiled in both.pairs) else DOES_NOT_FIT,
-    )
+    if isinstance(target, str):
+        raise TargetError(f"{text} is a test: run pytest to measure it on this machine's device")
+    with refusing(text):
+        return predict_measured(text, target)
 
 
 def predictions_of(
@@ -141,33 +136,28 @@ def predictions_of(
     mode: Mode | None = None,
 ) -> list[Prediction]:
     """Return the need of the target ``text`` on each of ``gpus``, of the worst of so many ranks."""
-    from pytest_gpumem.prediction.process import PredictionError
+    from pytest_gpumem.prediction.process import predict_test
     from pytest_gpumem.prediction.simulated import predict
-    from pytest_gpumem.prediction.tested import predict_test
     from pytest_gpumem.simulating import simulate
     from pytest_gpumem.values.errors import SimulationError
 
     with simulate(gpus[0]):  # the module's import finds a GPU
         target = find_target(text)
-    if not isinstance(target, FunctionTarget):
+    if isinstance(target, str):
         if ranks:
-            raise PredictionError(
+            raise TargetError(
                 f"{text} is a test, which says in its marker how many ranks there are: leave "
                 "--ranks out, or give a function"
             )
-        return predict_test(target.nodeid, gpus, mode=mode)
-    try:
-        worlds = [(gpu, size) for gpu in gpus for size in ranks or (None,)]
-        progress.expect(len(worlds))
-        predictions = []
-        for gpu, size in worlds:
-            predictions.append(predict(target.call, gpu, ranks=size, mode=mode))
-            progress.step()
-        return predictions
-    except SimulationError as error:
-        raise PredictionError(f"{text}: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise PredictionError(f"{text} raised {type(error).__name__}: {error}") from error
+        return predict_test(target, gpus, mode=mode)
+    worlds = [(gpu, size) for gpu in gpus for size in ranks or (None,)]
+    progress.expect(len(worlds))
+    predictions = []
+    for gpu, size in worlds:
+        with refusing(text, SimulationError):
+            predictions.append(predict(target, gpu, ranks=size, mode=mode))
+        progress.step()
+    return predictions
 
 
 def _ranks(text: str) -> tuple[int, ...]:
@@ -186,26 +176,21 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 WHOLE = (
     argument(
-        "--ranks",
-        metavar="N[,N...]",
-        type=_ranks,
-        help="run the function as one of so many ranks, the one that takes most; several "
+        "--ranks N[,N...]",
+        "run the function as one of so many ranks, the one that takes most; several "
         "numbers are run one after the other",
+        type=_ranks,
     ),
     argument(
         "--compile",
-        action="store_true",
-        help="show eager code beside compiled code and what torch.compile saves, by phase and "
+        "show eager code beside compiled code and what torch.compile saves, by phase and "
         "line; modules are compiled where TARGET compiles nothing itself",
+        action="store_true",
     ),
 )
 """Options of a prediction that is not by line or layer."""
 
-_GROUPS = {
-    "no --by": WHOLE,
-    f"--by {LINE}": by_line.ARGUMENTS,
-    f"--by {LAYER}": by_layer.ARGUMENTS,
-}
+_GROUPS = {"no --by": WHOLE, "--by line": by_line.ARGUMENTS, "--by layer": by_layer.ARGUMENTS}
 
 COMMAND = Command(
     description="Run TARGET on simulated GPUs and print its peak memory by phase, and whether "
@@ -217,22 +202,18 @@ COMMAND = Command(
     run=run,
     arguments=(
         argument(
-            "target",
-            metavar="TARGET",
-            help="module:function or path.py:function that takes no arguments, or a test id; "
+            "target TARGET",
+            "module:function or path.py:function that takes no arguments, or a test id; "
             "--by layer: one that calls a model, or returns a model and its inputs",
         ),
         argument(
-            "--gpu",
-            metavar="MODEL",
-            action="append",
-            help="model of the catalogue, like A100-40GB; may be given several times (default: "
+            "--gpu MODEL",
+            "model of the catalogue, like A100-40GB; may be given several times (default: "
             f"all; {DEFAULT_GPU} with --by)",
+            action="append",
         ),
         device_argument(),
-        argument(
-            "--by", choices=(LINE, LAYER), help="show memory by source line, or layer by layer"
-        ),
+        argument("--by", "show memory by source line, or layer by layer", choices=(LINE, LAYER)),
         *WHOLE,
         *by_line.ARGUMENTS,
         *by_layer.ARGUMENTS,

@@ -9,18 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.command import Answer, Command, argument, parsed, table
 from pytest_gpumem.echo import MOST, printable, quoted
-from pytest_gpumem.sizes import SizeError, format_change, format_size, parse_size
+from pytest_gpumem.sizes import format_change, format_size, parse_size
 
 if TYPE_CHECKING:
-    from pytest_gpumem.allocator.replayed import (
-        DeviceReplay,
-        ReplayResult,
-        Shortage,
-        Usage,
-    )
-    from pytest_gpumem.report.html.recording import Watchers
+    from pytest_gpumem.allocator.replayed import DeviceReplay, ReplayResult, Shortage, Usage
 
 DISAGREEMENT = 1
 UNKNOWN = "?"
@@ -28,13 +22,17 @@ UNKNOWN = "?"
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Replay; raises ``ValueError`` for bad input."""
+    from pytest_gpumem.report.html.page import write_recording
+    from pytest_gpumem.report.html.recording import Watchers
     from pytest_gpumem.simulated.gpu.replay import replay
 
-    elsewhere = _size(arguments.used_elsewhere)
+    elsewhere = parsed("--used-elsewhere", parse_size, arguments.used_elsewhere)
     if elsewhere and arguments.gpu is None:
         raise ValueError("--used-elsewhere says what a GPU has less; give its model with --gpu")
     page: Path | None = arguments.html
-    watchers = None if page is None else _watchers(page, arguments.snapshot)
+    if page is not None and page.resolve() == arguments.snapshot.resolve():
+        raise ValueError(f"the page would replace the snapshot {page}; name another")
+    watchers = None if page is None else Watchers()
     result = replay(
         arguments.snapshot,
         arguments.alloc_conf,
@@ -44,30 +42,14 @@ def run(arguments: argparse.Namespace) -> Answer:
         observed=watchers,
     )
     if page is not None and watchers is not None:
+        notes = [note for device in result.devices for note in _notes(device, result, elsewhere)]
         name = arguments.snapshot.name
-        _write_page(page, name, result, watchers, elsewhere)
+        write_recording(page, name, result, watchers, notes=notes, used_elsewhere=elsewhere)
     return Answer(
         lines(result, arguments.snapshot, elsewhere),
         lambda: to_dict(result, arguments.snapshot),
         0 if result.exact and result.out_of_memory is None else DISAGREEMENT,
     )
-
-
-def _watchers(page: Path, snapshot: Path) -> Watchers:
-    from pytest_gpumem.report.html.recording import Watchers
-
-    if page.resolve() == snapshot.resolve():
-        raise ValueError(f"the page would replace the snapshot {page}; name another")
-    return Watchers()
-
-
-def _write_page(
-    page: Path, name: str, result: ReplayResult, watchers: Watchers, elsewhere: int
-) -> None:
-    from pytest_gpumem.report.html import write_recording
-
-    notes = [note for device in result.devices for note in _notes(device, result, elsewhere)]
-    write_recording(page, name, result, watchers, notes=notes, used_elsewhere=elsewhere)
 
 
 def to_dict(result: ReplayResult, path: Path) -> dict[str, Any]:
@@ -97,11 +79,20 @@ def lines(result: ReplayResult, path: Path, used_elsewhere: int = 0) -> Iterator
     yield f"{path.name}: {events} on {names}, recorded with {_conf(result.recorded_conf)}"
     yield f"replayed by the rules of torch {_dotted(result)}: {_agreement(result)}"
     for device in result.devices:
-        if device.mismatch is not None:
-            yield from _mismatch(device)
+        if (found := device.mismatch) is not None:
+            place = "at the end" if found.event is None else f"at event {found.event:,}"
+            line = f" ({found.line})" if found.line else ""
+            yield f"  cuda:{device.device} differs first {place}{line}"
+            yield f"    recorded   {found.expected}"
+            yield f"    simulated  {found.got}"
     if result.what_if:
         yield ""
-        yield f"what if: {_question(result, used_elsewhere)}"
+        tried = [] if result.alloc_conf is None else [_conf(result.alloc_conf)]
+        if result.gpu is not None:
+            size, used = (format_size(n or 0) for n in (result.devices[0].capacity, used_elsewhere))
+            taken = f", {used} of it used elsewhere" if used_elsewhere else ""
+            tried.append(f"on {result.gpu} ({size}{taken})")
+        yield f"what if: {' '.join(tried)}"
     for device in result.devices:
         yield ""
         yield from _table(device)
@@ -110,7 +101,7 @@ def lines(result: ReplayResult, path: Path, used_elsewhere: int = 0) -> Iterator
         notes.append(
             "Whether it fits depends on the memory of the GPU, which is not on record; give --gpu."
         )
-    if any(_placed_anew(device, result) for device in result.devices):
+    if result.alloc_conf is not None and any(device.live_at_start for device in result.devices):
         notes.append(
             "What was allocated before recording began is placed anew, without the gaps it had."
         )
@@ -130,39 +121,17 @@ def _agreement(result: ReplayResult) -> str:
     return f"{result.exact_addresses:,} of {total} {verb}"
 
 
-def _mismatch(device: DeviceReplay) -> Iterator[str]:
-    found = device.mismatch
-    assert found is not None
-    place = "at the end" if found.event is None else f"at event {found.event:,}"
-    yield f"  cuda:{device.device} differs first {place}{f' ({found.line})' if found.line else ''}"
-    yield f"    recorded   {found.expected}"
-    yield f"    simulated  {found.got}"
-
-
-def _question(result: ReplayResult, used_elsewhere: int) -> str:
-    parts = []
-    if result.alloc_conf is not None:
-        parts.append(_conf(result.alloc_conf))
-    if result.gpu is not None:
-        capacity = format_size(result.devices[0].capacity or 0)
-        taken = f", {format_size(used_elsewhere)} of it used elsewhere" if used_elsewhere else ""
-        parts.append(f"on {result.gpu} ({capacity}{taken})")
-    return " ".join(parts)
-
-
 def _table(device: DeviceReplay) -> Iterator[str]:
-    rows = [[f"cuda:{device.device}", "recorded"]]
-    rows += [[label, *_cell(label, device.recorded)] for label in _ROWS]
+    rows = [[f"  cuda:{device.device}", "recorded"]]
+    rows += [[f"  {label}", _cell(label, device.recorded)] for label in _ROWS]
     if device.what_if is not None:
         rows[0] += ["what if", "change"]
-        for row in rows[1:]:
-            row += _cell(row[0], device.what_if, known=device.capacity is not None)
-            sizes = _SIZES.get(row[0])
-            row.append(_change(sizes(device.recorded), sizes(device.what_if)) if sizes else "")
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for label, *cells in rows:
-        right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        yield "  ".join((f"  {label.ljust(widths[0])}", *right))
+        for label, row in zip(_ROWS, rows[1:], strict=True):
+            row.append(_cell(label, device.what_if, known=device.capacity is not None))
+            size = _SIZES.get(label)
+            change = size(device.what_if) - size(device.recorded) if size else 0
+            row.append(format_change(change) if change else "")
+    yield from table(rows, left=(0,))
 
 
 _ROWS = (
@@ -182,19 +151,15 @@ _SIZES: dict[str, Callable[[Usage], int]] = {
 }
 
 
-def _cell(label: str, usage: Usage, *, known: bool = True) -> list[str]:
+def _cell(label: str, usage: Usage, *, known: bool = True) -> str:
     if label in _SIZES:
-        return [format_size(_SIZES[label](usage))]
+        return format_size(_SIZES[label](usage))
     if label == "segments":
-        return [f"{usage.segments:,}"]
+        return f"{usage.segments:,}"
     if label == "out of memory":
-        return ["yes" if usage.out_of_memory else "no" if known else UNKNOWN]
+        return "yes" if usage.out_of_memory else "no" if known else UNKNOWN
     share = 100 * usage.fragmentation / usage.peak_reserved if usage.peak_reserved else 0
-    return [f"{share:.1f} %"]
-
-
-def _change(before: int, after: int) -> str:
-    return "" if before == after else format_change(after - before)
+    return f"{share:.1f} %"
 
 
 def _notes(device: DeviceReplay, result: ReplayResult, used_elsewhere: int) -> Iterator[str]:
@@ -217,10 +182,6 @@ def _notes(device: DeviceReplay, result: ReplayResult, used_elsewhere: int) -> I
             yield f"  the device was full {times} on the way, and the cache had to be emptied"
 
 
-def _placed_anew(device: DeviceReplay, result: ReplayResult) -> bool:
-    return bool(device.live_at_start) and result.alloc_conf is not None
-
-
 def _shortage(shortage: Shortage, asks: str) -> str:
     wanted = f"{format_size(shortage.requested)} with {format_size(shortage.free)} free"
     if shortage.event < 0:
@@ -230,11 +191,8 @@ def _shortage(shortage: Shortage, asks: str) -> str:
 
 
 def _conf(conf: str) -> str:
-    return (
-        f"PYTORCH_CUDA_ALLOC_CONF={printable(conf, MOST)}"
-        if conf
-        else "the allocator's default settings"
-    )
+    given = f"PYTORCH_CUDA_ALLOC_CONF={printable(conf, MOST)}"
+    return given if conf else "the allocator's default settings"
 
 
 def _dotted(result: ReplayResult) -> str:
@@ -250,13 +208,6 @@ def _release(text: str | None) -> tuple[int, int] | None:
     return int(found[1]), int(found[2])
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except SizeError as error:
-        raise ValueError(f"--used-elsewhere: {error}") from None
-
-
 COMMAND = Command(
     description="Run the allocations and frees of a recorded torch memory snapshot through the "
     "simulated caching allocator, and compare every address. With --alloc-conf or --gpu, say "
@@ -265,39 +216,26 @@ COMMAND = Command(
     run=run,
     arguments=(
         argument(
-            "snapshot",
-            metavar="SNAPSHOT",
+            "snapshot SNAPSHOT",
+            "what torch.cuda.memory._dump_snapshot() wrote; may be compressed (xz, gzip, bzip2)",
             type=Path,
-            help="what torch.cuda.memory._dump_snapshot() wrote; may be compressed (xz, gzip, "
-            "bzip2)",
         ),
         argument(
-            "--alloc-conf",
-            metavar="CONF",
-            help="allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF: "
-            "expandable_segments:True",
+            "--alloc-conf CONF",
+            "allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True",
         ),
-        argument("--gpu", metavar="MODEL", help="GPU whose memory must suffice: A100-40GB"),
+        argument("--gpu MODEL", "GPU whose memory must suffice: A100-40GB"),
         argument(
-            "--used-elsewhere",
-            metavar="SIZE",
-            default="0",
-            help="memory of the GPU outside the allocator, its CUDA context and other "
-            "processes, like "
+            "--used-elsewhere SIZE",
+            "memory of the GPU outside the allocator, its CUDA context and other processes, like "
             "500MiB (default: 0)",
+            default="0",
         ),
         argument(
-            "--torch",
-            metavar="RELEASE",
-            help="torch release whose rules hold, like 2.6 (default: as the snapshot's form "
-            "suggests)",
+            "--torch RELEASE",
+            "torch release whose rules hold, like 2.6 (default: as the snapshot's form suggests)",
         ),
-        argument(
-            "--html",
-            metavar="PATH",
-            type=Path,
-            help="write a page of every event, opened offline, too",
-        ),
+        argument("--html PATH", "write a page of every event, opened offline, too", type=Path),
     ),
     examples=(
         "gpumem replay snapshot.pickle",

@@ -5,14 +5,43 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pytest_gpumem.cli import page, picture
+from pytest_gpumem.cli import picture
 from pytest_gpumem.cli.command import Answer, Command, argument, refuse_others
 from pytest_gpumem.report.difference import difference_section
-from pytest_gpumem.report.json_report import read_report, write_file
+from pytest_gpumem.report.json_report import read_report, read_usage, write_file
 from pytest_gpumem.report.markdown import document
+from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import counted
 
 
-def write(arguments: argparse.Namespace) -> Answer:
+def write_page(arguments: argparse.Namespace) -> Answer:
+    """Write the page; raises ``ValueError`` for bad input."""
+    from pytest_gpumem.report.html.page import write_html
+    from pytest_gpumem.report.past import past_of_reports, peaks_of
+
+    if not arguments.reports:
+        raise ValueError("name the report that --gpumem-report json:PATH wrote")
+    *earlier, report = arguments.reports
+    records = read_report(report)
+    path: Path = arguments.output or report.with_suffix(".html")
+    for read in arguments.reports:
+        if path.resolve() == read.resolve():
+            raise ValueError(
+                f"the page would replace the report {path}; name another with --output"
+            )
+    past = None
+    if paths := [*arguments.history, *earlier]:
+        past = past_of_reports(paths, without=report)
+        past.moments.append((report.stem, "", peaks_of(records)))
+    written = write_html(path, records, "--output", past=past, usage=read_usage(report))
+    size = written.stat().st_size
+    return Answer(
+        [f"{path}: {counted(len(records), 'test')}, {format_size(size)}"],
+        lambda: {"output": str(path), "tests": len(records), "bytes": size},
+    )
+
+
+def write_markdown(arguments: argparse.Namespace) -> Answer:
     """Write the Markdown; raises ``ValueError`` for bad input."""
     if len(arguments.reports) != 1:
         raise ValueError("--to markdown is of one report; what it is compared with is --against")
@@ -32,72 +61,71 @@ def write(arguments: argparse.Namespace) -> Answer:
     )
 
 
-ARGUMENTS = (
+HTML = (
     argument(
-        "--against",
-        group="markdown",
-        metavar="BASE",
+        "--history PATH",
+        "an earlier report, or a folder of them, by their names; may be repeated",
+        group="html",
+        action="append",
+        default=[],
         type=Path,
-        help="JSON report of what it is changed from",
     ),
+)
+MARKDOWN = (
     argument(
-        "--base-name",
-        group="markdown",
-        metavar="NAME",
-        default="",
-        help="what to call BASE, like main",
+        "--against BASE", "JSON report of what it is changed from", group="markdown", type=Path
     ),
+    argument("--base-name NAME", "what to call BASE, like main", group="markdown", default=""),
     argument(
         "--name",
+        "of the job: tells the comments of several jobs apart",
         group="markdown",
         default="",
-        help="of the job: tells the comments of several jobs apart",
     ),
     argument(
-        "--command",
+        "--command COMMAND",
+        "how pytest is started, for the commands that are suggested (default: pytest)",
         group="markdown",
         dest="pytest",
-        metavar="COMMAND",
         default="pytest",
-        help="how pytest is started, for the commands that are suggested (default: pytest)",
     ),
 )
 
 
 PICTURES = tuple(suffix.removeprefix(".") for suffix in picture.FORMATS)
 FORMS = ("html", "markdown", *PICTURES)
-SUFFIXES = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "markdown"}
-SUFFIXES.update({suffix: suffix.removeprefix(".") for suffix in picture.FORMATS})
-
-_GROUPS = {"--to html": page.ARGUMENTS, "--to markdown": ARGUMENTS}
-_GROUPS.update({f"--to {form}": picture.ARGUMENTS for form in PICTURES})
+SUFFIXES = {
+    ".html": "html",
+    ".htm": "html",
+    ".md": "markdown",
+    ".markdown": "markdown",
+    **{f".{form}": form for form in PICTURES},
+}
+_GROUPS = {
+    "--to html": HTML,
+    "--to markdown": MARKDOWN,
+    **{f"--to {form}": picture.ARGUMENTS for form in PICTURES},
+}
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Write the report in that form; raises ``ValueError`` for bad input."""
-    form = _form(arguments)
-    refuse_others(arguments, f"--to {form}", _GROUPS)
-    if form == "html":
-        return page.write(arguments)
-    if form == "markdown":
-        return write(arguments)
-    return picture.draw(arguments, f".{form}")
+    """Write the report in the form chosen by name or by the suffix of the output, else a page.
 
-
-def _form(arguments: argparse.Namespace) -> str:
-    """Return the form chosen by name or by the suffix of the output, else a page."""
+    Raises ``ValueError`` for bad input.
+    """
     output: Path | None = arguments.output
-    if arguments.to is not None:
-        form: str = arguments.to
-        return form
-    if output is None:
-        return "html"
-    if (suffix := output.suffix.lower()) not in SUFFIXES:
+    form: str | None = arguments.to
+    if form is None:
+        form = "html" if output is None else SUFFIXES.get(output.suffix.lower())
+    if form is None:
         raise ValueError(
             f"--output {output}: its name does not say what to write; add --to with one of "
             f"{', '.join(FORMS)}"
         )
-    return SUFFIXES[suffix]
+    refuse_others(arguments, f"--to {form}", _GROUPS)
+    if form in PICTURES:
+        return picture.draw(arguments, f".{form}")
+    return write_page(arguments) if form == "html" else write_markdown(arguments)
 
 
 COMMAND = Command(
@@ -108,29 +136,25 @@ COMMAND = Command(
     run=run,
     arguments=(
         argument(
-            "reports",
-            metavar="REPORT",
+            "reports REPORT",
+            "JSON report; of several, the oldest first, the last is shown and the others "
+            "are its history",
             nargs="*",
             type=Path,
-            help="JSON report; of several, the oldest first, the last is shown and the others "
-            "are its history",
         ),
         argument(
-            "--to",
+            f"--to {'|'.join(FORMS)}",
+            "what to write (default: what the suffix of --output says, else html)",
             choices=FORMS,
-            metavar="|".join(FORMS),
-            help="what to write (default: what the suffix of --output says, else html)",
         ),
         argument(
-            "-o",
-            "--output",
-            metavar="FILE",
-            type=Path,
-            help="default: beside the report, with the suffix of the form; Markdown goes to the "
+            "-o --output FILE",
+            "default: beside the report, with the suffix of the form; Markdown goes to the "
             "terminal",
+            type=Path,
         ),
-        *page.ARGUMENTS,
-        *ARGUMENTS,
+        *HTML,
+        *MARKDOWN,
         *picture.ARGUMENTS,
     ),
     examples=(

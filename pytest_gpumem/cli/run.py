@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
-from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
-from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.command import UNLIMITED, Answer, Command, argument, table, terminal_width
 from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument
 from pytest_gpumem.cli.fit import CONTEXT, fit_table
 from pytest_gpumem.echo import printable, quoted
@@ -24,8 +24,8 @@ from pytest_gpumem.script.kept import kept_test
 from pytest_gpumem.script.process import Result, Settings, run_on
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.sizes import format_size
-from pytest_gpumem.text import wrap
-from pytest_gpumem.values.measurement import Measurement, PhaseRecord
+from pytest_gpumem.text import counted, wrap
+from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.prediction import Prediction
 
 FAILED = 1
@@ -78,33 +78,22 @@ def _failed(script: Script, result: Result) -> int:
 
 
 def _when(answer: endings.Answer) -> str:
-    return f"after {_steps(answer.steps)}" if answer.steps else "before its first step"
-
-
-def _steps(count: int) -> str:
-    return f"{count} step{'s' * (count != 1)}"
+    return f"after {counted(answer.steps, 'step')}" if answer.steps else "before its first step"
 
 
 def _test(script: Script, results: Sequence[Result], settings: Settings) -> str | None:
     """Return a test that keeps the number, ``None`` where no number is the script's alone."""
-    for result in results:
-        if result.fits and result.answer.ending in (endings.STOPPED, endings.ENDED):
-            measured = result.answer.measurements[0]
-            return kept_test(script, result.answer.gpu, measured, settings.steps)
-    return None
+    whole = (endings.STOPPED, endings.ENDED)
+    answers = (one.answer for one in results if one.fits and one.answer.ending in whole)
+    if (answer := next(answers, None)) is None:
+        return None
+    return kept_test(script, answer.gpu, answer.measurements[0], settings.steps)
 
 
 def _prediction(result: Result) -> Prediction:
-    told, measured = result.told, result.told.measurements[0]
-    return Prediction(
-        gpu=told.gpu,
-        total_memory=result.answer.total_memory,
-        fits=result.fits,
-        peak_allocated=measured.peak_allocated,
-        peak_reserved=measured.peak_reserved,
-        phases={name: phase.peak_allocated for name, phase in measured.phases.items()},
-        notes=measured.notes,
-    )
+    told = result.told
+    total = result.answer.total_memory
+    return Prediction.of(told.measurements[0], told.gpu, total, fits=result.fits)
 
 
 def _to_dict(result: Result) -> dict[str, Any]:
@@ -126,10 +115,18 @@ def lines(
 ) -> Iterator[str]:
     """Yield the lines of output: phases and holders on the first GPU, then what fits which."""
     first = results[0].told
-    yield _heading(script, first)
+    measured = first.measurements[0]
+    kind = "a simulated" if measured.simulated else "a dry" if measured.dry else "the"
+    ended = {
+        endings.STOPPED: f"stopped after {counted(first.steps, 'step')}",
+        endings.TIME: f"stopped after {first.seconds:.0f} s, {_when(first)}",
+        endings.ENDED: f"ran to its end, {counted(first.steps, 'step')}",
+        endings.OUT_OF_MEMORY: f"ran out of memory {_when(first)}",
+    }[first.ending]
+    yield f"{script.name} on {kind} {first.gpu} (torch {first.torch}): {ended}"
     yield ""
-    yield from results[0].answer.post_mortem
-    if results[0].answer.post_mortem:
+    if post_mortem := results[0].answer.post_mortem:
+        yield from post_mortem
         yield ""
     for index, measured in enumerate(first.measurements):
         if index:
@@ -147,23 +144,8 @@ def lines(
     if any(result.told.ending == endings.TIME for result in results):
         yield "note: its time was over, so its peak may be still to come: give more --seconds"
     if test is not None:
-        yield ""
-        yield "a test that keeps the number:"
-        yield ""
+        yield from ("", "a test that keeps the number:", "")
         yield from (f"    {line}" for line in test.splitlines())
-
-
-def _heading(script: Script, answer: endings.Answer) -> str:
-    measured = answer.measurements[0]
-    kind = "a simulated" if measured.simulated else "a dry" if measured.dry else "the"
-    device = f"{kind} {answer.gpu}"
-    how = {
-        endings.STOPPED: f"stopped after {_steps(answer.steps)}",
-        endings.TIME: f"stopped after {answer.seconds:.0f} s, {_when(answer)}",
-        endings.ENDED: f"ran to its end, {_steps(answer.steps)}",
-        endings.OUT_OF_MEMORY: f"ran out of memory {_when(answer)}",
-    }[answer.ending]
-    return f"{script.name} on {device} (torch {answer.torch}): {how}"
 
 
 def _phase_lines(measured: Measurement, width: int) -> Iterator[str]:
@@ -176,7 +158,11 @@ def _phase_lines(measured: Measurement, width: int) -> Iterator[str]:
             left_out += phase.parent is None
             continue
         depths[phase.name] = depth = depths.get(phase.parent, -1) + 1
-        rows.append(_phase_row(phase, depth))
+        sizes = (
+            *(phase.peak_allocated, phase.allocated_after),
+            *(phase.peak_reserved, phase.cublas_workspace),
+        )
+        rows.append((f"{'  ' * depth}{phase.name}", *map(format_size, sizes)))
     yield from table(rows, left=(0,), given_up=(4, 3), width=width)
     if left_out:
         yield f"{left_out} iterations between are left out: --json has them"
@@ -184,20 +170,12 @@ def _phase_lines(measured: Measurement, width: int) -> Iterator[str]:
 
 def _shown(measured: Measurement) -> set[int | None]:
     """Return the numbers of the iterations to show: the first two, the highest and the last."""
-    peaks: dict[int, int] = {}
+    peaks: dict[int, int] = defaultdict(int)
     for name, phase in measured.phases.items():
         if (number := iteration_of(name)) is not None:
-            peaks[number] = max(peaks.get(number, 0), phase.peak_allocated)
-    highest = max(peaks, key=lambda number: peaks[number], default=None)
+            peaks[number] = max(peaks[number], phase.peak_allocated)
+    highest = max(peaks, key=peaks.__getitem__, default=None)
     return {None, 1, 2, highest, max(peaks, default=None)}
-
-
-def _phase_row(phase: PhaseRecord, depth: int) -> tuple[str, ...]:
-    sizes = (
-        *(phase.peak_allocated, phase.allocated_after),
-        *(phase.peak_reserved, phase.cublas_workspace),
-    )
-    return f"{'  ' * depth}{phase.name}", *map(format_size, sizes)
 
 
 def _peak_lines(measured: Measurement, width: int) -> Iterator[str]:
@@ -237,38 +215,30 @@ COMMAND = Command(
     run=run,
     arguments=(
         argument(
-            "--gpu",
-            metavar="MODEL",
-            action="append",
-            help=f"model of the catalogue, like T4 or A100-80GB*2, or cuda for a device of this "
+            "--gpu MODEL",
+            f"model of the catalogue, like T4 or A100-80GB*2, or cuda for a device of this "
             f"machine; may be given several times (default: {DEFAULT_GPU})",
+            action="append",
         ),
         device_argument(),
         argument(
-            "--steps",
-            metavar="N",
+            "--steps N",
+            "stop after so many steps of the optimizer that steps first (default: 2)",
             type=_count,
             default=2,
-            help="stop after so many steps of the optimizer that steps first (default: 2)",
         ),
         argument(
-            "--seconds",
-            metavar="S",
+            "--seconds S",
+            "stop after so many seconds at the latest (default: 60)",
             type=_seconds,
             default=60.0,
-            help="stop after so many seconds at the latest (default: 60)",
         ),
+        argument("-m", "SCRIPT is a module, as for python -m", dest="module", action="store_true"),
+        argument("script SCRIPT", "what stands behind python; our options go first"),
         argument(
-            "-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m"
-        ),
-        argument(
-            "script", metavar="SCRIPT", help="what stands behind python; our options go first"
-        ),
-        argument(
-            "arguments",
-            metavar="ARGS",
+            "arguments ARGS",
+            "the script's own arguments: all that stands behind it",
             nargs=argparse.REMAINDER,
-            help="the script's own arguments: all that stands behind it",
         ),
     ),
     examples=(

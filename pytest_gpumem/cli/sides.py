@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from pytest_gpumem.attribution.composition import Site
@@ -69,8 +70,8 @@ def _folder_side(path: Path) -> Side:
     for module, content in read_folder(path):
         for test_id, entry in content.tests.items():
             figures = {"": entry.peak_allocated, **entry.phases}
-            nodeid = f"{module}::{test_id}"
-            side.add(content.environment, nodeid, figures, entry.tolerance, _stored(entry))
+            nodeid, sites = f"{module}::{test_id}", partial(_stored, entry)
+            side.add(content.environment, nodeid, figures, entry.tolerance, sites)
     return side
 
 
@@ -78,35 +79,28 @@ def _report_side(path: Path) -> Side:
     side = Side(path)
     for record in read_report(path):
         if record.measurement is not None or record.outcome in ("failed", "error"):
-            nodeid = "::".join(split_nodeid(record.nodeid))
+            nodeid, sites = "::".join(split_nodeid(record.nodeid)), partial(_reported, record)
+            # The numbers of a body that failed end where it ended.
+            figures = _figures(record) if record.is_whole else {}
             tolerance = record.expectation.get("tolerance")
-            side.add(record.environment, nodeid, _figures(record), tolerance, _reported(record))
+            side.add(record.environment, nodeid, figures, tolerance, sites)
     return side
 
 
-def _stored(entry: BaselineEntry) -> Sites:
-    def sites(phase: str) -> Sequence[Site]:
-        peak = entry.peak_of(phase or None)
-        return () if peak is None else peak.sites
-
-    return sites
+def _stored(entry: BaselineEntry, phase: str) -> Sequence[Site]:
+    peak = entry.peak_of(phase or None)
+    return () if peak is None else peak.sites
 
 
-def _reported(record: TestRecord) -> Sites:
-    def sites(phase: str) -> Sequence[Site]:
-        measured = record.measurement
-        if measured is None or (phase and phase not in measured.phases):
-            return ()
-        held = measured.phases[phase].sites if phase else measured.sites
-        return [Site.from_dict(site) for site in held]
-
-    return sites
+def _reported(record: TestRecord, phase: str) -> Sequence[Site]:
+    measured = record.measurement
+    if measured is None or (phase and phase not in measured.phases):
+        return ()
+    held = measured.phases[phase].sites if phase else measured.sites
+    return [Site.from_dict(site) for site in held]
 
 
 def _figures(record: TestRecord) -> Figures:
-    """Return the numbers of a test, none where its body failed: they end where it ended."""
-    if not record.is_whole:
-        return {}
     figures = {}
     for position, measurement in enumerate(record.measurements):
         device = f"{measurement.device} " if position else ""

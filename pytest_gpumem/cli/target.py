@@ -6,8 +6,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,87 +21,80 @@ class TargetError(ValueError):
     """A target that cannot be run; the message is one sentence for the user."""
 
 
-@dataclass(frozen=True)
-class TestTarget:
-    """A test, by its node id."""
+@contextmanager
+def refusing(text: str, *known: type[BaseException]) -> Iterator[None]:
+    """Raise :class:`TargetError` for an error of the target ``text``, which runs inside.
 
-    __test__ = False  # pytest would take the name for a test class
-
-    nodeid: str
-
-
-@dataclass(frozen=True)
-class FunctionTarget:
-    """A function that takes no arguments."""
-
-    name: str
-    call: Callable[[], Any]
+    The errors that are ``known`` are sentences for the user; of others, the class is shown too.
+    """
+    try:
+        yield
+    except known as error:
+        raise TargetError(f"{text}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise TargetError(f"{text} raised {type(error).__name__}: {error}") from error
 
 
-def find_target(text: str, *, takes_arguments: bool = False) -> FunctionTarget | TestTarget:
+Function = Callable[[], Any]
+"""A target that is a function; a test is its node id."""
+
+
+def find_target(text: str, *, takes_arguments: bool = False) -> Function | str:
     """Return the target that ``text`` names; a file or module is imported for it.
 
     Raises :class:`TargetError` where it does not exist, or where the function needs arguments and
     may not take any.
     """
     if "::" in text:
-        return test_target(text)
+        return checked_nodeid(text)
     place, separator, name = text.rpartition(":")
     if not separator or not place or not name:
         raise TargetError(f"{quoted(text)} is no target; {FORMS}")
     function = _function(text, _module(text, place), name)
     if not takes_arguments:
         _check_callable_alone(text, name, function)
-    return FunctionTarget(text, function)
+    return function
 
 
-def test_target(text: str) -> TestTarget:
-    """Return the test of that node id; raises :class:`TargetError` where it has no file."""
+def checked_nodeid(text: str) -> str:
+    """Return the node id ``text``; raises :class:`TargetError` where its file does not exist."""
     path = text.partition("::")[0]
     if not path:
         raise TargetError(f"{quoted(text)} is no target; {FORMS}")
     if not Path(path).is_file():
         raise TargetError(f"{text}: there is no file {path}")
-    return TestTarget(text)
-
-
-test_target.__test__ = False  # type: ignore[attr-defined]  # pytest would take it for a test
+    return text
 
 
 def _module(text: str, place: str) -> ModuleType:
-    is_path = place.endswith(".py")
-    loaded = sys.modules.get(Path(place).stem)
-    if is_path and loaded and _is_file(loaded, place):
-        return loaded
-    if is_path and not Path(place).is_file():
-        raise TargetError(f"{text}: there is no file {place}")
+    path = Path(place)
+    is_path = path.suffix == ".py"
+    if is_path:
+        loaded = sys.modules.get(path.stem)
+        file = getattr(loaded, "__file__", None)
+        if loaded and file is not None and Path(file).resolve() == path.resolve():
+            return loaded
+        if not path.is_file():
+            raise TargetError(f"{text}: there is no file {place}")
     # Like python itself for a script, and for -m.
-    folder = str(Path(place).resolve().parent if is_path else Path.cwd())
+    folder = str(path.resolve().parent if is_path else Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        return _from_file(Path(place)) if is_path else importlib.import_module(place)
+        if not is_path:
+            return importlib.import_module(place)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # sys.exit() or pytest.skip() in a module is no Exception
         raise TargetError(
             f"{text}: importing {place} raised {type(error).__name__}: {error}"
         ) from error
-
-
-def _is_file(module: ModuleType, place: str) -> bool:
-    file = getattr(module, "__file__", None)
-    return file is not None and Path(file).resolve() == Path(place).resolve()
-
-
-def _from_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _function(text: str, module: ModuleType, name: str) -> Callable[[], Any]:

@@ -1,9 +1,10 @@
-"""Memory as an affine function of the batch: a constant, and an amount for each sample."""
+"""Memory as an affine function of the batch, and the largest batch that fits a device."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import linear_regression
 from typing import Any
@@ -12,8 +13,174 @@ import torch
 
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.measurement.statistics import unmeasured
-from pytest_gpumem.prediction.largest import Runs, largest_batch
+from pytest_gpumem.simulating import simulate
 from pytest_gpumem.sizes import format_size
+
+FARTHEST = 4
+"""Times the largest batch that ran is the next one to be tried: a step may make its samples on the
+host, whose memory has to hold them."""
+MOST_GROWTH = 1 << 16
+"""Times the largest of the given sizes is the largest batch that is tried at all."""
+NEIGHBOURS = (-0.05, -0.02, 0.02, 0.05)
+"""Sizes, relative to the largest batch, that are tried too: fragmentation is not monotonic."""
+
+
+class Runs:
+    """Runs of ``step`` and their results by batch size.
+
+    Each begins with an empty cache and without workspaces: a step that makes all it needs itself
+    runs as it would in a process of its own.
+    """
+
+    def __init__(self, step: Callable[[int], Any], smallest: int, in_a_row: int = 1) -> None:
+        self._step = step
+        self._smallest = smallest
+        self._in_a_row = in_a_row
+        self._at_rest = (0, 0)
+        self.peaks: dict[int, int] = {}
+        """Peak allocated of the batches that ran, in bytes."""
+        self.failed: set[int] = set()
+        """Batches that ran out of memory."""
+
+    def begin(self) -> None:
+        """Run the smallest batch, which makes one-time allocations: optimizer state, workspaces.
+
+        One that does not fit gives way to its half; raises ``torch.OutOfMemoryError`` where a
+        batch of one does not fit.
+        """
+        while True:
+            try:
+                self._step(self._smallest)
+                break
+            except torch.OutOfMemoryError:
+                if self._smallest == 1:
+                    raise
+            self.failed.add(self._smallest)
+            self._smallest //= 2
+            _tidy()
+        _tidy()
+        self._at_rest = _held()
+
+    def end(self) -> None:
+        """Leave the device in the state after the smallest batch."""
+        self._restore()
+        torch.cuda.reset_peak_memory_stats()
+
+    def fits(self, size: int) -> bool:
+        """Return whether a batch runs, as it did before if it has been tried."""
+        if size not in self.peaks and size not in self.failed:
+            self._restore()
+            torch.cuda.reset_peak_memory_stats()
+            try:
+                for _ in range(self._in_a_row):
+                    self._step(size)
+            except torch.OutOfMemoryError:
+                self.failed.add(size)
+            else:
+                self.peaks[size] = int(torch.cuda.max_memory_allocated())
+        return size in self.peaks
+
+    def known(self, sizes: Sequence[int]) -> list[int]:
+        """Return those of ``sizes`` that run, and smaller ones where these are fewer than two.
+
+        Raises ``torch.OutOfMemoryError`` where there are no two.
+        """
+        running = [size for size in sizes if self.fits(size)]
+        smaller = self._smallest
+        while len(running) < 2 and smaller > 1:
+            smaller = min(smaller, *running, *self.failed) // 2 or 1
+            if self.fits(smaller):
+                running.append(smaller)
+        if len(running) < 2:
+            raise torch.OutOfMemoryError(
+                f"batches of {sorted(self.failed)} run out of memory: there are no two to compare"
+            )
+        return sorted(running)
+
+    def _restore(self) -> None:
+        """Restore the state before every run: a failed one has left gradients, for instance."""
+        _empty()
+        if _held() == self._at_rest:
+            return
+        _tidy()
+        if _held() != self._at_rest:
+            self._step(self._smallest)
+            _tidy()
+
+
+def largest_batch(runs: Runs, total: int) -> int | None:
+    """Return a batch that fits and whose next one does not.
+
+    Where fragmentation lets a smaller one fail, it is a smaller one. ``runs`` contains some that
+    fit; ``total`` are the bytes of the device. ``None`` where no batch up to :data:`MOST_GROWTH`
+    times the known ones fails.
+    """
+    high = min(runs.failed) if runs.failed else _failing(runs, total)
+    if high is None:
+        return None
+    found = _bisected(runs, high)
+    shares = (found + round(share * found) for share in NEIGHBOURS)
+    for size in (found - 1, found + 2, found + 3, *shares):
+        if size > 0:
+            runs.fits(size)
+    if min(runs.failed) < found:
+        found = _bisected(runs, min(runs.failed))
+    return found or None
+
+
+def _failing(runs: Runs, total: int) -> int | None:
+    """Return a batch that does not fit; batches that fit on the way are recorded.
+
+    The next one to try is where the line through the two largest that ran reaches ``total``.
+    """
+    low = max(runs.peaks)
+    most = low * MOST_GROWTH
+    stride = 0
+    while low < most:
+        (before, lower), (last, upper) = sorted(runs.peaks.items())[-2:]
+        candidate = FARTHEST * low
+        if upper > lower:
+            expected = last + (total - upper) * (last - before) // (upper - lower)
+            candidate = min(expected, candidate)
+        if candidate <= low:  # it fits against the prediction: go on in growing strides
+            stride = 2 * stride or max(low // 64, 1)
+            candidate = low + stride
+        if not runs.fits(candidate):
+            return candidate
+        low = candidate
+    return None
+
+
+def _bisected(runs: Runs, high: int) -> int:
+    """Return a batch below ``high``, which does not fit, that fits and whose next one does not.
+
+    The expected batch is mostly close to the result: first down from ``high`` in growing strides.
+    """
+    low = max((size for size in runs.peaks if size < high), default=0)
+    stride = max((high - low) // 64, 1)
+    while high - low > 1:
+        middle = max(high - stride, (low + high) // 2)
+        stride *= 2
+        if runs.fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _tidy() -> None:
+    gc.collect()
+    _empty()
+
+
+def _empty() -> None:
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+def _held() -> tuple[int, int]:
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
 
 OFF_THE_LINE = 0.1
 """Part of its peak by which the largest batch may miss the line without a remark."""
@@ -53,28 +220,22 @@ class BatchFit:
         return tuple(sorted(size for size in ran if size > self.largest))
 
     def __str__(self) -> str:
-        return "; ".join([self._line(), *self._search()])
-
-    def _line(self) -> str:
         sample = format_size(round(self.bytes_per_sample))
-        text = f"{format_size(self.model_bytes)} + batch × {sample}"
-        return text + (f" (within {format_size(self.residual)})" if self.residual else "")
-
-    def _search(self) -> list[str]:
-        """Return the remarks on the search."""
+        within = f" (within {format_size(self.residual)})" if self.residual else ""
+        line = f"{format_size(self.model_bytes)} + batch × {sample}{within}"
         if not self.tried:
-            return []
+            return line
         if self.largest is None:
-            return [f"every batch that was tried ran, up to {max(self.tried)}"]
-        said = f"largest batch in {format_size(self.total_memory)}: {self.largest}"
+            return f"{line}; every batch that was tried ran, up to {max(self.tried)}"
+        line += f"; largest batch in {format_size(self.total_memory)}: {self.largest}"
         peak = self.tried[self.largest] or 0
         off = peak - (self.model_bytes + self.largest * self.bytes_per_sample)
         if abs(off) > OFF_THE_LINE * peak:
-            said += f", which takes {format_size(peak)}: the line does not go that far"
+            line += f", which takes {format_size(peak)}: the line does not go that far"
         if not self.larger_that_ran:
-            return [said]
+            return line
         farthest = self.larger_that_ran[-1]
-        return [said, f"of larger ones up to {farthest} some ran: free memory lies in pieces"]
+        return f"{line}; of larger ones up to {farthest} some ran: free memory lies in pieces"
 
 
 def fit_batch(
@@ -104,30 +265,18 @@ def fit_batch(
         )
     if in_a_row < 1:
         raise ValueError(f"in_a_row={quoted(in_a_row)}: give a number of runs from 1 up")
-    with ExitStack() as around:
-        around.enter_context(unmeasured())
-        if gpu is not None:
-            from pytest_gpumem.simulating import simulate
-
-            around.enter_context(simulate(gpu))
-        around.enter_context(unfilled())
+    with unmeasured(), simulate(gpu) if gpu is not None else nullcontext(), unfilled():
         runs = Runs(step, ordered[0], in_a_row)
         runs.begin()
         ordered = runs.known(ordered)
         peaks = {size: runs.peaks[size] for size in ordered}
         slope, intercept = linear_regression(ordered, list(peaks.values()))
         residual = max(abs(peaks[size] - (intercept + slope * size)) for size in ordered)
-        total = _usable_memory()
+        total = int(torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction())
         found = largest_batch(runs, total) if largest else None
         runs.end()
     tried = {**runs.peaks, **dict.fromkeys(runs.failed)} if largest else {}
     return BatchFit(round(intercept), slope, round(residual), peaks, total, found, tried)
-
-
-def _usable_memory() -> int:
-    """Return the bytes that the process may allocate on the current device."""
-    _, total = torch.cuda.mem_get_info()
-    return int(total * torch.cuda.get_per_process_memory_fraction())
 
 
 @contextmanager

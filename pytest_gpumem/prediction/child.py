@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,7 +82,8 @@ class Request(Plain):
     tests: tuple[str, ...]
     """Node ids, or paths in front of ``::`` that are absolute."""
     machines: tuple[Machine, ...]
-    answer: Path
+    answer: Path = Path()
+    """The file that the process writes."""
     unbounded: bool = False
     """Whether a test that runs out of memory runs again with unlimited memory."""
     basetemp: str | None = None
@@ -139,11 +140,13 @@ class Simulations(DeviceSelector):
     ) -> Device:
         """Return the device of the present machine."""
         key = self.machine, computed, seat
-        if self._is_dry and key not in self._devices:
+        if key in self._devices:
+            return self._devices[key]
+        if self._is_dry:
             from pytest_gpumem.device.dry import DryDevice
 
             self._devices[key] = DryDevice(self.machine.model.name, computed, seat=seat)
-        elif key not in self._devices:
+        else:
             from pytest_gpumem.device.simulated import SimulatedDevice
 
             self.check_torch()
@@ -179,20 +182,21 @@ class _Runs:
         """Run the tests; other plugins' hooks here are for one run on one machine."""
         if session.testsfailed:
             return None
-        with _modules_compiled() if self._request.modules_compiled else nullcontext():
-            for machine in self._request.machines:
-                self._run_on(machine, session.items)
-        return True
+        compiled: AbstractContextManager[None] = nullcontext()
+        if self._request.modules_compiled:
+            from pytest_gpumem.prediction.compiled import modules_compiled  # imports torch
 
-    def _run_on(self, machine: Machine, items: list[pytest.Item]) -> None:
-        told = self._run(items, machine)
-        short = [item for item in items if item.nodeid in self._short]
-        if short and self._request.unbounded:
-            large = replace(machine.model, total_memory=UNBOUNDED)
-            again = self._run(short, Machine(large, machine.count))
-            for nodeid, answer in again.items():
-                told[nodeid] = {**answer, "fits": False}
-        self._answers += told.values()
+            compiled = modules_compiled()
+        with compiled:
+            for machine in self._request.machines:
+                found = self._run(session.items, machine)
+                short = [item for item in session.items if item.nodeid in self._short]
+                if short and self._request.unbounded:
+                    large = replace(machine.model, total_memory=UNBOUNDED)
+                    again = self._run(short, Machine(large, machine.count))
+                    found.update((name, {**one, "fits": False}) for name, one in again.items())
+                self._answers += found.values()
+        return True
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -209,13 +213,12 @@ class _Runs:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect a report's data."""
-        nothing = {"nodeid": report.nodeid, "record": None, "fits": True, "problem": ""}
-        answer = self._present.setdefault(report.nodeid, {**nothing})
+        empty = {"nodeid": report.nodeid, "record": None, "fits": True, "problem": ""}
+        answer = self._present.setdefault(report.nodeid, empty)
         if record := getattr(report, ATTRIBUTE, None):
             answer["record"] = record
         if not report.passed and not answer["problem"]:
-            short = report.nodeid in self._short
-            answer["problem"] = RAN_OUT if short else _problem(report)
+            answer["problem"] = RAN_OUT if report.nodeid in self._short else _problem(report)
 
     def pytest_sessionfinish(self) -> None:
         """Write the answer."""
@@ -223,23 +226,14 @@ class _Runs:
 
     def _run(self, items: list[pytest.Item], machine: Machine) -> dict[str, dict[str, Any]]:
         self._selector.machine = machine
-        self._present = {}
-        self._short = set()
+        self._present, self._short = {}, set()
         # After the last test everything is torn down: the next machine has fixtures of its own.
         for item, following in zip(items, [*items[1:], None], strict=True):
             if time.monotonic() > self._end:
                 break
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        return {
-            nodeid: {**answer, "gpu": machine.model.name}
-            for nodeid, answer in self._present.items()
-        }
-
-
-def _modules_compiled() -> AbstractContextManager[None]:
-    from pytest_gpumem.prediction.compiled import modules_compiled  # imports torch
-
-    return modules_compiled()
+        gpu = machine.model.name
+        return {nodeid: {**answer, "gpu": gpu} for nodeid, answer in self._present.items()}
 
 
 def _problem(report: pytest.TestReport) -> str:
@@ -249,8 +243,4 @@ def _problem(report: pytest.TestReport) -> str:
         return str(longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(longrepr, "reprcrash", None)
     text = crash.message if crash else report.longreprtext
-    return next(_lines(text), report.outcome)
-
-
-def _lines(text: str) -> Iterator[str]:
-    return (line.strip() for line in text.splitlines() if line.strip())
+    return next(filter(None, map(str.strip, text.splitlines())), report.outcome)

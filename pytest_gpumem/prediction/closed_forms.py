@@ -80,11 +80,9 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     Source: ``_init_group`` of each module in torch/optim. Raises ``ValueError`` for an optimizer
     that has no closed form here: of a library, or one whose state depends on the run (LBFGS).
     """
-    for kind in type(optimizer).__mro__:
-        if kind.__name__ in _STATES and kind.__module__.startswith("torch.optim"):
-            tensors = _STATES[kind.__name__]
-            break
-    else:
+    own = (kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim"))
+    tensors = next((_STATES[kind.__name__] for kind in own if kind.__name__ in _STATES), None)
+    if tensors is None:
         raise ValueError(
             f"{type(optimizer).__name__} has no closed form; there are: {', '.join(_STATES)}"
         )
@@ -100,34 +98,20 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
 _SCALAR: Shape = ()
 
 
-def _like(count: int, *, scalars: int = 1) -> State:
-    """Return a state of ``count`` tensors like the parameter, with device scalars by the
-    options."""
+def _like(count: int | Callable[[Group], int], *, scalars: int = 1) -> State:
+    """Return a state of ``count`` tensors like the parameter, by the options where they decide.
+
+    A step counter is a ``scalar`` on the device where they ask for that, else a CPU tensor
+    (torch/optim/optimizer.py, _get_scalar_dtype).
+    """
 
     def state(parameter: torch.Tensor, group: Group) -> Iterable[tuple[Shape, torch.dtype]]:
-        yield from [(parameter.shape, parameter.dtype)] * count
-        yield from _steps(group, scalars)
+        tensors = count if isinstance(count, int) else count(group)
+        yield from [(parameter.shape, parameter.dtype)] * tensors
+        if group.get("capturable") or group.get("fused"):
+            yield from [(_SCALAR, torch.float32)] * scalars
 
     return state
-
-
-def _steps(group: Group, count: int = 1) -> Iterable[tuple[Shape, torch.dtype]]:
-    # Else a step counter is a CPU tensor (torch/optim/optimizer.py, _get_scalar_dtype).
-    on_device = group.get("capturable") or group.get("fused")
-    return [(_SCALAR, torch.float32)] * count if on_device else []
-
-
-def _adam(parameter: torch.Tensor, group: Group) -> Iterable[tuple[Shape, torch.dtype]]:
-    return _like(3 if group["amsgrad"] else 2)(parameter, group)
-
-
-def _sgd(parameter: torch.Tensor, group: Group) -> Iterable[tuple[Shape, torch.dtype]]:
-    return [(parameter.shape, parameter.dtype)] if group["momentum"] else []
-
-
-def _rmsprop(parameter: torch.Tensor, group: Group) -> Iterable[tuple[Shape, torch.dtype]]:
-    count = 1 + bool(group["momentum"] > 0) + bool(group["centered"])
-    return _like(count)(parameter, group)
 
 
 def _asgd(parameter: torch.Tensor, group: Group) -> Iterable[tuple[Shape, torch.dtype]]:
@@ -144,17 +128,18 @@ def _adafactor(parameter: torch.Tensor, group: Group) -> Iterable[tuple[Shape, t
     return [(rows, parameter.dtype), (columns, parameter.dtype)]
 
 
+_ADAM = _like(lambda group: 3 if group["amsgrad"] else 2)
 _STATES: Mapping[str, State] = {
-    "SGD": _sgd,
-    "Adam": _adam,
-    "AdamW": _adam,
+    "SGD": _like(lambda group: 1 if group["momentum"] else 0, scalars=0),
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
     "Adamax": _like(2),
     "NAdam": _like(2, scalars=2),
     "RAdam": _like(2),
     "Adagrad": _like(1),
     "Adadelta": _like(2),
     "ASGD": _asgd,
-    "RMSprop": _rmsprop,
+    "RMSprop": _like(lambda group: 1 + (group["momentum"] > 0) + bool(group["centered"])),
     "Rprop": _like(2),
     "SparseAdam": _like(2, scalars=0),
     "Adafactor": _adafactor,
@@ -180,7 +165,7 @@ class Kept:
     extra: int = 0
 
 
-Layer = Callable[[Any, tuple[int, ...], torch.dtype], Kept]
+Layer = Callable[[Any, tuple[int, ...]], Kept]
 
 
 def activation_bytes(
@@ -204,7 +189,13 @@ def activation_bytes(
     kept, between = True, 0
     total = 0
     for layer in chain:
-        rule = kept_by(layer, current, dtype)
+        kind = next((kind for kind in type(layer).__mro__ if kind in _LAYERS), None)
+        if kind is None:
+            raise ValueError(
+                f"{type(layer).__name__} has no closed form; there are: "
+                f"{', '.join(known.__name__ for known in _LAYERS)}"
+            )
+        rule = _LAYERS[kind](layer, current)
         graph = graph or any(p.requires_grad for p in layer.parameters())
         if not _makes_new(layer):
             current = rule.shape
@@ -217,20 +208,6 @@ def activation_bytes(
         current = rule.shape
         kept, between = graph and rule.output, block_bytes(current, dtype)
     return total + between
-
-
-def kept_by(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
-    """Return the tensors that one layer keeps of an input of ``shape``.
-
-    Raises ``ValueError`` for a layer without a closed form.
-    """
-    for kind in type(layer).__mro__:
-        if kind in _LAYERS:
-            return _LAYERS[kind](layer, shape, dtype)
-    raise ValueError(
-        f"{type(layer).__name__} has no closed form; there are: "
-        f"{', '.join(kind.__name__ for kind in _LAYERS)}"
-    )
 
 
 def _flattened(layers: Iterable[nn.Module]) -> Iterable[nn.Module]:
@@ -250,71 +227,25 @@ def _makes_new(layer: nn.Module) -> bool:
     return not getattr(layer, "inplace", False)
 
 
-def _linear(layer: nn.Linear, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
-    """derivatives.yaml, addmm: the weight's gradient needs the input; batch · in elements."""
-    return Kept((*shape[:-1], layer.out_features), input=layer.weight.requires_grad)
-
-
-def _convolution(
-    layer: nn.modules.conv._ConvNd, shape: tuple[int, ...], dtype: torch.dtype
-) -> Kept:
+def _convolution(layer: nn.modules.conv._ConvNd, shape: tuple[int, ...]) -> Kept:
     """derivatives.yaml, convolution: the input; batch · channels · height · width elements."""
+    if isinstance(layer.padding, str):
+        raise ValueError(f"padding={layer.padding!r} has no closed form; give it in numbers")
+    sizes = zip(
+        shape[2:], layer.padding, layer.dilation, layer.kernel_size, layer.stride, strict=True
+    )
     spatial = [
-        (size + 2 * int(padding) - dilation * (kernel - 1) - 1) // stride + 1
-        for size, padding, dilation, kernel, stride in zip(
-            shape[2:],
-            _numbers(layer.padding),
-            layer.dilation,
-            layer.kernel_size,
-            layer.stride,
-            strict=True,
-        )
+        (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+        for size, padding, dilation, kernel, stride in sizes
     ]
     return Kept((shape[0], layer.out_channels, *spatial), input=layer.weight.requires_grad)
 
 
-def _numbers(padding: Any) -> Sequence[int]:
-    if isinstance(padding, str):
-        raise ValueError(f"padding={padding!r} has no closed form; give it in numbers")
-    return tuple(padding)
-
-
-def _layer_norm(layer: nn.LayerNorm, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
-    """derivatives.yaml, native_layer_norm: input, and mean and rstd of each row in float32."""
-    rows = shape[: len(shape) - len(layer.normalized_shape)]
-    return Kept(shape, input=True, extra=2 * block_bytes(rows, torch.float32))
-
-
-def _batch_norm(layer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
-    """derivatives.yaml, native_batch_norm: input, mean and inverse deviation of each channel."""
-    return Kept(shape, input=True, extra=2 * block_bytes((shape[1],), torch.float32))
-
-
-def _embedding(layer: nn.Embedding, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
-    """derivatives.yaml, embedding: the indices."""
-    return Kept((*shape, layer.embedding_dim), input=True)
-
-
-def _saves_input(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
-    """derivatives.yaml: gelu, silu, softplus, elu, leaky_relu, hardswish, mish: self."""
-    return Kept(shape, input=True)
-
-
-def _saves_output(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
-    """derivatives.yaml: relu, sigmoid, tanh, _softmax, _log_softmax: result."""
-    return Kept(shape, output=True)
-
-
-def _dropout(layer: nn.Dropout, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
-    """native_dropout (aten/src/ATen/native/cuda/Dropout.cu): a mask of one byte per element."""
-    active = layer.training and layer.p > 0
-    return Kept(shape, extra=block_bytes(shape, torch.bool) if active else 0)
-
-
-def _max_pool(layer: nn.MaxPool2d, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
+def _max_pool(layer: nn.MaxPool2d, shape: tuple[int, ...]) -> Kept:
     """derivatives.yaml, max_pool2d_with_indices: self, and an int64 index per output element."""
     kernel, stride, padding = (
-        _pair(value) for value in (layer.kernel_size, layer.stride, layer.padding)
+        (value, value) if isinstance(value, int) else tuple(value)
+        for value in (layer.kernel_size, layer.stride, layer.padding)
     )
     spatial = [
         (size + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i, size in enumerate(shape[2:])
@@ -323,37 +254,52 @@ def _max_pool(layer: nn.MaxPool2d, shape: tuple[int, ...], dtype: torch.dtype) -
     return Kept(output, input=True, extra=block_bytes(output, torch.int64))
 
 
-def _pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else tuple(value)
-
-
-def _flatten(layer: nn.Flatten, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
+def _flatten(layer: nn.Flatten, shape: tuple[int, ...]) -> Kept:
     """A view."""
-    end = layer.end_dim % len(shape)
-    begin = layer.start_dim
+    begin, end = layer.start_dim, layer.end_dim % len(shape)
     return Kept((*shape[:begin], prod(shape[begin : end + 1]), *shape[end + 1 :]))
 
 
-def _identity(layer: nn.Identity, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
-    """The input itself."""
-    return Kept(shape)
+def _two_of(shape: tuple[int, ...]) -> int:
+    """Return the bytes of two statistics in float32, one number each for every index of shape."""
+    return 2 * block_bytes(shape, torch.float32)
 
 
+# What each layer keeps, by its formula in derivatives.yaml of autograd.
 _LAYERS: Mapping[type[nn.Module], Layer] = {
-    nn.Linear: _linear,
+    # addmm: the weight's gradient needs the input; batch · in elements.
+    nn.Linear: lambda layer, shape: Kept(
+        (*shape[:-1], layer.out_features), input=layer.weight.requires_grad
+    ),
     nn.Conv1d: _convolution,
     nn.Conv2d: _convolution,
     nn.Conv3d: _convolution,
-    nn.LayerNorm: _layer_norm,
-    nn.modules.batchnorm._BatchNorm: _batch_norm,
-    nn.Embedding: _embedding,
-    nn.Dropout: _dropout,
+    # native_layer_norm: the input, and mean and rstd of each row.
+    nn.LayerNorm: lambda layer, shape: Kept(
+        shape, input=True, extra=_two_of(shape[: len(shape) - len(layer.normalized_shape)])
+    ),
+    # native_batch_norm: the input, and mean and inverse deviation of each channel.
+    nn.modules.batchnorm._BatchNorm: lambda _, shape: Kept(
+        shape, input=True, extra=_two_of((shape[1],))
+    ),
+    # embedding: the indices.
+    nn.Embedding: lambda layer, shape: Kept((*shape, layer.embedding_dim), input=True),
+    # native_dropout (aten/src/ATen/native/cuda/Dropout.cu): a mask of one byte per element.
+    nn.Dropout: lambda layer, shape: Kept(
+        shape, extra=block_bytes(shape, torch.bool) if layer.training and layer.p > 0 else 0
+    ),
     nn.MaxPool2d: _max_pool,
     nn.Flatten: _flatten,
-    nn.Identity: _identity,
-    **dict.fromkeys((nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Softmax, nn.LogSoftmax), _saves_output),
+    nn.Identity: lambda _, shape: Kept(shape),
+    # relu, sigmoid, tanh, _softmax, _log_softmax: result.
     **dict.fromkeys(
-        (nn.GELU, nn.SiLU, nn.Softplus, nn.ELU, nn.LeakyReLU, nn.Hardswish, nn.Mish), _saves_input
+        (nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Softmax, nn.LogSoftmax),
+        lambda _, shape: Kept(shape, output=True),
+    ),
+    # gelu, silu, softplus, elu, leaky_relu, hardswish, mish: self.
+    **dict.fromkeys(
+        (nn.GELU, nn.SiLU, nn.Softplus, nn.ELU, nn.LeakyReLU, nn.Hardswish, nn.Mish),
+        lambda _, shape: Kept(shape, input=True),
     ),
 }
 

@@ -20,8 +20,6 @@ from pytest_gpumem.values.prediction import Prediction
 
 EAGER, COMPILED = "eager", "compiled"
 
-Predicting = Callable[["Mode"], Sequence[Prediction]]
-
 
 @dataclass(frozen=True)
 class Mode:
@@ -52,7 +50,7 @@ class Beside:
     """Whether the program calls ``torch.compile``; if not, its modules were compiled."""
 
 
-def compare(predicting: Predicting) -> Beside:
+def compare(predicting: Callable[[Mode], Sequence[Prediction]]) -> Beside:
     """Predict a program as eager code and compiled.
 
     Its own ``torch.compile`` are compiled where it has any, else every module that is called by
@@ -73,21 +71,12 @@ def changes_by_line(eager: Prediction, compiled: Prediction, phase: str = "") ->
 @contextmanager
 def modules_compiled() -> Iterator[None]:
     """Compile the modules called inside: each one that no other module calls."""
+    call = torch.nn.Module.__call__
     made: list[torch.nn.Module] = []
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(torch.nn.Module, "__call__", _compiling(torch.nn.Module.__call__, made))
-        try:
-            yield
-        finally:
-            for module in made:
-                module._compiled_call_impl = None
-
-
-def _compiling(call: Callable[..., Any], made: list[torch.nn.Module]) -> Callable[..., Any]:
     inside = False
 
     @functools.wraps(call)
-    def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def compiling(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
         if inside:
             return call(module, *args, **kwargs)
@@ -100,4 +89,10 @@ def _compiling(call: Callable[..., Any], made: list[torch.nn.Module]) -> Callabl
         finally:
             inside = False
 
-    return called
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(torch.nn.Module, "__call__", compiling)
+        try:
+            yield
+        finally:
+            for module in made:
+                module._compiled_call_impl = None

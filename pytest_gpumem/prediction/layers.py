@@ -1,15 +1,15 @@
 """A model layer by layer: shapes, parameters, what is kept for backward, peaks and FLOPs.
 
-The operations of layers beyond their matrix products: activations, norms and pooling.
-
-Products are counted as they run (``torch.utils.flop_counter``); these operations are few beside
-them, no kernel counts them, and so they are counted by kind of layer.
+Matrix products are counted as they run (``torch.utils.flop_counter``). The operations of
+activations, norms and pooling are few beside them, no kernel counts them, and so they are counted
+by kind of layer.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -127,7 +127,6 @@ class _Analysis:
 
     def __init__(self) -> None:
         self.layers: list[Layer] = []
-        self._names: Mapping[int, str] = {}
         self._follows: _Pass | None = None
 
     def calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,32 +135,27 @@ class _Analysis:
         @functools.wraps(call)
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._follows is not None:
-                with self._follows.inside(module, (args, kwargs)) as outputs:
-                    outputs.append(call(module, *args, **kwargs))
-                return outputs[0]
-            self._names = {id(part): name for name, part in module.named_modules()}
+                return self._follows.through(call, module, args, kwargs)
+            names = {id(part): name for name, part in module.named_modules()}
+
+            def ran(counter: FlopCounterMode | None = None) -> list[Layer]:
+                self._follows = _Pass(names, counter)
+                self._follows.through(call, module, args, kwargs)
+                return self._follows.layers
+
             with torch.no_grad():
-                self._ran(call, module, args, kwargs)  # libraries take their workspaces
-                inference = self._ran(call, module, args, kwargs)
+                ran()  # libraries take their workspaces
+                inference = defaultdict[str, list[Run]](list)
+                for layer in ran():
+                    inference[layer.path].append(layer.training)
             with torch.enable_grad(), FlopCounterMode(display=False) as counter:
-                training = self._ran(call, module, args, kwargs, counter)
-            self.layers = _merged(training.layers, inference.layers)
+                self.layers = ran(counter)
+            for layer in self.layers:
+                if inference[layer.path]:
+                    layer.inference = inference[layer.path].pop(0)
             raise _DoneError
 
         return called
-
-    def _ran(
-        self,
-        call: Callable[..., Any],
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-        counter: FlopCounterMode | None = None,
-    ) -> _Pass:
-        self._follows = _Pass(self._names, counter)
-        with self._follows.inside(module, (args, kwargs)) as outputs:
-            outputs.append(call(module, *args, **kwargs))
-        return self._follows
 
 
 @dataclass
@@ -189,13 +183,18 @@ class _Pass:
         self._counter = counter
         self._open: list[_Open] = []
 
-    def inside(self, module: nn.Module, arguments: Any) -> _Call:
-        """Return a context around one call; its value receives the output."""
-        return _Call(self, module, arguments)
+    def through(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call ``module`` and record it; returns its output."""
+        self._enter(module, (args, kwargs))
+        outputs = None
+        try:
+            outputs = call(module, *args, **kwargs)
+            return outputs
+        finally:
+            self._leave(outputs)
 
-    def enter(self, module: nn.Module, arguments: Any) -> None:
-        """Record that a call begins."""
-        self._reach()
+    def _enter(self, module: nn.Module, arguments: Any) -> None:
+        self._note_peak()
         layer = Layer(
             path=self._names.get(id(module), ""),
             kind=type(module).__name__,
@@ -209,14 +208,11 @@ class _Pass:
         now = torch.cuda.memory_allocated()
         given = list(_tensors(arguments))
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        call = _Open(layer, module, now, self._flops(), now)
-        call.storages = frozenset(map(_storage, given))
-        call.bytes_read = sum(map(_bytes, (*given, *own)))
-        self._open.append(call)
+        storages, size = frozenset(map(_storage, given)), sum(map(_bytes, (*given, *own)))
+        self._open.append(_Open(layer, module, now, self._flops(), now, storages, size))
 
-    def leave(self, outputs: Any) -> None:
-        """Record that the call entered last returns."""
-        self._reach()
+    def _leave(self, outputs: Any) -> None:
+        self._note_peak()
         call = self._open[-1]
         call.layer.outputs = tuple(_shapes(outputs))
         if call.is_layer:
@@ -232,18 +228,20 @@ class _Pass:
         """Add a layer's numbers to its own call and to all enclosing ones."""
         layer = call.layer
         first = [shapes[0] if shapes else () for shapes in (layer.inputs, layer.outputs)]
-        operations = operations_of(call.module, *first)
+        read, made = (prod(shape) for shape in first)
+        counts = (count for kinds, count in _COUNTS if isinstance(call.module, kinds))
+        multiply_adds, flops = next(counts, lambda *_: (0, 0))(call.module, read, made)
         written = sum(map(_bytes, outputs))
         own = {_storage(one): one for one in outputs if _storage(one) not in call.storages}
         held = sum(map(_bytes, own.values()))
         for each in self._open:
-            each.flops += operations.flops
-            each.layer.multiply_adds += operations.multiply_adds
+            each.flops += flops
+            each.layer.multiply_adds += multiply_adds
             each.layer.read += call.bytes_read
             each.layer.written += written
             each.layer.outputs_held += held
 
-    def _reach(self) -> None:
+    def _note_peak(self) -> None:
         highest = torch.cuda.max_memory_allocated()
         for call in self._open:
             call.highest = max(call.highest, highest)
@@ -251,33 +249,6 @@ class _Pass:
 
     def _flops(self) -> int:
         return 0 if self._counter is None else int(self._counter.get_total_flops())
-
-
-class _Call:
-    def __init__(self, follows: _Pass, module: nn.Module, arguments: Any) -> None:
-        self._follows = follows
-        self._module = module
-        self._arguments = arguments
-        self._outputs: list[Any] = []
-
-    def __enter__(self) -> list[Any]:
-        self._follows.enter(self._module, self._arguments)
-        return self._outputs
-
-    def __exit__(self, *_: object) -> None:
-        self._follows.leave(self._outputs)
-
-
-def _merged(training: list[Layer], inference: list[Layer]) -> list[Layer]:
-    """Return the calls of the training pass with the numbers of the other one beside them."""
-    by_path: dict[str, list[Layer]] = {}
-    for layer in inference:
-        by_path.setdefault(layer.path, []).append(layer)
-    for layer in training:
-        same = by_path.get(layer.path)
-        if same:
-            layer.inference = same.pop(0).training
-    return training
 
 
 def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
@@ -303,69 +274,18 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Operations:
-    """Operations of one call."""
-
-    multiply_adds: int = 0
-    """A multiplication and the addition of its product are one, as is any other operation on an
-    element: FLOPs in papers on architectures."""
-    flops: int = 0
-    """Each multiplication, addition, division and comparison by itself."""
-
-
-def operations_of(module: nn.Module, inputs: Shape, outputs: Shape) -> Operations:
-    """Return the operations of the layer ``module`` besides matrix products, none for other kinds.
-
-    ``inputs`` and ``outputs`` are the shapes of its first input and its first output.
-    """
-    for kinds, count in _COUNTS:
-        if isinstance(module, kinds):
-            return count(module, prod(inputs), prod(outputs))
-    return Operations()
-
-
-def _activation(module: Any, read: int, written: int) -> Operations:
-    """Count one operation for each element, B·H·W·C."""
-    return Operations(written, written)
-
-
-def _softmax(module: Any, read: int, written: int) -> Operations:
-    """Count for each element its exponential, the sum, and the division."""
-    return Operations(written, 3 * written)
-
-
-def _norm(module: Any, read: int, written: int) -> Operations:
+def _norm(module: Any, written: int) -> tuple[int, int]:
     """Count for each element minus the mean, by the deviation; if learned, times weight, plus
     bias."""
     affine = getattr(module, "affine", getattr(module, "elementwise_affine", False))
-    return Operations(2 * written, 4 * written) if affine else Operations(written, 2 * written)
-
-
-def _max_pool(module: Any, read: int, written: int) -> Operations:
-    """Count K·K - 1 comparisons for each output; each input is read."""
-    return Operations(read, (_window(module) - 1) * written)
-
-
-def _average_pool(module: Any, read: int, written: int) -> Operations:
-    """Count K·K - 1 additions and a division for each output."""
-    return Operations(read, _window(module) * written)
-
-
-def _adaptive_pool(module: Any, read: int, written: int) -> Operations:
-    """Count one operation for each element of the input, which the windows cover once."""
-    return Operations(read, read)
+    return (2 * written, 4 * written) if affine else (written, 2 * written)
 
 
 def _window(module: Any) -> int:
     """Return the elements of a pooling window."""
     size: int | tuple[int, ...] = module.kernel_size
     if isinstance(size, int):
-        dimensions = int(type(module).__name__[-2])  # MaxPool2d
-        return prod((size,) * dimensions)
+        return int(size ** int(type(module).__name__[-2]))  # MaxPool2d
     return prod(size)
 
 
@@ -377,16 +297,32 @@ _ACTIVATIONS = (
 _NORMS = (
     nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm,
 )  # fmt: skip
-_COUNTS: tuple[tuple[Any, Callable[[Any, int, int], Operations]], ...] = (
-    (_ACTIVATIONS, _activation),
-    ((nn.Softmax, nn.LogSoftmax, nn.Softmax2d), _softmax),
-    (_NORMS, _norm),
-    ((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), _max_pool),
-    ((nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), _average_pool),
+_COUNTS: tuple[tuple[Any, Callable[[Any, int, int], tuple[int, int]]], ...] = (
+    # One operation for each element, B·H·W·C.
+    (_ACTIVATIONS, lambda module, read, written: (written, written)),
+    # For each element its exponential, the sum, and the division.
+    (
+        (nn.Softmax, nn.LogSoftmax, nn.Softmax2d),
+        lambda module, read, written: (written, 3 * written),
+    ),
+    (_NORMS, lambda module, read, written: _norm(module, written)),
+    # K·K - 1 comparisons for each output; each input is read.
+    (
+        (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+        lambda module, read, written: (read, (_window(module) - 1) * written),
+    ),
+    # K·K - 1 additions and a division for each output.
+    (
+        (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+        lambda module, read, written: (read, _window(module) * written),
+    ),
+    # One operation for each element of the input, which the windows cover once.
     (
         (nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd),
-        _adaptive_pool,
+        lambda module, read, written: (read, read),
     ),
 )
-"""Kinds of layers, as torchstat and the papers count them: MAdd by the window for pooling, 2 for a
-batch norm with weights, 1 for an activation."""
+"""Operations of one call besides matrix products, from the elements of its first input and first
+output: multiply-adds, where a product and its addition are one as is any other operation on an
+element, and FLOPs, each by itself. As torchstat and the papers count them: MAdd by the window for
+pooling, 2 for a batch norm with weights, 1 for an activation."""

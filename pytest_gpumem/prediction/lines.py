@@ -177,6 +177,13 @@ def _lines(history: History, executions: Sequence[_Execution]) -> list[Line]:
     found: dict[tuple[CodeType, int], list[_Execution]] = defaultdict(list)
     for execution in executions:
         found[execution.code, execution.number].append(execution)
+
+    def groups(
+        times: Sequence[_Execution], belongs: Callable[[_Execution, Life], bool]
+    ) -> tuple[Group, ...]:
+        lives = history.lives
+        return _groups(history, (life for at in times for life in lives if belongs(at, life)))
+
     return [
         Line(
             path=code.co_filename,
@@ -188,23 +195,11 @@ def _lines(history: History, executions: Sequence[_Execution]) -> list[Line]:
             after=allocated[times[-1].end],
             peak=max(max(allocated[one.begin : one.end + 1]) for one in times),
             process=times[-1].process,
-            added=_groups(history, (life for one in times for life in _added(history, one))),
-            removed=_groups(history, (life for one in times for life in _removed(history, one))),
+            added=groups(times, lambda at, life: at.begin <= life.born < at.end <= life.died),
+            removed=groups(times, lambda at, life: life.born < at.begin <= life.died < at.end),
         )
         for (code, number), times in found.items()
     ]
-
-
-def _added(history: History, execution: _Execution) -> Iterator[Life]:
-    for life in history.lives:
-        if execution.begin <= life.born < execution.end <= life.died:
-            yield life
-
-
-def _removed(history: History, execution: _Execution) -> Iterator[Life]:
-    for life in history.lives:
-        if life.born < execution.begin <= life.died < execution.end:
-            yield life
 
 
 def _groups(history: History, lives: Iterable[Life]) -> tuple[Group, ...]:
@@ -213,7 +208,8 @@ def _groups(history: History, lives: Iterable[Life]) -> tuple[Group, ...]:
         origin = life.origin
         shape = None if origin is None or origin.shape is None else tuple(origin.shape)
         dtype = "" if origin is None or origin.dtype is None else str(origin.dtype)
-        groups[shape, dtype.removeprefix("torch."), _kind(history, life)].append(life)
+        kind = _KINDS.get(category_of(history, life), "Tensor")
+        groups[shape, dtype.removeprefix("torch."), kind].append(life)
     found = [
         Group(len(same), shape, dtype, kind, sum(life.nbytes for life in same))
         for (shape, dtype, kind), same in groups.items()
@@ -227,10 +223,6 @@ _KINDS = {
     OPTIMIZER_STATE: "optimizer state",
     WORKSPACE: "workspace",
 }
-
-
-def _kind(history: History, life: Life) -> str:
-    return _KINDS.get(category_of(history, life), "Tensor")
 
 
 def shown(path: str) -> str:

@@ -14,7 +14,6 @@ from pytest_gpumem.dry.load import MODELS, is_loaded
 from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.measurement.meter import Meter
 from pytest_gpumem.measurement.statistics import CudaStatistics
-from pytest_gpumem.values.measurement import CALL, SETUP
 from pytest_gpumem.values.prediction import Prediction
 
 
@@ -50,17 +49,6 @@ def predict_measured(name: str, call: Callable[[], Any]) -> Prediction:
             except torch.OutOfMemoryError:
                 fits = False
         found = meter.measurements((), (), device=device.index, passed=False)[device.index]
-        measured = device.complete(found)
-        return Prediction(
-            gpu=device.environment.gpu,
-            total_memory=device.total_memory,
-            fits=fits,
-            peak_allocated=measured.peak_allocated,
-            peak_reserved=measured.peak_reserved,
-            phases={
-                phase: record.peak_allocated
-                for phase, record in measured.phases.items()
-                if phase not in (SETUP, CALL)
-            },
-            notes=measured.notes,
+        return Prediction.of(
+            device.complete(found), device.environment.gpu, device.total_memory, fits=fits
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 CACHE = Path(".pytest_cache", "d", "gpumem")
 """pytest's cache by default, below the folder of the ini file."""
+
+SIMULATED = "sim-"
+"""Prefix of the keys of simulated environments."""
 
 Seconds = Mapping[str, Mapping[str, float]]
 """Seconds by GPU, as in an environment, and node id."""
@@ -62,21 +66,23 @@ def needs_of(
     where that cannot be read or run.
     """
     paths = [Path(one) for one in given]
+    measured: list[_Measured] = []
     if paths and all(path.suffix == ".json" for path in paths):
         measured = [one for path in paths for one in _of_report(path)]
-        tests = _tests(measured, runners)
-        source = f"needs: as measured by {_environments(measured)}"
-    elif len(paths) == 1 and _is_baselines(paths[0]):
+        tests, source = _needs(measured, runners), "as measured by"
+    elif len(paths) == 1 and _holds_baselines(paths[0]):
         measured = list(_of_baselines(paths[0]))
-        tests = _tests(measured, runners)
-        source = f"needs: stored baselines of {_environments(measured)}"
+        tests, source = _needs(measured, runners), "stored baselines of"
     else:
-        measured = []
         tests, source = _run(given or ["."], runners, dry=dry)
     if not tests:
         raise PlanError(f"{', '.join(given)} holds no measured test, so there is nothing to plan")
-    timed, said = _timed(tests, runners, measured, durations)
-    return Needs(tuple(sorted(timed, key=lambda test: test.nodeid)), (source, said))
+    environments = ", ".join(sorted({one.environment.key for one in measured}))
+    timed, durations_from = _timed(tests, runners, measured, durations)
+    return Needs(
+        tuple(sorted(timed, key=lambda test: test.nodeid)),
+        (f"needs: {source} {environments}".rstrip(), durations_from),
+    )
 
 
 def _of_report(path: Path) -> Iterator[_Measured]:
@@ -105,40 +111,32 @@ def _of_baselines(folder: Path) -> Iterator[_Measured]:
             yield _Measured(f"{module}::{name}", file.environment, size)
 
 
-def _is_baselines(path: Path) -> bool:
+def _holds_baselines(path: Path) -> bool:
     return path.is_dir() and any(path.rglob("*.json")) and not any(path.rglob("*.py"))
 
 
-def _tests(measured: Iterable[_Measured], runners: Sequence[Runner]) -> list[PlannedTest]:
+def _needs(measured: Iterable[_Measured], runners: Sequence[Runner]) -> list[PlannedTest]:
     """Return each test once: on a runner as measured there, else the most that it took anywhere."""
-    by_test: dict[str, list[_Measured]] = {}
+    by_test: dict[str, list[_Measured]] = defaultdict(list)
     for one in measured:
-        by_test.setdefault(one.nodeid, []).append(one)
-    return [_test(nodeid, found, runners) for nodeid, found in by_test.items()]
-
-
-def _test(nodeid: str, found: Sequence[_Measured], runners: Sequence[Runner]) -> PlannedTest:
-    known = [one for one in found if one.bytes is not None]
-    sizes = {}
-    for runner in runners:
-        own = [one for one in known if _is_of(one.environment.gpu, runner)]
-        if known:
+        by_test[one.nodeid].append(one)
+    tests = []
+    for nodeid, found in by_test.items():
+        known = [one for one in found if one.bytes is not None]
+        sizes = {}
+        for runner in runners if known else ():
+            names = (runner.model.name, runner.model.full_name)
+            own = [one for one in known if one.environment.gpu in names]
             sizes[runner.name] = max(one.bytes or 0 for one in own or known)
-    least = max((one.min_memory or 0 for one in found), default=0)
-    return PlannedTest(
-        nodeid,
-        bytes=sizes,
-        refusals={
+        least = max(one.min_memory or 0 for one in found)
+        refusals = {
             runner.name: f"asks for a GPU of {format_size(least)}"
             for runner in runners
             if runner.model.total_memory < least
-        },
-        problem="" if known else found[0].problem,
-    )
-
-
-def _environments(measured: Sequence[_Measured]) -> str:
-    return ", ".join(sorted({one.environment.key for one in measured})) or "nothing"
+        }
+        problem = "" if known else found[0].problem
+        tests.append(PlannedTest(nodeid, sizes, refusals=refusals, problem=problem))
+    return tests
 
 
 def _run(
@@ -157,12 +155,13 @@ def _run(
         answers = run_tests(given, machines, unbounded=True, dry=dry)
     except PredictionError as error:
         raise PredictionError(f"{' '.join(given)} was not run: {error}") from error
-    by_test: dict[str, list[Answer]] = {}
+    by_test: dict[str, list[Answer]] = defaultdict(list)
     for answer in answers:
-        by_test.setdefault(answer.nodeid, []).append(answer)
+        by_test[answer.nodeid].append(answer)
     release = ".".join(version("torch").split(".")[:2])
-    how = f"dry on each runner, by torch {release}'s own CUDA code"
-    source = f"needs: {how if dry else f'simulated on each runner by the rules of torch {release}'}"
+    source = f"simulated on each runner by the rules of torch {release}"
+    if dry:
+        source = f"dry on each runner, by torch {release}'s own CUDA code"
     return [_answered(nodeid, found) for nodeid, found in by_test.items()], source
 
 
@@ -191,23 +190,17 @@ def _timed(
 ) -> tuple[list[PlannedTest], str]:
     """Return ``tests`` with durations, and a sentence on the source of these."""
     known, where = _durations(measured, durations)
-    timed = [
-        replace(
-            test,
-            seconds={
-                runner.name: taken
-                for runner in runners
-                if (taken := _taken(test.nodeid, known, runner)) is not None
-            },
-        )
-        for test in tests
-    ]
+    timed = []
+    for test in tests:
+        taken = {runner.name: _taken(test.nodeid, known, runner) for runner in runners}
+        seconds = {name: value for name, value in taken.items() if value is not None}
+        timed.append(replace(test, seconds=seconds))
     count = sum(bool(test.seconds) for test in timed)
     if not count:
         return timed, "durations: unknown, so there is no time or cost; give --durations FILE"
     rest = len(timed) - count
     others = f"; {rest} unknown, taken for average" if rest else ""
-    simulated = all(_is_simulated(key) for key, found in known.items() if found)
+    simulated = all(key.startswith(SIMULATED) for key, found in known.items() if found)
     real = ", where a real GPU differs" if simulated else ""
     keys = ", ".join(key for key, found in sorted(known.items()) if key and found)
     on = f" on {keys}{real}" if keys else ""
@@ -220,10 +213,10 @@ def _durations(
     """Return seconds by environment key and node id, and where they were found."""
     if file is not None:
         return {"": dict(read_weights(file).seconds)}, f"by {file}"
-    known: dict[str, dict[str, float]] = {}
+    known: dict[str, dict[str, float]] = defaultdict(dict)
     for one in measured:
         if one.seconds is not None:
-            known.setdefault(one.environment.key, {})[one.nodeid] = one.seconds
+            known[one.environment.key][one.nodeid] = one.seconds
     if known:
         return known, "as reported"
     learned = Learned()
@@ -231,7 +224,7 @@ def _durations(
         learned.merge(read_learned(CACHE, name))
     for key, nodeid, lesson in learned:
         if lesson.seconds is not None:
-            known.setdefault(key, {})[nodeid] = lesson.seconds
+            known[key][nodeid] = lesson.seconds
     if known:
         return known, "of earlier runs, by pytest's cache"
     if Path(OF_PYTEST_SPLIT).is_file():
@@ -241,23 +234,10 @@ def _durations(
 
 def _taken(nodeid: str, known: Seconds, runner: Runner) -> float | None:
     """Return the need of a test on ``runner``: measured on it, else on any GPU, else simulated."""
-    ranked: dict[int, list[float]] = {}
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", runner.model.full_name)
+    ranked: dict[int, list[float]] = defaultdict(list)
     for key, tests in known.items():
         if nodeid in tests:
-            rank = 0 if _names(key, runner) else 2 if _is_simulated(key) else 1
-            ranked.setdefault(rank, []).append(tests[nodeid])
+            own = key.startswith(f"cuda-{name}-torch")
+            ranked[0 if own else 2 if key.startswith(SIMULATED) else 1].append(tests[nodeid])
     return max(ranked[min(ranked)]) if ranked else None
-
-
-def _is_simulated(key: str) -> bool:
-    return key.startswith("sim-")
-
-
-def _names(key: str, runner: Runner) -> bool:
-    """Return whether the environment ``key`` is one of the runner's GPU."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", runner.model.full_name)
-    return key.startswith(f"cuda-{name}-torch")
-
-
-def _is_of(gpu: str, runner: Runner) -> bool:
-    return gpu in (runner.model.name, runner.model.full_name)

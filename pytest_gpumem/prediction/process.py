@@ -1,4 +1,4 @@
-"""Tests on simulated GPUs, in a process of their own."""
+"""Tests on GPUs that are not present: they run on simulated ones, in a process of their own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.prediction.child import INI, RAN_OUT, REQUEST, UNBOUNDED, Request
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.simulated.gpu.catalogue import Machine
+from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_gpu
 from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.prediction import Prediction
+
+if TYPE_CHECKING:
+    from pytest_gpumem.prediction.compiled import Mode
 
 
 class PredictionError(ValueError):
@@ -67,37 +71,26 @@ def run_tests(
     ``seconds`` no other test begins, and a running one gets as long again. With
     ``modules_compiled`` each module that a test calls is compiled. Raises :class:`PredictionError`
     where pytest does not get as far as running tests. With ``dry`` each machine is a dry device, in
-    a process of its own.
+    a process of its own, which takes neither ``options`` nor ``seconds``.
     """
-    if dry:
-        return _run_dry(tests, machines, arguments, folder, unbounded=unbounded)
-    return _run(
-        tests,
-        machines,
-        arguments,
-        folder,
-        unbounded=unbounded,
-        options=options,
-        seconds=seconds,
-        modules_compiled=modules_compiled,
-    )
-
-
-def _run_dry(
-    tests: Sequence[str],
-    machines: Sequence[Machine],
-    arguments: Sequence[str],
-    folder: Path | None,
-    *,
-    unbounded: bool,
-) -> list[Answer]:
+    if not dry:
+        request = Request(
+            tuple(tests),
+            tuple(machines),
+            unbounded=unbounded,
+            options=dict(options or {}),
+            seconds=seconds,
+            modules_compiled=modules_compiled,
+        )
+        return _answers(request, arguments, folder)
     found = []
     for machine in machines:
-        for answer in _run(tests, [machine], arguments, folder, variables=_dry(machine)):
+        request = Request(tuple(tests), (machine,), dry=True)
+        for answer in _answers(request, arguments, folder, _dry(machine)):
             if unbounded and answer.ran_out:
-                large = _dry(machine, UNBOUNDED)
-                (again,) = _run([answer.nodeid], [machine], arguments, folder, variables=large)
-                answer = replace(again, fits=False)
+                again = replace(request, tests=(answer.nodeid,))
+                (large,) = _answers(again, arguments, folder, _dry(machine, UNBOUNDED))
+                answer = replace(large, fits=False)
             found.append(answer)
     return found
 
@@ -112,31 +105,17 @@ def _dry(machine: Machine, memory: int | None = None) -> Mapping[str, str]:
         raise PredictionError(f"--device dry: {error}") from None
 
 
-def _run(
-    tests: Sequence[str],
-    machines: Sequence[Machine],
+def _answers(
+    request: Request,
     arguments: Sequence[str],
     folder: Path | None,
-    *,
-    unbounded: bool = False,
-    options: Mapping[str, Any] | None = None,
-    seconds: float | None = None,
-    modules_compiled: bool = False,
     variables: Mapping[str, str] | None = None,
 ) -> list[Answer]:
+    """Return the answers of a process with these environment ``variables`` to ``request``."""
+    seconds = request.seconds
     with tempfile.TemporaryDirectory() as temporary:
         own = Path(temporary)
-        request = Request(
-            tuple(tests),
-            tuple(machines),
-            own / "answer.json",
-            unbounded,
-            str(own / "tmp"),
-            dict(options or {}),
-            seconds,
-            modules_compiled,
-            dry=variables is not None,
-        )
+        request = replace(request, answer=own / "answer.json", basetemp=str(own / "tmp"))
         request.to_file(own / "request.json")
         try:
             ran = subprocess.run(
@@ -152,12 +131,10 @@ def _run(
             )
         except subprocess.TimeoutExpired as error:
             raise PredictionError(f"it takes longer than {2 * (seconds or 0):.0f} s") from error
-        if not request.answer.is_file():
-            raise PredictionError(_last_words(ran))
-        answers = json.loads(request.answer.read_text(encoding="utf-8"))
-        if not answers:
-            raise PredictionError(_last_words(ran))
-    return [Answer.from_dict(answer) for answer in answers]
+        found = json.loads(request.answer.read_bytes()) if request.answer.is_file() else []
+    if not found:
+        raise PredictionError(last_words(ran))
+    return [Answer.from_dict(answer) for answer in found]
 
 
 def _arguments(given: Sequence[str], folder: Path) -> list[str]:
@@ -168,9 +145,51 @@ def _arguments(given: Sequence[str], folder: Path) -> list[str]:
     return [*given[:end], *own, *given[end:]]
 
 
-def _last_words(ran: subprocess.CompletedProcess[str]) -> str:
+def last_words(ran: subprocess.CompletedProcess[str]) -> str:
     """Return pytest's first error, else its last line."""
-    lines = [*ran.stderr.splitlines(), *ran.stdout.splitlines()]
-    said = [line.strip() for line in lines if line.strip(" =")]
-    errors = [line for line in said if line.startswith(("ERROR", "E  "))]
-    return (errors or said[-1:] or [f"pytest ended with code {ran.returncode}"])[0].strip("= ")
+    lines = [line.strip(" =") for line in (*ran.stderr.splitlines(), *ran.stdout.splitlines())]
+    written = [line for line in lines if line]
+    errors = [line for line in written if line.startswith(("ERROR", "E  ", "FAILED"))]
+    return (errors or written[-1:] or [f"pytest ended with code {ran.returncode}"])[0]
+
+
+def predict_test(
+    nodeid: str, gpus: Sequence[str], *, mode: Mode | None = None, dry: bool = False
+) -> list[Prediction]:
+    """Run a test on simulated or ``dry`` GPUs, in a process of its own; return the result for each.
+
+    A ``mode`` is added to the result, with the live blocks at the peaks.
+    Limits and baselines do not matter, nor does the model that its marker names. Raises
+    ``ValueError`` for a model that is not in the catalogue, :class:`PredictionError` where
+    ``nodeid`` is not one test, or does not run there.
+    """
+    models = {model.name: model for model in map(find_gpu, gpus)}
+    try:
+        answers = run_tests(
+            [nodeid],
+            [Machine(model, 1) for model in models.values()],
+            arguments=[] if mode is None else [f"--gpumem-sim-compile={mode.compile}"],
+            unbounded=True,
+            modules_compiled=mode is not None and mode.modules,
+            dry=dry,
+        )
+    except PredictionError as error:
+        raise PredictionError(f"{nodeid} was not run: {error}") from error
+    tests = {answer.nodeid for answer in answers}
+    if len(tests) > 1:
+        raise PredictionError(
+            f"{nodeid} names {len(tests)} tests; give one of them, like {min(tests)}"
+        )
+    return [_prediction(models[answer.gpu], answer, mode) for answer in answers]
+
+
+def _prediction(model: GpuModel, answer: Answer, mode: Mode | None) -> Prediction:
+    if not answer.measured or answer.record is None or answer.record.measurement is None:
+        why = answer.problem or "it allocates nothing on the device"
+        raise PredictionError(f"{answer.nodeid} cannot be predicted for {model.name}: {why}")
+    measured = answer.record.measurement
+    prediction = Prediction.of(measured, model.name, model.total_memory, fits=answer.fits)
+    if mode is None:
+        return prediction
+    sites = {name: phase.sites for name, phase in measured.phases.items()}
+    return replace(prediction, code=mode.code, sites={**sites, "": measured.sites})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -19,7 +19,7 @@ from pytest_gpumem.simulated.gpu.catalogue import GpuModel, find_gpu
 from pytest_gpumem.sizes import format_size
 
 MOST_RUNNERS = 8
-"""The most kinds of machines; every selection of them is tried."""
+"""The most kinds of machines."""
 
 HOUR = 3600.0
 
@@ -100,8 +100,8 @@ class Plan:
     @property
     def cost(self) -> float | None:
         """The cost of all machines; ``None`` where no duration is known."""
-        costs = [job.cost for job in self.jobs]
-        return None if None in costs else sum(cost for cost in costs if cost is not None)
+        costs = [job.cost for job in self.jobs if job.cost is not None]
+        return sum(costs) if len(costs) == len(self.jobs) else None
 
     @property
     def seconds(self) -> float | None:
@@ -113,14 +113,13 @@ class Plan:
         """Return the data that ``--gpumem-shard-by`` reads, with a matrix of CI jobs."""
         homes = {nodeid: job.runner.name for job in self.jobs for nodeid in job.tests}
         placed = [test for test in self.tests if test.nodeid in homes]
-        shards = tuple(
-            Shard(job.runner.name, job.runner.memory, job.runner.price, job.tests)
-            for job in self.jobs
-        )
         weights = Weights(
             {test.nodeid: test.seconds[homes[test.nodeid]] for test in placed if test.seconds},
             {test.nodeid: test.bytes[homes[test.nodeid]] for test in placed if test.bytes},
-            shards,
+            tuple(
+                Shard(job.runner.name, job.runner.memory, job.runner.price, job.tests)
+                for job in self.jobs
+            ),
         )
         jobs = [
             {
@@ -131,11 +130,7 @@ class Plan:
             }
             for number, job in enumerate(self.jobs, 1)
         ]
-        return {
-            "schema_version": PLAN_VERSION,
-            "matrix": {"include": jobs},
-            **weights.to_dict(),
-        }
+        return {"schema_version": PLAN_VERSION, "matrix": {"include": jobs}, **weights.to_dict()}
 
     def fitting(self, runner: Runner) -> int:
         """Return how many tests fit ``runner``, of those of which anything is known."""
@@ -168,19 +163,22 @@ def make_plan(
     plan, or no duration is known.
     """
     _check(tests, runners, limit, startup)
-    nowhere = [test for test in tests if all(test.obstacle(runner) for runner in runners)]
+    nowhere = [test for test in tests if all(map(test.obstacle, runners))]
     homeless = {test.nodeid for test in nowhere}
     placed = [test for test in tests if test.nodeid not in homeless]
     seconds = _Seconds(placed)
-    found = [
-        jobs
-        for chosen in _selections(runners, startup)
-        if (jobs := _jobs(placed, chosen, seconds, limit, startup)) is not None
-    ]
-    best = min(found, key=_cost) if found else ()
+    # Every selection of kinds is tried; without start-up time a further kind costs nothing.
+    sizes = range(1, len(runners) + 1) if startup else [len(runners)]
+    selections = (chosen for size in sizes for chosen in combinations(runners, size))
+    found = (_jobs(placed, chosen, seconds, limit, startup) for chosen in selections)
+    best = min(
+        (jobs for jobs in found if jobs is not None),
+        key=lambda jobs: (sum(job.cost or 0.0 for job in jobs), len(jobs)),
+        default=(),
+    )
     room = math.inf if limit is None else limit - startup
     late = [test for job in best for test in job.tests if seconds.of(test, job.runner) > room]
-    return Plan(tuple(runners), tuple(tests), tuple(best), tuple(nowhere), tuple(late))
+    return Plan(tuple(runners), tuple(tests), best, tuple(nowhere), tuple(late))
 
 
 class _Seconds:
@@ -191,10 +189,10 @@ class _Seconds:
         self.known = any(self._tests.values())
 
     def of(self, nodeid: str, runner: Runner) -> float:
+        """Return a test's seconds on ``runner``; the mean of the known ones where unknown."""
         own = self._tests[nodeid].get(runner.name)
-        return self._mean(runner) if own is None else own
-
-    def _mean(self, runner: Runner) -> float:
+        if own is not None:
+            return own
         known = [taken[runner.name] for taken in self._tests.values() if runner.name in taken]
         return sum(known) / len(known) if known else 0.0
 
@@ -221,14 +219,6 @@ def _check(
         )
 
 
-def _selections(runners: Sequence[Runner], startup: float) -> Iterator[tuple[Runner, ...]]:
-    """Yield the kinds of machines that may be the cheapest together."""
-    # Machines without start-up time cause no extra cost.
-    sizes = range(1, len(runners) + 1) if startup else [len(runners)]
-    for size in sizes:
-        yield from combinations(runners, size)
-
-
 def _jobs(
     tests: Sequence[PlannedTest],
     runners: Sequence[Runner],
@@ -245,7 +235,8 @@ def _jobs(
         if test.problem:
             home = max(fitting, key=lambda runner: (runner.memory, -runner.price))
         else:
-            home = min(fitting, key=lambda one: _price(test.nodeid, one, seconds))
+            taken = {one: seconds.of(test.nodeid, one) if seconds.known else 1.0 for one in fitting}
+            home = min(fitting, key=lambda one: (taken[one] * one.price, one.price, one.memory))
         homes[home.name].append(test.nodeid)
     return tuple(
         Job(
@@ -256,11 +247,6 @@ def _jobs(
         for runner in runners
         for names in _machines(homes[runner.name], runner, seconds, limit, startup)
     )
-
-
-def _price(nodeid: str, runner: Runner, seconds: _Seconds) -> tuple[float, float, int]:
-    taken = seconds.of(nodeid, runner) if seconds.known else 1.0
-    return taken * runner.price, runner.price, runner.memory
 
 
 def _machines(
@@ -284,7 +270,3 @@ def _machines(
         if all(sum(taken[name] for name in part) <= room for part in parts):
             return [*late, *(part for part in parts if part)]
         count += 1
-
-
-def _cost(jobs: Sequence[Job]) -> tuple[float, int]:
-    return sum(job.cost or 0.0 for job in jobs), len(jobs)

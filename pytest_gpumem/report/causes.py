@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpumem.baseline.explanation import folded
-from pytest_gpumem.baseline.telling import chief
+from pytest_gpumem.baseline.failure import main_verdict
 from pytest_gpumem.baseline.verdict import Verdict
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_change
@@ -72,7 +72,7 @@ def keys_of(broken: Sequence[Verdict]) -> list[object]:
 
     The keys are changes with their places, and the sentence on the reason.
     """
-    first = chief(broken)
+    first = main_verdict(broken)
     compared = first.limit is None, first.reference is None, first.excess > 0
     kind = first.kind, first.metric, first.phase, first.device, *compared
     sentence = [(*kind, _AMOUNTS.sub("…", first.cause))] if first.cause else []
@@ -85,9 +85,8 @@ def alike(keys: Sequence[Sequence[object]]) -> list[list[int]]:
     groups: list[list[int]] = []
     known: dict[object, list[int]] = {}
     for position, own in enumerate(keys):
-        group = next((known[key] for key in own if key in known), None)
-        if group is None:
-            group = []
+        group = next((known[key] for key in own if key in known), [])
+        if not group:
             groups.append(group)
         group.append(position)
         for key in own:
@@ -98,12 +97,13 @@ def alike(keys: Sequence[Sequence[object]]) -> list[list[int]]:
 def places_of(verdict: Verdict, *, every: bool = False) -> frozenset[tuple[Any, ...]]:
     """Return the changes with their places; without ``every``, those that are most of it."""
     lines = folded(verdict.explanation)
-    told = lines if every or verdict.reference is None else _chief(lines, verdict.excess)
+    if not every and verdict.reference is not None:
+        lines = list(_main_changes(lines, verdict.excess))
     keys = ("change", "category", "site", "operator")
-    return frozenset(tuple(line.get(key) for key in keys) for line in told)
+    return frozenset(tuple(line.get(key) for key in keys) for line in lines)
 
 
-def _chief(lines: Sequence[Mapping[str, Any]], excess: int) -> Iterator[Mapping[str, Any]]:
+def _main_changes(lines: Sequence[Mapping[str, Any]], excess: int) -> Iterator[Mapping[str, Any]]:
     """Yield the largest of the changes to the side of ``excess``, which are :data:`CHIEFLY` it.
 
     Rounding by the allocator in one test and not in another is no separate cause.
@@ -111,9 +111,8 @@ def _chief(lines: Sequence[Mapping[str, Any]], excess: int) -> Iterator[Mapping[
     same = [line for line in lines if (line["bytes"] > 0) == (excess > 0)]
     left = CHIEFLY * sum(abs(line["bytes"]) for line in same)
     for line in same:
-        if left <= 0:
-            return
-        yield line
+        if left > 0:
+            yield line
         left -= abs(line["bytes"])
 
 
@@ -132,21 +131,16 @@ def _cause(records: tuple[TestRecord, ...]) -> Cause:
     first = records[0]
     if _ran_out(first):
         facts = first.out_of_memory or {}
-        sentence = " ".join(("ran out of memory", *_asked_by(facts)))
-        words = f"{sentence}: {facts['cause']}" if facts.get("cause") else sentence
+        site, operator = facts.get("site"), facts.get("operator")
+        at, by = f" at {site}" if site else "", f" in {operator}" if operator else ""
+        words = f"ran out of memory{at}{f' ({operator})' if site and operator else by}"
+        words += f": {facts['cause']}" if facts.get("cause") else ""
         return Cause((words,), records, tuple(map(missing, records)))
     if not first.failed:
         return Cause((OTHER,), records)
-    verdicts = [chief(record.broken) for record in records]
+    verdicts = [main_verdict(record.broken) for record in records]
     excesses = tuple(one.excess for one in verdicts if one.limit is not None or one.reference)
     return Cause(tuple(_words(verdicts)), records, excesses)
-
-
-def _asked_by(facts: Mapping[str, Any]) -> Iterator[str]:
-    if facts.get("site"):
-        yield f"at {facts['site']}"
-    if facts.get("operator"):
-        yield f"({facts['operator']})" if facts.get("site") else f"in {facts['operator']}"
 
 
 def missing(record: TestRecord) -> int:

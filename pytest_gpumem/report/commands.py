@@ -10,8 +10,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,12 +96,14 @@ class Command(Plain):
         if known is not None:
             return cls.from_dict(known)
         given = [os.fspath(argument) for argument in config.invocation_params.args]
-        options, choosing, paths = _sorted_out(given, _given_paths(config))
+        # ``python -m pytest`` lets tests import from the present folder, which ``pytest`` does not.
+        # A call of pytest.main() with plugins has no command line.
+        as_module = sys.argv[:1] and Path(sys.argv[0]).name == "__main__.py"
+        as_module = as_module and not config.invocation_params.plugins
+        paths = config.args if config.args_source is config.ArgsSource.ARGS else []
         return cls(
-            program=_program(config),
-            options=tuple(options),
-            choosing=tuple(choosing),
-            paths=tuple(paths),
+            ("python", "-m", "pytest") if as_module else ("pytest",),
+            *_sorted_out(given, list(map(str, paths))),
             folder=str(config.invocation_params.dir),
             rootdir=str(config.rootpath),
             inipath=str(config.inipath or ""),
@@ -112,8 +115,11 @@ class Command(Plain):
         parts = [nodeid.partition("::") for nodeid in nodeids]
         fixed = next(filter(None, (self._fixed(module) for module, _, _ in parts)), [])
         words = [*self.program, *map(_word, (*fixed, *self.options)), UPDATE]
-        tests = (f"{self._from_folder(module)}{colons}{name}" for module, colons, name in parts)
-        return " ".join([*words, *map(quoted_for_shell, tests)])
+        for module, colons, name in parts:
+            if self.folder and self.rootdir:
+                module = relative(Path(self.rootdir, module), self.folder).replace(os.sep, "/")
+            words.append(quoted_for_shell(f"{module}{colons}{name}"))
+        return " ".join(words)
 
     def records_failures(self) -> str:
         """Return the line that records the numbers of all tests that failed in this run."""
@@ -123,11 +129,6 @@ class Command(Plain):
         """Return the line that runs the tests of this run with further ``options``."""
         words = (*self.program, *map(_word, (*self.options, *options, *self.choosing)))
         return " ".join([*words, *(quoted_for_shell(path) for path in self.paths)])
-
-    def _from_folder(self, module: str) -> str:
-        if not self.folder or not self.rootdir:
-            return module
-        return relative(Path(self.rootdir, module), self.folder).replace(os.sep, "/")
 
     def _fixed(self, module: str) -> list[str]:
         """Return the options that let pytest find the same rootdir for one test as for all."""
@@ -162,53 +163,23 @@ def _word(text: str) -> str:
     return subprocess.list2cmdline([text]) if os.name == "nt" else shlex.quote(text)
 
 
-def _program(config: pytest.Config) -> tuple[str, ...]:
-    # ``python -m pytest`` lets tests import from the present folder, which ``pytest`` does not.
-    # A call of pytest.main() with plugins has no command line.
-    as_module = sys.argv[:1] and Path(sys.argv[0]).name == "__main__.py"
-    if as_module and not config.invocation_params.plugins:
-        return "python", "-m", "pytest"
-    return ("pytest",)
-
-
-def _given_paths(config: pytest.Config) -> list[str]:
-    """Return the files, folders and node ids that pytest was given."""
-    if config.args_source is not config.ArgsSource.ARGS:
-        return []
-    return [str(argument) for argument in config.args]
-
-
 def _sorted_out(
     given: Sequence[str], paths: Sequence[str]
-) -> tuple[list[str], list[str], list[str]]:
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the options to repeat, those that chose the tests, and the paths."""
     options: list[str] = []
     choosing: list[str] = []
     found: list[str] = []
-    words: Iterator[str] = iter(given)
+    words = iter(given)
     for word in words:
         name, equals, _ = word.partition("=")
+        takes_value = name in _CHOOSING or name in _VALUES or name in _REPEATED
+        own = [word, *([] if equals or not takes_value else islice(words, 1))]
         if word in paths:
             found.append(word)
         elif name in _CHOOSING:
-            choosing += [word] if equals else [word, *_next(words)]
-        elif name in _VALUES:
-            if not equals:
-                _next(words)
-        elif name in _REPEATED:
-            repeated = [word] if equals else [word, *_next(words)]
+            choosing += own
+        elif not (name in _VALUES or name in _FLAGS or name == UPDATE or _LETTERS.fullmatch(word)):
             # A disabled plugin changes nothing that is recorded.
-            options += [] if repeated[0] == "-p" and "no:" in repeated[-1] else repeated
-        elif (
-            name not in _FLAGS
-            and not word.startswith("-pno:")
-            and not _LETTERS.fullmatch(word)
-            and name != UPDATE
-        ):
-            options.append(word)
-    return options, choosing, found
-
-
-def _next(words: Iterator[str]) -> Iterable[str]:
-    word = next(words, None)
-    return () if word is None else (word,)
+            options += [] if word == "-p" and "no:" in own[-1] else own
+    return tuple(options), tuple(choosing), tuple(found)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import explain
+from pytest_gpumem.baseline.collected import successors
 from pytest_gpumem.baseline.compare import default_tolerance_for
-from pytest_gpumem.baseline.renamed import successors
+from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.store import split_nodeid
-from pytest_gpumem.baseline.verdict import Verdict
+from pytest_gpumem.baseline.verdict import change_text
 from pytest_gpumem.report.markdown import (
     MOST_EXPLAINED,
     MOST_ROWS,
-    change_text,
     code,
     code_block,
     explained,
@@ -110,26 +110,15 @@ def difference_section(
         yield f"**Against {code(name)}**: no peak changed."
         return
     counts = {kind: sum(one.kind == kind for one in found) for kind in KINDS}
-    told = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-    rows = [_row(one) for one in found[:MOST_ROWS]]
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    rows = table(("test", "before", "now", "change"), map(_row, found[:MOST_ROWS]))
     more = f"\n\nand {len(found) - MOST_ROWS} more" if len(found) > MOST_ROWS else ""
-    yield (
-        f"**Against {code(name)}**: {told}\n\n"
-        + table(("test", "before", "now", "change"), rows)
-        + more
-    )
-    grown = [one for one in found if one.kind == "grew"][:MOST_EXPLAINED]
-    for one, lines in ((one, list(explained(explanation(one)))) for one in grown):
-        if lines:
+    yield f"**Against {code(name)}**: {kinds}\n\n{rows}{more}"
+    for one in [one for one in found if one.kind == "grew"][:MOST_EXPLAINED]:
+        assert one.before is not None
+        assert one.now is not None
+        if lines := list(explained(explain_peaks(one.before, one.now))):
             yield f"{code(one.nodeid)}\n{code_block(lines)}"
-
-
-def explanation(difference: Difference) -> list[str]:
-    """Return the lines on changed bytes; none where a side recorded no lines."""
-    before, now = difference.before, difference.now
-    if before is None or now is None:
-        return []
-    return explain_peaks(before, now)
 
 
 def explain_peaks(before: Measurement, now: Measurement) -> list[str]:
@@ -137,16 +126,7 @@ def explain_peaks(before: Measurement, now: Measurement) -> list[str]:
     if not before.sites or not now.sites:
         return []
     changes = explain(map(Site.from_dict, now.sites), map(Site.from_dict, before.sites))
-    return Verdict(
-        kind="baseline",
-        metric="peak_allocated",
-        phase=None,
-        limit=before.peak_allocated,
-        actual=now.peak_allocated,
-        reference=before.peak_allocated,
-        passed=False,
-        explanation=tuple(change.to_dict() for change in changes),
-    ).explanation_lines()
+    return explanation_lines([change.to_dict() for change in changes])
 
 
 def _measured(records: Sequence[TestRecord]) -> dict[Key, Measurement]:
@@ -195,4 +175,5 @@ def _row(one: Difference) -> tuple[str, ...]:
         sizes = (format_size(m.peak_allocated) if m else "-" for m in (one.before, one.now))
         return (name, *sizes, one.kind)
     before, now = one.before.peak_allocated, one.now.peak_allocated
-    return name, format_size(before), format_size(now), change_text(before, now)
+    change = change_text(before, now) if now != before else "same"
+    return name, format_size(before), format_size(now), change

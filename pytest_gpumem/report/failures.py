@@ -6,20 +6,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from pytest_gpumem.baseline.explanation import folded
-from pytest_gpumem.baseline.failure import brief_text, failure_text
+from pytest_gpumem.baseline.failure import failure_text, main_verdict
 from pytest_gpumem.baseline.store import split_nodeid
-from pytest_gpumem.baseline.telling import chief
 from pytest_gpumem.baseline.verdict import Verdict
 from pytest_gpumem.report.causes import alike, keys_of, places_of
 from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_size
-from pytest_gpumem.text import Line, Writer, listed, shorten, wrap, write_lines
+from pytest_gpumem.text import Line, Writer, counted, listed, shorten, wrap, write_lines
 
 LEAST_ALIKE = 3
 """The least failures of one cause that are shown as one."""
@@ -52,7 +51,7 @@ class Failure:
     @property
     def brief(self) -> str:
         """A few words with the exceeding number."""
-        return brief_text(self.broken) if self.broken else self.sentence
+        return main_verdict(self.broken).brief if self.broken else self.sentence
 
     def text(self, command: Command, *, every: bool, width: int) -> str:
         """Return the failure's text; lines outside tables are not wrapped yet."""
@@ -66,17 +65,12 @@ def failures_of(
     records: Mapping[str, TestRecord], sentences: Mapping[str, str]
 ) -> dict[str, Failure]:
     """Return by node id the tests that failed by their memory; ``sentences`` are of others."""
-    found = {
-        nodeid: Failure(nodeid, record.broken)
-        for nodeid, record in records.items()
-        if record.failed
-    }
-    found.update({nodeid: Failure(nodeid, (), text) for nodeid, text in sentences.items()})
-    return found
+    failed = {name: Failure(name, one.broken) for name, one in records.items() if one.failed}
+    return failed | {name: Failure(name, (), text) for name, text in sentences.items()}
 
 
 @contextmanager
-def told_once(
+def merged(
     reporter: pytest.TerminalReporter,
     failures: Mapping[str, Failure],
     command: Command,
@@ -93,16 +87,19 @@ def told_once(
         for report, failure in ours
         if failure is not None and report.when == "call" and not hasattr(report, "context")
     ]
-    apart = verbosity > 1
-    found = alike([[failure.nodeid] if apart else failure.keys for _, failure in own])
-    groups = list(_large_enough([[own[index] for index in group] for group in found]))
+    found = alike([[failure.nodeid] if verbosity > 1 else failure.keys for _, failure in own])
+    groups: list[list[tuple[Any, Failure]]] = []
+    for positions in found:
+        group = [own[position] for position in positions]
+        merges = len(group) >= LEAST_ALIKE or not group[0][1].broken
+        groups += [group] if merges else [[one] for one in group]
     hidden = {id(report) for group in groups for report, _ in group[1:]}
     writer = reporter.config.get_terminal_writer()
     texts = {id(group[0][0]): group[0][0].longrepr for group in groups}
     for group in groups:
         report, failure = group[0]
         more = [other for _, other in group[1:]]
-        report.longrepr = _Told(
+        report.longrepr = _MergedLongrepr(
             report.longrepr, _lines(failure, more, command, verbosity, writer.fullwidth), failure
         )
     reporter.stats["failed"] = [report for report in failed if id(report) not in hidden]
@@ -139,24 +136,27 @@ def _within(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def _large_enough(
-    groups: Iterable[list[tuple[Any, Failure]]],
-) -> Iterator[list[tuple[Any, Failure]]]:
-    for group in groups:
-        if len(group) >= LEAST_ALIKE or not group[0][1].broken:
-            yield group
-        else:
-            yield from ([one] for one in group)
+class _Crash(NamedTuple):
+    """The location of a failure, with a short reason."""
+
+    path: str
+    lineno: int
+    message: str
+
+    def __str__(self) -> str:
+        """Return the line for ``--tb=line``."""
+        return f"{self.path}:{self.lineno}: {self.message}"
 
 
-class _Told:
+class _MergedLongrepr:
     """A replacement of a report's ``longrepr`` while pytest writes its summary."""
 
     def __init__(self, longrepr: Any, lines: Sequence[Line], failure: Failure) -> None:
         self._longrepr = longrepr
         self._lines = lines
         crash = getattr(longrepr, "reprcrash", None)
-        self.reprcrash = _Crash(getattr(crash, "path", ""), getattr(crash, "lineno", 0), failure)
+        path, line = getattr(crash, "path", ""), getattr(crash, "lineno", 0)
+        self.reprcrash = _Crash(path, line, failure.brief)
 
     def toterminal(self, writer: Writer) -> None:
         """Write the lines."""
@@ -165,17 +165,6 @@ class _Told:
     def __str__(self) -> str:
         """Return the original text."""
         return str(self._longrepr)
-
-
-class _Crash:
-    """The location of a failure, with a short reason."""
-
-    def __init__(self, path: str, lineno: int, failure: Failure) -> None:
-        self.path, self.lineno, self.message = path, lineno, failure.brief
-
-    def __str__(self) -> str:
-        """Return the line for ``--tb=line``."""
-        return f"{self.path}:{self.lineno}: {self.message}"
 
 
 def _lines(
@@ -195,19 +184,18 @@ def _lines(
 
 def _more(failure: Failure, more: Sequence[Failure], verbosity: int, width: int) -> Iterator[Line]:
     """Yield which tests failed for the same reason, and by how much."""
-    told = [chief(one.broken) for one in (failure, *more) if one.broken]
-    count = len(folded(told[0].explanation)) if told else 0
-    what = f"the same {count} line{'s' * (count > 1)}" if count else "the same"
-    if len({places_of(one, every=True) for one in told}) > 1:
-        what = "the same cause"
-    tests = f"{len(more)} more test{'s' * (len(more) > 1)}"
-    text = f"{what} in {tests}{_range(failure, more)}:"
+    verdicts = [main_verdict(one.broken) for one in (failure, *more) if one.broken]
+    count = len(folded(verdicts[0].explanation)) if verdicts else 0
+    same = f"the same {count} line{'s' * (count > 1)}" if count else "the same"
+    if len({places_of(one, every=True) for one in verdicts}) > 1:
+        same = "the same cause"
+    text = f"{same} in {counted(len(more), 'more test')}{_range(failure, more)}:"
     if verbosity > 0:
         yield from map(Line.of, wrap(text, width, rest="    "))
         for other in more:
             yield Line.of(shorten(f"  {other.nodeid}  {other.brief}", width))
         return
-    counts = Counter(_function(other.nodeid) for other in more)
+    counts = Counter(other.nodeid.partition("[")[0] for other in more)
     names = [
         name if number == 1 else f"{name} ({number})"
         for name, number in list(counts.items())[:MOST_FUNCTIONS]
@@ -219,19 +207,13 @@ def _more(failure: Failure, more: Sequence[Failure], verbosity: int, width: int)
 
 def _range(failure: Failure, more: Sequence[Failure]) -> str:
     """Return by how much the tests are over, where that is not the same for all."""
-    verdicts = [chief(one.broken) for one in (failure, *more) if one.broken]
+    verdicts = [main_verdict(one.broken) for one in (failure, *more) if one.broken]
     sizes = sorted(abs(verdict.excess) for verdict in verdicts)
-    if not sizes or sizes[0] == sizes[-1] or verdicts[0].kind == "nothing_measured":
-        return ""
-    if verdicts[0].limit is None:
+    if not sizes or sizes[0] == sizes[-1] or verdicts[0].limit is None:
         return ""
     side = "over" if verdicts[0].excess > 0 else "under"
     least, most = (format_size(size) for size in (sizes[0], sizes[-1]))
     return f", {least} to {most} {side}"
-
-
-def _function(nodeid: str) -> str:
-    return nodeid.partition("[")[0]
 
 
 def _summary_lines(groups: Iterable[Sequence[Failure]], width: int) -> Iterator[Line]:

@@ -10,10 +10,9 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 
-from pytest_gpumem.baseline.telling import chief
+from pytest_gpumem.baseline.failure import main_verdict
 from pytest_gpumem.echo import MOST, printable, shortened
 from pytest_gpumem.paths import GitError, git, toplevel
 from pytest_gpumem.report.json_report import ReportError
@@ -23,8 +22,8 @@ from pytest_gpumem.report.record import ReportedRun, TestRecord
 MOST_ANNOTATIONS = 10
 """GitHub shows ten errors and ten notices of a step."""
 
-_DATA = {"%": "%25", "\r": "%0D", "\n": "%0A"}
-_PROPERTY = {**_DATA, ":": "%3A", ",": "%2C"}
+_DATA = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
+_PROPERTY = {**_DATA, ord(":"): "%3A", ord(","): "%2C"}
 
 
 def workflow_commands(run: ReportedRun) -> list[str]:
@@ -40,10 +39,8 @@ def workflow_commands(run: ReportedRun) -> list[str]:
 
 def workflow_command(name: str, message: str, **properties: str | int) -> str:
     """Return one workflow command; nothing in its parts can end it or begin another."""
-    given = ",".join(
-        f"{key}={_escaped(str(value), _PROPERTY)}" for key, value in properties.items()
-    )
-    return f"::{name} {given}::{_escaped(message, _DATA)}"
+    given = ",".join(f"{key}={str(one).translate(_PROPERTY)}" for key, one in properties.items())
+    return f"::{name} {given}::{message.translate(_DATA)}"
 
 
 def write_summary(run: ReportedRun) -> None:
@@ -66,13 +63,9 @@ def write_summary(run: ReportedRun) -> None:
         ) from error
 
 
-def _escaped(text: str, table: dict[str, str]) -> str:
-    return "".join(table.get(char, char) for char in text)
-
-
 def _limited(name: str, found: list[tuple[str, dict[str, str | int]]]) -> Iterator[str]:
     shown = found if len(found) <= MOST_ANNOTATIONS else found[: MOST_ANNOTATIONS - 1]
-    for message, properties in islice(shown, MOST_ANNOTATIONS):
+    for message, properties in shown:
         yield workflow_command(name, message, **properties)
     if hidden := len(found) - len(shown):
         yield workflow_command(
@@ -99,7 +92,7 @@ def _grown_line(
     if not record.broken or changed is None:
         return None
     top, lines = changed
-    for change in chief(record.broken).explanation:
+    for change in main_verdict(record.broken).explanation:
         path, _, line = (change.get("site") or "").rpartition(":")
         if change["bytes"] <= 0 or not path or not line.isdecimal():
             continue
@@ -157,16 +150,12 @@ def changed_lines(root: Path) -> Changed | None:
         diff = git(root, "diff", "--unified=0", "--no-color", f"origin/{base}...HEAD")
     except GitError:
         return None
-    return top, _lines_of(diff.decode(errors="replace"))
-
-
-def _lines_of(diff: str) -> Lines:
-    found: defaultdict[str, set[int]] = defaultdict(set)
+    changed: defaultdict[str, set[int]] = defaultdict(set)
     path = ""
-    for line in diff.splitlines():
+    for line in diff.decode(errors="replace").splitlines():
         if line.startswith("+++ "):
             path = line[4:].removeprefix("b/")
         elif hunk := _HUNK.match(line):
             begin, count = int(hunk[1]), int(hunk[2] or 1)
-            found[path].update(range(begin, begin + count))
-    return found
+            changed[path].update(range(begin, begin + count))
+    return top, changed

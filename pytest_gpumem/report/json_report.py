@@ -101,7 +101,8 @@ def read_report(path: Path) -> list[TestRecord]:
     """Return the tests of the report ``path``; raises :class:`ReportError` where it is none."""
     with paused():
         data = _read(path)
-        return [_record(test, data["environment"]) for test in data["tests"]]
+        common = {"environment": data["environment"]}
+        return [TestRecord.from_dict({**common, **test}) for test in data["tests"]]
 
 
 def read_usage(path: Path) -> list[dict[str, Any]]:
@@ -123,7 +124,10 @@ def _read(path: Path) -> dict[str, Any]:
     except NewerError as error:
         raise ReportError(f"report {path} {error}") from error
     except ValueError as error:  # a path with a NUL is one, too
-        raise _foreign(path, str(error)) from error
+        raise ReportError(
+            f"report {path} is not one of pytest-gpumem: {error}; write it with "
+            "--gpumem-report json:PATH"
+        ) from error
 
 
 def _test(record: TestRecord, common: Environment | None) -> dict[str, Any]:
@@ -136,29 +140,6 @@ def _test(record: TestRecord, common: Environment | None) -> dict[str, Any]:
     return data
 
 
-def _record(test: dict[str, Any], environment: dict[str, Any] | None) -> TestRecord:
-    optional: dict[str, Any] = {
-        "environment": environment,
-        "other_devices": [],
-        "improvements": [],
-        "missing_baseline": False,
-        "judged": True,
-        "nvml": None,
-        "out_of_memory": None,
-        "sharing": None,
-        "duration": None,
-        "beside": None,
-    }
-    return TestRecord.from_dict({**optional, **test})
-
-
-def _foreign(path: Path, problem: str) -> ReportError:
-    return ReportError(
-        f"report {path} is not one of pytest-gpumem: {problem}; write it with "
-        "--gpumem-report json:PATH"
-    )
-
-
 MOST_WHOLE = 50
 """Tests with a whole time line: those that failed first, then those with the highest peaks."""
 SAMPLES = 24
@@ -167,24 +148,24 @@ SAMPLES = 24
 
 def thin(records: Sequence[TestRecord]) -> list[TestRecord]:
     """Return ``records`` with the time lines of all but :data:`MOST_WHOLE` tests thinned."""
-    if sum(_has_line(record) for record in records) <= MOST_WHOLE:
+    drawn = [one for one in records if any(m.timeline is not None for m in one.measurements)]
+    if len(drawn) <= MOST_WHOLE:
         return list(records)
     ordered = sorted(records, key=lambda one: (one.outcome != "failed", -one.peak))
     whole = set(map(id, ordered[:MOST_WHOLE]))
-    return [record if id(record) in whole else _thin(record) for record in records]
+    return [
+        record
+        if id(record) in whole
+        else replace(
+            record,
+            measurement=record.measurement and _thin(record.measurement),
+            other_devices=tuple(map(_thin, record.other_devices)),
+        )
+        for record in records
+    ]
 
 
-def _thin(record: TestRecord) -> TestRecord:
-    own = record.measurement and _thin_measurement(record.measurement)
-    others = tuple(map(_thin_measurement, record.other_devices))
-    return replace(record, measurement=own, other_devices=others)
-
-
-def _thin_measurement(measured: Measurement) -> Measurement:
+def _thin(measured: Measurement) -> Measurement:
     if measured.timeline is None:
         return measured
     return replace(measured, timeline=thinned(measured.timeline, SAMPLES))
-
-
-def _has_line(record: TestRecord) -> bool:
-    return any(measured.timeline is not None for measured in record.measurements)

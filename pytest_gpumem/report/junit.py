@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pytest_gpumem.baseline.telling import chief
+from pytest_gpumem.baseline.failure import main_verdict
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.values.measurement import Measurement
 
@@ -28,7 +28,7 @@ def user_properties(record: TestRecord) -> list[tuple[str, object]]:
     if record.judged:
         properties.append((f"{PREFIX}verdict", "failed" if record.broken else "passed"))
     if record.broken:
-        first = chief(record.broken)
+        first = main_verdict(record.broken)
         properties.append((f"{PREFIX}over", first.brief))
         properties += [(f"{PREFIX}cause", first.cause)] if first.cause else []
     return properties

@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pytest_gpumem.baseline.failure import statement_lines
-from pytest_gpumem.baseline.telling import chief
-from pytest_gpumem.baseline.verdict import Improvement, format_percent, update_command
+from pytest_gpumem.baseline.failure import main_verdict, statement_lines
+from pytest_gpumem.baseline.verdict import change_text, update_command
 from pytest_gpumem.echo import printable, shortened
 from pytest_gpumem.report.causes import causes_of
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.sizes import format_change, format_size
+from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import counted
 from pytest_gpumem.values.environment import Environment
 
 MARKER = "pytest-gpumem"
@@ -61,11 +61,21 @@ def document(
         _table(("test", "measured", "allowed", "over"), map(_failure_row, failed)),
         *_explanations(failed, command),
         *sections,
-        _section("Improved", _improved(improved)),
+        _section(
+            "Improved", ("test", "measured", "baseline", "change"), map(_improvement, improved)
+        ),
         _command("lock it in", [record.nodeid for record in improved], command),
-        _section("Without baseline", _new(new)),
+        _section(
+            "Without baseline",
+            ("test", "peak"),
+            ((code(one.nodeid), format_size(one.peak)) for one in new if one.measurement),
+        ),
         code_block([f"record them: {command} --gpumem-update-baselines=new"]) if new else "",
-        _section("Not simulated, so not checked", _skipped(skipped or {})),
+        _section(
+            "Not simulated, so not checked",
+            ("test", "why"),
+            ((code(nodeid), code(why)) for nodeid, why in (skipped or {}).items()),
+        ),
     ]
     return bounded(filter(None, parts))
 
@@ -123,15 +133,6 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def change_text(before: int, now: int) -> str:
-    """Return how ``now`` differs from ``before``, both in bytes: ``+16.0 MiB (+25.0 %)``."""
-    change = now - before
-    if not change:
-        return "same"
-    percent = f" ({format_percent(change, before)})" if before > 0 else ""
-    return f"{format_change(change)}{percent}"
-
-
 def _headline(
     records: Sequence[TestRecord], failed: Sequence[TestRecord], improved: Sequence[TestRecord]
 ) -> str:
@@ -139,11 +140,11 @@ def _headline(
     if not records:
         return "no test was measured"
     if failed:
-        return f"{len(failed)} of {_tests(len(records))} failed"
+        return f"{len(failed)} of {counted(len(records), 'test')} failed"
     fell = f", {len(improved)} improved" if improved else ""
     unjudged = sum(not record.judged or record.outcome == "error" for record in records)
     open_ = f", {unjudged} not judged" if unjudged else ""
-    return f"{_tests(measured)} measured, none failed by it{fell}{open_}"
+    return f"{counted(measured, 'test')} measured, none failed by it{fell}{open_}"
 
 
 def _where(records: Sequence[TestRecord]) -> str:
@@ -154,7 +155,8 @@ def _where(records: Sequence[TestRecord]) -> str:
     return f"Measured on {named}." if records else ""
 
 
-def _section(title: str, lines: str) -> str:
+def _section(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = _table(headings, rows)
     return f"**{title}**\n\n{lines}" if lines else ""
 
 
@@ -162,34 +164,32 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     found = list(rows)
     if not found:
         return ""
-    more = f"\n\nand {_tests(len(found) - MOST_ROWS)} more" if len(found) > MOST_ROWS else ""
+    more = (
+        f"\n\nand {counted(len(found) - MOST_ROWS, 'test')} more" if len(found) > MOST_ROWS else ""
+    )
     return table(headings, found[:MOST_ROWS]) + more
 
 
 def _failure_row(record: TestRecord) -> tuple[str, ...]:
     name = code(record.nodeid)
     if not record.failed:
-        asked = (record.out_of_memory or {})["requested"]
-        free = (record.out_of_memory or {})["free"]
-        return (
-            name,
-            f"asked for {format_size(asked)}",
-            f"{format_size(free)} free",
-            "out of memory",
-        )
-    verdict = chief(record.broken)
+        facts = record.out_of_memory or {}
+        asked, free = format_size(facts["requested"]), format_size(facts["free"])
+        return name, f"asked for {asked}", f"{free} free", "out of memory"
+    verdict = main_verdict(record.broken)
     allowed = verdict.limit if verdict.reference is None else verdict.reference
     phase = f"{code(verdict.phase)} " if verdict.phase else ""
-    what = {"peak_reserved": "reserved ", "leaked": "leaked "}.get(verdict.metric, "")
+    kind = {"peak_reserved": "reserved ", "leaked": "leaked "}.get(verdict.metric, "")
     if verdict.kind == "nothing_measured":
         return name, "nothing", "", "not checked"
-    measured = f"{phase}{what}{format_size(verdict.actual)}"
+    measured = f"{phase}{kind}{format_size(verdict.actual)}"
     if verdict.kind == "ran_eagerly":
         return name, measured, "", "ran eagerly"
     if allowed is None:
         return name, measured, f"no {verdict.kind}", "not checked"
     yardstick = {"baseline": "baseline", "prediction": "predicted"}.get(verdict.kind, "limit")
-    over = change_text(allowed, verdict.actual)
+    same = allowed == verdict.actual
+    over = "same" if same else change_text(allowed, verdict.actual)
     if verdict.actual <= (verdict.limit or 0) and verdict.kind != "prediction":
         over = "did not run"
     return name, measured, f"{yardstick} {format_size(allowed)}", over
@@ -205,7 +205,7 @@ def _explanations(failed: Sequence[TestRecord], command: str) -> Iterator[str]:
             continue
         names = ", ".join(code(record.nodeid) for record in more[:MOST_ALIKE])
         rest = f" and {len(more) - MOST_ALIKE} more" if len(more) > MOST_ALIKE else ""
-        alike = f"\n\nthe same cause in {_tests(len(more))}, {cause.size}: {names}{rest}"
+        alike = f"\n\nthe same cause in {counted(len(more), 'test')}, {cause.size}: {names}{rest}"
         yield f"{code(first.nodeid)}\n" + code_block(lines) + (alike if more else "")
     accepted = [record.nodeid for record in failed if _can_be_accepted(record)]
     if len(accepted) > 1:
@@ -264,12 +264,8 @@ def accepting(nodeid: str, command: str) -> str:
     return own if len(own) <= MOST_COMMAND else update_command(nodeid.partition("::")[0], command)
 
 
-def _improved(records: Sequence[TestRecord]) -> str:
-    return _table(("test", "measured", "baseline", "change"), map(_improvement_row, records))
-
-
-def _improvement_row(record: TestRecord) -> tuple[str, ...]:
-    found: Improvement = record.improvements[0]
+def _improvement(record: TestRecord) -> tuple[str, ...]:
+    found = record.improvements[0]
     phase = f"{code(found.phase)} " if found.phase else ""
     return (
         code(record.nodeid),
@@ -279,26 +275,8 @@ def _improvement_row(record: TestRecord) -> tuple[str, ...]:
     )
 
 
-def _new(records: Sequence[TestRecord]) -> str:
-    rows = [
-        (code(record.nodeid), format_size(record.measurement.peak_allocated))
-        for record in records
-        if record.measurement is not None
-    ]
-    return _table(("test", "peak"), rows)
-
-
-def _skipped(skipped: Mapping[str, str]) -> str:
-    return _table(("test", "why"), [(code(nodeid), code(why)) for nodeid, why in skipped.items()])
-
-
 def _command(why: str, nodeids: Sequence[str], command: str) -> str:
     if not nodeids:
         return ""
-    if len(nodeids) == 1:
-        return code_block([f"{why}: {accepting(nodeids[0], command)}"])
-    return code_block([f"{why}: {command} --gpumem-update-baselines"])
-
-
-def _tests(count: int) -> str:
-    return f"{count} test" if count == 1 else f"{count} tests"
+    one = accepting(nodeids[0], command) if len(nodeids) == 1 else ""
+    return code_block([f"{why}: {one or f'{command} --gpumem-update-baselines'}"])

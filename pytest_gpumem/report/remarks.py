@@ -15,7 +15,7 @@ from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import Line, Span, wrap
 
 if TYPE_CHECKING:
-    from pytest_gpumem.baseline.unused import Unused
+    from pytest_gpumem.baseline.collected import Unused
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,9 @@ def missing_lines(missing: Missing, command: Command, *, most: int, width: int) 
         yield Line.of(f"  and {len(unused) - most} more (-v lists all)", "dim")
     moves = list(dict.fromkeys(_moves(unused)))
     for old, new in moves[:most]:
-        folder = "" if missing.folder == "baselines" else f" --baselines {_word(missing.folder)}"
+        folder = (
+            "" if missing.folder == "baselines" else f" --baselines {shlex.quote(missing.folder)}"
+        )
         line = f"gpumem baselines move{folder} {quoted_for_shell(old)} {quoted_for_shell(new)}"
         yield Line((Span("  move it: "), Span(line, "cyan")))
     drop = "drop it" if len(unused) == 1 else "drop them all"
@@ -118,7 +120,3 @@ def _unlimited_leak(record: TestRecord) -> int:
     if record.expectation.get("max_leak") is not None:
         return 0
     return max((measured.leaked or 0 for measured in record.measurements), default=0)
-
-
-def _word(text: str) -> str:
-    return shlex.quote(text)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from pytest_gpumem.baseline.failure import main_verdict
 from pytest_gpumem.baseline.store import split_nodeid
-from pytest_gpumem.baseline.telling import chief
 from pytest_gpumem.baseline.verdict import Improvement, Verdict
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_apart, format_size
@@ -80,7 +81,7 @@ class Row:
         if number is None:
             return ""
         if exact:
-            return _exact(number)
+            return f"{number:,}"
         compared = self.verdict is not None and self.verdict.metric == column.key
         return measured if compared else format_size(number)
 
@@ -92,7 +93,7 @@ class Row:
         yardstick = verdict.limit if verdict.reference is None else verdict.reference
         measured, allowed = format_apart(verdict.actual, yardstick)
         if exact:
-            allowed = _exact(yardstick)
+            allowed = f"{yardstick:,}"
         if verdict.reference is None:
             allowed = allowed if exact else verdict.limit_in_words or allowed
             return measured, f"{LIMIT_WORDS[verdict.metric]} {allowed}"
@@ -137,7 +138,7 @@ def rows_of(record: TestRecord, every_phase: bool, below_module: bool = True) ->
         else:
             name, depth, status = measured.device, 1, judged.status(None)
         verdict = _telling_verdict(judged.of_phase(None))
-        yield Row(name, depth, _test_numbers(measured), verdict, status)
+        yield Row(name, depth, _numbers(measured), verdict, status)
         yield from _phase_rows(measured, judged, every_phase, depth + 1)
 
 
@@ -155,7 +156,7 @@ def _phase_rows(
             continue
         depths[phase.name] = own_depth + 1
         status = judged.status(phase.name)
-        yield Row(phase.name, own_depth, _phase_numbers(phase), _telling_verdict(verdicts), status)
+        yield Row(phase.name, own_depth, _numbers(phase), _telling_verdict(verdicts), status)
     for name in dict.fromkeys(verdict.phase for verdict in judged.verdicts):
         if name is not None and name not in measured.phases:
             yield Row(name, depth, {}, _telling_verdict(judged.of_phase(name)), judged.status(name))
@@ -171,14 +172,14 @@ def _tells_more(verdict: Verdict, judged: _Judged) -> bool:
 
 def parents_first(phases: Mapping[str, PhaseRecord]) -> Iterator[PhaseRecord]:
     """Yield ``phases``, each behind the one that it lies in."""
-    children: dict[str | None, list[PhaseRecord]] = {}
+    children: dict[str | None, list[PhaseRecord]] = defaultdict(list)
     for phase in phases.values():
-        children.setdefault(phase.parent if phase.parent in phases else None, []).append(phase)
-    pending = children.get(None, [])[::-1]
+        children[phase.parent if phase.parent in phases else None].append(phase)
+    pending = children[None][::-1]
     while pending:
         phase = pending.pop()
         yield phase
-        pending += children.get(phase.name, [])[::-1]
+        pending += children[phase.name][::-1]
 
 
 @dataclass(frozen=True)
@@ -213,23 +214,8 @@ class _Judged:
         return "ok" if verdicts else ""
 
 
-def _test_numbers(measured: Measurement) -> dict[str, int | None]:
-    return {
-        "peak_allocated": measured.peak_allocated,
-        "allocated_after": measured.allocated_after,
-        "peak_reserved": measured.peak_reserved,
-        "leaked": measured.leaked,
-        "cublas_workspace": measured.cublas_workspace,
-    }
-
-
-def _phase_numbers(phase: PhaseRecord) -> dict[str, int | None]:
-    return {
-        "peak_allocated": phase.peak_allocated,
-        "allocated_after": phase.allocated_after,
-        "peak_reserved": phase.peak_reserved,
-        "cublas_workspace": phase.cublas_workspace,
-    }
+def _numbers(measured: Measurement | PhaseRecord) -> dict[str, int | None]:
+    return {column.key: getattr(measured, column.key, None) for column in COLUMNS[:5]}
 
 
 def _telling_verdict(verdicts: Sequence[Verdict]) -> Verdict | None:
@@ -237,13 +223,5 @@ def _telling_verdict(verdicts: Sequence[Verdict]) -> Verdict | None:
     bounded = [verdict for verdict in verdicts if verdict.limit is not None]
     broken = [verdict for verdict in bounded if not verdict.passed]
     if broken:
-        return chief(broken)
-    return min(
-        bounded,
-        key=lambda one: (one.metric != "peak_allocated", one.limit),
-        default=None,
-    )
-
-
-def _exact(size: int) -> str:
-    return f"{size:,}"
+        return main_verdict(broken)
+    return min(bounded, key=lambda one: (one.metric != "peak_allocated", one.limit), default=None)

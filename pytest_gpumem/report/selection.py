@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 from pytest_gpumem.report.causes import alike, keys_of
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import rows_of, test_status
+from pytest_gpumem.text import counted
 
 ROWS = 24
 """Up to so many rows, every phase is shown; beyond so many tests, only those with remarks and the
@@ -21,36 +23,32 @@ def shown_tests(
     ordered = list(records)
     if sort is not None:
         ordered.sort(key=_ORDERS[sort])
-    shown = ordered if len(ordered) <= most else _worth_showing(ordered, most, sort)
-    few = sum(1 + _phase_count(record) for record in shown) <= max(most, ROWS)
-    every = verbose or (few and len(shown) == len(records))
-    return shown, every
+    shown = ordered if len(ordered) <= most else _remarkable(ordered, most, sort)
+    rows = sum(1 + sum(len(m.phases) for m in record.measurements) for record in shown)
+    few = rows <= max(most, ROWS) and len(shown) == len(records)
+    return shown, verbose or few
 
 
-def _worth_showing(records: Sequence[TestRecord], most: int, sort: Sort | None) -> list[TestRecord]:
-    """Return ``most`` of the tests: the first ones in a requested order, else the remarkable ones.
+def _remarkable(records: Sequence[TestRecord], most: int, sort: Sort | None) -> list[TestRecord]:
+    """Return the first ``most`` tests in a requested order, else the remarkable ones as they ran.
 
-    These are tests with remarks and those with the largest peaks. Where more have remarks, ``most``
-    limits their rows, with a few tests for each cause.
+    Tests with remarks come first, then those with the largest peaks. Where more than ``most`` have
+    remarks, it limits their rows, with a few tests for each cause.
     """
     if sort is not None:
         return list(records[:most])
-    telling = [position for position, record in enumerate(records) if _telling(record)]
-    silent = [position for position, record in enumerate(records) if not _telling(record)]
-    silent.sort(key=lambda position: -_peak(records[position]))
-    if len(telling) > most:
-        ranks = _ranks([records[position] for position in telling])
-        telling.sort(key=lambda position: ranks[id(records[position])])
-        telling = [position for position in telling if ranks[id(records[position])] < OF_A_CAUSE]
-        silent = []
-        left = most
-        for index, position in enumerate(telling):
-            left -= len(list(rows_of(records[position], False)))
-            if left < 0:
-                telling = telling[: max(index, 1)]
-                break
-    kept = telling + silent[: max(0, most - len(telling))]
-    return [records[position] for position in sorted(kept)]
+    remarked = [one for one in records if _has_remark(one)]
+    others = [one for one in records if not _has_remark(one)]
+    kept = remarked + sorted(others, key=lambda one: -_most(one, "peak_allocated"))
+    kept = kept[: max(most, len(remarked))]
+    if len(remarked) > most:
+        ranks = _ranks(remarked)
+        few = [one for one in remarked if ranks[id(one)] < OF_A_CAUSE]
+        few.sort(key=lambda one: ranks[id(one)])
+        rows = accumulate(len(list(rows_of(one, False))) for one in few)
+        kept = few[: max(sum(used <= most for used in rows), 1)]
+    chosen = set(map(id, kept))
+    return [one for one in records if id(one) in chosen]
 
 
 def _ranks(records: Sequence[TestRecord]) -> dict[int, int]:
@@ -60,8 +58,8 @@ def _ranks(records: Sequence[TestRecord]) -> dict[int, int]:
     return {id(records[at]): rank for group in groups for rank, at in enumerate(group)}
 
 
-def _telling(record: TestRecord) -> bool:
-    return test_status(record) in ("FAIL", "xfail", "better") or _leaked(record) > 0
+def _has_remark(record: TestRecord) -> bool:
+    return test_status(record) in ("FAIL", "xfail", "better") or _most(record, "leaked") > 0
 
 
 def hidden_text(records: Sequence[TestRecord], shown: Sequence[TestRecord]) -> str:
@@ -70,14 +68,15 @@ def hidden_text(records: Sequence[TestRecord], shown: Sequence[TestRecord]) -> s
     hidden = [record for record in records if id(record) not in seen]
     if not hidden:
         return ""
-    more = f"and {len(hidden)} more test{'s' if len(hidden) > 1 else ''}"
+    more = f"and {counted(len(hidden), 'more test')}"
     if failed := sum(record.failed for record in hidden):
         return f"{more}, {failed} of them failed (--gpumem-rows all shows all)"
     return f"{more} with smaller peaks (-v shows all)"
 
 
-def _leaked(record: TestRecord) -> int:
-    return max((measured.leaked or 0 for measured in record.measurements), default=0)
+def _most(record: TestRecord, number: str) -> int:
+    """Return the largest ``number`` of a test's devices, in bytes."""
+    return max((getattr(one, number) or 0 for one in record.measurements), default=0)
 
 
 def _over(record: TestRecord) -> int:
@@ -94,16 +93,8 @@ OF_A_CAUSE = 8
 Sort = Literal["peak", "leaked", "over", "name"]
 
 _ORDERS: Mapping[str, Callable[[TestRecord], Any]] = {
-    "peak": lambda record: -_peak(record),
-    "leaked": lambda record: -_leaked(record),
+    "peak": lambda record: -_most(record, "peak_allocated"),
+    "leaked": lambda record: -_most(record, "leaked"),
     "over": lambda record: -_over(record),
     "name": lambda record: record.nodeid,
 }
-
-
-def _peak(record: TestRecord) -> int:
-    return max((measured.peak_allocated for measured in record.measurements), default=0)
-
-
-def _phase_count(record: TestRecord) -> int:
-    return sum(len(measured.phases) for measured in record.measurements)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,22 +36,14 @@ def table(
     verbose = verbosity > 0
     most = (len(records) if verbose else ROWS) if rows is None else rows
     shown, every = shown_tests(records, most, verbose, sort)
-    groups = _by_module(shown) if sort in (None, "name") else {"": shown}
-    found = {
-        module: [row for record in tests for row in rows_of(record, every, bool(module))]
-        for module, tests in groups.items()
-    }
+    found: dict[str, list[Row]] = defaultdict(list)
+    for record in shown:
+        module = split_nodeid(record.nodeid)[0] if sort in (None, "name") else ""
+        found[module] += rows_of(record, every, bool(module))
     lines = _lines(found, verbose, width)
     if hidden := hidden_text(records, shown):
         lines.append(Line.of(shorten(f"  {hidden}", width), "dim"))
     return lines
-
-
-def _by_module(records: Sequence[TestRecord]) -> dict[str, list[TestRecord]]:
-    modules: dict[str, list[TestRecord]] = {}
-    for record in records:
-        modules.setdefault(split_nodeid(record.nodeid)[0], []).append(record)
-    return modules
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
-from pytest_gpumem.baseline.telling import told
+from pytest_gpumem.baseline.failure import failure_statements
 from pytest_gpumem.echo import MOST, printable
+from pytest_gpumem.report.causes import missing as missing_bytes
 from pytest_gpumem.report.commands import PLAIN, UPDATE, Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.remarks import Missing, missing_lines
@@ -18,11 +19,11 @@ from pytest_gpumem.report.selection import Sort
 from pytest_gpumem.report.table import table
 from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.sizes import format_size
-from pytest_gpumem.text import Line, Span, Writer, pack, shorten, wrap, write_lines
+from pytest_gpumem.text import Line, Span, Writer, counted, pack, shorten, wrap, write_lines
 from pytest_gpumem.values.environment import Environment
 
 if TYPE_CHECKING:
-    from pytest_gpumem.baseline.update import Change, UpdateReport
+    from pytest_gpumem.baseline.update import UpdateReport
 
 MOST_LISTED = 10
 """Tests, changes and notes of one kind that are listed unless verbose."""
@@ -48,8 +49,7 @@ def describe(environment: Environment) -> str:
     if not environment.is_exact:
         facts += [f"CUDA {environment.cuda}"] if environment.cuda else []
         facts += [f"driver {environment.driver}"] if environment.driver else []
-    facts += [environment.partition] if environment.partition else []
-    facts += [environment.ranks] if environment.ranks else []
+    facts += filter(None, (environment.partition, environment.ranks))
     facts += [printable(environment.alloc_conf, MOST)] if environment.alloc_conf else []
     if environment.cublas_workspace_config:
         config = printable(environment.cublas_workspace_config, MOST)
@@ -85,209 +85,209 @@ def section(
     ``told_above``: pytest has shown the failures. ``missing`` lists tests compared with nothing;
     ``rows`` and ``sort`` are those of the table.
     """
-    records = _recorded(records, update)
-    blocks: list[list[Line]] = []
+    if update is not None and (update.added or update.changed or update.unchanged):
+        # The update's own messages report numbers that could not be recorded.
+        records = [replace(record, missing_baseline=False) for record in records]
+    most = len(records) + MOST_LISTED if verbosity > 0 else MOST_LISTED
+    one = _Section(records, verbosity, width, most, command)
+    blocks: list[Iterable[Line]] = []
     if verbosity >= 0:
-        blocks += _tables(records, verbosity, width, rows, sort)
+        blocks += one.tables(rows, sort)
     if verbosity > 0:
-        blocks.append(list(_expected(records, width)))
-    blocks.append(list(_failures(records, verbosity, width, told_above)))
+        blocks.append(one.expected())
+    blocks.append(one.failures(told_above))
     if verbosity > 0:
-        blocks.append(list(_compositions(records, verbosity, width)))
+        blocks.append(one.compositions())
     if verbosity >= 0:
-        most = len(records) + MOST_LISTED if verbosity > 0 else MOST_LISTED
-        blocks.append(list(_acceptable(records, command)))
-        blocks.append(list(_improvements(records, most, width, command)))
-        blocks.append(list(_without_baseline(records, most, width, command)))
+        blocks += [one.acceptable(), one.improvements(), one.without_baseline()]
         if missing:
-            blocks.append(list(missing_lines(missing, command, most=most, width=width)))
-        blocks.append(list(_notes(records, notes, most, width)))
-        blocks.append(list(_devices(records, verbosity, width)))
+            blocks.append(missing_lines(missing, command, most=most, width=width))
+        blocks += [one.notes([*notes, *one.notes_of_tests()], most), one.devices()]
     else:
         # Errors with files decide the exit status and are printed however quiet pytest is. So are
         # notes on numbers that are not those of the intended code.
-        eager = dict.fromkeys(note for note in _of_tests(records) if ran_eagerly(note))
-        blocks.append(list(_notes((), [*notes, *eager], len(notes) + MOST_LISTED, width)))
-    blocks.append(list(_updates(update, verbosity, width)))
-    blocks.append(list(_summary(records, width)))
-    return _spaced(blocks, Line() if verbosity >= 0 else None)
-
-
-def _recorded(records: Sequence[TestRecord], update: UpdateReport | None) -> Sequence[TestRecord]:
-    """Drop the note on missing baselines where baselines have just been recorded.
-
-    The update's own messages report numbers that could not be recorded.
-    """
-    if update is None or not (update.added or update.changed or update.unchanged):
-        return records
-    return [replace(record, missing_baseline=False) for record in records]
-
-
-def _spaced(blocks: Sequence[Sequence[Line]], between: Line | None) -> list[Line]:
+        eager = dict.fromkeys(note for note in one.notes_of_tests() if ran_eagerly(note))
+        blocks.append(one.notes([*notes, *eager], len(notes) + MOST_LISTED))
+    blocks += [one.updates(update), one.summary()]
     lines: list[Line] = []
-    for block in filter(None, blocks):
-        if lines and between is not None:
-            lines.append(between)
+    for block in filter(None, map(list, blocks)):
+        lines += [Line()] if lines and verbosity >= 0 else []
         lines += block
     return lines
 
 
-def _tables(
-    records: Sequence[TestRecord], verbosity: int, width: int, rows: int | None, sort: Sort | None
-) -> Iterator[list[Line]]:
-    for environment, found in _by_environment(records).items():
-        heading = [Line.of(line, "bold") for line in wrap(describe(environment), width, rest="  ")]
-        yield heading + table(found, verbosity=verbosity, width=width, rows=rows, sort=sort)
+@dataclass(frozen=True)
+class _Section:
+    """The blocks of the section, each as lines."""
+
+    records: Sequence[TestRecord]
+    verbosity: int
+    width: int
+    most: int
+    """The most tests and changes of one kind that are listed."""
+    command: Command
+
+    def tables(self, rows: int | None, sort: Sort | None) -> Iterator[list[Line]]:
+        for environment, found in _by_environment(self.records).items():
+            heading = self._wrapped(describe(environment), "bold")
+            shown = table(found, verbosity=self.verbosity, width=self.width, rows=rows, sort=sort)
+            yield [*heading, *shown]
+
+    def expected(self) -> Iterator[Line]:
+        """Compare closed forms with the bytes by category, for tests with watched objects."""
+        for record in self.records:
+            measured = record.measurement
+            if measured is None or not measured.expected:
+                continue
+            yield Line.of(shorten(f"{record.nodeid}, by closed forms:", self.width))
+            for category, expected in measured.expected.items():
+                seen = [p.composition.get(category, 0) for p in measured.phases.values()]
+                at_most = f", at most {max(seen):,} B seen" if any(seen) else ""
+                yield from self._sentence(f"{category} {expected:,} B{at_most}")
+
+    def failures(self, told_above: bool) -> Iterator[Line]:
+        verbose = self.verbosity > 0
+        for record in self.records:
+            if not told_above if record.failed else record.broken and verbose:
+                yield self._marked(test_status(record), record.nodeid)
+                statements = [one.verdict for one in failure_statements(record.broken)]
+                shown = record.broken if verbose else statements
+                causes = dict.fromkeys(verdict.cause for verdict in shown if verdict.cause)
+                for text in (*causes, *(verdict.short for verdict in shown)):
+                    yield from self._sentence(text)
+
+    def compositions(self) -> Iterator[Line]:
+        """Yield the holders of bytes at each test's peak, with source lines where very verbose."""
+        composed = [(one, one.measurement) for one in self.records]
+        found = [(one, measured) for one, measured in composed if measured and measured.sites]
+        if found:
+            yield Line.of("what held the bytes at the peak", "bold")
+        for record, measured in found:
+            yield Line.of(f"  {shorten(record.nodeid, self.width - 2)}")
+            held = sorted(measured.composition.items(), key=lambda item: -item[1])
+            parts = [f"{category} {format_size(nbytes)}" for category, nbytes in held]
+            for line in pack(parts, self.width, first="    ", rest="    "):
+                yield Line.of(line, "dim")
+            if self.verbosity > 1:
+                every, width = self.verbosity > 2, self.width - 2
+                sites = explanation_lines(measured.sites, signed=False, every=every, width=width)
+                yield from (Line.of(f"  {line}", "dim") for line in sites)
+
+    def acceptable(self) -> Iterator[Line]:
+        """Yield the command that accepts the numbers of several tests beyond their baselines."""
+        failed = [record for record in self.records if record.failed]
+        over = [one for one in failed if all(v.kind == "baseline" for v in one.broken)]
+        if len(over) > 1:
+            line = self.command.records_failures()
+            yield Line((Span(f"accept all {len(over)}: "), Span(line, "cyan")))
+
+    def improvements(self) -> Iterator[Line]:
+        improved = [record for record in self.records if test_status(record) == "better"]
+        for record in improved[: self.most]:
+            yield self._marked("better", record.nodeid)
+            for improvement in record.improvements:
+                yield from self._sentence(improvement.short)
+        yield from _rest(improved, self.most, "improved")
+        if improved:
+            shown = [record.nodeid for record in improved[: self.most]]
+            why = "lock it in" if len(shown) == 1 else "lock them in"
+            yield _command(why, self.command.records(*shown))
+
+    def without_baseline(self) -> Iterator[Line]:
+        missing = [record for record in self.records if test_status(record) == "new"]
+        for environment, found in _by_environment(missing).items():
+            tests = counted(len(found), "test")
+            yield from self._wrapped(f"no baseline in {environment.key} for {tests}:", "yellow")
+            for record in found[: self.most]:
+                yield Line.of(shorten(f"  {record.nodeid}", self.width))
+            yield from _rest(found, self.most, "without baseline")
+        if missing:
+            yield _command("record them", self.command.again(f"{UPDATE}=new"))
+
+    def updates(self, update: UpdateReport | None) -> Iterator[Line]:
+        if update is None:
+            return
+        kinds = (("+", "added", update.added), ("~", "changed", update.changed))
+        pruned = ("-", "pruned", update.pruned)
+        counts = {
+            **{word: len(changes) for _, word, changes in kinds},
+            "unchanged": update.unchanged,
+            "pruned": len(update.pruned),
+        }
+        listed = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+        files = f" ({counted(len(update.written), 'file')} written)" if update.written else ""
+        yield Line.of(f"baselines: {listed or 'nothing to record'}{files}")
+        if self.verbosity >= 0:
+            all_of_them = counts["added"] + counts["changed"] if self.verbosity else 0
+            most = max(all_of_them, MOST_LISTED)
+            for mark, word, changes in (*kinds, pruned):
+                for change in changes[:most]:
+                    text = wrap(change.text, self.width, first=f"  {mark} ", rest="      ")
+                    yield from map(Line.of, text)
+                yield from _rest(changes, most, word)
+            for message in update.messages:
+                yield from self._sentence(message)
+        for error in update.errors:
+            yield from self._sentence(error, "red")
+
+    def notes(self, notes: Sequence[str], most: int) -> Iterator[Line]:
+        counts = Counter(notes)
+        for note, count in sorted(counts.items(), key=lambda item: not ran_eagerly(item[0]))[:most]:
+            times = f" ({counted(count, 'test')})" if count > 1 else ""
+            yield from self._wrapped(f"note: {note}{times}")
+        yield from _rest(counts, most, "notes", tests=False)
+
+    def notes_of_tests(self) -> Iterator[str]:
+        """Yield the notes on each test, once for each."""
+        for record in self.records:
+            yield from dict.fromkeys(note for one in record.measurements for note in one.notes)
+
+    def devices(self) -> Iterator[Line]:
+        for found in _by_environment(self.records).values():
+            readings = [record.nvml for record in found if record.nvml is not None]
+            read = [reading for reading in readings if "absent" not in reading]
+            if read:
+                fullest = max(read, key=lambda reading: int(reading["used"]))
+                yield from self._wrapped(_device_text(fullest), "dim")
+            elif readings and self.verbosity > 0:
+                text = f"whole device: not read, because {readings[0]['absent']}"
+                yield from self._wrapped(text, "dim")
+
+    def summary(self) -> Iterator[Line]:
+        records = self.records
+        if not records:
+            return
+        counts = Counter(map(test_status, records))
+        short = [missing_bytes(one) for one in records if test_status(one) == "OOM"]
+        lacked = f" ({format_size(max(short))} too much)" if any(short) else ""
+        words = {**STATUS_WORDS, "OOM": f"{STATUS_WORDS['OOM']}{lacked}"}
+        states = ", ".join(f"{counts[key]} {word}" for key, word in words.items() if counts[key])
+        text = f"gpumem: {counted(len(records), 'test')} on {_kinds(records)}: {states}"
+        if measured := [record for record in records if record.measurement is not None]:
+            largest = max(measured, key=lambda record: record.peak)
+            name = shorten(largest.nodeid, self.width - 4)
+            text += f"; highest peak {format_size(largest.peak)} ({name})"
+        yield from self._wrapped(
+            text, "bold red" if counts["FAIL"] or counts["OOM"] else "bold green"
+        )
+
+    def _wrapped(self, text: str, style: str = "") -> Iterator[Line]:
+        return (Line.of(line, style) for line in wrap(text, self.width, rest="  "))
+
+    def _sentence(self, text: str, style: str = "") -> Iterator[Line]:
+        lines = wrap(text, self.width, first="  ", rest="    ")
+        return (Line.of(line, style) for line in lines)
+
+    def _marked(self, status: str, nodeid: str) -> Line:
+        name = shorten(nodeid, self.width - len(status) - 1)
+        return Line((Span(status, STATUS_STYLE[status]), Span(f" {name}", "bold")))
 
 
 def _by_environment(records: Sequence[TestRecord]) -> dict[Environment, list[TestRecord]]:
-    environments: dict[Environment, list[TestRecord]] = {}
+    environments: dict[Environment, list[TestRecord]] = defaultdict(list)
     for record in records:
-        environments.setdefault(record.environment, []).append(record)
+        environments[record.environment].append(record)
     return environments
-
-
-def _expected(records: Sequence[TestRecord], width: int) -> Iterator[Line]:
-    """Compare closed forms with the bytes by category, for tests with watched objects."""
-    for record in records:
-        measured = record.measurement
-        if measured is None or not measured.expected:
-            continue
-        yield Line.of(shorten(f"{record.nodeid}, by closed forms:", width))
-        for category, expected in measured.expected.items():
-            seen = [p.composition.get(category, 0) for p in measured.phases.values()]
-            at_most = f", at most {max(seen):,} B seen" if any(seen) else ""
-            yield from _sentence(f"{category} {expected:,} B{at_most}", width)
-
-
-def _acceptable(records: Sequence[TestRecord], command: Command) -> Iterator[Line]:
-    """Yield the command that accepts the numbers of several tests beyond their baselines."""
-    over = [r for r in records if r.failed and all(v.kind == "baseline" for v in r.broken)]
-    if len(over) > 1:
-        line = Line((Span(f"accept all {len(over)}: "), Span(command.records_failures(), "cyan")))
-        yield line
-
-
-def _failures(
-    records: Sequence[TestRecord], verbosity: int, width: int, told_above: bool
-) -> Iterator[Line]:
-    for record in records:
-        if (record.failed and not told_above) or (
-            record.broken and not record.failed and verbosity > 0
-        ):
-            yield _marked(test_status(record), record.nodeid, width)
-            shown = record.broken if verbosity > 0 else [one.verdict for one in told(record.broken)]
-            for cause in dict.fromkeys(verdict.cause for verdict in shown if verdict.cause):
-                yield from _sentence(cause, width)
-            for verdict in shown:
-                yield from _sentence(verdict.short, width)
-
-
-def _compositions(records: Sequence[TestRecord], verbosity: int, width: int) -> Iterator[Line]:
-    """Yield the holders of bytes at each test's peak, with source lines where very verbose."""
-    composed = [record for record in records if record.measurement and record.measurement.sites]
-    if composed:
-        yield Line.of("what held the bytes at the peak", "bold")
-    for record in composed:
-        assert record.measurement is not None
-        yield Line.of(f"  {shorten(record.nodeid, width - 2)}")
-        held = sorted(record.measurement.composition.items(), key=lambda item: -item[1])
-        parts = [f"{category} {format_size(nbytes)}" for category, nbytes in held]
-        for line in pack(parts, width, first="    ", rest="    "):
-            yield Line.of(line, "dim")
-        if verbosity > 1:
-            sites = explanation_lines(
-                record.measurement.sites, signed=False, every=verbosity > 2, width=width - 2
-            )
-            yield from (Line.of(f"  {line}", "dim") for line in sites)
-
-
-def _improvements(
-    records: Sequence[TestRecord], most: int, width: int, command: Command
-) -> Iterator[Line]:
-    improved = [record for record in records if test_status(record) == "better"]
-    for record in improved[:most]:
-        yield _marked("better", record.nodeid, width)
-        for improvement in record.improvements:
-            yield from _sentence(improvement.short, width)
-    yield from _rest(improved, most, "improved")
-    if improved:
-        shown = [record.nodeid for record in improved[:most]]
-        yield _command("lock it in" if len(shown) == 1 else "lock them in", command.records(*shown))
-
-
-def _without_baseline(
-    records: Sequence[TestRecord],
-    most: int,
-    width: int,
-    command: Command,
-) -> Iterator[Line]:
-    missing = [record for record in records if test_status(record) == "new"]
-    for environment, found in _by_environment(missing).items():
-        text = f"no baseline in {environment.key} for {_tests(len(found))}:"
-        yield from (Line.of(line, "yellow") for line in wrap(text, width, rest="  "))
-        yield from (Line.of(shorten(f"  {record.nodeid}", width)) for record in found[:most])
-        yield from _rest(found, most, "without baseline")
-    if missing:
-        yield _command("record them", command.again(f"{UPDATE}=new"))
-
-
-def _updates(update: UpdateReport | None, verbosity: int, width: int) -> Iterator[Line]:
-    if update is None:
-        return
-    counts = {
-        "added": len(update.added),
-        "changed": len(update.changed),
-        "unchanged": update.unchanged,
-        "pruned": len(update.pruned),
-    }
-    listed = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    files = f" ({len(update.written)} file{'s' * (len(update.written) != 1)} written)"
-    yield Line.of(f"baselines: {listed or 'nothing to record'}{files if update.written else ''}")
-    if verbosity >= 0:
-        most = MOST_LISTED if verbosity == 0 else len(update.added) + len(update.changed)
-        for mark, changes in (("+", update.added), ("~", update.changed), ("-", update.pruned)):
-            yield from _changes(mark, changes, max(most, MOST_LISTED), width)
-        for message in update.messages:
-            yield from _sentence(message, width)
-    for error in update.errors:
-        yield from (Line.of(line, "red") for line in wrap(error, width, first="  ", rest="    "))
-
-
-def _changes(mark: str, changes: Sequence[Change], most: int, width: int) -> Iterator[Line]:
-    for change in changes[:most]:
-        yield from map(Line.of, wrap(change.text, width, first=f"  {mark} ", rest="      "))
-    yield from _rest(changes, most, {"+": "added", "~": "changed", "-": "pruned"}[mark])
-
-
-def _notes(
-    records: Sequence[TestRecord], notes: Sequence[str], most: int, width: int
-) -> Iterator[Line]:
-    counts: Counter[str] = Counter(notes)
-    counts.update(_of_tests(records))
-    for note, count in sorted(counts.items(), key=lambda item: not ran_eagerly(item[0]))[:most]:
-        times = f" ({_tests(count)})" if count > 1 else ""
-        yield from map(Line.of, wrap(f"note: {note}{times}", width, rest="  "))
-    yield from _rest(list(counts), most, "notes", tests=False)
-
-
-def _of_tests(records: Sequence[TestRecord]) -> Iterator[str]:
-    """Yield the notes on each test, once for each."""
-    for record in records:
-        yield from dict.fromkeys(note for one in record.measurements for note in one.notes)
-
-
-def _devices(records: Sequence[TestRecord], verbosity: int, width: int) -> Iterator[Line]:
-    for found in _by_environment(records).values():
-        readings = [record.nvml for record in found if record.nvml is not None]
-        read = [reading for reading in readings if "absent" not in reading]
-        if read:
-            text = _device_text(max(read, key=lambda reading: int(reading["used"])))
-        elif readings and verbosity > 0:
-            text = f"whole device: not read, because {readings[0]['absent']}"
-        else:
-            continue
-        yield from (Line.of(line, "dim") for line in wrap(text, width, rest="  "))
 
 
 def _device_text(reading: Mapping[str, Any]) -> str:
@@ -306,53 +306,12 @@ def _device_text(reading: Mapping[str, Any]) -> str:
     return f"{text}; other processes: {', '.join(others)}" if others else text
 
 
-def _summary(records: Sequence[TestRecord], width: int) -> Iterator[Line]:
-    measured = [record for record in records if record.measurement is not None]
-    if not records:
-        return
-    counts = Counter(map(test_status, records))
-    words = {**STATUS_WORDS, "OOM": f"{STATUS_WORDS['OOM']}{_shortage(records)}"}
-    states = ", ".join(f"{counts[key]} {word}" for key, word in words.items() if counts[key])
-    where = _kinds(records)
-    text = f"gpumem: {_tests(len(records))} on {where}: {states}"
-    if measured:
-        largest = max(measured, key=lambda record: record.peak)
-        peak = format_size(largest.peak)
-        text += f"; highest peak {peak} ({shorten(largest.nodeid, width - 4)})"
-    style = "bold red" if counts["FAIL"] or counts["OOM"] else "bold green"
-    yield from (Line.of(line, style) for line in wrap(text, width, rest="  "))
-
-
-def _shortage(records: Sequence[TestRecord]) -> str:
-    """Return the largest shortage of memory, in brackets."""
-    facts = [record.out_of_memory for record in records if test_status(record) == "OOM"]
-    missing = [int(one["requested"]) - int(one["free"]) for one in facts if one is not None]
-    most = max(missing, default=0)
-    return f" ({format_size(most)} too much)" if most > 0 else ""
-
-
 def _kinds(records: Sequence[TestRecord]) -> str:
     """Name the devices, so that a simulated number is never read as a measured one."""
-    simulated = {record.environment.gpu: None for record in records if record.environment.simulated}
-    real = {record.environment.gpu: None for record in records if not record.environment.is_exact}
-    dry = {record.environment.gpu: None for record in records if record.environment.dry}
-    parts = [", ".join(real)] if real else []
-    parts += [f"dry {', '.join(dry)}"] if dry else []
-    parts += [f"simulated {', '.join(simulated)}"] if simulated else []
-    return " and ".join(parts)
-
-
-def _tests(count: int) -> str:
-    return f"{count} test" if count == 1 else f"{count} tests"
-
-
-def _marked(status: str, nodeid: str, width: int) -> Line:
-    name = shorten(nodeid, width - len(status) - 1)
-    return Line((Span(status, STATUS_STYLE[status]), Span(f" {name}", "bold")))
-
-
-def _sentence(text: str, width: int, indent: str = "  ") -> Iterator[Line]:
-    yield from map(Line.of, wrap(text, width, first=indent, rest=indent + "  "))
+    gpus: dict[str, dict[str, None]] = {"": {}, "dry ": {}, "simulated ": {}}
+    for environment in (record.environment for record in records):
+        gpus[environment.kind][environment.gpu] = None
+    return " and ".join(f"{kind}{', '.join(names)}" for kind, names in gpus.items() if names)
 
 
 def _command(why: str, command: str) -> Line:
@@ -360,8 +319,7 @@ def _command(why: str, command: str) -> Line:
     return Line((Span(f"  {why}: "), Span(command, "cyan")))
 
 
-def _rest(found: Sequence[object], most: int, word: str, *, tests: bool = True) -> Iterator[Line]:
-    if hidden := len(found[most:]):
-        yield Line.of(
-            f"  and {_tests(hidden) if tests else hidden} more {word} (-v lists all)", "dim"
-        )
+def _rest(found: Collection[object], most: int, word: str, *, tests: bool = True) -> Iterator[Line]:
+    if (hidden := len(found) - most) > 0:
+        count = counted(hidden, "test") if tests else str(hidden)
+        yield Line.of(f"  and {count} more {word} (-v lists all)", "dim")

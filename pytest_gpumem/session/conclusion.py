@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.baseline.collected import Collected
+from pytest_gpumem.baseline.collected import Collected, MeasuredTest, unused_baselines
 from pytest_gpumem.baseline.store import BaselineError, BaselineStore, split_nodeid
-from pytest_gpumem.baseline.unused import unused_baselines
-from pytest_gpumem.baseline.update import MeasuredTest, UpdateReport, update_baselines
+from pytest_gpumem.baseline.update import UpdateReport, update_baselines
 from pytest_gpumem.paths import relative
 from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.remarks import Missing, leaks, unmarked

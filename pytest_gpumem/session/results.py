@@ -174,11 +174,11 @@ class Results:
         if not self.sentences and not any(record.failed for record in self.by_run.values()):
             return nullcontext()
         from pytest_gpumem.report.commands import Command
-        from pytest_gpumem.report.failures import failures_of, told_once
+        from pytest_gpumem.report.failures import failures_of, merged
 
         records = {nodeid: record for (nodeid, _), record in self.by_run.items()}
         failures = failures_of(records, self.sentences)
-        return told_once(reporter, failures, Command.of(self.config), self.config.get_verbosity())
+        return merged(reporter, failures, Command.of(self.config), self.config.get_verbosity())
 
 
 class Stopwatch:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pytest_gpumem.values.measurement import CALL, SETUP, Measurement
 from pytest_gpumem.values.plain import OMITTED, Plain
-
-if TYPE_CHECKING:
-    from pytest_gpumem.values.measurement import Measurement
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,23 @@ class Prediction(Plain):
     sites: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """Bytes by source line at the peak of each phase, and under an empty name at the peak of all,
     in the JSON form of :class:`~pytest_gpumem.attribution.composition.Site`; where both are."""
+
+    @classmethod
+    def of(cls, measured: Measurement, gpu: str, total_memory: int, *, fits: bool) -> Prediction:
+        """Return the prediction that a measurement on ``gpu`` gives."""
+        return cls(
+            gpu,
+            total_memory,
+            fits,
+            measured.peak_allocated,
+            measured.peak_reserved,
+            {
+                name: phase.peak_allocated
+                for name, phase in measured.phases.items()
+                if name not in (SETUP, CALL)
+            },
+            measured.notes,
+        )
 
     @property
     def left(self) -> int:

@@ -15,8 +15,8 @@ from pytest_gpumem.attribution.causes import (
     leak_cause,
 )
 from pytest_gpumem.attribution.composition import Site
-from pytest_gpumem.attribution.deeds import carried_sentence
 from pytest_gpumem.attribution.explain import explain
+from pytest_gpumem.attribution.program_causes import carried_sentence
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.attribution.frames import UNKNOWN, Told, category, frames_in, told
+from pytest_gpumem.attribution.frames import UNKNOWN, StackFacts, category, frames_in, stack_facts
 
 Frames = list[dict[str, Any]]
 
@@ -27,7 +27,7 @@ TRAIN = stack(("/app/train.py", "main", 30))
 
 def test_the_line_is_the_users_and_paths_are_as_shown() -> None:
     frames = stack(("/site/torch/nn/functional.py", "softmax", 2100)) + CALL + TRAIN
-    assert told(frames, {"/app/model.py": "model.py"}) == Told(
+    assert stack_facts(frames, {"/app/model.py": "model.py"}) == StackFacts(
         site="model.py:7",
         function="forward",
         operator="functional.softmax",
@@ -55,12 +55,12 @@ def test_the_line_is_the_users_and_paths_are_as_shown() -> None:
 def test_the_operator_is_the_innermost_that_is_more_than_memory(
     symbols: tuple[str, ...], operator: str
 ) -> None:
-    assert told(native(*symbols) + TRAIN, {}).operator == operator
+    assert stack_facts(native(*symbols) + TRAIN, {}).operator == operator
 
 
 def test_backward_runs_on_a_thread_without_python() -> None:
     frames = native("at::_ops::mm::call()", "torch::autograd::generated::MmBackward0::apply(int)")
-    assert told(frames, {}) == Told(operator="MmBackward0", during="backward")
+    assert stack_facts(frames, {}) == StackFacts(operator="MmBackward0", during="backward")
 
 
 @pytest.mark.parametrize(
@@ -75,30 +75,30 @@ def test_backward_runs_on_a_thread_without_python() -> None:
     ],
 )
 def test_the_phase_is_that_of_torchs_own_functions(file: str, function: str, during: str) -> None:
-    assert told(stack((file, function, 1)) + TRAIN, {}).during == during
+    assert stack_facts(stack((file, function, 1)) + TRAIN, {}).during == during
 
 
 @pytest.mark.parametrize(
     ("of", "kept", "holds"),
     [
-        (Told(during="forward"), True, "activations"),
-        (Told(during="forward"), False, "temporaries"),
-        (Told(during="backward"), True, "gradients"),
-        (Told(during="step"), True, "optimizer state"),
-        (Told(during="step"), False, "temporaries"),
-        (Told(during="making"), True, "parameters"),
-        (Told(during="step", library=True), True, "workspace"),
-        (Told(operator="Tensor.to"), True, "inputs"),
-        (Told(operator="aten::mm"), False, "other"),
+        (StackFacts(during="forward"), True, "activations"),
+        (StackFacts(during="forward"), False, "temporaries"),
+        (StackFacts(during="backward"), True, "gradients"),
+        (StackFacts(during="step"), True, "optimizer state"),
+        (StackFacts(during="step"), False, "temporaries"),
+        (StackFacts(during="making"), True, "parameters"),
+        (StackFacts(during="step", library=True), True, "workspace"),
+        (StackFacts(operator="Tensor.to"), True, "inputs"),
+        (StackFacts(operator="aten::mm"), False, "other"),
         (UNKNOWN, True, "other"),
     ],
 )
-def test_what_a_block_holds(of: Told, kept: bool, holds: str) -> None:
+def test_what_a_block_holds(of: StackFacts, kept: bool, holds: str) -> None:
     assert category(of, kept=kept) == holds
 
 
 def test_cublas_is_seen_by_who_asks_for_its_workspace() -> None:
-    assert told(native("at::cuda::getNewWorkspace()", "at::_ops::mm::call()"), {}).library
+    assert stack_facts(native("at::cuda::getNewWorkspace()", "at::_ops::mm::call()"), {}).library
 
 
 def test_what_is_no_frame_is_left_out() -> None:

@@ -14,9 +14,10 @@ from shutil import which
 
 import pytest
 
+from pytest_gpumem.baseline.collected import MeasuredTest
 from pytest_gpumem.baseline.locks import FOLDER
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore
-from pytest_gpumem.baseline.update import MeasuredTest, update_baselines
+from pytest_gpumem.baseline.update import update_baselines
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
 

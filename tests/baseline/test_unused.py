@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.baseline.collected import Collected, Gone
+from pytest_gpumem.baseline.collected import Collected, GoneTests, MeasuredTest, unused_baselines
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore
-from pytest_gpumem.baseline.unused import unused_baselines
-from pytest_gpumem.baseline.update import MeasuredTest
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
 
@@ -116,7 +114,7 @@ class TestNet:
 def test_what_stands_in_the_module_is_not_gone(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(SOURCE)
     collected = Collected.of(tmp_path, ["a.py::test_seen[1]", "a.py::TestNet::test_other"])
-    gone, doubts = Gone(collected, frozenset()).of(
+    gone, doubts = GoneTests(collected, frozenset()).among(
         "a.py",
         ["test_seen[2]", "test_hidden[1]", "test_hidden[2]", "TestNet::test_method", "test_gone"],
     )
@@ -130,4 +128,7 @@ def test_what_stands_in_the_module_is_not_gone(tmp_path: Path) -> None:
 def test_options_that_narrow_collection_leave_everything_in_doubt(tmp_path: Path) -> None:
     narrowed = "-o python_functions was given"
     collected = Collected.of(tmp_path, ["a.py::test_x"], narrowed=narrowed)
-    assert Gone(collected, frozenset()).of("a.py", ["test_x", "test_y"]) == ([], {narrowed: 1})
+    assert GoneTests(collected, frozenset()).among("a.py", ["test_x", "test_y"]) == (
+        [],
+        {narrowed: 1},
+    )

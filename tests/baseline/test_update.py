@@ -6,14 +6,9 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.baseline.collected import Collected
+from pytest_gpumem.baseline.collected import Collected, MeasuredTest
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, StoredPeak
-from pytest_gpumem.baseline.update import (
-    Change,
-    MeasuredTest,
-    UpdateReport,
-    update_baselines,
-)
+from pytest_gpumem.baseline.update import Change, UpdateReport, update_baselines
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore
-from pytest_gpumem.report.trend import PLAIN_BARS, Point, Trend, sparkline
+from pytest_gpumem.report.past import PLAIN_BARS, Point, Trend, sparkline
 from pytest_gpumem.sizes import parse_tolerance
 from tests.cli.test_gpumem_compare import (  # noqa: F401
     MIB,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.cli import main
-from pytest_gpumem.cli.running import lines
+from pytest_gpumem.cli.gpus import device_lines, run_lines
 from pytest_gpumem.sharing import watched
 from pytest_gpumem.sharing.database import FOLDER_VARIABLE
 from pytest_gpumem.sharing.processes import Process, this_process
@@ -42,9 +42,8 @@ RUN = watched.Run(
 def test_what_a_person_reads() -> None:
     idle = replace(RUN, worker="", finished=1, test=None, last=None)
     # What it says of GPUs is what gpumem gpus does.
-    assert list(lines([], None, [RUN, idle], 103.4, 80)) == [
-        "no GPU",
-        "",
+    assert list(device_lines([], None, 80)) == ["no GPU"]
+    assert list(run_lines([RUN, idle], 103.4)) == [
         f"pytest in /home/me/project (PID {os.getpid()}, worker gw1): 3 measured tests so far",
         "  runs  test_a.py::test_x  3 s on simulated T4",
         "  last  test_a.py::test_w  peak 98.0 MiB",

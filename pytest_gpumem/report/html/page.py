@@ -13,13 +13,17 @@ from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.echo import printable
 from pytest_gpumem.report.html.view import detail_of, overview_of
+from pytest_gpumem.report.json_report import write_file
 from pytest_gpumem.report.record import TestRecord
 
 if TYPE_CHECKING:
+    from pytest_gpumem.allocator.replayed import ReplayResult
+    from pytest_gpumem.report.html.recording import Watchers
     from pytest_gpumem.report.past import Past
 
 LIBRARIES = ("uPlot.iife.min.js", "d3-hierarchy.min.js")
@@ -105,13 +109,9 @@ def shown(data: Any) -> Any:
 
 
 def _packed(records: Sequence[TestRecord]) -> Iterator[str]:
-    for some in _batches(records):
-        text = compact([detail_of(record) for record in some])
+    for begin in range(0, len(records), TOGETHER):
+        text = compact(list(map(detail_of, records[begin : begin + TOGETHER])))
         yield b64encode(zlib.compress(text.encode("ascii"))).decode("ascii")
-
-
-def _batches(records: Sequence[TestRecord]) -> Iterable[Sequence[TestRecord]]:
-    return (records[begin : begin + TOGETHER] for begin in range(0, len(records), TOGETHER))
 
 
 def _policy(*scripts: str) -> str:
@@ -122,3 +122,40 @@ def _policy(*scripts: str) -> str:
 
 def _file(name: str) -> str:
     return files("pytest_gpumem.report.html").joinpath(name).read_text(encoding="utf-8")
+
+
+def write_html(
+    path: Path,
+    records: Sequence[TestRecord],
+    asked_by: str = "--gpumem-report html:PATH",
+    *,
+    past: Past | None = None,
+    usage: Sequence[Mapping[str, Any]] = (),
+) -> Path:
+    """Write the page of ``records`` to ``path``, whole or not at all; return the file written.
+
+    ``asked_by`` is the option that named the file. ``past`` has the peaks of earlier runs and at
+    its end those of this one, ``usage`` is the use of shared devices, as in a JSON report. Raises
+    :class:`~pytest_gpumem.report.json_report.ReportError` where it cannot be written.
+    """
+    return write_file(path, render(records, past, usage).encode(), asked_by)
+
+
+def write_recording(
+    path: Path,
+    name: str,
+    result: ReplayResult,
+    watchers: Watchers,
+    *,
+    notes: Sequence[str],
+    used_elsewhere: int,
+) -> Path:
+    """Write the page of a replayed snapshot to ``path``, whole or not at all; return the file.
+
+    ``watchers`` followed the replay; ``notes`` are sentences to show above all else. Raises
+    :class:`~pytest_gpumem.report.json_report.ReportError` where it cannot be written.
+    """
+    from pytest_gpumem.report.html.recording import recording_of
+
+    data, packed = recording_of(name, result, watchers, notes=notes, used_elsewhere=used_elsewhere)
+    return write_file(path, render_recording(data, packed).encode(), "--html")

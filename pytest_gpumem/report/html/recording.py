@@ -20,12 +20,12 @@ from pytest_gpumem.attribution.composition import shown_path
 from pytest_gpumem.attribution.frames import (
     EARLIER,
     UNKNOWN,
-    Told,
+    StackFacts,
     category,
     frames_in,
     is_torchs,
     python_files,
-    told,
+    stack_facts,
 )
 from pytest_gpumem.attribution.history import CATEGORIES, FOREVER
 
@@ -81,7 +81,7 @@ class Watchers:
 class _Block:
     address: int
     bytes: int
-    told: Told
+    facts: StackFacts
     born: int
     stretch: int
     """Number of a range of events in one phase: a block freed in its own range is temporary."""
@@ -99,11 +99,12 @@ class _Places:
 
     def kind(self, block: _Block) -> int:
         """Return the number of the key that ``block`` shares with others: bytes and place."""
-        of = block.told
-        key = (category(of, kept=block.kept), of.site, of.function, of.operator)
+        facts = block.facts
+        kind = category(facts, kept=block.kept)
+        key = (kind, facts.site, facts.function, facts.operator)
         place = self.numbers.setdefault(key, len(self.numbers))
         if place == len(self.stacks):
-            self.stacks.append(of.stack)
+            self.stacks.append(facts.stack)
         return self.kinds.setdefault((block.bytes, place), len(self.kinds))
 
     def to_list(self) -> list[dict[str, Any]]:
@@ -154,7 +155,7 @@ def _device(device: DeviceReplay, watchers: Watchers, columns: Columns) -> dict[
     places = _Places()
     events = _numbered(blocks, places, len(watcher.trace))
     start = Counter(places.kind(block) for block in blocks if block.born == START)
-    told_of = partial(_known, blocks)
+    known = partial(_known, blocks)
     tried = watchers.runs.get((device.device, True))
     return {
         "device": device.device,
@@ -167,7 +168,7 @@ def _device(device: DeviceReplay, watchers: Watchers, columns: Columns) -> dict[
         },
         "start": [list(item) for item in start.items()],
         "blocks": columns.add_small(events),
-        "recorded": _run(device.recorded, watcher, columns, told_of),
+        "recorded": _run(device.recorded, watcher, columns, known),
         "what_if": device.what_if and tried and _run(device.what_if, tried, columns, lambda _: {}),
     }
 
@@ -188,7 +189,7 @@ def _run(usage: Usage, watcher: Watcher, columns: Columns, known: Any) -> dict[s
 
 def _blocks(watcher: Watcher) -> list[_Block]:
     """Return every block of a recording, with the data of its stack."""
-    stacks = _Stacks(watcher.trace)
+    facts = _facts_of(watcher.trace)
     live = {
         address: _Block(address, size, EARLIER, START, 0) for address, size in _held(watcher.start)
     }
@@ -196,10 +197,10 @@ def _blocks(watcher: Watcher) -> list[_Block]:
     stretch, during = 0, ""
     for index, (event, change) in enumerate(zip(watcher.trace, watcher.allocated, strict=False)):
         if event["action"] == "alloc":
-            tells = stacks.of(event)
-            if tells.during != during:
-                stretch, during = stretch + 1, tells.during
-            block = live[event["addr"]] = _Block(event["addr"], change, tells, index, stretch)
+            own = facts[_key(event)]
+            if own.during != during:
+                stretch, during = stretch + 1, own.during
+            block = live[event["addr"]] = _Block(event["addr"], change, own, index, stretch)
             blocks.append(block)
         elif change < 0 and (dead := live.pop(event["addr"], None)) is not None:
             dead.died = index
@@ -231,7 +232,7 @@ def _numbered(blocks: Sequence[_Block], places: _Places, events: int) -> array[i
 def _known(blocks: Sequence[_Block], position: int) -> dict[int, int]:
     """Return the numbers of the categories of live blocks after an event, by address."""
     return {
-        block.address: CATEGORIES.index(category(block.told, kept=block.kept))
+        block.address: CATEGORIES.index(category(block.facts, kept=block.kept))
         for block in blocks
         if block.born <= position < block.died
     }
@@ -265,24 +266,16 @@ def _parts(segment: Json, known: Mapping[int, int]) -> list[list[int]]:
     return parts
 
 
-class _Stacks:
-    """The data of stacks, each read once."""
-
-    def __init__(self, trace: Sequence[Json]) -> None:
-        stacks = {}
-        for event in trace:
-            if (key := _key(event)) not in stacks:
-                stacks[key] = frames_in(event)
-        files = {name for frames in stacks.values() for name in python_files(frames)}
-        root = _root(files)
-        paths = {name: shown_path(name, root) for name in files}
-        self._told = {
-            key: told(frames, paths) if frames else UNKNOWN for key, frames in stacks.items()
-        }
-
-    def of(self, event: Json) -> Told:
-        """Return the data of the stack of ``event``, one of the trace's."""
-        return self._told[_key(event)]
+def _facts_of(trace: Sequence[Json]) -> dict[tuple[int, ...], StackFacts]:
+    """Return the facts of each stack of a trace, by :func:`_key`."""
+    stacks: dict[tuple[int, ...], Any] = {}
+    for event in trace:
+        if (key := _key(event)) not in stacks:
+            stacks[key] = frames_in(event)
+    files = {name for frames in stacks.values() for name in python_files(frames)}
+    root = _root(files)
+    paths = {name: shown_path(name, root) for name in files}
+    return {key: stack_facts(one, paths) if one else UNKNOWN for key, one in stacks.items()}
 
 
 def _key(event: Json) -> tuple[int, ...]:
@@ -328,9 +321,9 @@ class Columns:
         """
         numbers: dict[int, int] = {}
         ids = [numbers.setdefault(value, len(numbers)) for value in values]
-        told = self.add_small(ids)
+        indices = self.add_small(ids)
         begin = self._append(array("d", numbers), _EXACT)
-        return {**told, "values": begin, "distinct": len(numbers)}
+        return {**indices, "values": begin, "distinct": len(numbers)}
 
     def add_small(self, values: Sequence[int]) -> dict[str, int]:
         """Add ``values`` from 0 to 2^32 - 1 as they are; return how to read them."""

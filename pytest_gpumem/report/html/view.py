@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.attribution.history import CATEGORIES
-from pytest_gpumem.baseline.failure import brief_text
-from pytest_gpumem.baseline.telling import chief, told
+from pytest_gpumem.baseline.failure import failure_statements, main_verdict
 from pytest_gpumem.baseline.verdict import Verdict, update_command
 from pytest_gpumem.report.causes import causes_of, missing
+from pytest_gpumem.report.past import SMALL
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import test_status
-from pytest_gpumem.report.trend import SMALL
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
@@ -77,12 +76,8 @@ def detail_of(record: TestRecord) -> dict[str, Any]:
 
 def status_of(record: TestRecord) -> str:
     """Return the test's key in :data:`STATUSES`."""
-    known = _STATUS_OF.get(test_status(record))
-    if known is not None:
-        return known
-    if record.outcome == "skipped":
-        return "skipped"
-    return "error" if record.outcome in ("failed", "error") else "measured"
+    other = {"skipped": "skipped", "failed": "error", "error": "error"}
+    return _STATUS_OF.get(test_status(record)) or other.get(record.outcome, "measured")
 
 
 def _trends(past: Past | None) -> Mapping[tuple[str, str], dict[str, Any]]:
@@ -113,19 +108,17 @@ def _row(record: TestRecord, environment: int) -> dict[str, Any]:
             "composition": [measured.composition.get(name, 0) for name in CATEGORIES],
             "device": measured.device,
         }
-    row |= {
-        key: value
-        for key, value in {
-            "limit": _limit(record),
-            "baseline": _baseline(record),
-            "duration": record.duration,
-            "waited": (record.sharing or {}).get("waited"),
-            "why": _why(record),
-            "over": _over(record),
-        }.items()
-        if value is not None
+    stored = (record.baseline or {}).get("peak_allocated")
+    compared = (verdict.reference for verdict in _whole(record, "baseline") if verdict.reference)
+    known = {
+        "limit": next((verdict.limit for verdict in _whole(record, "limit")), None),
+        "baseline": next(compared, stored),
+        "duration": record.duration,
+        "waited": (record.sharing or {}).get("waited"),
+        "why": _why(record),
+        "over": _over(record),
     }
-    return row
+    return row | {key: value for key, value in known.items() if value is not None}
 
 
 def _causes(records: Sequence[TestRecord]) -> list[dict[str, Any]]:
@@ -145,35 +138,29 @@ def _over(record: TestRecord) -> int | None:
     """Return the bytes by which a test failed, ``None`` where no number is the reason."""
     if record.out_of_memory is not None and not record.broken:
         return missing(record)
-    first = chief(record.broken) if record.broken else None
+    first = main_verdict(record.broken) if record.broken else None
     compared = first is not None and (first.limit, first.reference) != (None, None)
     return abs(first.excess) if first is not None and compared else None
 
 
 def _ordered(record: TestRecord) -> list[Verdict]:
     """Return the verdicts of a test, the failed ones first, in the order of every report."""
-    broken = [verdict for one in told(record.broken) for verdict in (one.verdict, *one.others)]
+    broken = [
+        verdict
+        for one in failure_statements(record.broken)
+        for verdict in (one.verdict, *one.others)
+    ]
     return [*broken, *(verdict for verdict in record.verdicts if verdict.passed)]
 
 
 def _why(record: TestRecord) -> str | None:
     """Return in a few words how a test failed; the cards above the table contain the reason."""
     if record.broken:
-        return brief_text(record.broken)
+        return main_verdict(record.broken).brief
     if record.out_of_memory is None:
         return None
     lacked = missing(record)
     return f"out of memory, {format_size(lacked)} too much" if lacked else "out of memory"
-
-
-def _limit(record: TestRecord) -> int | None:
-    return next((verdict.limit for verdict in _whole(record, "limit")), None)
-
-
-def _baseline(record: TestRecord) -> int | None:
-    compared = [verdict.reference for verdict in _whole(record, "baseline")]
-    stored: Mapping[str, Any] = record.baseline or {}
-    return next(filter(None, compared), stored.get("peak_allocated"))
 
 
 def _whole(record: TestRecord, kind: str) -> list[Verdict]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.report.html import write_html
+from pytest_gpumem.report.html.page import write_html
 from pytest_gpumem.report.past import Past
 from tests.report.example_run import MIB, failing, measured, passing, record, verdict
 from tests.report.html import chromium

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.report.html import write_html
-from pytest_gpumem.report.html.page import TOGETHER, render
+from pytest_gpumem.report.html.page import TOGETHER, render, write_html
 from pytest_gpumem.report.json_report import ReportError
 from tests.report.example_run import MIB, failing, measured, passing, record, verdict
 from tests.report.html.parsed import Page

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.allocator import Allocator
-from pytest_gpumem.report.html import write_recording
+from pytest_gpumem.report.html.page import write_recording
 from pytest_gpumem.report.html.recording import Watchers
 from pytest_gpumem.simulated.gpu.replay import replay
 from tests.report.html import chromium

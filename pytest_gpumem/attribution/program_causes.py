@@ -1,0 +1,347 @@
+"""Causes in a program's calls and settings: detectors that compare the facts of two runs.
+
+Each yields sentences with the bytes that they account for, where the facts differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from pytest_gpumem.attribution.composition import Site
+from pytest_gpumem.attribution.explain import (
+    MOST,
+    Change,
+    Facts,
+    Growth,
+    Side,
+    largest_gain,
+    names_text,
+    site_text,
+)
+from pytest_gpumem.attribution.history import (
+    ACTIVATIONS,
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    OTHER,
+    PARAMETERS,
+    TEMPORARIES,
+)
+from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import listed
+from pytest_gpumem.values.operator_names import FUSED
+
+Evidence = Iterator[tuple[int, str]]
+"""Bytes, and the sentence on what they are of; one that is not certain is empty."""
+
+
+def _compiled(growth: Growth) -> Evidence:
+    fused = {
+        _base(name)
+        for site in growth.before.sites
+        if site.operator and site.operator.endswith(FUSED)
+        for name in site.operator.removesuffix(FUSED).split(" + ")
+    }
+    eager = [one for one in growth.gains if _base(one.site.operator or "") in fused]
+    if eager:
+        first = max(eager, key=lambda change: change.bytes)
+        yield (
+            sum(change.bytes for change in eager),
+            f"{site_text(first.site)} ran eagerly and took {format_size(first.bytes)}; compiled "
+            "code computed it before",
+        )
+
+
+def _base(operator: str) -> str:
+    """Return ``cos`` of ``torch.cos``, ``aten::cos`` and of the node ``CosBackward0``."""
+    if operator.endswith(FUSED):
+        return ""
+    name = re.sub(r"Backward\d*$", "", re.split(r"[.:]", operator)[-1])
+    return name.removesuffix("_backward").lower()
+
+
+def _grad_mode(growth: Growth) -> Evidence:
+    now, before = growth.facts("grad")
+    lost = before.get("off", 0) - now.get("off", 0)
+    if lost > 0 and now.get("on", 0) > before.get("on", 0):
+        gained = growth.gained(ACTIVATIONS)
+        forwards = f"{lost} forward{'s' * (lost > 1)}"
+        yield (
+            gained,
+            f"autograd is on in {forwards} where it was off (no_grad or inference_mode is gone): "
+            f"{format_size(gained)} of activations are kept for backward",
+        )
+
+
+def _checkpointing(growth: Growth) -> Evidence:
+    now, before = growth.facts("recomputed")
+    lost = set(before) - set(now)
+    if growth.compares_facts and lost:
+        yield (
+            growth.gained(ACTIVATIONS),
+            f"activations of {names_text(lost)} are kept for backward now; before they were "
+            "computed again there (checkpointing is gone)",
+        )
+
+
+def _graphs(growth: Growth) -> Evidence:
+    if not growth.compares_facts:
+        return
+    gained = growth.gained(ACTIVATIONS)
+    more = f"{format_size(gained)} of activations more at the peak"
+    now, before = growth.facts("retain_graph")
+    if now and not before:
+        kept = "backward(retain_graph=True) keeps the graph of a step while the next one runs"
+        yield gained, f"{kept}: {more}"
+    now, before = (count or 1 for count in growth.facts("graphs"))
+    if now > before:
+        yield gained, f"the graphs of {now} forwards wait for one backward, {before} before: {more}"
+
+
+def _zeroed_gradients(growth: Growth) -> Evidence:
+    now, before = growth.facts("zeroed_gradients")
+    if growth.compares_facts and now and not before:
+        gained = growth.gained(GRADIENTS)
+        yield (
+            gained,
+            "zero_grad(set_to_none=False) fills gradients with zeros where it freed them before: "
+            f"{format_size(gained)} of gradients are there during the next forward",
+        )
+
+
+def _carried(growth: Growth) -> Evidence:
+    if not growth.compares_facts:
+        return
+    facts = growth.facts("carried")
+    now, before = (
+        {(one["holder"], one["where"]): one for one in carried.get("holders", ())}
+        for carried in facts
+    )
+    gains = {
+        variable: holder["held"][-1] - (before[variable]["held"][-1] if variable in before else 0)
+        for variable, holder in now.items()
+    }
+    for variable in sorted(gains, key=lambda one: -gains[one]):
+        sentence = carried_sentence(now[variable])
+        until_the_end = gains[variable] + _later_steps(facts[0], now[variable]["held"])
+        yield gains[variable], sentence
+        if MOST * until_the_end < growth.bytes:
+            yield until_the_end, sentence
+    # What each step leaves where no variable holds it: a generator's consumer does.
+    amounts = facts[0].get("bytes", ())
+    step, left = steady_step(amounts), largest_gain(growth)
+    if step and not steady_step(facts[1].get("bytes", ())) and left and left.site.site:
+        held = _later_steps(facts[0], amounts) + amounts[-1]
+        if MOST * held <= growth.bytes:
+            yield (
+                min(held, left.bytes),
+                f"each step leaves {format_size(step)} of {site_text(left.site)}; "
+                "no variable of the running functions holds it",
+            )
+
+
+def _later_steps(carried: Facts, amounts: Sequence[int]) -> int:
+    """Return the bytes added after the last inspection, if steps went on as before."""
+    later: int = max(carried.get("forwards", 0) - len(amounts) - 1, 0)
+    return steady_step(amounts) * later
+
+
+def carried_sentence(holder: Facts) -> str:
+    """Return what each step leaves in a variable, or that it keeps tensors of earlier steps.
+
+    Empty where neither is certain: a batch may be of a step to come.
+    """
+    amounts: Sequence[int] = holder["held"]
+    kind = f"the {holder['kind']} " if holder["kind"] else ""
+    name = f"{kind}{holder['holder']} of {holder['where']}"
+    step = steady_step(amounts)
+    mostly_graph = holder["graph"] > MOST * amounts[-1]
+    if step and mostly_graph:
+        return f"each step leaves its graph ({format_size(step)} a step), held by {name}"
+    if step:
+        return f"each step leaves {format_size(step)} in {name}"
+    if holder["batches"]:
+        return ""
+    graph = ", most of it by the graph that computed it" if mostly_graph else ""
+    return f"{name} still holds {format_size(amounts[-1])} of earlier steps{graph}"
+
+
+def steady_step(amounts: Sequence[int]) -> int:
+    """Return the bytes that each step adds to ``amounts``; 0 unless the last two added some.
+
+    Two are the least that tell a growth from what one step keeps for the next one.
+    """
+    steps = [after - before for before, after in pairwise([0, *amounts])][-2:]
+    return steps[-1] if len(steps) == 2 and min(steps) > 0 else 0
+
+
+def _optimizer_state(growth: Growth) -> Evidence:
+    now, before = growth.facts("optimizers")
+    kept, was = (
+        " and ".join(
+            f"{', '.join(one['state']) or 'nothing'} ({name})" for name, one in optimizers.items()
+        )
+        for optimizers in (now, before)
+    )
+    if kept and was and kept != was:
+        gained = growth.gained(OPTIMIZER_STATE)
+        yield (
+            gained,
+            f"the optimizer keeps {kept}, where it kept {was}: "
+            f"{format_size(gained)} of optimizer state more",
+        )
+
+
+def _optimizer_kind(growth: Growth) -> Evidence:
+    now, before = growth.facts("optimizers")
+    gained = growth.gained(TEMPORARIES)
+    for name, one in now.items():
+        was = before.get(name, one)["kind"]
+        if one["kind"] != was:
+            yield (
+                gained,
+                f"{name} steps as {one['kind']}, {was} before: "
+                f"{format_size(gained)} of temporaries in its step",
+            )
+
+
+def _copied_model(growth: Growth) -> Evidence:
+    now, before = growth.facts("models")
+    grown = any(name in before and now[name] != before[name] for name in now)
+    copied = _second_parameters(growth) or _clones(growth)
+    if before and not grown and copied is not None:
+        where = f", made at {site_text(copied.site)}" if copied.site.site else ""
+        more = f"{format_size(copied.bytes)} more{where}"
+        yield copied.bytes, f"the parameters are there a second time: {more}"
+
+
+def _second_parameters(growth: Growth) -> Change | None:
+    """Return the growth by a copied module: as many parameters again, not the same ones in more
+    bytes."""
+    now, before = (_parameters_of(side) for side in (growth.now, growth.before))
+    new = [one for one in growth.gains if one.site.category == PARAMETERS]
+    if not new or now < 2 * before:
+        return None
+    first = max(new, key=lambda change: change.bytes)
+    return replace(first, bytes=growth.gained(PARAMETERS))
+
+
+def _clones(growth: Growth) -> Change | None:
+    """Return a line that made a tensor of each parameter's size, in their dtype or in float32 of
+    half of it; a GPU's record does not tell copies from activations."""
+    blocks, held = _parameters_of(growth.now), growth.now.categories.get(PARAMETERS, 0)
+    for change in growth.changes:
+        made = change.change == "new" and change.site.category in (OTHER, ACTIVATIONS)
+        if made and blocks > 1 and change.site.count == blocks and change.bytes in (held, 2 * held):
+            return change
+    return None
+
+
+def _parameters_of(side: Side) -> int:
+    return sum(site.count for site in side.sites if site.category == PARAMETERS)
+
+
+def _trained(growth: Growth) -> Evidence:
+    now, before = growth.facts("models")
+    gained = {word: growth.gained(word) for word in (GRADIENTS, OPTIMIZER_STATE)}
+    sizes = [f"{format_size(size)} of {word}" for word, size in gained.items() if size > 0]
+    for name, model in now.items():
+        was, trained = before.get(name, {}).get("trained"), model.get("trained")
+        if sizes and was is not None and trained is not None and trained > was:
+            yield (
+                sum(gained.values()),
+                f"{trained:,} parameters of {name} are trained now, {was:,} before "
+                f"(requires_grad): {listed(sizes)} more",
+            )
+
+
+def _sharding(growth: Growth) -> Evidence:
+    now, before = growth.facts("models")
+    for name in now:
+        units, were = (set(side.get(name, {}).get("sharded", ())) for side in (now, before))
+        if lost := were - units:
+            gathers = f"unsharded parameters of {names_text(units)} are gathered at once"
+            whole = gathers if units else f"{name} is not sharded"
+            before_it = f"before, {names_text(lost)} had units of their own"
+            yield growth.gained(PARAMETERS, OTHER), f"{whole}; {before_it}"
+
+
+def _attention(growth: Growth) -> Evidence:
+    now, before = growth.facts("attention")
+    if not before.get("fused"):
+        return
+    if now.get("unfused", 0) > before.get("unfused", 0):
+        gained = growth.gained(ACTIVATIONS, TEMPORARIES)
+        yield gained, f"{unfused_sentence(now)}, where it ran a fused kernel before"
+    softmax = [one for one in growth.gains if "softmax" in (one.site.operator or "").lower()]
+    if softmax and now.get("fused", 0) < before["fused"] and not now.get("unfused"):
+        lines = {one.site.site for one in softmax} - {None}
+        formula = [one for one in growth.gains if one in softmax or one.site.site in lines]
+        total = sum(change.bytes for change in formula)
+        first = max(softmax, key=lambda change: (change.site.category == ACTIVATIONS, change.bytes))
+        if growth.compares_facts:
+            yield (
+                total,
+                f"scaled_dot_product_attention is no longer called: the formula at "
+                f"{site_text(first.site)} takes {format_size(total)} that the fused kernel does "
+                "not need",
+            )
+
+
+def unfused_sentence(attention: Facts) -> str:
+    """Return that attention ran its unfused kernel, and why."""
+    why = ", ".join(attention.get("why", ()))
+    return f"scaled_dot_product_attention ran unfused, as {why}"
+
+
+def _layout(growth: Growth) -> Evidence:
+    now, before = growth.facts("layouts")
+    changed = ("contiguous", "channels_last")
+    lost = {path for path in now if (now[path], before.get(path)) == changed}
+    copies = largest_gain(growth)
+    if lost and copies is not None:
+        yield (
+            copies.bytes,
+            f"{names_text(lost)} got contiguous images where they were channels_last: "
+            f"{site_text(copies.site)} takes {format_size(copies.bytes)} more",
+        )
+
+
+def _library(growth: Growth) -> Evidence:
+    now, before = growth.facts("libraries")
+    for name, release in now.items():
+        was = before.get(name, release)
+        own = [one for one in growth.changes if _package(one.site) == name]
+        if was != release and own:
+            gained = sum(one.bytes for one in own)
+            first = max(own, key=lambda one: one.bytes)
+            yield (
+                gained,
+                f"{name} is {release} now, {was} before, and takes {format_size(gained)} more: "
+                f"{site_text(first.site)}",
+            )
+
+
+def _package(site: Site) -> str:
+    return (site.site or "").rpartition(":")[0].partition("/")[0].removesuffix(".py")
+
+
+PROGRAM_CAUSES = (
+    _compiled,
+    _grad_mode,
+    _checkpointing,
+    _graphs,
+    _zeroed_gradients,
+    _carried,
+    _sharding,
+    _copied_model,
+    _trained,
+    _optimizer_state,
+    _optimizer_kind,
+    _attention,
+    _layout,
+    _library,
+)
+"""The detectors in the order in which they run."""
