@@ -49,6 +49,22 @@ class Patches:
         """Replace ``owner.name`` by ``value`` whenever the patches are applied."""
         self._added.append((owner, name, value))
 
+    def join_missing(self, module: Any) -> None:
+        """Serve the names that ``module`` lacks by one ``__getattr__`` of the module."""
+        missing = {
+            name: value
+            for owner, name, value in self._added
+            if owner is module and name not in vars(module)
+        }
+        self._added = [row for row in self._added if row[0] is not module or row[1] not in missing]
+
+        def __getattr__(name: str) -> Any:  # noqa: N807  # Python's own hook, PEP 562
+            if name in missing:
+                return missing[name]
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+        self.add(module, "__getattr__", __getattr__)
+
     @property
     def added(self) -> Sequence[tuple[Any, str, Any]]:
         """Owner, name and replacement, in the order they were added."""

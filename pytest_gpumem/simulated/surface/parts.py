@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.autocast import CastCache
@@ -56,3 +58,4 @@ def add_patches(machine: SimulatedMachine, casts: CastCache, patches: Patches) -
     ):
         part.add_patches(machine, patches)
     autocast.add_patches(casts, patches)
+    patches.join_missing(torch._C)  # of a build without CUDA, which lacks most of them
