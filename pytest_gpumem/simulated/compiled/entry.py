@@ -33,7 +33,7 @@ from pytest_gpumem.simulated.compiled import flex_attention, streams, trace_log
 from pytest_gpumem.simulated.compiled.launched import launched
 from pytest_gpumem.simulated.compiled.refusals import (
     CompiledCodeError,
-    another_goes_on,
+    another_lives,
     not_followed,
     note_at_line,
 )
@@ -225,7 +225,7 @@ class Compilation:
         """Have exclusive use of torch inside."""
         with self._exclusive() as is_exclusive:
             if not is_exclusive:
-                raise another_goes_on()
+                raise another_lives()
             yield
 
     def _replaced(self, callback: Any) -> Any:

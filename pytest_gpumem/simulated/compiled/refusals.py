@@ -18,10 +18,10 @@ class CompiledCodeError(RuntimeError):
     """An error for compiled code that cannot be followed, if all of it must be."""
 
 
-def another_goes_on() -> UnsupportedOperatorError:
-    """Return the error for another thread that goes on: replacements are the process's."""
+def another_lives() -> UnsupportedOperatorError:
+    """Return the error for another thread that lives: replacements are the process's."""
     return UnsupportedOperatorError(
-        f"{OF_COMPILED_CODE} {user_line()} compiles while another thread goes on that uses torch, "
+        f"{OF_COMPILED_CODE} {user_line()} compiles while another thread lives that uses torch, "
         "which a simulated GPU cannot follow: run pytest --gpumem-device=dry, or "
         "--gpumem-sim-compile=eager"
     )

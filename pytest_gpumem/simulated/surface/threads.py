@@ -72,7 +72,6 @@ class Threads:
         patches.add(threading.Thread, "start", self._start(threading.Thread.start))
         patches.add(threading.Thread, "join", self._join(threading.Thread.join))
         patches.add(ThreadPoolExecutor, "submit", self._submit(ThreadPoolExecutor.submit))
-        patches.add(Future, "result", self._waiting(Future.result))
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -122,18 +121,9 @@ class Threads:
 
         return call
 
-    def _waiting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(wait)
-        def call(*args: Any, **options: Any) -> Any:
-            with self.exclusive.waiting():
-                return wait(*args, **options)
-
-        return call
-
     def _join(self, join: Callable[..., None]) -> Callable[..., None]:
         def call(thread: threading.Thread, timeout: float | None = None) -> None:
-            with self.exclusive.waiting():
-                join(thread, timeout)
+            join(thread, timeout)
             failure = None if thread.is_alive() else self._failures.pop(thread, None)
             if failure is not None:
                 raise failure
