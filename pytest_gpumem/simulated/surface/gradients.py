@@ -1,14 +1,21 @@
-"""``Tensor.grad``: torch compares devices in C++, where a simulated GPU is ``meta``."""
+"""Gradients: where they are, what saves tensors for them, and passes that torch makes apart.
+
+torch compares the device of ``Tensor.grad`` in C++, where a simulated GPU is ``meta``.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.autograd.graph
 import torch.overrides
 from torch.autograd.graph import save_on_cpu
+from torch.utils import _python_dispatch
 
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine, leaves_of, renumber
@@ -34,6 +41,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(torch.Tensor, "grad", replaced)
     _add_saved(machine, patches)
     _add_double_backward(machine, patches)
+    _add_control_flow(machine, patches)
 
 
 def _check_devices(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -117,3 +125,25 @@ def _made(outputs: Any, args: tuple[Any, ...], results: Any) -> list[Any]:
         return found
     leaves = args[3] if len(args) > 3 and args[3] else leaves_of(outputs)
     return [leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _add_control_flow(machine: SimulatedMachine, patches: Patches) -> None:
+    """Show the machine the gradients of control flow that runs eagerly: torch traces them.
+
+    It traces by running the code on the device, without any mode, and these computations take
+    memory like all others. Source: torch/_higher_order_ops/utils.py (``materialize_as_graph``),
+    torch 2.11 to 2.15.
+    """
+    set_aside = _python_dispatch._disable_current_modes
+
+    @contextmanager
+    def all_others() -> Iterator[Any]:
+        mode: Any = machine.execution
+        with set_aside() as modes, mode:
+            yield modes
+
+    def disable_current_modes() -> Any:
+        traces = sys._getframe(1).f_code.co_name == "_materialize_as_graph_inner"
+        return all_others() if traces else set_aside()
+
+    patches.add(_python_dispatch, "_disable_current_modes", disable_current_modes)

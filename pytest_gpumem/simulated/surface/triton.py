@@ -22,7 +22,7 @@ from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, base_function, on_gpu, path_of
-from pytest_gpumem.simulated.surface.properties import DeviceProperties
+from pytest_gpumem.simulated.surface.cuda import DeviceProperties
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 Run = Callable[..., Any]
