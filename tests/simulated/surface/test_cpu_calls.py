@@ -599,13 +599,6 @@ FUNCTIONS: dict[str, list[Call]] = {
         lambda: untyped.autograd.grad(_doubled().sum(), []),
         lambda: _doubled().sum().backward(),
     ],
-    "from_dlpack": [
-        lambda: untyped.from_dlpack(untyped.ones(2)),
-        lambda: untyped.from_dlpack(ext_tensor=untyped.ones(2)),
-        lambda: untyped.from_dlpack(np.ones(2)),
-        lambda: untyped.from_dlpack(3),
-        lambda: untyped.from_dlpack(),
-    ],
     "_find_common_device": [lambda: twice_a_fake().shape],
     "init_gpu_context": [lambda: FakeTensorMode().from_tensor(untyped.ones(2)).shape],
     "_get_obj_state": [lambda: pickle.loads(pickle.dumps(Tagged([1.0])))],
