@@ -29,7 +29,7 @@ from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.engine import references_of_sole_owner
 from pytest_gpumem.simulated.operators.tables import installed
 from pytest_gpumem.simulated.stand_ins.imports import served
-from pytest_gpumem.simulated.surface import compilers, parts, pinned, tensor_moves, triton
+from pytest_gpumem.simulated.surface import compilers, parts, tensor_moves, triton
 from pytest_gpumem.simulated.surface.checkpoints import loading_on
 from pytest_gpumem.simulated.surface.cuda import answers_for_gpu
 from pytest_gpumem.simulated.surface.kernels import EXTENSIONS, Compiling
@@ -147,7 +147,6 @@ class Simulation(SimulatedMachine):
         with _suspended():
             parts.add_patches(self, self._casts, self._patches)
             self.threads.add_patches(self._patches)
-            pinned.add_patches(self, self._patches)
             self.communicators: dict[str, Communicator] = {}
             self._single_rank = distributed.add_patches(
                 self, self.execution, world, self._patches, self.communicators

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.compiled.fakes import name_gpu
-from pytest_gpumem.simulated.compiled.launched import launched
+from pytest_gpumem.simulated.compiled.settings import launched
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values.known import Values

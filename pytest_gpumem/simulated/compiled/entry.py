@@ -29,15 +29,21 @@ from pytest_gpumem.simulated.common.callsite import is_own, user_line
 from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE, RUNS_EAGERLY
 from pytest_gpumem.simulated.common.late_imports import LateImports, Unpatched
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.compiled import flex_attention, streams, trace_log
-from pytest_gpumem.simulated.compiled.launched import launched
+from pytest_gpumem.simulated.compiled import gradients
 from pytest_gpumem.simulated.compiled.refusals import (
     CompiledCodeError,
     another_lives,
     not_followed,
     note_at_line,
+    streams_refused,
 )
-from pytest_gpumem.simulated.compiled.settings import HELPERS, MarkedSteps, no_helpers
+from pytest_gpumem.simulated.compiled.settings import (
+    HELPERS,
+    MarkedSteps,
+    launched,
+    no_helpers,
+    traced_only_if_asked_for,
+)
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 if TYPE_CHECKING:
@@ -126,7 +132,7 @@ class Compilation:
         self.forget(own=False)
         with ExitStack() as self._inside:
             self._inside.enter_context(launched.reporting_to(self._machine.kernel_wrote))
-            self._inside.enter_context(trace_log.only_if_asked_for())
+            self._inside.enter_context(traced_only_if_asked_for())
             self._inside.enter_context(self._steps.counted())
             self._patches.apply()
             self._inside.callback(self._patches.undo)
@@ -183,7 +189,7 @@ class Compilation:
             patches.add(backward, "begin_capture", self._capturing(backward.begin_capture))
             name = "extract_bw_module"
             patches.add(compiled_autograd, name, self._on_device(getattr(compiled_autograd, name)))
-            flex_attention.add_patches(patches, self._tracer, self._code)
+            gradients.add_patches(patches, self._tracer, self._code)
         return patches
 
     def _reset(self, reset: Callable[[], None]) -> Callable[[], None]:
@@ -295,7 +301,7 @@ class Compilation:
                 self._exclusively(),
                 FramesLetGo(),
                 self._tracer().entered(),
-                streams.refused() as refusals,
+                streams_refused() as refusals,
             ):
                 try:
                     return compile(code, *args, **kwargs)

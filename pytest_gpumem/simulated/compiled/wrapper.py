@@ -30,7 +30,7 @@ from pytest_gpumem.simulated.common.callsite import (
     shown_operator,
 )
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.compiled.launched import launched
+from pytest_gpumem.simulated.compiled.settings import launched
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.values.operator_names import FUSED
 

@@ -9,7 +9,7 @@ import torch.distributed
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.distributed import refusals
 from pytest_gpumem.simulated.distributed.nccl import Communicator
-from pytest_gpumem.simulated.distributed.single_rank import SingleRank
+from pytest_gpumem.simulated.distributed.refusals import SingleRank
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.values.world import World
@@ -50,7 +50,6 @@ def _add_patches_of_rank(
     # Imported late: not needed to simulate one process.
     from pytest_gpumem.simulated.distributed import (
         checkpoints,
-        full_states,
         objects,
         pipelines,
         process_groups,
@@ -66,7 +65,7 @@ def _add_patches_of_rank(
         process_groups.add_patches(world, patches)
     propagation.add_patches(patches)
     purposes.add_patches(patches)
-    full_states.add_patches(objects.add_patches(machine, patches), patches)
+    objects.add_patches(machine, patches)
     pipelines.add_patches(machine, patches)
     checkpoints.add_patches(machine, patches)
     sharded.add_patches(patches)

@@ -1,4 +1,4 @@
-"""Gradients: where they are, what saves tensors for them, and passes that torch makes apart.
+"""Gradients: their device, tensors saved for them, passes that torch traces, and optimizers.
 
 torch compares the device of ``Tensor.grad`` in C++, where a simulated GPU is ``meta``.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     _add_saved(machine, patches)
     _add_double_backward(machine, patches)
     _add_control_flow(machine, patches)
+    _add_grouping(patches)
 
 
 def _check_devices(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -147,3 +148,36 @@ def _add_control_flow(machine: SimulatedMachine, patches: Patches) -> None:
         return all_others() if traces else set_aside()
 
     patches.add(_python_dispatch, "_disable_current_modes", disable_current_modes)
+
+
+_Lists = list[list[torch.Tensor | None]]
+_Key = tuple[torch.device, torch.dtype]
+_Group = tuple[list[list[torch.Tensor | None]], list[int]]
+
+
+def _add_grouping(patches: Patches) -> None:
+    """Group the tensors of ``torch.optim`` and ``clip_grad_norm_`` by the device they report."""
+    group = torch._C._group_tensors_by_device_and_dtype
+
+    def group_tensors(lists: _Lists, with_indices: bool = False) -> dict[_Key, _Group]:
+        groups: dict[_Key, _Group] = group(lists, True)
+        result: dict[_Key, _Group] = {}
+        for (device, dtype), (members, indices) in groups.items():
+            if device.type != "meta":
+                result[device, dtype] = members, indices if with_indices else []
+                continue
+            for seen, at in _by_device(members[0]).items():
+                split = [[tensors[i] for i in at] if tensors else [] for tensors in members]
+                result[seen, dtype] = split, [indices[i] for i in at] if with_indices else []
+        return result
+
+    patches.add(torch._C, "_group_tensors_by_device_and_dtype", group_tensors)
+
+
+def _by_device(tensors: Sequence[torch.Tensor | None]) -> dict[torch.device, list[int]]:
+    """Group positions of ``tensors`` by device, the last one met first, as C++'s hash map does."""
+    devices: dict[torch.device, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        assert tensor is not None  # torch checks the first list
+        devices.setdefault(tensor.device, []).append(position)
+    return dict(reversed(devices.items()))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.surface.exclusive import Exclusive
+from pytest_gpumem.simulated.surface.threads import Exclusive
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 from tests.pytest_project import Project
 
