@@ -18,15 +18,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gpumem.garbage import FramesLetGo
 from pytest_gpumem.simulated.common.callsite import is_own, user_line
-from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE, RUNS_EAGERLY
+from pytest_gpumem.simulated.common.compiled_notes import (
+    FOLLOWED_SINCE,
+    OF_COMPILED_CODE,
+    RUNS_EAGERLY,
+)
 from pytest_gpumem.simulated.common.late_imports import LateImports, Unpatched
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import gradients
@@ -45,6 +48,7 @@ from pytest_gpumem.simulated.compiled.settings import (
     traced_only_if_asked_for,
 )
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.compiled.tracing import Context, Exclusive, Tracing
@@ -54,13 +58,7 @@ AUTO, ALWAYS, EAGER = HOW = ("auto", "always", "eager")
 """Modes: follow if possible, refuse otherwise, or run compiled code eagerly."""
 
 _OF_OTHERS = (
-    "aotinductor",
-    "onnxrt",
-    "openxla",
-    "openxla_eval",
-    "tensorrt",
-    "torch_tensorrt",
-    "tvm",
+    *("aotinductor", "onnxrt", "openxla", "openxla_eval", "tensorrt", "torch_tensorrt", "tvm"),
 )
 """Backends that run graphs in C++ or in a library of their own, which takes memory by itself."""
 
@@ -186,9 +184,7 @@ class Compilation:
                 lambda backend: self._callback(of_backend(backend)),
             )
             backward = compiled_autograd.AutogradCompilerInstance
-            patches.add(backward, "begin_capture", self._capturing(backward.begin_capture))
-            name = "extract_bw_module"
-            patches.add(compiled_autograd, name, self._on_device(getattr(compiled_autograd, name)))
+            patches.add(backward, "begin_capture", _refuse_backward)
             gradients.add_patches(patches, self._tracer, self._code)
         return patches
 
@@ -319,24 +315,6 @@ class Compilation:
 
         return _compile
 
-    def _capturing(self, begin: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the start of compiled autograd, which traces until its instance is closed."""
-
-        def begin_capture(instance: Any, *args: Any) -> Any:
-            instance.stack.enter_context(self._tracer().entered())
-            return begin(instance, *args)
-
-        return begin_capture
-
-    def _on_device(self, extract: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``extract``, which makes constants of a kept graph on the device during tracing."""
-
-        def extract_bw_module(*args: Any) -> Any:
-            with _disable_current_modes(), self._code():
-                return extract(*args)
-
-        return extract_bw_module
-
     def forget(self, *, own: bool = True) -> None:
         """Reset the code that was compiled for machines, with ``own`` for this one, too.
 
@@ -355,6 +333,13 @@ class Compilation:
             reset_code(code)
             del _compiled[code]
         reset_code_state()
+
+
+def _refuse_backward(*_: Any) -> NoReturn:
+    raise UnsupportedOperatorError(
+        f"{OF_COMPILED_CODE} {user_line()} compiles a backward pass (compiled autograd), which a "
+        "simulated GPU does not follow: run pytest --gpumem-device=dry"
+    )
 
 
 def _is_captured_by_torch() -> bool:
