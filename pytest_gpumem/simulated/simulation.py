@@ -29,7 +29,29 @@ from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.engine import references_of_sole_owner
 from pytest_gpumem.simulated.operators.tables import installed
 from pytest_gpumem.simulated.stand_ins.imports import served
-from pytest_gpumem.simulated.surface import compilers, parts, tensor_moves, triton
+from pytest_gpumem.simulated.surface import (
+    autocast,
+    backends,
+    checkpoints,
+    compilers,
+    cuda,
+    factories,
+    gradients,
+    history,
+    kernels,
+    legacy,
+    pool_states,
+    pools,
+    sensors,
+    several,
+    storages,
+    streams,
+    tensor_moves,
+    tensors,
+    triton,
+    unsupported,
+    wrappers,
+)
 from pytest_gpumem.simulated.surface.checkpoints import loading_on
 from pytest_gpumem.simulated.surface.cuda import answers_for_gpu
 from pytest_gpumem.simulated.surface.kernels import EXTENSIONS, Compiling
@@ -39,6 +61,12 @@ from pytest_gpumem.values.world import World
 
 _stack: list[Simulation] = []
 """Active simulations, innermost last: they replace names of the whole process."""
+
+_PARTS = (
+    *(tensors, gradients, factories, cuda, several, streams, pools, pool_states),
+    *(history, checkpoints, backends, legacy, kernels, sensors, storages, unsupported, wrappers),
+)
+"""The parts of the surface, in the order in which their replacements are added."""
 
 _LOADING = "CUDA_MODULE_LOADING"
 
@@ -145,7 +173,11 @@ class Simulation(SimulatedMachine):
         """Replacements in a library that is slow to import, and that few tests need."""
         # The replaced names have to be torch's own, and none that an active simulation has set.
         with _suspended():
-            parts.add_patches(self, self._casts, self._patches)
+            for part in _PARTS:
+                part.add_patches(self, self._patches)
+            autocast.add_patches(self._casts, self._patches)
+            # Of a build without CUDA, which lacks most of them.
+            self._patches.join_missing(torch._C)
             self.threads.add_patches(self._patches)
             self.communicators: dict[str, Communicator] = {}
             self._single_rank = distributed.add_patches(
