@@ -39,7 +39,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Plan the names that wrappers load, and changes to their source."""
     patches.add(torch._C._dynamo.guards, "_empty_strided_cuda", Memory())
     patches.add(torch._C._dynamo.guards, "_empty_strided_cpu_pinned", _take_pinned)
-    patches.add(AsyncCompile, "triton", _load_kernel)
+    patches.add(AsyncCompile, "triton", lambda _, name, source, **__: Kernel(name, source))
     for name, write in (
         ("make_buffer_allocation", _with_origin),
         ("generate_extern_kernel_alloc", _between_origins),
@@ -171,10 +171,6 @@ def _place(stack: str | None) -> Place | None:
         if not is_internal(filename):
             return filename, int(line), function.strip()
     return None
-
-
-def _load_kernel(_: AsyncCompile, name: str, source: str, **__: Any) -> Kernel:
-    return Kernel(name, source)
 
 
 class Kernel:

@@ -76,11 +76,7 @@ def _add_saved(machine: SimulatedMachine, patches: Patches) -> None:
         initialize(hooks, False, device_type)
         if pin_memory:
             packed: Any = hooks.pack_hook
-
-            def pack(tensor: torch.Tensor) -> Any:
-                return packed(tensor.contiguous())
-
-            hooks.pack_hook = pack
+            hooks.pack_hook = lambda tensor: packed(tensor.contiguous())
 
     patches.add(save_on_cpu, "__init__", pageable)
 
