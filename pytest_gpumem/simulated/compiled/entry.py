@@ -201,11 +201,11 @@ class Compilation:
 
     def _asked(self, of_stance: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def callback_from_stance(callback: Any) -> Any:
-            told = of_stance(callback)
-            if told in (None, False) or isinstance(told, _WithBackend):
-                return told
-            if hasattr(told, "hooks"):
-                return self._callback(told)
+            chosen = of_stance(callback)
+            if chosen in (None, False) or isinstance(chosen, _WithBackend):
+                return chosen
+            if hasattr(chosen, "hooks"):
+                return self._callback(chosen)
             # A stance's own: it waits, or refuses to compile anew, around a compiler.
             own = self._callback(callback)
             return None if own is None else of_stance(own)

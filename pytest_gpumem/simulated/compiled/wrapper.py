@@ -90,8 +90,8 @@ def _with_origin(write: Callable[..., str]) -> Callable[..., str]:
         line = write(codegen, buffer)
         origin = origin_of(_nodes_of(codegen, buffer))
         # The written line stays as it is: tests of compiled code read it.
-        is_told = origin is not None and f"{_TAKES}(" in line
-        return f"{_TAKES}.of{origin}; {line}" if is_told else line
+        has_origin = origin is not None and f"{_TAKES}(" in line
+        return f"{_TAKES}.of{origin}; {line}" if has_origin else line
 
     return make_buffer_allocation
 

@@ -31,7 +31,7 @@ from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.values.errors import UnknownValueError
 
-Told = Callable[[Any], AbstractContextManager[None]]
+Announced = Callable[[Any], AbstractContextManager[None]]
 """The object that the root broadcasts inside, unless it is ``None``."""
 _FUNCTIONS = (
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
@@ -45,7 +45,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     for name in _FUNCTIONS:
         for owner in (dist, c10d):
             patches.add(owner, name, getattr(objects, name))
-    _add_states(objects.told_by_root, patches)
+    _add_states(objects.announced_by_root, patches)
 
 
 class _Objects:
@@ -53,15 +53,15 @@ class _Objects:
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
-        self._told: Any = None
+        self._announced: Any = None
 
     @contextmanager
-    def told_by_root(self, value: Any) -> Iterator[None]:
-        self._told = value
+    def announced_by_root(self, value: Any) -> Iterator[None]:
+        self._announced = value
         try:
             yield
         finally:
-            self._told = None
+            self._announced = None
 
     def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
         self._note("all_gather_object")
@@ -82,8 +82,8 @@ class _Objects:
 
     def broadcast_object_list(self, object_list: list[Any], *_: Any, **__: Any) -> None:
         """Return what this rank would send, unless the root's object is set."""
-        if self._told is not None:
-            object_list[0] = self._told
+        if self._announced is not None:
+            object_list[0] = self._announced
             return
         self._note("broadcast_object_list")
 
@@ -125,7 +125,7 @@ def _refuse(name: str) -> NoReturn:
     )
 
 
-def _add_states(told_by_root: Told, patches: Patches) -> None:
+def _add_states(announced_by_root: Announced, patches: Patches) -> None:
     """Derive the states of other ranks from this rank's own."""
     states = _OptimizerStates()
     patches.add(_optim_utils, "_map_param_key_to_optim_keys", states.keys)
@@ -140,15 +140,19 @@ def _add_states(told_by_root: Told, patches: Patches) -> None:
         **kwargs: Any,
     ) -> None:
         sent = full_state_dict or local_state_dict
-        told = {name: _told(value) for name, value in sent.items()} if dist.get_rank() else None
-        with told_by_root(told):
+        announced = (
+            {name: _announcement(value) for name, value in sent.items()}
+            if dist.get_rank()
+            else None
+        )
+        with announced_by_root(announced):
             broadcast(dict(full_state_dict), local_state_dict, *args, **kwargs)
 
     for owner in (_state_dict_utils, state_dict):
         patches.add(owner, "_broadcast_state_dict", _broadcast_state_dict)
 
 
-def _told(value: Any) -> Any:
+def _announcement(value: Any) -> Any:
     """Return rank 0's announcement of a value."""
     if not isinstance(value, torch.Tensor):
         return value

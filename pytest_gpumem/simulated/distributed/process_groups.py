@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ _LOST = timedelta(seconds=1)
 """The time that a read waits for a key that no other rank will write."""
 _NCCL = (2, 27, 5)
 """``torch.cuda.nccl.version()`` of torch 2.8 to 2.10's wheels."""
-_TOLD = (
+_NOTIFIED = (
     *("_set_sequence_number_for_group", "_set_default_timeout", "_shutdown", "shutdown", "abort"),
 )
 _OF_NCCL = ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy")
@@ -82,11 +83,7 @@ class _SimulatedNccl(metaclass=_Kind):
             self.global_ranks_in_group: list[int] = []
             self.group_name = ""
             self._timeout = NCCL_TIMEOUT
-            self.config = _Settings()
-
-
-class _Settings:
-    """``ProcessGroupNCCL.NCCLConfig``, which takes any setting."""
+            self.config = SimpleNamespace()  # NCCLConfig, which takes any setting
 
 
 def _fake_group(rank: int, size: int) -> Any:
@@ -119,7 +116,7 @@ def plan_groups(patches: Patches) -> None:
             patches.add(owner, "split_group", split_group)
     patches.add(c10d, "default_pg_nccl_timeout", NCCL_TIMEOUT)
     # Methods of NCCL's groups that fake ones lack in some releases.
-    for name in _TOLD:
+    for name in _NOTIFIED:
         patches.add(FakeProcessGroup, name, lambda group, *_: None)
     patches.add(FakeProcessGroup, "supports_coalescing", property(_yes))
     # A part of a group is a fake one, too: C++ would make it of options that are none of NCCL's.

@@ -42,7 +42,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(torch, "sparse_coo_tensor", _watching(machine, _sparse(sparse), sparse))
     for name in _NEW:
         patches.add(torch.Tensor, name, _new(machine, getattr(torch.Tensor, name)))
-    find = torch.jit._builtins._find_builtin
+    find: Callable[[Any], Any] = torch.jit._builtins._find_builtin
     for module in (torch.jit._builtins, torch.jit._recursive):
         # TorchScript compares torch's functions by identity.
         patches.add(module, "_find_builtin", lambda fn: find(getattr(fn, "__wrapped__", fn)))

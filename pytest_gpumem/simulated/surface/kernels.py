@@ -98,8 +98,8 @@ class Extensions:
 
 def _replace(found: Iterable[tuple[Any, str, _Guarded]], until: ExitStack) -> None:
     patches = Patches()
-    for module, name, guard in found:
-        patches.add(module, name, guard)
+    for guarded in found:
+        patches.add(*guarded)
     patches.apply()
     until.callback(patches.undo)
 
