@@ -104,9 +104,10 @@ def add_patches(world: World, patches: Patches) -> None:
 
 def plan_groups(patches: Patches) -> None:
     """Make NCCL available, and every process group a fake one of the size that it is given."""
+    yes: Callable[..., bool] = lambda *_: True  # noqa: E731  # many names have it
     for owner in (dist, c10d):
         for name in ("is_nccl_available", "is_gloo_available"):
-            patches.add(owner, name, _yes)
+            patches.add(owner, name, yes)
         patches.add(owner, "monitored_barrier", lambda *_, **__: None)
         for name in _OF_NCCL:
             patches.add(owner, name, _SimulatedNccl)
@@ -118,23 +119,15 @@ def plan_groups(patches: Patches) -> None:
     # Methods of NCCL's groups that fake ones lack in some releases.
     for name in _NOTIFIED:
         patches.add(FakeProcessGroup, name, lambda group, *_: None)
-    patches.add(FakeProcessGroup, "supports_coalescing", property(_yes))
+    patches.add(FakeProcessGroup, "supports_coalescing", property(yes))
     # A part of a group is a fake one, too: C++ would make it of options that are none of NCCL's.
-    patches.add(FakeProcessGroup, "supports_splitting", property(_no))
+    patches.add(FakeProcessGroup, "supports_splitting", property(lambda group: False))
     # DDP's logger warns of an unknown device, and reads the number of threads of Gloo's group,
     # which a fake one lacks (logger.cpp, set_construction_data_and_log).
     patches.add(Logger, "set_runtime_stats_and_log", lambda logger: None)
     patches.add(Logger, "set_construction_data_and_log", lambda logger, *_: None)
-    patches.add(torch.cuda.nccl, "is_available", _yes)
+    patches.add(torch.cuda.nccl, "is_available", yes)
     patches.add(torch.cuda.nccl, "version", lambda: _NCCL)
-
-
-def _yes(*_: Any) -> bool:
-    return True
-
-
-def _no(*_: Any) -> bool:
-    return False
 
 
 def split_group(

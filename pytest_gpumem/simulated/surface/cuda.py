@@ -234,25 +234,13 @@ _SHARED_MEMORY_KIB = {
 Guide, "Technical Specifications per Compute Capability")."""
 
 
-class Uuid:
+class Uuid(uuid.UUID):
     """``torch._C._CUuuid``: the unique name of a device (torch/csrc/cuda/Module.cpp)."""
 
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-
     @property
-    def bytes(self) -> list[int]:
+    def bytes(self) -> list[int]:  # type: ignore[override]  # as torch has them
         """The sixteen bytes, as numbers."""
-        return list(self._content)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Uuid) and other._content == self._content
-
-    def __hash__(self) -> int:
-        return hash(self._content)
-
-    def __str__(self) -> str:
-        return str(uuid.UUID(bytes=self._content))
+        return list(self.int.to_bytes(16, "big"))
 
 
 @dataclass(frozen=True, repr=False)
@@ -300,7 +288,7 @@ class DeviceProperties:
             L2_cache_size=model.l2_cache_bytes,
             shared_memory_per_multiprocessor=per_sm * KIB,
             shared_memory_per_block_optin=per_block * KIB,
-            uuid=Uuid(uuid.uuid5(uuid.NAMESPACE_OID, f"{model.name}/{gpu.index}").bytes),
+            uuid=Uuid(str(uuid.uuid5(uuid.NAMESPACE_OID, f"{model.name}/{gpu.index}"))),
             gcnArchName=model.full_name,
             pci_bus_id=gpu.index,
         )

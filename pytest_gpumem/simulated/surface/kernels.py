@@ -159,9 +159,45 @@ class Compiling:
         if self._patches is not None or not hasattr(module, "_join_cuda_home"):
             return
         self._patches = Patches()
-        compiling, joining = module._jit_compile, module._join_cuda_home
-        self._patches.add(module, "_jit_compile", _compile(module, compiling))
-        self._patches.add(module, "_join_cuda_home", _join(module, joining))
+        compile, join = module._jit_compile, module._join_cuda_home
+        signature = inspect.signature(compile)
+
+        def can_compile() -> bool:
+            return _HAS_CUDA and module.CUDA_HOME is not None
+
+        @functools.wraps(compile)
+        def jit_compile(*args: Any, **options: Any) -> Any:
+            given = signature.bind(*args, **options).arguments
+            name, sources, with_cuda = given["name"], given["sources"], given["with_cuda"]
+            caller = sys._getframe(1).f_code.co_name
+            loader = caller if caller in _LOADERS else _LOADERS[0]
+            if with_cuda is None:
+                with_cuda = any(map(module._is_cuda_file, sources))
+            if with_cuda and not can_compile():
+                call = f'{loader}(name="{name}", ...)'
+                raise UndescribedKernelError(
+                    f"{call} at {callers_line()} compiles for CUDA, whose compiler is not here: "
+                    "say what the functions of the module allocate with "
+                    f'pytest_gpumem.simulate_operator("{_MODULE}.{loader}")',
+                    call,
+                )
+            made = compile(*args, **options)
+            if inspect.ismodule(made):
+                EXTENSIONS.compiled(made, f"{_MODULE}.{loader}")
+            return made
+
+        @functools.wraps(join)
+        def join_cuda_home(*paths: Any) -> Any:
+            if not can_compile():
+                raise UnsupportedOperatorError(
+                    f"{_MODULE} at {callers_line()} asks for CUDA's compiler, which is not here: "
+                    "build the extension elsewhere, or say what its functions allocate with "
+                    'pytest_gpumem.simulate_operator("module.function")'
+                )
+            return join(*paths)
+
+        self._patches.add(module, "_jit_compile", jit_compile)
+        self._patches.add(module, "_join_cuda_home", join_cuda_home)
         self._patches.apply()
 
     def undo(self) -> None:
@@ -169,54 +205,6 @@ class Compiling:
         if self._patches is not None:
             self._patches.undo()
             self._patches = None
-
-
-def _can_compile(module: Any) -> bool:
-    return _HAS_CUDA and module.CUDA_HOME is not None
-
-
-def _compile(module: Any, real: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(real)
-
-    @functools.wraps(real)
-    def call(*args: Any, **options: Any) -> Any:
-        given = signature.bind(*args, **options).arguments
-        name, sources = given["name"], given["sources"]
-        caller = sys._getframe(1).f_code.co_name
-        loader = caller if caller in _LOADERS else _LOADERS[0]
-        with_cuda = given["with_cuda"]
-        if with_cuda is None:
-            with_cuda = any(map(module._is_cuda_file, sources))
-        if with_cuda and not _can_compile(module):
-            _refuse(f'{loader}(name="{name}", ...)', f"{_MODULE}.{loader}")
-        made = real(*args, **options)
-        if inspect.ismodule(made):
-            EXTENSIONS.compiled(made, f"{_MODULE}.{loader}")
-        return made
-
-    return call
-
-
-def _join(module: Any, real: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(real)
-    def call(*paths: Any) -> Any:
-        if not _can_compile(module):
-            raise UnsupportedOperatorError(
-                f"{_MODULE} at {callers_line()} asks for CUDA's compiler, which is not here: build "
-                f"the extension elsewhere, or say what its functions allocate with "
-                f'pytest_gpumem.simulate_operator("module.function")'
-            )
-        return real(*paths)
-
-    return call
-
-
-def _refuse(call: str, path: str) -> NoReturn:
-    raise UndescribedKernelError(
-        f"{call} at {callers_line()} compiles for CUDA, whose compiler is not here: say what the "
-        f'functions of the module allocate with pytest_gpumem.simulate_operator("{path}")',
-        call,
-    )
 
 
 _NEEDS = (b"libcudart.so", b"libcuda.so", b"libcublas.so", b"cudart64_", b"nvcuda.dll")

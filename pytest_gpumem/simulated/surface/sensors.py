@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -62,7 +63,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         patches.add(module, "list_gpu_processes", list_gpu_processes)
     patches.add(torch.cuda, "_cudart", Runtime(machine))
     patches.add(torch.cuda.nvtx, "_nvtx", _Ranges())
-    patches.add(torch.autograd.profiler, "emit_nvtx", _EmitNothing)
+    patches.add(torch.autograd.profiler, "emit_nvtx", lambda *_, **__: nullcontext())
     begin: Any = torch.profiler.profile.__init__
 
     def profiling(profile: Any, *args: Any, activities: Any = None, **options: Any) -> None:
@@ -135,17 +136,6 @@ class _Ranges:
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *_: 0
-
-
-class _EmitNothing:
-    """``torch.autograd.profiler.emit_nvtx``."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __enter__(self) -> _EmitNothing:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def _refuse_timeline(profile: Any) -> NoReturn:
