@@ -64,7 +64,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(storage, "device", property(device_of))
     patches.add(storage, "resize_", resize_)
     patches.add(storage, "copy_", copy_)
-    for name in ("_share_cuda_", "share_memory_", "is_shared", "__getitem__", "tolist"):
+    for name in ("_share_cuda_", "share_memory_", "is_shared", "__getitem__"):
         patches.add(storage, name, _guarded(machine, name, getattr(storage, name)))
     _add_pinning(machine, patches)
 
@@ -90,7 +90,6 @@ _WHY = {
     "_share_cuda_": "hands memory of a simulated GPU to another process, which does not have it",
     "share_memory_": "hands values of a simulated GPU to another process, which it does not have",
     "__getitem__": "reads memory of a simulated GPU, which holds no values",
-    "tolist": "reads memory of a simulated GPU, which holds no values",
 }
 
 
@@ -105,7 +104,7 @@ def _guarded(
             return refuse()
         if storage._cdata not in machine.storages.by_key:
             return method(storage, *args, **options)
-        if name in ("__getitem__", "tolist"):
+        if name == "__getitem__":  # tolist() reads by it
             known = machine.values.of_storage(storage)
             if known is not None:
                 return method(known, *args, **options)

@@ -8,7 +8,7 @@ import torch
 
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 
-MOST_OF_TORCH = 210
+MOST_OF_TORCH = 195
 """Attributes of torch besides those of ``torch._C``, which a build with CUDA has more of."""
 
 OF_PYTHON = {
