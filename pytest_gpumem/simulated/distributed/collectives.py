@@ -24,7 +24,9 @@ from torch._C._distributed_c10d import ProcessGroup, ReduceOp, Work
 from pytest_gpumem.simulated.common.callsite import is_internal, is_own, user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import tensors_in
-from pytest_gpumem.simulated.distributed.alike import (
+from pytest_gpumem.simulated.distributed.nccl import Communicator
+from pytest_gpumem.simulated.distributed.results import (
+    DoneFuture,
     Sent,
     exchanged,
     gathered,
@@ -32,8 +34,6 @@ from pytest_gpumem.simulated.distributed.alike import (
     reduced,
     unchanged,
 )
-from pytest_gpumem.simulated.distributed.futures import DoneFuture
-from pytest_gpumem.simulated.distributed.nccl import Communicator
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.gpu.releases import PART_BY_PART
 from pytest_gpumem.simulated.machine.dispatch import Handler
