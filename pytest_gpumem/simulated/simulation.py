@@ -29,7 +29,29 @@ from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.engine import references_of_sole_owner
 from pytest_gpumem.simulated.operators.tables import installed
 from pytest_gpumem.simulated.stand_ins.imports import served
-from pytest_gpumem.simulated.surface import compilers, parts, pinned, tensor_moves, triton
+from pytest_gpumem.simulated.surface import (
+    autocast,
+    backends,
+    checkpoints,
+    compilers,
+    cuda,
+    factories,
+    gradients,
+    history,
+    kernels,
+    legacy,
+    pool_states,
+    pools,
+    sensors,
+    several,
+    storages,
+    streams,
+    tensor_moves,
+    tensors,
+    triton,
+    unsupported,
+    wrappers,
+)
 from pytest_gpumem.simulated.surface.checkpoints import loading_on
 from pytest_gpumem.simulated.surface.cuda import answers_for_gpu
 from pytest_gpumem.simulated.surface.kernels import EXTENSIONS, Compiling
@@ -40,7 +62,14 @@ from pytest_gpumem.values.world import World
 _stack: list[Simulation] = []
 """Active simulations, innermost last: they replace names of the whole process."""
 
+_PARTS = (
+    *(tensors, gradients, factories, cuda, several, streams, pools, pool_states),
+    *(history, checkpoints, backends, legacy, kernels, sensors, storages, unsupported, wrappers),
+)
+"""The parts of the surface, in the order in which their replacements are added."""
+
 _LOADING = "CUDA_MODULE_LOADING"
+"""The environment variable that ``_lazy_init()`` of torch/cuda/__init__.py sets."""
 
 
 class SimulatedGPU(GPU):
@@ -61,9 +90,11 @@ class SimulatedGPU(GPU):
         **settings: Any,
     ) -> None:
         super().__init__(model, **settings)
-        self._real_values = real_values
-        self._stand_ins = stand_ins
-        self._compile = compile
+        self._options: dict[str, Any] = {
+            "real_values": real_values,
+            "stand_ins": stand_ins,
+            "compile": compile,
+        }
 
     @classmethod
     def machine(
@@ -80,7 +111,7 @@ class SimulatedGPU(GPU):
         gpus = tuple(
             cls(machine.model, index=i, timeline=timeline, **settings) for i in range(count)
         )
-        simulation = gpus[0]._simulation_of(gpus, world)
+        simulation = Simulation(gpus, world=world, **gpus[0]._options)
         for gpu in gpus:
             gpu.simulation = simulation
         return gpus
@@ -88,16 +119,7 @@ class SimulatedGPU(GPU):
     @cached_property
     def simulation(self) -> Simulation:
         """The machine that this device is in; by default one without other devices."""
-        return self._simulation_of([self])
-
-    def _simulation_of(self, gpus: Sequence[GPU], world: World | None = None) -> Simulation:
-        return Simulation(
-            gpus,
-            real_values=self._real_values,
-            stand_ins=self._stand_ins,
-            compile=self._compile,
-            world=world,
-        )
+        return Simulation([self], **self._options)
 
     @contextmanager
     def active(self) -> Iterator[SimulatedGPU]:
@@ -145,9 +167,12 @@ class Simulation(SimulatedMachine):
         """Replacements in a library that is slow to import, and that few tests need."""
         # The replaced names have to be torch's own, and none that an active simulation has set.
         with _suspended():
-            parts.add_patches(self, self._casts, self._patches)
+            for part in _PARTS:
+                part.add_patches(self, self._patches)
+            autocast.add_patches(self._casts, self._patches)
+            # Of a build without CUDA, which lacks most of them.
+            self._patches.join_missing(torch._C)
             self.threads.add_patches(self._patches)
-            pinned.add_patches(self, self._patches)
             self.communicators: dict[str, Communicator] = {}
             self._single_rank = distributed.add_patches(
                 self, self.execution, world, self._patches, self.communicators
@@ -187,7 +212,9 @@ class Simulation(SimulatedMachine):
             resources.callback(self._compiling.undo)
             late = LateImports("triton", self._importing_triton, itself=True)
             resources.enter_context(late.watched())
-            resources.enter_context(_as_initialized())
+            if _LOADING not in os.environ:
+                os.environ[_LOADING] = "LAZY"
+                resources.callback(os.environ.pop, _LOADING, None)
             lifts = torch._C._only_lift_cpu_tensors()
             # torch.tensor(..., device="cuda") then builds on the CPU and copies in sight of a mode.
             torch._C._set_only_lift_cpu_tensors(True)
@@ -284,19 +311,6 @@ def _without_function_modes() -> Iterator[None]:
     finally:
         for mode in reversed(modes):
             _push_mode(mode)
-
-
-@contextmanager
-def _as_initialized() -> Iterator[None]:
-    """Set the environment variable that ``_lazy_init()`` of torch/cuda/__init__.py sets."""
-    if _LOADING in os.environ:
-        yield
-        return
-    os.environ[_LOADING] = "LAZY"
-    try:
-        yield
-    finally:
-        os.environ.pop(_LOADING, None)
 
 
 @contextmanager

@@ -107,19 +107,8 @@ class Provenance:
     """
 
     __slots__ = (
-        "_entries",
-        "_frames",
-        "dtype",
-        "has_node",
-        "library",
-        "nbytes",
-        "node",
-        "operator",
-        "purpose",
-        "recording",
-        "script_frames",
-        "sequence",
-        "shape",
+        *("_entries", "_frames", "dtype", "has_node", "library", "nbytes", "node", "operator"),
+        *("purpose", "recording", "script_frames", "sequence", "shape"),
     )
 
     def __init__(self, entries: list[tuple[CodeType, int]]) -> None:

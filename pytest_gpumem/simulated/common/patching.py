@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +48,22 @@ class Patches:
     def add(self, owner: Any, name: str, value: Any) -> None:
         """Replace ``owner.name`` by ``value`` whenever the patches are applied."""
         self._added.append((owner, name, value))
+
+    def join_missing(self, module: Any) -> None:
+        """Serve the names that ``module`` lacks by one ``__getattr__`` of the module."""
+        missing = {
+            name: value
+            for owner, name, value in self._added
+            if owner is module and name not in vars(module)
+        }
+        self._added = [row for row in self._added if row[0] is not module or row[1] not in missing]
+
+        def __getattr__(name: str) -> Any:  # noqa: N807  # Python's own hook, PEP 562
+            if name in missing:
+                return missing[name]
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+        self.add(module, "__getattr__", __getattr__)
 
     @property
     def added(self) -> Sequence[tuple[Any, str, Any]]:
@@ -109,17 +125,14 @@ class Patches:
             self._put_back = resumed
 
 
-def add_functions(api: Any, patches: Patches) -> None:
-    """Replace the functions of ``torch._C`` that ``api`` has, and the copies of their names.
+def add_functions(functions: Mapping[str, Any], patches: Patches) -> None:
+    """Replace ``functions`` of ``torch._C``, and the copies of their names.
 
     A build without CUDA has none of the ``_cuda_`` ones, and each release has its own of
     ``_accelerator_``.
     """
-    for name in dir(api):
-        if name.startswith(("_cuda_", "_host_", "_graph_")) or (
-            name.startswith("_accelerator_") and hasattr(torch._C, name)
-        ):
-            function = getattr(api, name)
+    for name, function in functions.items():
+        if not name.startswith("_accelerator_") or hasattr(torch._C, name):
             patches.add(torch._C, name, function)
             for module in (torch.cuda.graphs, torch.cuda.memory):
                 if name in vars(module):

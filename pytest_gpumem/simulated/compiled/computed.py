@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.compiled.fakes import name_gpu
-from pytest_gpumem.simulated.compiled.launched import launched
+from pytest_gpumem.simulated.compiled.settings import launched
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values.known import Values
@@ -51,7 +51,8 @@ class Computed:
         )
         """The first operation that cannot be computed; ``None`` where all can be."""
         self._written = _written(graph)
-        self._graph = _on_host(graph)
+        self._graph = _copied(graph)  # Inductor rewrites its own
+        name_gpu(self._graph, lambda value: CPU if isinstance(value, torch.device) else value)
 
     def beside(self, wrapper: Wrapper) -> Wrapper:
         """Return a function that runs ``wrapper`` for its allocations and computes its results."""
@@ -66,15 +67,16 @@ class Computed:
                 if capture is not None:
                     machine.kernel_wrote()  # into the graph, as if from its results
                     described = capture.described(tuple(self._copies_on_host(inputs)))
-                    results = _alone(values, wrapper, inputs)
-                    capture.add(self._whole(), described, {}, tuple(results))
+                    results = _unfollowed(values, wrapper, inputs)
+                    whole = Operator.by(self._compute, tuple((at, "") for at in self._written))
+                    capture.add(whole, described, {}, tuple(results))
                     return results
                 # Nothing keeps tensors on the GPU: the wrapper frees them when they would be freed.
                 given = values.shared(self._copies_on_host(inputs))
                 if given is None:
                     return wrapper(inputs)
                 keys = [storage_key(inputs[at]) for at in self._written]
-                results = _alone(values, wrapper, inputs)
+                results = _unfollowed(values, wrapper, inputs)
                 try:
                     values.know(results, self._compute(*given), given)
                 except _UncomputableError:
@@ -99,14 +101,13 @@ class Computed:
             computing = _Computing(self._graph, self._machine)
             return computing.run(*given, enable_io_processing=False)
 
-    def _whole(self) -> Operator:
-        written = tuple((at, "") for at in self._written)
-        return Operator.by(self._compute, written)
 
+def _unfollowed(values: Values, wrapper: Wrapper, inputs: list[Any]) -> Any:
+    """Run ``wrapper``, which empties its inputs to free them, without following its values.
 
-def _alone(values: Values, wrapper: Wrapper, inputs: list[Any]) -> Any:
-    """Run ``wrapper``, which empties its inputs to free them, without following its values."""
-    with values.ignoring(), launched.reporting_to(_nobody):
+    Writes of kernels are ignored: they are known from the graph.
+    """
+    with values.ignoring(), launched.reporting_to(lambda *_: None):
         return wrapper(inputs)
 
 
@@ -248,10 +249,6 @@ def _copied_to_host(graph: GraphModule) -> str | None:
     return None
 
 
-def _shape(tensor: torch.Tensor) -> torch.Size:
-    return tensor.shape
-
-
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
@@ -277,13 +274,6 @@ def _nodes(graph: GraphModule) -> Iterator[Node]:
             yield from module.graph.nodes
 
 
-def _on_host(graph: GraphModule) -> GraphModule:
-    """Return a copy of ``graph`` that makes its tensors on the CPU; Inductor rewrites its own."""
-    copied = _copied(graph)
-    name_gpu(copied, lambda value: CPU if isinstance(value, torch.device) else value)
-    return copied
-
-
 _SHAPES = "shapes"
 
 
@@ -293,12 +283,12 @@ def _copied(graph: GraphModule) -> GraphModule:
         value = node.meta.get("val")
         sizes = [size for each in tree_leaves(value) if _is_tensor(each) for size in each.shape]
         is_known = all(isinstance(size, int) for size in sizes)
-        node.meta = {_SHAPES: tree_map_only(torch.Tensor, _shape, value)} if is_known else {}
+        node.meta = (
+            {_SHAPES: tree_map_only(torch.Tensor, lambda each: each.shape, value)}
+            if is_known
+            else {}
+        )
     for name, inner in list(copied.named_children()):
         if isinstance(inner, GraphModule):
             setattr(copied, name, _copied(inner))
     return copied
-
-
-def _nobody(*_: Any) -> None:
-    """Ignore writes of kernels, which are known from the graph."""

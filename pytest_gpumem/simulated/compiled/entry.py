@@ -18,27 +18,37 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gpumem.garbage import FramesLetGo
 from pytest_gpumem.simulated.common.callsite import is_own, user_line
-from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE, RUNS_EAGERLY
+from pytest_gpumem.simulated.common.compiled_notes import (
+    FOLLOWED_SINCE,
+    OF_COMPILED_CODE,
+    RUNS_EAGERLY,
+)
 from pytest_gpumem.simulated.common.late_imports import LateImports, Unpatched
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.compiled import flex_attention, streams, trace_log
-from pytest_gpumem.simulated.compiled.launched import launched
+from pytest_gpumem.simulated.compiled import gradients
 from pytest_gpumem.simulated.compiled.refusals import (
     CompiledCodeError,
-    another_goes_on,
+    another_lives,
     not_followed,
     note_at_line,
+    streams_refused,
 )
-from pytest_gpumem.simulated.compiled.settings import HELPERS, MarkedSteps, no_helpers
+from pytest_gpumem.simulated.compiled.settings import (
+    HELPERS,
+    MarkedSteps,
+    launched,
+    no_helpers,
+    traced_only_if_asked_for,
+)
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.compiled.tracing import Context, Exclusive, Tracing
@@ -48,13 +58,7 @@ AUTO, ALWAYS, EAGER = HOW = ("auto", "always", "eager")
 """Modes: follow if possible, refuse otherwise, or run compiled code eagerly."""
 
 _OF_OTHERS = (
-    "aotinductor",
-    "onnxrt",
-    "openxla",
-    "openxla_eval",
-    "tensorrt",
-    "torch_tensorrt",
-    "tvm",
+    *("aotinductor", "onnxrt", "openxla", "openxla_eval", "tensorrt", "torch_tensorrt", "tvm"),
 )
 """Backends that run graphs in C++ or in a library of their own, which takes memory by itself."""
 
@@ -126,7 +130,7 @@ class Compilation:
         self.forget(own=False)
         with ExitStack() as self._inside:
             self._inside.enter_context(launched.reporting_to(self._machine.kernel_wrote))
-            self._inside.enter_context(trace_log.only_if_asked_for())
+            self._inside.enter_context(traced_only_if_asked_for())
             self._inside.enter_context(self._steps.counted())
             self._patches.apply()
             self._inside.callback(self._patches.undo)
@@ -180,10 +184,8 @@ class Compilation:
                 lambda backend: self._callback(of_backend(backend)),
             )
             backward = compiled_autograd.AutogradCompilerInstance
-            patches.add(backward, "begin_capture", self._capturing(backward.begin_capture))
-            name = "extract_bw_module"
-            patches.add(compiled_autograd, name, self._on_device(getattr(compiled_autograd, name)))
-            flex_attention.add_patches(patches, self._tracer, self._code)
+            patches.add(backward, "begin_capture", _refuse_backward)
+            gradients.add_patches(patches, self._tracer, self._code)
         return patches
 
     def _reset(self, reset: Callable[[], None]) -> Callable[[], None]:
@@ -199,11 +201,11 @@ class Compilation:
 
     def _asked(self, of_stance: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def callback_from_stance(callback: Any) -> Any:
-            told = of_stance(callback)
-            if told in (None, False) or isinstance(told, _WithBackend):
-                return told
-            if hasattr(told, "hooks"):
-                return self._callback(told)
+            chosen = of_stance(callback)
+            if chosen in (None, False) or isinstance(chosen, _WithBackend):
+                return chosen
+            if hasattr(chosen, "hooks"):
+                return self._callback(chosen)
             # A stance's own: it waits, or refuses to compile anew, around a compiler.
             own = self._callback(callback)
             return None if own is None else of_stance(own)
@@ -225,7 +227,7 @@ class Compilation:
         """Have exclusive use of torch inside."""
         with self._exclusive() as is_exclusive:
             if not is_exclusive:
-                raise another_goes_on()
+                raise another_lives()
             yield
 
     def _replaced(self, callback: Any) -> Any:
@@ -295,7 +297,7 @@ class Compilation:
                 self._exclusively(),
                 FramesLetGo(),
                 self._tracer().entered(),
-                streams.refused() as refusals,
+                streams_refused() as refusals,
             ):
                 try:
                     return compile(code, *args, **kwargs)
@@ -312,24 +314,6 @@ class Compilation:
             return ConvertFrameReturn()
 
         return _compile
-
-    def _capturing(self, begin: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the start of compiled autograd, which traces until its instance is closed."""
-
-        def begin_capture(instance: Any, *args: Any) -> Any:
-            instance.stack.enter_context(self._tracer().entered())
-            return begin(instance, *args)
-
-        return begin_capture
-
-    def _on_device(self, extract: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``extract``, which makes constants of a kept graph on the device during tracing."""
-
-        def extract_bw_module(*args: Any) -> Any:
-            with _disable_current_modes(), self._code():
-                return extract(*args)
-
-        return extract_bw_module
 
     def forget(self, *, own: bool = True) -> None:
         """Reset the code that was compiled for machines, with ``own`` for this one, too.
@@ -349,6 +333,13 @@ class Compilation:
             reset_code(code)
             del _compiled[code]
         reset_code_state()
+
+
+def _refuse_backward(*_: Any) -> NoReturn:
+    raise UnsupportedOperatorError(
+        f"{OF_COMPILED_CODE} {user_line()} compiles a backward pass (compiled autograd), which a "
+        "simulated GPU does not follow: run pytest --gpumem-device=dry"
+    )
 
 
 def _is_captured_by_torch() -> bool:

@@ -34,14 +34,48 @@ _PLACES = ("device", "fake_device", "_fake_device")
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Plan replacements that make fake tensors of the GPUs of ``machine``."""
+    make, describer = FakeTensor.__new__, meta_utils.MetaTensorDescriber
+    describe: Callable[..., Any] = describer.describe_tensor
+    trace: Callable[..., GraphModule] = proxy_tensor.dispatch_trace
+    move: Callable[..., Any] = torch.Tensor.to
+
+    def new(
+        cls: type, mode: Any = None, elem: Any = None, device: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if device is not None:
+            device = place(machine, device)
+        given = {name: kwargs[name] for name in _PLACES if kwargs.get(name) is not None}
+        kwargs |= {name: place(machine, value) for name, value in given.items()}
+        return make(cls, mode, elem, device, *args, **kwargs)
+
+    def to(fake: FakeTensor, *args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: indexed(machine, value) for name, value in kwargs.items()}
+        return move(fake, *(indexed(machine, value) for value in args), **kwargs)
+
+    def describe_tensor(describer: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        described = describe(describer, tensor, *args, **kwargs)
+        block = machine.storages.of(tensor)
+        if block is None:
+            return described
+        return dataclasses.replace(described, device=block.device.torch_device)
+
+    def as_python_says(value: Any) -> Any:
+        return place(machine, value) if isinstance(value, torch.device) else value
+
+    def dispatch_trace(*args: Any, **options: Any) -> GraphModule:
+        """Trace a graph that has ``cuda`` where C++ has reported ``meta``."""
+        graph = trace(*args, **options)
+        name_gpu(graph, as_python_says)
+        return graph
+
     for name, value in (
-        ("__new__", staticmethod(_placed(machine, FakeTensor.__new__))),
+        ("__new__", staticmethod(new)),
         ("is_cuda", property(lambda fake: fake.fake_device.type == "cuda")),
         ("is_cpu", property(lambda fake: fake.fake_device.type == "cpu")),
         ("is_meta", property(lambda fake: False)),
         ("get_device", lambda fake: -1 if fake.is_cpu else fake.fake_device.index),
-        ("to", _moving(machine, torch.Tensor.to)),
-        ("cuda", _to_gpu(machine, torch.Tensor.to)),
+        ("to", to),
+        ("cuda", _to_gpu(machine, move)),
     ):
         patches.add(FakeTensor, name, value)
     patches.add(FunctionalTensor, "device", property(lambda each: place(machine, raw.device(each))))
@@ -58,9 +92,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
     patches.add(torch._C, "_conv_determine_backend_memory_format", _convolution_format)
     patches.add(fake_tensor, "init_gpu_context", lambda device: None)
-    patches.add(proxy_tensor, "dispatch_trace", _named(machine, proxy_tensor.dispatch_trace))
-    describer = meta_utils.MetaTensorDescriber
-    patches.add(describer, "describe_tensor", _described(machine, describer.describe_tensor))
+    patches.add(proxy_tensor, "dispatch_trace", dispatch_trace)
+    patches.add(describer, "describe_tensor", describe_tensor)
 
 
 def place(machine: SimulatedMachine, device: Any) -> torch.device:
@@ -69,27 +102,6 @@ def place(machine: SimulatedMachine, device: Any) -> torch.device:
     if found.type == "meta" or (found.type == "cuda" and found.index is None):
         found = machine.current.torch_device
     return found
-
-
-def _placed(machine: SimulatedMachine, make: Callable[..., Any]) -> Callable[..., Any]:
-    def new(
-        cls: type, mode: Any = None, elem: Any = None, device: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        if device is not None:
-            device = place(machine, device)
-        given = {name: kwargs[name] for name in _PLACES if kwargs.get(name) is not None}
-        kwargs |= {name: place(machine, value) for name, value in given.items()}
-        return make(cls, mode, elem, device, *args, **kwargs)
-
-    return new
-
-
-def _moving(machine: SimulatedMachine, to: Callable[..., Any]) -> Callable[..., Any]:
-    def call(fake: FakeTensor, *args: Any, **kwargs: Any) -> Any:
-        kwargs = {name: indexed(machine, value) for name, value in kwargs.items()}
-        return to(fake, *(indexed(machine, value) for value in args), **kwargs)
-
-    return call
 
 
 def _to_gpu(machine: SimulatedMachine, to: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,17 +118,6 @@ def indexed(machine: SimulatedMachine, value: Any) -> Any:
     if value == "cuda" or (isinstance(value, torch.device) and value.type == "cuda"):
         return place(machine, value)
     return value
-
-
-def _described(machine: SimulatedMachine, describe: Callable[..., Any]) -> Callable[..., Any]:
-    def describe_tensor(describer: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        described = describe(describer, tensor, *args, **kwargs)
-        block = machine.storages.of(tensor)
-        if block is None:
-            return described
-        return dataclasses.replace(described, device=block.device.torch_device)
-
-    return describe_tensor
 
 
 def _convolution_format(input: torch.Tensor, weight: torch.Tensor, _: Any) -> torch.memory_format:
@@ -144,19 +145,3 @@ def name_gpu(graph: GraphModule, named: Callable[[Any], Any]) -> None:
                 if "device" in node.kwargs:
                     node.kwargs = {**node.kwargs, "device": named(node.kwargs["device"])}
             module.recompile()
-
-
-def _named(
-    machine: SimulatedMachine, trace: Callable[..., GraphModule]
-) -> Callable[..., GraphModule]:
-    """Wrap ``dispatch_trace``, whose graphs get ``cuda`` where C++ has reported ``meta``."""
-
-    def as_python_says(value: Any) -> Any:
-        return place(machine, value) if isinstance(value, torch.device) else value
-
-    def dispatch_trace(*args: Any, **options: Any) -> GraphModule:
-        graph = trace(*args, **options)
-        name_gpu(graph, as_python_says)
-        return graph
-
-    return dispatch_trace

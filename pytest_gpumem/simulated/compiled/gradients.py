@@ -1,4 +1,4 @@
-"""Operators that are built from others keep their gradients while torch traces for a GPU.
+"""Gradients while torch traces for a GPU: operators that are built from others keep theirs.
 
 C++ takes fake tensors of a GPU for ``meta`` (see ``fakes``), for which torch gives many such
 operators a kernel of Python's: the shapes of ``torch.where`` with a number, of ``std``, of
@@ -12,14 +12,21 @@ and 2.13.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
+import torch._higher_order_ops.flex_attention
 from torch._C import DispatchKey
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pytest_gpumem.simulated.common.late_imports import Unpatched
+from pytest_gpumem.simulated.common.patching import Patches
 
 _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -66,3 +73,39 @@ def _is_led_past(operator: OpOverload) -> bool:
 def _handles(operator: OpOverload) -> dict[Any, Any]:
     kernels: dict[Any, Any] = operator.py_kernels
     return kernels
+
+
+_MODULE = sys.modules["torch._higher_order_ops.flex_attention"]
+_TRACES = "create_fw_bw_graph"
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def add_patches(patches: Patches, tracer: Callable[[], Any], code: Unpatched) -> None:
+    """Replace the tracing of scores' gradients for FlexAttention that is not compiled.
+
+    torch traces them while the program runs, with fake tensors, in a mode that takes the place of
+    the simulation's own. The example of a gradient that the trace is given is no fake tensor, so it
+    takes memory: inside ``code()`` operators run on a simulated GPU. Source:
+    torch/_higher_order_ops/flex_attention.py (``create_fw_bw_graph``), torch 2.11 to 2.15.
+    """
+    trace = getattr(_MODULE, _TRACES)
+    make = torch.empty_strided
+
+    def empty_strided(*args: Any, **options: Any) -> Any:
+        if torch._C._get_dispatch_mode(_FAKE) is not None:
+            return make(*args, **options)
+        with code():
+            return torch.empty_strided(*args, **options)
+
+    def create_fw_bw_graph(*args: Any) -> Any:
+        tracing = tracer()
+        if tracing.is_entered:  # Dynamo traces it, with fake tensors of its own
+            return trace(*args)
+        with (
+            tracing.entered(),
+            _disable_current_modes(),
+            mock.patch.object(torch, "empty_strided", empty_strided),
+        ):
+            return trace(*args)
+
+    patches.add(_MODULE, _TRACES, create_fw_bw_graph)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.compiled_notes import (
@@ -18,10 +23,10 @@ class CompiledCodeError(RuntimeError):
     """An error for compiled code that cannot be followed, if all of it must be."""
 
 
-def another_goes_on() -> UnsupportedOperatorError:
-    """Return the error for another thread that goes on: replacements are the process's."""
+def another_lives() -> UnsupportedOperatorError:
+    """Return the error for another thread that lives: replacements are the process's."""
     return UnsupportedOperatorError(
-        f"{OF_COMPILED_CODE} {user_line()} compiles while another thread goes on that uses torch, "
+        f"{OF_COMPILED_CODE} {user_line()} compiles while another thread lives that uses torch, "
         "which a simulated GPU cannot follow: run pytest --gpumem-device=dry, or "
         "--gpumem-sim-compile=eager"
     )
@@ -50,3 +55,27 @@ def not_followed(machine: SimulatedMachine, error: Exception, *, refuses: bool) 
     note_at_line(
         machine, f"{what}, so it {RUNS_EAGERLY}, and compiled code allocates less: {first}"
     )
+
+
+_OWN: tuple[type, ...] = torch.cuda.streams.Stream, torch.cuda.streams.Event
+"""torch's own classes, whose names may be replaced."""
+
+
+@contextmanager
+def streams_refused() -> Iterator[list[str]]:
+    """Refuse streams and events that compiled code makes inside, which are not followed.
+
+    Dynamo makes them while it traces, of torch's own classes, which need a driver, and keeps them
+    for the code that it writes. The value has the reasons, as torch wraps errors by release.
+    Source: torch/_dynamo/variables/user_defined.py and streams.py, torch 2.11 to 2.15.
+    """
+    refusals: list[str] = []
+
+    def refuse(cls: type, *_: Any, **__: Any) -> NoReturn:
+        refusals.append(f"it makes a torch.cuda.{cls.__name__}")
+        raise CompiledCodeError(refusals[-1])
+
+    with ExitStack() as inside:
+        for owner in _OWN:
+            inside.enter_context(mock.patch.object(owner, "__new__", refuse))
+        yield refusals

@@ -1,18 +1,10 @@
-"""Settings of Inductor's: measurements, caches, and processes for compiling.
-
-Steps that code has marked with ``torch.compiler.cudagraph_mark_step_begin()``.
-
-torch counts them for the process. Once there is one, only the next begins a step: results of CUDA
-graphs are overwritten then, and no longer by each call. So they belong to the machine that was
-active, and end with the test.
-
-Source: torch/_inductor/cudagraph_trees.py (MarkStepBox, get_curr_generation), torch 2.6 to 2.13.
-"""
+"""Settings of Inductor's for compiling, and what the process counts for compiled code."""
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,7 +61,13 @@ _TREES = "torch._inductor.cudagraph_trees"
 
 
 class MarkedSteps:
-    """The number of steps that the code of one machine has marked."""
+    """The steps that one machine's code has marked with ``cudagraph_mark_step_begin()``.
+
+    torch counts them for the process. Once there is one, only the next begins a step: results of
+    CUDA graphs are overwritten then, and no longer by each call. So they belong to the machine that
+    was active, and end with the test. Source: torch/_inductor/cudagraph_trees.py (MarkStepBox,
+    get_curr_generation), torch 2.6 to 2.13.
+    """
 
     def __init__(self) -> None:
         self._count = 0
@@ -101,3 +99,47 @@ def _exchanged(count: int) -> int:
     before: int = trees.MarkStepBox.mark_step_counter
     trees.MarkStepBox.mark_step_counter = count
     return before
+
+
+class Launched:
+    """The receiver of launches; wrappers outlive the simulations that they were made in."""
+
+    def __init__(self) -> None:
+        self.wrote: Callable[..., None] | None = None
+        """Called with the tensors that a kernel wrote to; ``None`` while nothing is simulated."""
+
+    @contextmanager
+    def reporting_to(self, wrote: Callable[..., None]) -> Iterator[None]:
+        """Call ``wrote`` for writes inside."""
+        before, self.wrote = self.wrote, wrote
+        try:
+            yield
+        finally:
+            self.wrote = before
+
+
+launched = Launched()
+"""The only receiver, because a simulation replaces names of the whole process."""
+
+
+_LOG = logging.getLogger("torch.__trace")
+
+
+@contextmanager
+def traced_only_if_asked_for() -> Iterator[None]:
+    """Write torch's structured trace inside only where ``TORCH_TRACE`` asks for it.
+
+    pytest listens to all loggers that do not propagate, and showed hundreds of empty lines of it
+    with a failure. Source: torch/_logging/_internal.py (``trace_structured``,
+    ``LazyTraceHandler``), torch 2.11 and 2.13; _pytest/logging.py (``catching_logs``), pytest 9.2.
+    """
+    _LOG.addFilter(_is_asked_for)
+    try:
+        yield
+    finally:
+        _LOG.removeFilter(_is_asked_for)
+
+
+def _is_asked_for(_: logging.LogRecord) -> bool:
+    # torch's own is there in any case, and is removed at the first record where it has no folder.
+    return any(getattr(each, "root_dir", None) for each in _LOG.handlers)

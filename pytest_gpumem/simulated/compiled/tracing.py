@@ -2,15 +2,6 @@
 
 The functions that answer for the GPU are replaced below ``torch.cuda``
 (``torch._C._cuda_getDevice``, ...), so Dynamo meets torch's own functions and recognises them.
-
-Operators that CUDA takes apart otherwise than the CPU, traced in inference mode.
-
-They are taken apart above autograd, whose key the tensors of inference mode have not. There
-FakeTensorMode and FunctionalTensorMode take an operator apart by ``OpOverload.decompose``, in C++,
-for which the tensors are on ``meta``: attention would be the one of the math kernel.
-
-Source: torch/_ops.py (``OpOverload.decompose``), torch/_subclasses/fake_tensor.py and
-functional_tensor.py, torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -55,6 +46,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pytest_gpumem.garbage import FramesLetGo, paused
 from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.compiled import fakes, gradients, settings, wrapper
 from pytest_gpumem.simulated.compiled.computed import Computed
 from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, note_at_line
@@ -114,7 +106,7 @@ class Tracing:
         self._exclusively = exclusively
         self._patches = Patches()
         fakes.add_patches(machine, self._patches)
-        add_patches(machine, self._patches)
+        self._patches.add(OpOverload, "decompose", _as_on_cuda(machine, OpOverload.decompose))
         wrapper.add_patches(machine, self._patches)
         self._answer_for_gpu()
         self._lasting = Patches()
@@ -144,7 +136,7 @@ class Tracing:
         for guard in (torch.cuda.device, torch.cuda._DeviceGuard):
             add(guard, "__enter__", lambda guard: None)
             add(guard, "__exit__", lambda guard, *_: False)
-        for owner, name in _measured():
+        for owner, name in _MEASURED:
             add(owner, name, _innermost(getattr(owner, name)))
         for owner, names in _COPIES.items():
             for name, function in names.items():
@@ -330,18 +322,13 @@ class _OnHost(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(torch.device, _to_host, (args, kwargs or {}))
+        args, kwargs = tree_map_only(torch.device, lambda _: CPU, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-def _to_host(_: torch.device) -> torch.device:
-    return torch.device("cpu")
 
 
 def _on_host(run: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        mode: Any = _OnHost
-        with mode():
+        with _OnHost():  # type: ignore[no-untyped-call]  # torch's own
             return run(*args, **kwargs)
 
     return call
@@ -350,8 +337,7 @@ def _on_host(run: Callable[..., Any]) -> Callable[..., Any]:
 def _unfaked(unset: Callable[..., Any]) -> Callable[..., Any]:
     @contextmanager
     def of_constants(*args: Any, **kwargs: Any) -> Iterator[None]:
-        mode: Any = _OnHost
-        with unset(*args, **kwargs), mode():
+        with unset(*args, **kwargs), _OnHost():  # type: ignore[no-untyped-call]  # torch's own
             yield
 
     return of_constants
@@ -386,14 +372,12 @@ def _no_clock() -> NoReturn:
     raise RuntimeError("a simulated GPU has no memory clock")
 
 
-def _measured() -> Iterator[tuple[Any, str]]:
-    """Yield the functions that measuring wraps, which it must not while torch compiles."""
-    yield torch.nn.Module, "__call__"
-    yield torch.nn.Module, "_apply"
-    yield torch.nn.Module, "__setstate__"
-    yield torch.nn.Parameter, "__new__"
-    for owner in (torch.autograd, torch.autograd.graph):
-        yield owner, "_engine_run_backward"
+_MEASURED: tuple[tuple[Any, str], ...] = (
+    *((torch.nn.Module, name) for name in ("__call__", "_apply", "__setstate__")),
+    (torch.nn.Parameter, "__new__"),
+    *((owner, "_engine_run_backward") for owner in (torch.autograd, torch.autograd.graph)),
+)
+"""Functions that measuring wraps, which it must not while torch compiles."""
 
 
 def _innermost(function: Any) -> Any:
@@ -404,12 +388,7 @@ def _innermost(function: Any) -> Any:
 
 def _forget_gpu() -> None:
     """Clear torch's cached properties of the GPU: another one answers from now on."""
-    owners = (torch._inductor.utils, torch.utils._triton, DeviceProperties, CacheBase)
-    for owner in owners:
-        for name in vars(owner):
-            forget = getattr(getattr(owner, name), "cache_clear", None)
-            if forget is not None:
-                forget()
+    _clear_caches(torch._inductor.utils, torch.utils._triton, DeviceProperties, CacheBase)
     device_interface.caching_worker_device_properties.clear()
 
 
@@ -419,21 +398,28 @@ def _know_own_functions() -> None:
     It may have looked them up while names were replaced: when a world of processes begins, it
     forgets them (``init_process_group``) and looks again at the next use.
     """
-    if torch.zeros in trace_rules.get_torch_obj_rule_map():
-        return
-    for owner in (trace_rules, TorchInGraphFunctionVariable):
+    if torch.zeros not in trace_rules.get_torch_obj_rule_map():
+        _clear_caches(trace_rules, TorchInGraphFunctionVariable)
+
+
+def _clear_caches(*owners: Any) -> None:
+    for owner in owners:
         for name in vars(owner):
             forget = getattr(getattr(owner, name), "cache_clear", None)
             if forget is not None:
                 forget()
 
 
-def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
-    """Plan decompositions of operators on the GPUs of ``machine`` as on CUDA."""
-    patches.add(OpOverload, "decompose", _as_on_cuda(machine, OpOverload.decompose))
-
-
 def _as_on_cuda(machine: SimulatedMachine, decompose: Callable[..., Any]) -> Callable[..., Any]:
+    """Decompose operators that CUDA takes apart otherwise than the CPU, in inference mode.
+
+    They are taken apart above autograd, whose key the tensors of inference mode have not. There
+    FakeTensorMode and FunctionalTensorMode take an operator apart by ``OpOverload.decompose``, in
+    C++, for which the tensors are on ``meta``: attention would be the one of the math kernel.
+    Source: torch/_ops.py (``OpOverload.decompose``), torch/_subclasses/fake_tensor.py and
+    functional_tensor.py, torch 2.11 to 2.15.
+    """
+
     def call(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
         implementation = COMPOSITES.get(str(operator))
         if implementation is None or not any(map(_is_of_gpu, tree_leaves((args, kwargs)))):

@@ -30,7 +30,7 @@ from pytest_gpumem.simulated.common.callsite import (
     shown_operator,
 )
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.compiled.launched import launched
+from pytest_gpumem.simulated.compiled.settings import launched
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.values.operator_names import FUSED
 
@@ -39,7 +39,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Plan the names that wrappers load, and changes to their source."""
     patches.add(torch._C._dynamo.guards, "_empty_strided_cuda", Memory())
     patches.add(torch._C._dynamo.guards, "_empty_strided_cpu_pinned", _take_pinned)
-    patches.add(AsyncCompile, "triton", _load_kernel)
+    patches.add(AsyncCompile, "triton", lambda _, name, source, **__: Kernel(name, source))
     for name, write in (
         ("make_buffer_allocation", _with_origin),
         ("generate_extern_kernel_alloc", _between_origins),
@@ -90,8 +90,8 @@ def _with_origin(write: Callable[..., str]) -> Callable[..., str]:
         line = write(codegen, buffer)
         origin = origin_of(_nodes_of(codegen, buffer))
         # The written line stays as it is: tests of compiled code read it.
-        is_told = origin is not None and f"{_TAKES}(" in line
-        return f"{_TAKES}.of{origin}; {line}" if is_told else line
+        has_origin = origin is not None and f"{_TAKES}(" in line
+        return f"{_TAKES}.of{origin}; {line}" if has_origin else line
 
     return make_buffer_allocation
 
@@ -171,10 +171,6 @@ def _place(stack: str | None) -> Place | None:
         if not is_internal(filename):
             return filename, int(line), function.strip()
     return None
-
-
-def _load_kernel(_: AsyncCompile, name: str, source: str, **__: Any) -> Kernel:
-    return Kernel(name, source)
 
 
 class Kernel:

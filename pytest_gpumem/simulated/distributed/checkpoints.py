@@ -10,7 +10,6 @@ Source: torch/distributed/checkpoint/utils.py (``_DistWrapper``), default_planne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -42,24 +41,10 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
             )
         return [object]
 
-    patches.add(_DistWrapper, "__init__", initialize)
-    patches.add(_DistWrapper, "gather_object", gather_object)
-    patches.add(_DistWrapper, "scatter_object", lambda wrapper, object_list: object_list[0])
-    patches.add(_DistWrapper, "broadcast_object", lambda wrapper, object: object)
     validate = default_planner._validate_global_plan
-    patches.add(default_planner, "_validate_global_plan", _of_whole_tensors(validate))
-    pins = getattr(_state_dict_utils, "pin_memory_utils", None)
-    if pins is not None:  # came with 2.10
-        patches.add(pins, "unpin_memory", _while_active(machine, pins.unpin_memory))
-    process = getattr(state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor", None)
-    if process is not None:  # came with 2.7
-        patches.add(process, "__init__", _refuse_process)
 
-
-def _of_whole_tensors(validate: Callable[..., Any]) -> Callable[..., Any]:
-    """Validate tensors with all parts on this rank: of others missing parts cannot be detected."""
-
-    def call(global_plan: Any, metadata: Metadata) -> Any:
+    def validate_global_plan(global_plan: Any, metadata: Metadata) -> Any:
+        # Tensors with all parts on this rank: of others missing parts cannot be detected.
         known = {
             name: found
             for name, found in metadata.state_dict_metadata.items()
@@ -67,21 +52,25 @@ def _of_whole_tensors(validate: Callable[..., Any]) -> Callable[..., Any]:
         }
         return validate(global_plan, replace(metadata, state_dict_metadata=known))
 
-    return call
+    patches.add(_DistWrapper, "__init__", initialize)
+    patches.add(_DistWrapper, "gather_object", gather_object)
+    patches.add(_DistWrapper, "scatter_object", lambda wrapper, object_list: object_list[0])
+    patches.add(_DistWrapper, "broadcast_object", lambda wrapper, object: object)
+    patches.add(default_planner, "_validate_global_plan", validate_global_plan)
+    pins = getattr(_state_dict_utils, "pin_memory_utils", None)
+    if pins is not None:  # came with 2.10
+        unpin = pins.unpin_memory
+        # Nothing outlives its simulation: finalizers run at any time, also in another one.
+        patches.add(
+            pins, "unpin_memory", lambda data_ptr: unpin(data_ptr) if machine.is_active else None
+        )
+    process = getattr(state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor", None)
+    if process is not None:  # came with 2.7
+        patches.add(process, "__init__", _refuse_process)
 
 
 def _is_whole(found: TensorStorageMetadata) -> bool:
     return sum(math.prod(chunk.sizes) for chunk in found.chunks) >= found.size.numel()
-
-
-def _while_active(machine: SimulatedMachine, unpin: Callable[[int], None]) -> Callable[[int], None]:
-    """Unpin nothing that outlives its simulation: finalizers run at any time, also in another."""
-
-    def unpin_memory(data_ptr: int) -> None:
-        if machine.is_active:
-            unpin(data_ptr)
-
-    return unpin_memory
 
 
 def _refuse_process(*_: Any, **__: Any) -> NoReturn:

@@ -12,7 +12,7 @@ Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (``collective``, ``allg
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -24,7 +24,9 @@ from torch._C._distributed_c10d import ProcessGroup, ReduceOp, Work
 from pytest_gpumem.simulated.common.callsite import is_internal, is_own, user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import tensors_in
-from pytest_gpumem.simulated.distributed.alike import (
+from pytest_gpumem.simulated.distributed.nccl import Communicator
+from pytest_gpumem.simulated.distributed.results import (
+    DoneFuture,
     Sent,
     exchanged,
     gathered,
@@ -32,8 +34,6 @@ from pytest_gpumem.simulated.distributed.alike import (
     reduced,
     unchanged,
 )
-from pytest_gpumem.simulated.distributed.futures import DoneFuture
-from pytest_gpumem.simulated.distributed.nccl import Communicator
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.gpu.releases import PART_BY_PART
 from pytest_gpumem.simulated.machine.dispatch import Handler
@@ -105,38 +105,37 @@ _IN_CPP = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 """Keys under which their one kernel for all devices is found."""
 
 
-def _all_gathered(
-    inputs: Sequence[torch.Tensor], group_size: int, group_name: str
+def _made_in_view(
+    inputs: Sequence[torch.Tensor], group_size: int, group_name: str, *, gathers: bool
 ) -> list[torch.Tensor]:
+    """Allocate the results of gathering, or of reducing and scattering, and run the collective."""
     given = [torch.view_as_real(one) if one.is_complex() else one for one in inputs]
-    made = [one.new_empty((one.shape[0] * group_size, *one.shape[1:])) for one in given]
-    work = _group_named(group_name).allgather_into_tensor_coalesced(made, given)
-    return _registered(made, work, inputs)
-
-
-def _all_reduced_parts(
-    inputs: Sequence[torch.Tensor], reduce_op: str, group_size: int, group_name: str
-) -> list[torch.Tensor]:
-    given = [torch.view_as_real(one) if one.is_complex() else one for one in inputs]
-    made = [one.new_empty((one.shape[0] // group_size, *one.shape[1:])) for one in given]
-    work = _group_named(group_name).reduce_scatter_tensor_coalesced(made, given)
-    return _registered(made, work, inputs)
-
-
-def _registered(
-    made: Sequence[torch.Tensor], work: Work, inputs: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+    rows = [one.shape[0] * group_size if gathers else one.shape[0] // group_size for one in given]
+    made = [one.new_empty((count, *one.shape[1:])) for one, count in zip(given, rows, strict=True)]
+    group = _group_named(group_name)
+    run = (
+        group.allgather_into_tensor_coalesced if gathers else group.reduce_scatter_tensor_coalesced
+    )
+    work = run(made, given)
     for one in made:
         c10d._register_work(one, work)
     pairs = zip(made, inputs, strict=True)
     return [torch.view_as_complex(one) if like.is_complex() else one for one, like in pairs]
 
 
+def _all_gathered(inputs: Sequence[torch.Tensor], *rest: Any) -> list[torch.Tensor]:
+    return _made_in_view(inputs, *rest, gathers=True)
+
+
+def _scattered(inputs: Sequence[torch.Tensor], reduce_op: str, *rest: Any) -> list[torch.Tensor]:
+    return _made_in_view(inputs, *rest, gathers=False)
+
+
 _ALLOCATING: Mapping[str, Callable[..., Any]] = {
     "all_gather_into_tensor": lambda input, *rest: _all_gathered([input], *rest)[0],
     "all_gather_into_tensor_coalesced": _all_gathered,
-    "reduce_scatter_tensor": lambda input, *rest: _all_reduced_parts([input], *rest)[0],
-    "reduce_scatter_tensor_coalesced": _all_reduced_parts,
+    "reduce_scatter_tensor": lambda input, *rest: _scattered([input], *rest)[0],
+    "reduce_scatter_tensor_coalesced": _scattered,
 }
 """Operators whose results C++ allocates by a device, which it takes to be ``meta``."""
 
@@ -234,18 +233,16 @@ class Collectives:
         def end_coalescing(group: Any, *_: Any) -> Work:
             works = self._pending - earlier
             earlier.clear()
-            return self._together(works)
+
+            def waited(work: _Work) -> None:
+                for each in works:
+                    each.wait()
+
+            return _Work((), (), Scratch(self._machine.current), waited, self._machine)
 
         patches.add(ProcessGroup, "allreduce", allreduce)
         patches.add(ProcessGroup, "_start_coalescing", start_coalescing)
         patches.add(ProcessGroup, "_end_coalescing", end_coalescing)
-
-    def _together(self, works: Collection[_Work]) -> _Work:
-        def waited(work: _Work) -> None:
-            for each in works:
-                each.wait()
-
-        return _Work((), (), Scratch(self._machine.current), waited, self._machine)
 
     def bind(self) -> None:
         """Bind the operators to their handlers."""
@@ -297,8 +294,9 @@ class Collectives:
             given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
             written = list(tensors_in([given[one] for one in collective.written]))
             read = list(tensors_in([given[one] for one in collective.read]))
-            if not self._is_of_gpu(func, written + read):
-                return self._on_host(func, args, kwargs, given, written, read)
+            tensors = written + read  # a barrier has none
+            if tensors and all(self._of(tensor) is None for tensor in tensors):
+                return self._on_host(func(*args, **kwargs), given, written, read)
             self._communicate(name, given)
             work = self._run(collective, given, written, read)
             if not collective.returned:
@@ -306,11 +304,6 @@ class Collectives:
             return given[collective.returned], work.boxed()
 
         return handle
-
-    def _is_of_gpu(self, func: Any, tensors: Sequence[torch.Tensor]) -> bool:
-        if not tensors:  # a barrier
-            return True
-        return any(self._of(tensor) is not None for tensor in tensors)
 
     def _communicate(self, name: str, given: _Arguments) -> None:
         group = ProcessGroup.unbox(given["process_group"])
@@ -382,15 +375,12 @@ class Collectives:
 
     def _on_host(
         self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        result: Any,
         given: _Arguments,
         written: Sequence[torch.Tensor],
         read: Sequence[torch.Tensor],
     ) -> Any:
-        """Run it between CPU tensors, which have values: every rank's are taken to be these."""
-        result = func(*args, **kwargs)
+        """Write the results between CPU tensors: every rank's values are taken to be these."""
         if ProcessGroup.unbox(given["process_group"]).size() == 1:
             kept(Sent(written, read, 0, 1, "", ()))
         if any(map(self._machine.storages.is_on_host, read)):

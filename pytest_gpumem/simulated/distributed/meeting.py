@@ -63,10 +63,10 @@ class Meeting:
         self._set(f"{key}/{self.rank}", [topic, value])
         if self.rank:
             return [value]
-        told = [self._heard(f"{key}/{rank}", rank, topic) for rank in range(self.size)]
+        values = [self._heard(f"{key}/{rank}", rank, topic) for rank in range(self.size)]
         for rank in range(self.size):  # not read again, and a run has many
             self._store.delete_key(f"{key}/{rank}")
-        return told
+        return values
 
     def hear(self, topic: str, value: Any) -> Any:
         """Return rank 0's value of ``topic``; ``value`` is used on rank 0 only."""

@@ -56,7 +56,13 @@ def connection() -> int:
 
 def estimate(communicators: Iterable[Communicator]) -> int:
     """Return the bytes of the buffers of ``communicators``, on an HGX H100."""
-    return sum(_connections(one) for one in communicators) * connection()
+    connections = 0
+    for one in communicators:
+        others = one.size - 1
+        connections += COLLECTIVE_CHANNELS * min(others, 2)
+        if one.to_each:
+            connections += PEER_CHANNELS * min(others, MOST_LOCAL - 1)
+    return connections * connection()
 
 
 def sentence(communicators: Iterable[Communicator]) -> str:
@@ -70,9 +76,3 @@ def sentence(communicators: Iterable[Communicator]) -> str:
         f"{format_size(estimate(known))} for {count}, an estimate by NCCL's sources "
         f"({format_size(connection())} for each channel and peer, channels as on an HGX H100)"
     )
-
-
-def _connections(one: Communicator) -> int:
-    others = one.size - 1
-    connected = COLLECTIVE_CHANNELS * min(others, 2)
-    return connected + PEER_CHANNELS * min(others, MOST_LOCAL - 1) if one.to_each else connected

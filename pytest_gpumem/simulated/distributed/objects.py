@@ -1,26 +1,37 @@
 """Python objects that ranks send each other: other ranks' objects are taken to equal this one's.
 
-On a GPU they travel as bytes in small tensors, which are left out.
+On a GPU they travel as bytes in small tensors, which are left out. Whole state dictionaries are
+derived from this rank's state: under FSDP a rank keeps the optimizer's state of those parameters of
+which it has a part, and receives descriptions of the others' states. Rank 0 announces the tensors
+of a state before it sends it.
 
-Source: torch/distributed/distributed_c10d.py (``all_gather_object`` and those that follow it).
+Source: torch/distributed/distributed_c10d.py (``all_gather_object`` and those that follow it),
+torch/distributed/fsdp/_optim_utils.py (``_map_param_key_to_optim_keys``,
+``_allgather_state_info``), torch/distributed/_state_dict_utils.py (``_broadcast_state_dict``),
+torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
+from torch.distributed import _state_dict_utils
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.fsdp import _optim_utils
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.values.errors import UnknownValueError
 
-Told = Callable[[Any], AbstractContextManager[None]]
+Announced = Callable[[Any], AbstractContextManager[None]]
 """The object that the root broadcasts inside, unless it is ``None``."""
 _FUNCTIONS = (
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
@@ -28,13 +39,13 @@ _FUNCTIONS = (
 )
 
 
-def add_patches(machine: SimulatedMachine, patches: Patches) -> Told:
-    """Replace the functions, wherever torch names them."""
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
+    """Replace the functions, wherever torch names them, and derive other ranks' states."""
     objects = _Objects(machine)
     for name in _FUNCTIONS:
         for owner in (dist, c10d):
             patches.add(owner, name, getattr(objects, name))
-    return objects.told_by_root
+    _add_states(objects.announced_by_root, patches)
 
 
 class _Objects:
@@ -42,15 +53,15 @@ class _Objects:
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
-        self._told: Any = None
+        self._announced: Any = None
 
     @contextmanager
-    def told_by_root(self, value: Any) -> Iterator[None]:
-        self._told = value
+    def announced_by_root(self, value: Any) -> Iterator[None]:
+        self._announced = value
         try:
             yield
         finally:
-            self._told = None
+            self._announced = None
 
     def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
         self._note("all_gather_object")
@@ -71,8 +82,8 @@ class _Objects:
 
     def broadcast_object_list(self, object_list: list[Any], *_: Any, **__: Any) -> None:
         """Return what this rank would send, unless the root's object is set."""
-        if self._told is not None:
-            object_list[0] = self._told
+        if self._announced is not None:
+            object_list[0] = self._announced
             return
         self._note("broadcast_object_list")
 
@@ -112,3 +123,76 @@ def _refuse(name: str) -> NoReturn:
         f"{name} at {user_line()} receives what only another rank knows: a pipeline's stage needs "
         "its input_args and output_args"
     )
+
+
+def _add_states(announced_by_root: Announced, patches: Patches) -> None:
+    """Derive the states of other ranks from this rank's own."""
+    states = _OptimizerStates()
+    patches.add(_optim_utils, "_map_param_key_to_optim_keys", states.keys)
+    patches.add(_optim_utils, "_allgather_state_info", states.gathered)
+    broadcast = _state_dict_utils._broadcast_state_dict
+
+    @functools.wraps(broadcast)
+    def _broadcast_state_dict(
+        full_state_dict: Mapping[str, Any],
+        local_state_dict: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        sent = full_state_dict or local_state_dict
+        announced = (
+            {name: _announcement(value) for name, value in sent.items()}
+            if dist.get_rank()
+            else None
+        )
+        with announced_by_root(announced):
+            broadcast(dict(full_state_dict), local_state_dict, *args, **kwargs)
+
+    for owner in (_state_dict_utils, state_dict):
+        patches.add(owner, "_broadcast_state_dict", _broadcast_state_dict)
+
+
+def _announcement(value: Any) -> Any:
+    """Return rank 0's announcement of a value."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _state_dict_utils._TensorInfo(value.size(), value.dtype) if value.dim() else value.cpu()
+
+
+class _OptimizerStates:
+    """The optimizer states: a parameter with a part on other ranks has a state like one here."""
+
+    def __init__(self) -> None:
+        self._map = _optim_utils._map_param_key_to_optim_keys
+        self._gather = _optim_utils._allgather_state_info
+        self._like: Mapping[str, Any] = {}
+        """The state of some parameter."""
+
+    def keys(
+        self,
+        optim_state_dict: dict[str, Any],
+        group: Any,
+        param_key_to_param: dict[Any, Any],
+        param_to_fqns: dict[Any, list[str]],
+        fqn_to_fsdp_param_info: dict[str, Any],
+        merge_keys: bool = False,
+    ) -> tuple[list[Any], dict[Any, Any]]:
+        """``_map_param_key_to_optim_keys``."""
+        given = param_key_to_param, param_to_fqns, fqn_to_fsdp_param_info
+        every, own = self._map(optim_state_dict, group, *given, merge_keys=True)
+        states = optim_state_dict["state"]
+        self._like = next(iter(states.values()), {})
+        if not merge_keys:
+            return list(own), own
+        elsewhere = {
+            _optim_utils._OptimStateKey(tuple(param_to_fqns[param]), is_fsdp_managed=True)
+            for key, param in param_key_to_param.items()
+            if states and key not in states and not param.numel()
+            if param_to_fqns[param][0] in fqn_to_fsdp_param_info
+        }
+        return sorted({*every, *elsewhere}), own
+
+    def gathered(self, fsdp_state: Any, input_states: dict[str, Any]) -> Any:
+        """``_allgather_state_info``."""
+        states = {name: state or self._like for name, state in input_states.items()}
+        return self._gather(fsdp_state, states)

@@ -9,13 +9,10 @@ import torch.distributed
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.distributed import refusals
 from pytest_gpumem.simulated.distributed.nccl import Communicator
-from pytest_gpumem.simulated.distributed.single_rank import SingleRank
+from pytest_gpumem.simulated.distributed.refusals import SingleRank
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.values.world import World
-
-Communicators = MutableMapping[str, "Communicator"]
-"""The communicators that NCCL would have created, by group name."""
 
 
 def add_patches(
@@ -23,54 +20,45 @@ def add_patches(
     execution: ShapeExecution,
     world: World | None,
     patches: Patches,
-    communicators: Communicators,
+    communicators: MutableMapping[str, Communicator],
 ) -> SingleRank:
     """Plan ``machine`` as one rank of ``world``, or refuse calls that need several.
 
     Returns the world of one rank that code without a ``world`` may begin. ``communicators``
-    receives those that NCCL would have created.
+    receives those that NCCL would have created, by group name.
     """
-    single_rank = SingleRank(
-        lambda late: _add_patches_of_rank(machine, execution, None, late, communicators)
-    )
+
+    def add_rank(world: World | None, patches: Patches) -> None:
+        # Imported late: not needed to simulate one process.
+        from pytest_gpumem.simulated.distributed import (
+            checkpoints,
+            objects,
+            pipelines,
+            process_groups,
+            propagation,
+            purposes,
+            sharded,
+        )
+        from pytest_gpumem.simulated.distributed.collectives import Collectives
+
+        if world is None:
+            process_groups.plan_groups(patches)
+        else:
+            process_groups.add_patches(world, patches)
+        propagation.add_patches(patches)
+        purposes.add_patches(patches)
+        objects.add_patches(machine, patches)
+        pipelines.add_patches(machine, patches)
+        checkpoints.add_patches(machine, patches)
+        sharded.add_patches(patches)
+        sharded.bind(execution)
+        collectives = Collectives(machine, execution, communicators)
+        collectives.add_patches(patches)
+        collectives.bind()
+
+    single_rank = SingleRank(lambda late: add_rank(None, late))
     if world is None or not torch.distributed.is_available():
         refusals.add_patches(single_rank, patches)
     else:
-        _add_patches_of_rank(machine, execution, world, patches, communicators)
+        add_rank(world, patches)
     return single_rank
-
-
-def _add_patches_of_rank(
-    machine: SimulatedMachine,
-    execution: ShapeExecution,
-    world: World | None,
-    patches: Patches,
-    communicators: Communicators,
-) -> None:
-    # Imported late: not needed to simulate one process.
-    from pytest_gpumem.simulated.distributed import (
-        checkpoints,
-        full_states,
-        objects,
-        pipelines,
-        process_groups,
-        propagation,
-        purposes,
-        sharded,
-    )
-    from pytest_gpumem.simulated.distributed.collectives import Collectives
-
-    if world is None:
-        process_groups.plan_groups(patches)
-    else:
-        process_groups.add_patches(world, patches)
-    propagation.add_patches(patches)
-    purposes.add_patches(patches)
-    full_states.add_patches(objects.add_patches(machine, patches), patches)
-    pipelines.add_patches(machine, patches)
-    checkpoints.add_patches(machine, patches)
-    sharded.add_patches(patches)
-    sharded.bind(execution)
-    collectives = Collectives(machine, execution, communicators)
-    collectives.add_patches(patches)
-    collectives.bind()

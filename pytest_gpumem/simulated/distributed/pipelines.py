@@ -11,7 +11,6 @@ Source: torch/distributed/pipelining/stage.py (``_warmup_forward_vote``, ``_recv
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,9 +27,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         patches.add(stages.PipelineStage, "_warmup_forward_vote", _vote)
         patches.add(stages.PipelineStage, "_warmup_backward_result", _result)
     if hasattr(stages, "_StageBackwardMeta"):
-        shapes = _Shapes(machine)
-        patches.add(stages.PipelineStage, "_recv_meta", shapes.receiving())
-        patches.add(stages.PipelineStage, "_send_meta", shapes.sending())
+        _add_shapes(machine, patches)
 
 
 def _vote(stage: Any, has_backward: bool, received_acc: Any = None) -> torch.Tensor:
@@ -42,41 +39,27 @@ def _result(stage: Any, received_result: Any = None) -> Any:
     return received_result
 
 
-class _Shapes:
-    """The shapes that the stages of one rank have sent, and would receive."""
+def _add_shapes(machine: SimulatedMachine, patches: Patches) -> None:
+    """Derive the shapes that a stage receives from those that this rank's stages have sent."""
+    receive = vars(stages.PipelineStage)["_recv_meta"]
+    sent: Any = None
 
-    def __init__(self, machine: SimulatedMachine) -> None:
-        self._machine = machine
-        self._sent: Any = None
-        """Shapes of the outputs of the last stage that sent them to another rank."""
+    def send_meta(stage: Any, meta: Any, dst_stage: int) -> None:
+        nonlocal sent
+        if dst_stage > stage.stage_index:
+            sent = meta
 
-    def sending(self) -> Callable[..., None]:
-        """``_send_meta``."""
+    def recv_meta(stage: Any, src_stage: int) -> Any:
+        if src_stage > stage.stage_index:
+            gradients = vars(stages)["_derive_grad_metas"](stage._stage_meta.outputs)
+            return vars(stages)["_StageBackwardMeta"](gradients)
+        if sent is None:
+            return receive(stage, src_stage)
+        machine.note(
+            f"a pipeline's stage at {user_line()} takes what it receives for the shapes that an "
+            "earlier stage of this rank sends"
+        )
+        return sent
 
-        def send(stage: Any, meta: Any, dst_stage: int) -> None:
-            if dst_stage > stage.stage_index:
-                self._sent = meta
-
-        return send
-
-    def receiving(self) -> Callable[..., Any]:
-        """``_recv_meta``."""
-        receive = vars(stages.PipelineStage)["_recv_meta"]
-
-        def received(stage: Any, src_stage: int) -> Any:
-            if src_stage > stage.stage_index:
-                outputs = stage._stage_meta.outputs
-                return vars(stages)["_StageBackwardMeta"](_gradients(outputs))
-            if self._sent is None:
-                return receive(stage, src_stage)
-            self._machine.note(
-                f"a pipeline's stage at {user_line()} takes what it receives for the shapes that "
-                "an earlier stage of this rank sends"
-            )
-            return self._sent
-
-        return received
-
-
-def _gradients(outputs: Any) -> Any:
-    return vars(stages)["_derive_grad_metas"](outputs)
+    patches.add(stages.PipelineStage, "_recv_meta", recv_meta)
+    patches.add(stages.PipelineStage, "_send_meta", send_meta)

@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ _LOST = timedelta(seconds=1)
 """The time that a read waits for a key that no other rank will write."""
 _NCCL = (2, 27, 5)
 """``torch.cuda.nccl.version()`` of torch 2.8 to 2.10's wheels."""
-_TOLD = (
+_NOTIFIED = (
     *("_set_sequence_number_for_group", "_set_default_timeout", "_shutdown", "shutdown", "abort"),
 )
 _OF_NCCL = ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy")
@@ -82,11 +83,7 @@ class _SimulatedNccl(metaclass=_Kind):
             self.global_ranks_in_group: list[int] = []
             self.group_name = ""
             self._timeout = NCCL_TIMEOUT
-            self.config = _Settings()
-
-
-class _Settings:
-    """``ProcessGroupNCCL.NCCLConfig``, which takes any setting."""
+            self.config = SimpleNamespace()  # NCCLConfig, which takes any setting
 
 
 def _fake_group(rank: int, size: int) -> Any:
@@ -107,9 +104,10 @@ def add_patches(world: World, patches: Patches) -> None:
 
 def plan_groups(patches: Patches) -> None:
     """Make NCCL available, and every process group a fake one of the size that it is given."""
+    yes: Callable[..., bool] = lambda *_: True  # noqa: E731  # many names have it
     for owner in (dist, c10d):
         for name in ("is_nccl_available", "is_gloo_available"):
-            patches.add(owner, name, _yes)
+            patches.add(owner, name, yes)
         patches.add(owner, "monitored_barrier", lambda *_, **__: None)
         for name in _OF_NCCL:
             patches.add(owner, name, _SimulatedNccl)
@@ -119,25 +117,17 @@ def plan_groups(patches: Patches) -> None:
             patches.add(owner, "split_group", split_group)
     patches.add(c10d, "default_pg_nccl_timeout", NCCL_TIMEOUT)
     # Methods of NCCL's groups that fake ones lack in some releases.
-    for name in _TOLD:
+    for name in _NOTIFIED:
         patches.add(FakeProcessGroup, name, lambda group, *_: None)
-    patches.add(FakeProcessGroup, "supports_coalescing", property(_yes))
+    patches.add(FakeProcessGroup, "supports_coalescing", property(yes))
     # A part of a group is a fake one, too: C++ would make it of options that are none of NCCL's.
-    patches.add(FakeProcessGroup, "supports_splitting", property(_no))
+    patches.add(FakeProcessGroup, "supports_splitting", property(lambda group: False))
     # DDP's logger warns of an unknown device, and reads the number of threads of Gloo's group,
     # which a fake one lacks (logger.cpp, set_construction_data_and_log).
     patches.add(Logger, "set_runtime_stats_and_log", lambda logger: None)
     patches.add(Logger, "set_construction_data_and_log", lambda logger, *_: None)
-    patches.add(torch.cuda.nccl, "is_available", _yes)
+    patches.add(torch.cuda.nccl, "is_available", yes)
     patches.add(torch.cuda.nccl, "version", lambda: _NCCL)
-
-
-def _yes(*_: Any) -> bool:
-    return True
-
-
-def _no(*_: Any) -> bool:
-    return False
 
 
 def split_group(

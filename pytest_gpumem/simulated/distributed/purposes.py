@@ -19,41 +19,33 @@ from pytest_gpumem.simulated.common.callsite import Purpose, running
 from pytest_gpumem.simulated.common.patching import Patches
 
 _BUFFER, _UNSHARDED = "buffer", "unsharded"
-_Named = Callable[[Any], Purpose]
 
 
-def _named(name: str, kind: str) -> _Named:
-    return lambda owner: Purpose(name, kind)
-
-
-def _of_module(name: str) -> _Named:
-    """Return a purpose that includes the module's path from the root."""
-    return lambda group: Purpose(f"{name} of {group._module_fqn or 'the root'}", _BUFFER)
-
-
-_PURPOSES: tuple[tuple[Any, str, _Named], ...] = (
-    (FSDPParamGroup, "unshard", _of_module("all-gather")),
-    (FSDPParamGroup, "wait_for_unshard", _named("unsharded parameters", _UNSHARDED)),
-    (FSDPParamGroup, "post_backward", _of_module("reduce-scatter")),
-    (_flat_param.FlatParamHandle, "pre_unshard", _named("shards to gather", _UNSHARDED)),
-    (_flat_param.FlatParamHandle, "unshard", _named("unsharded parameters", _UNSHARDED)),
-    (_runtime_utils, "_reduce_grad", _named("reduce-scatter", _BUFFER)),
-    (DistributedDataParallel, "_ddp_init_helper", _named("gradient buckets", _BUFFER)),
-    (Reducer, "_rebuild_buckets", _named("gradient buckets", _BUFFER)),
+_PURPOSES: tuple[tuple[Any, str, str, str], ...] = (
+    (FSDPParamGroup, "unshard", "all-gather of {}", _BUFFER),
+    (FSDPParamGroup, "wait_for_unshard", "unsharded parameters", _UNSHARDED),
+    (FSDPParamGroup, "post_backward", "reduce-scatter of {}", _BUFFER),
+    (_flat_param.FlatParamHandle, "pre_unshard", "shards to gather", _UNSHARDED),
+    (_flat_param.FlatParamHandle, "unshard", "unsharded parameters", _UNSHARDED),
+    (_runtime_utils, "_reduce_grad", "reduce-scatter", _BUFFER),
+    (DistributedDataParallel, "_ddp_init_helper", "gradient buckets", _BUFFER),
+    (Reducer, "_rebuild_buckets", "gradient buckets", _BUFFER),
 )
+"""Owner, function, name and kind of the purpose; the name may have the module's path."""
 
 
 def add_patches(patches: Patches) -> None:
     """Attach its purpose to every allocation in these functions."""
-    for owner, name, purpose in _PURPOSES:
-        if hasattr(owner, name):
-            patches.add(owner, name, _doing(getattr(owner, name), purpose))
+    for owner, function, name, kind in _PURPOSES:
+        if hasattr(owner, function):
+            patches.add(owner, function, _doing(getattr(owner, function), name, kind))
 
 
-def _doing(function: Callable[..., Any], purpose: _Named) -> Callable[..., Any]:
+def _doing(function: Callable[..., Any], name: str, kind: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(first: Any, /, *args: Any, **kwargs: Any) -> Any:
-        with running.doing(purpose(first)):
+        path = getattr(first, "_module_fqn", None) or "the root"
+        with running.doing(Purpose(name.format(path), kind)):
             return function(first, *args, **kwargs)
 
     return call

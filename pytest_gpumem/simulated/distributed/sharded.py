@@ -42,15 +42,20 @@ _KERNELS: dict[str, str] = {
 
 def bind(execution: ShapeExecution) -> None:
     """Make ``execution`` run the kernels for CUDA, and each operator in them separately."""
-    for operator, name in _KERNELS.items():
-        kernel = getattr(collectives, name)
-        execution.bind(getattr(torch.ops.fsdp, operator).default, _in_view(execution, kernel))
-    if (of_types := getattr(torch.ops.fsdp, _OF_TYPES, None)) is not None:
-        execution.bind(of_types.default, _in_view(execution, _concatenated))
 
+    def in_view(kernel: Callable[..., Any]) -> Handler:
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with execution:
+                return kernel(*args, **kwargs)
 
-_OF_TYPES = "chunk_cat_mixed_dtype"
-"""Since 2.15, written in C++: of gradients of one type, as most are, ``_chunk_cat``."""
+        return handle
+
+    kernels = {operator: getattr(collectives, name) for operator, name in _KERNELS.items()}
+    # Since 2.15, written in C++: of gradients of one type, as most are, ``_chunk_cat``.
+    kernels["chunk_cat_mixed_dtype"] = _concatenated
+    for operator, kernel in kernels.items():
+        if (found := getattr(torch.ops.fsdp, operator, None)) is not None:
+            execution.bind(found.default, in_view(kernel))
 
 
 def _concatenated(
@@ -110,11 +115,3 @@ def _compared(shown: Callable[..., int]) -> Callable[..., int]:
             return int(storage._cdata)  # as good a name for it as its address
 
     return data_ptr
-
-
-def _in_view(execution: ShapeExecution, kernel: Callable[..., Any]) -> Handler:
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with execution:
-            return kernel(*args, **kwargs)
-
-    return handle

@@ -45,22 +45,20 @@ def _named(func: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
     return named
 
 
-def is_move(func: Any) -> bool:
-    """Return whether ``func`` is Inductor's primitive between separate parts of a graph."""
-    return str(func) == "prims.device_put.default"
-
-
-def move(runner: Runner, func: Any) -> Handler:
-    """``Tensor.to``, which the primitive is made of (torch/_prims/__init__.py, 2.6 to 2.15)."""
-    return of_parts(runner, func.impl_aten)
-
-
 def in_view(runner: Runner, func: Any) -> Handler:
     """Return a handler of an operator that autograd sees whole and CUDA builds from others."""
-    built = _named(func, on_machine(tables.IN_VIEW[str(func)], func, runner.machine))
-    parts = of_parts(runner, built)
+    parts = of_parts(
+        runner, _named(func, on_machine(tables.IN_VIEW[str(func)], func, runner.machine))
+    )
     elsewhere = computing.of_rule(runner, func, None, resizes=False)
-    return whole(runner, func, _on_cuda(runner, _checked(runner, func, parts), elsewhere))
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if runner.owner(args, kwargs) != CUDA:
+            return elsewhere(args, kwargs)
+        runner.is_elsewhere(func, args, kwargs)
+        return parts(args, kwargs)
+
+    return whole(runner, func, handle)
 
 
 _WITH_RANDOM_STATE = frozenset({"graphsafe_run_with_rng_state"})
@@ -120,22 +118,6 @@ def whole(runner: Runner, func: Any, handler: Handler) -> Handler:
         return result
 
     return handle
-
-
-def _checked(runner: Runner, func: Any, handler: Handler) -> Handler:
-
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        runner.is_elsewhere(func, args, kwargs)
-        return handler(args, kwargs)
-
-    return handle
-
-
-def _on_cuda(runner: Runner, handler: Handler, elsewhere: Handler) -> Handler:
-    owner = runner.owner
-    return lambda args, kwargs: (handler if owner(args, kwargs) == CUDA else elsewhere)(
-        args, kwargs
-    )
 
 
 def _cond(condition: Any, if_true: Any, if_false: Any, operands: Any = ()) -> Any:

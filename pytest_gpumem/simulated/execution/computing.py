@@ -25,15 +25,10 @@ from pytest_gpumem.simulated.execution.shapes import (
 )
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.operators import sparse, sparse_products, tables
+from pytest_gpumem.simulated.operators import sparse, sparse_products
 from pytest_gpumem.simulated.operators.rules import BoundRule, Call, on_machine
 
 _SPARSE_PARTS = {**sparse.PARTS, **sparse_products.PARTS}
-
-
-def computing(runner: Runner, func: Any) -> Handler:
-    """Return the handler of an operator that is of no other kind."""
-    return of_rule(runner, func, tables.rule_of(func), resizes=may_resize(func))
 
 
 def may_resize(func: Any) -> bool:

@@ -94,10 +94,13 @@ def _sized(runner: Runner, func: Any, shapes_only: Handler) -> Handler:
     C++ code cannot be seen: it is computed on the CPU where the values are known.
     """
     definition = OPDEFS.get(func._schema.name)
-    if definition is None:
-        by_values = sized(runner, func, _refusing(runner, func))
-    else:
-        by_values = of_parts(runner, _kernel(definition))
+
+    def refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise UnknownValueError(runner.unknown(func))
+
+    by_values = (
+        sized(runner, func, refuse) if definition is None else of_parts(runner, _kernel(definition))
+    )
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -110,30 +113,15 @@ def _sized(runner: Runner, func: Any, shapes_only: Handler) -> Handler:
     return handle
 
 
-def _refusing(runner: Runner, func: Any) -> Handler:
-    def refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise UnknownValueError(runner.unknown(func))
-
-    return refuse
-
-
 _PARTS = {**quantized.PARTS, **vision.PARTS}
-
-
-def _built(runner: Runner, func: Any, otherwise: Handler) -> Handler:
-    """Return a handler of ``func`` that runs its known parts for tensors on a GPU."""
-    parts = _PARTS.get(str(func))
-    if parts is None:
-        return otherwise
-    built = of_parts(runner, on_machine(parts, func, runner.machine))
-    return lambda args, kwargs: (built if on_gpu(args, kwargs) else otherwise)(args, kwargs)
 
 
 def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
     """Return a handler of ``func`` by its description; without one ``undescribed`` runs."""
     schema = func._schema
     undescribed = in_parts(runner, func) or _sized(runner, func, undescribed)
-    undescribed = _built(runner, func, undescribed)
+    parts = _PARTS.get(str(func))
+    built = None if parts is None else of_parts(runner, on_machine(parts, func, runner.machine))
 
     def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         description = DESCRIPTIONS.of(schema.name, schema.overload_name)
@@ -144,10 +132,11 @@ def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
     described = whole(runner, func, describe)
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        description = DESCRIPTIONS.of(schema.name, schema.overload_name)
-        if description is None or not on_gpu(args, kwargs):
+        if not on_gpu(args, kwargs):
             return undescribed(args, kwargs)
-        return described(args, kwargs)
+        if DESCRIPTIONS.of(schema.name, schema.overload_name) is not None:
+            return described(args, kwargs)
+        return (built or undescribed)(args, kwargs)
 
     return handle
 

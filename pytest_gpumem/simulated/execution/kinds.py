@@ -9,7 +9,7 @@ itself gets ``aten::is_pinned`` and ``aten::_pin_memory``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,11 +33,6 @@ from pytest_gpumem.simulated.operators import (
 from pytest_gpumem.simulated.operators.indexing import is_masked_fill
 from pytest_gpumem.simulated.operators.sparse import is_sparse
 from pytest_gpumem.values.errors import UnknownValueError
-
-
-def is_pinning(func: Any) -> bool:
-    """Return whether ``func`` is about pinned memory."""
-    return func._schema.name in _ANSWERS
 
 
 def pinning(runner: Runner, func: Any) -> Handler:
@@ -107,11 +102,6 @@ def views(runner: Runner, func: Any) -> Handler:
     return followed(runner, handle)
 
 
-def quantizes(func: Any) -> bool:
-    """Return whether ``func`` makes a quantized tensor."""
-    return bool(func._schema.name.startswith("aten::quantize_per_"))
-
-
 def quantize(runner: Runner, func: Any) -> Handler:
     """Return a handler that refuses quantizing, but for tensors of the CPU."""
 
@@ -124,17 +114,10 @@ def quantize(runner: Runner, func: Any) -> Handler:
     return handle
 
 
-_NEUTRAL = frozenset({torch.ops.aten._local_scalar_dense.default})
-
-
 _READS = frozenset(
     {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is_nonzero"}
 )
-
-
-def is_read(func: Any) -> bool:
-    """Return whether ``func`` yields a number of Python."""
-    return func._schema.name in _READS
+"""Operators that yield a number of Python."""
 
 
 def read(runner: Runner, func: Any) -> Handler:
@@ -148,7 +131,7 @@ def read(runner: Runner, func: Any) -> Handler:
             return runner.run_elsewhere(func, args, kwargs)
         machine.streams.host_waits(machine.current_index)
         value = runner.values.computed(operator, args, kwargs)
-        if value is None and func in _NEUTRAL:
+        if value is None and func is torch.ops.aten._local_scalar_dense.default:
             value = machine.neutral_value(args[0])
         if value is None:
             raise UnknownValueError(runner.unknown(func))
@@ -161,25 +144,13 @@ def read(runner: Runner, func: Any) -> Handler:
 
 
 _MASKED = frozenset(
-    {
-        "aten::index",
-        "aten::_unsafe_index",
-        "aten::index_put",
-        "aten::index_put_",
-        "aten::_unsafe_index_put",
-        "aten::_index_put_impl_",
-    }
+    f"aten::{name}"
+    for name in (
+        *("index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put"),
+        "_index_put_impl_",
+    )
 )
-
-
-def takes_masks(func: Any) -> bool:
-    """Return whether masks may be among the indices that ``func`` is given."""
-    return func._schema.name in _MASKED
-
-
-def is_selection(func: Any) -> bool:
-    """Return whether ``func`` is ``masked_select``, into a tensor of its own."""
-    return func._schema.name == "aten::masked_select" and not may_resize(func)
+"""Operators among whose indices masks may be."""
 
 
 def selected(runner: Runner, func: Any, handler: Handler) -> Handler:
@@ -307,53 +278,48 @@ def _stage(
         transfers.stage_download(of.device, target, source, non_blocking)
 
 
-class Kind(NamedTuple):
-    """Operators that one handler can run."""
-
-    takes: Callable[[Any], bool]
-    """Whether an operator is of this kind, given that it is of none above."""
-    handler: Callable[[Runner, Any], Handler]
+def _name(func: Any) -> str:
+    return str(func._schema.name)
 
 
-KINDS = (
-    Kind(composites.is_composite, composites.composite),
-    Kind(lambda func: str(func) in tables.IN_VIEW, composites.in_view),
-    Kind(composites.is_move, composites.move),
-    Kind(is_read, read),
-    Kind(quantizes, quantize),
-    Kind(lambda func: func._schema.name == "aten::scalar_tensor", factories.scalar),
-    Kind(is_pinning, pinning),
-    Kind(factories.is_factory, factories.factory),
-    Kind(lambda func: func._schema.name == "aten::copy_", copy),
-    Kind(makes_views, views),
+KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any], Handler]], ...] = (
+    (composites.is_composite, composites.composite),
+    (lambda func: str(func) in tables.IN_VIEW, composites.in_view),
+    # Inductor's primitive between separate parts of a graph is made of ``Tensor.to``
+    # (torch/_prims/__init__.py, 2.6 to 2.15).
+    (
+        lambda func: str(func) == "prims.device_put.default",
+        lambda runner, func: of_parts(runner, func.impl_aten),
+    ),
+    (lambda func: _name(func) in _READS, read),
+    (lambda func: _name(func).startswith("aten::quantize_per_"), quantize),
+    (lambda func: _name(func) == "aten::scalar_tensor", factories.scalar),
+    (lambda func: _name(func) in _ANSWERS, pinning),
+    (factories.is_factory, factories.factory),
+    (lambda func: _name(func) == "aten::copy_", copy),
+    (makes_views, views),
 )
-"""The kinds of operators: the first that takes one runs it; by default it computes."""
+"""The kinds of operators: a test of a kind's operators, which is asked if they are of none above,
+and the function that returns their handler. An operator of no kind computes."""
 
-
-class Special(NamedTuple):
-    """Operators that compute, of which some calls go another way."""
-
-    takes: Callable[[Any], bool]
-    handler: Callable[[Runner, Any, Handler], Handler]
-    """A function that gets the handler of the other calls."""
-
-
-SPECIAL = (
-    Special(custom.is_sized_by_values, custom.sized),
-    Special(takes_masks, masked),
-    Special(is_selection, selected),
-    Special(is_of_lists, computing.each_device),
+SPECIAL: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any, Handler], Handler]], ...] = (
+    (custom.is_sized_by_values, custom.sized),
+    (lambda func: _name(func) in _MASKED, masked),
+    (lambda func: _name(func) == "aten::masked_select" and not may_resize(func), selected),
+    (is_of_lists, computing.each_device),
 )
-"""All such kinds, from the inside out."""
+"""Operators that compute, of which some calls go another way, from the inside out; the function
+gets the handler of the other calls."""
 
 
 def handler_of(runner: Runner, func: Any) -> Handler:
     """Return the handler of the operator ``func``."""
-    for kind in KINDS:
-        if kind.takes(func):
-            return kind.handler(runner, func)
-    handler = computing.computing(runner, func)
-    for special in SPECIAL:
-        if special.takes(func):
-            handler = special.handler(runner, func, handler)
+    for takes, make in KINDS:
+        if takes(func):
+            return make(runner, func)
+    resizes = may_resize(func)
+    handler = computing.of_rule(runner, func, tables.rule_of(func), resizes=resizes)
+    for takes, wrap in SPECIAL:
+        if takes(func):
+            handler = wrap(runner, func, handler)
     return handler

@@ -118,8 +118,7 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
         if isinstance(func, HigherOrderOperator):
             return composites.higher_order(self._runner, func)
         handler = handler_of(self._runner, func)
-        if may_be_in_place(func):
-            handler = in_place(func, handler, self._again)
+        handler = in_place(func, handler, self._again)
         if custom.is_custom(func):
             return custom.custom(self._runner, func, handler)
         handler = self._machine.values.work.counting(func, handler)
@@ -135,15 +134,11 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
         return handle
 
 
-def may_be_in_place(func: Any) -> bool:
-    """Return whether some formula calls ``func`` otherwise on a GPU: in place, or for a type."""
-    return str(func) in IN_PLACE or str(func) in ACCUMULATED
-
-
 def in_place(
     func: Any, handler: Handler, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 ) -> Handler:
-    """Return a handler that runs the in-place operator where such a formula calls ``func``."""
+    """Return ``handler`` for the formulas that call ``func`` otherwise on a GPU: in place, or for
+    a type."""
     if str(func) in ACCUMULATED:
 
         def handle_sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -153,7 +148,9 @@ def in_place(
             return handler(args, kwargs)
 
         return handle_sum
-    chosen = IN_PLACE[str(func)]
+    chosen = IN_PLACE.get(str(func))
+    if chosen is None:
+        return handler
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Two frames up is the operator's caller.

@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -26,38 +25,27 @@ from pytest_gpumem.late_modules import is_only_asked
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
+NAME, VERSION, PACKAGE = "flash-attn", "2.8.3", "flash_attn"
+"""The distribution, which cannot be installed without CUDA's compiler, the release whose sources
+the allocations are from, and the package that programs import."""
 
-@dataclass(frozen=True)
-class Library:
-    """A library that cannot be installed without CUDA's compiler."""
+_WITHOUT = frozenset(
+    f"{PACKAGE}.{module}"
+    for module in (
+        *("cute", "flash_attn_triton", "flash_attn_triton_amd", "flash_attn_triton_og"),
+        *("flash_blocksparse_attention", "flash_blocksparse_attn_interface", "layers", "losses"),
+        *("models", "modules", "ops", "utils"),
+    )
+)
+"""Modules of that release without a stand-in, with all modules below them."""
 
-    name: str
-    """The name of its distribution."""
-    version: str
-    """The release whose sources the allocations are from."""
-    package: str
-    """The package that programs import, and the folder of this one that stands for it."""
-    without: frozenset[str]
-    """Modules of that release without a stand-in, with all modules below them."""
-    absent: frozenset[str]
-    """Names that other libraries look up in its modules, and that release does not have."""
+_ABSENT = frozenset({f"{PACKAGE}.flash_attn_interface.flash_attn_cuda"})
+"""Names that other libraries look up in its modules, and that the release does not have."""
 
-    @property
-    def is_missing(self) -> bool:
-        """Whether the package is not installed."""
-        return _is_nowhere(self.package, tuple(sys.path))
 
-    @property
-    def sentence(self) -> str:
-        """The note of a measurement that the stand-in has a part in."""
-        return (
-            f"{self.name} is not installed: a stand-in allocated what {self.name} {self.version} "
-            f"does"
-        )
-
-    def lacks(self, module: str) -> bool:
-        """Return whether the release has ``module``, and the stand-in does not."""
-        return any(module == each or module.startswith(f"{each}.") for each in self.without)
+def _is_missing() -> bool:
+    """Return whether the package is not installed."""
+    return _is_nowhere(PACKAGE, tuple(sys.path))
 
 
 @lru_cache(maxsize=256)
@@ -65,48 +53,14 @@ def _is_nowhere(module: str, path: tuple[str, ...]) -> bool:
     return PathFinder.find_spec(module, list(path)) is None
 
 
-FLASH_ATTN = Library(
-    "flash-attn",
-    "2.8.3",
-    "flash_attn",
-    without=frozenset(
-        f"flash_attn.{module}"
-        for module in (
-            "cute",
-            "flash_attn_triton",
-            "flash_attn_triton_amd",
-            "flash_attn_triton_og",
-            "flash_blocksparse_attention",
-            "flash_blocksparse_attn_interface",
-            "layers",
-            "losses",
-            "models",
-            "modules",
-            "ops",
-            "utils",
-        )
-    ),
-    absent=frozenset({"flash_attn.flash_attn_interface.flash_attn_cuda"}),
-)
-
 _listeners: list[Callable[[str], None]] = []
 """Listeners of the active simulations, innermost last: imports are the process's."""
-
-
-@contextmanager
-def telling(note: Callable[[str], None]) -> Iterator[None]:
-    """Call ``note`` with a sentence when the stand-in is used inside."""
-    _listeners.append(note)
-    try:
-        yield
-    finally:
-        _listeners.pop()
 
 
 def used() -> None:
     """Report that the stand-in has allocated something."""
     if _listeners:
-        _listeners[-1](FLASH_ATTN.sentence)
+        _listeners[-1](f"{NAME} is not installed: a stand-in allocated what {NAME} {VERSION} does")
 
 
 _modules: dict[str, ModuleType] = {}
@@ -117,7 +71,8 @@ _modules: dict[str, ModuleType] = {}
 def served(note: Callable[[str], None]) -> Iterator[None]:
     """Make flash-attn importable inside if it is not installed; ``note`` gets notes of its use."""
     finder = _Finder()
-    with telling(note), _asked_anew():
+    with _asked_anew():
+        _listeners.append(note)
         sys.meta_path.append(finder)
         sys.modules.update(
             {
@@ -129,6 +84,7 @@ def served(note: Callable[[str], None]) -> Iterator[None]:
         try:
             yield
         finally:
+            _listeners.pop()
             sys.meta_path.remove(finder)
             for name, module in _modules.items():
                 if sys.modules.get(name) is module:
@@ -151,9 +107,9 @@ class _Announcing(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Raise the error; return ``None`` to a program that only looks for the module."""
-        if fullname == FLASH_ATTN.package and not is_only_asked():
+        if fullname == PACKAGE and not is_only_asked():
             raise ModuleNotFoundError(
-                f"No module named {fullname!r}: install {FLASH_ATTN.name}, or run the test with "
+                f"No module named {fullname!r}: install {NAME}, or run the test with "
                 "--gpumem-device=sim, which has a stand-in for it",
                 name=fullname,
             )
@@ -166,7 +122,7 @@ class StandInModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         # Python and its tools read names with underscores of every module.
         path = f"{self.__name__}.{name}"
-        if name.startswith("__") or path in FLASH_ATTN.absent:
+        if name.startswith("__") or path in _ABSENT:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if path not in _contents():
             _refuse(path)
@@ -176,7 +132,7 @@ class StandInModule(ModuleType):
 
 def _refuse(path: str) -> NoReturn:
     raise UnsupportedOperatorError(
-        f"{path} at {user_line()} has no stand-in, and {FLASH_ATTN.name} is not installed: "
+        f"{path} at {user_line()} has no stand-in, and {NAME} is not installed: "
         "describe the function that calls it with pytest_gpumem.simulate_operator, or install "
         "the library and run pytest --gpumem-device=dry"
     )
@@ -190,7 +146,7 @@ class _Finder(DistributionFinder):
 
     def stands_for(self, module: str) -> bool:
         """Return whether ``module`` is of the library, and not installed."""
-        return module.partition(".")[0] == FLASH_ATTN.package and FLASH_ATTN.is_missing
+        return module.partition(".")[0] == PACKAGE and _is_missing()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -198,9 +154,9 @@ class _Finder(DistributionFinder):
         """Return the spec of a module of the stand-in."""
         if not self.stands_for(fullname):
             return None
-        if FLASH_ATTN.lacks(fullname):
+        if any(f"{fullname}.".startswith(f"{each}.") for each in _WITHOUT):
             return ModuleSpec(fullname, _Refusing(), is_package=True)
-        if fullname == FLASH_ATTN.package:  # a check whether it is there imports nothing
+        if fullname == PACKAGE:  # a check whether it is there imports nothing
             return ModuleSpec(fullname, _Making(), is_package=True)
         names = _contents()
         if fullname not in names:
@@ -213,7 +169,7 @@ class _Finder(DistributionFinder):
     ) -> Iterable[Distribution]:
         """Return the library's metadata, for a query of all distributions or of this one."""
         asked = None if context.name is None else _normalized(context.name)
-        if asked in (None, FLASH_ATTN.name) and FLASH_ATTN.is_missing:
+        if asked in (None, NAME) and _is_missing():
             yield _Metadata()
 
 
@@ -245,10 +201,8 @@ class _Metadata(Distribution):
     """The metadata that pip would have written."""
 
     _FILES: Mapping[str, str] = {
-        "METADATA": (
-            f"Metadata-Version: 2.1\nName: {FLASH_ATTN.name}\nVersion: {FLASH_ATTN.version}\n"
-        ),
-        "top_level.txt": f"{FLASH_ATTN.package}\n",
+        "METADATA": (f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n"),
+        "top_level.txt": f"{PACKAGE}\n",
     }
 
     def read_text(self, filename: str) -> str | None:
@@ -261,7 +215,7 @@ class _Metadata(Distribution):
 
 
 def _contents() -> Mapping[str, Mapping[str, Any]]:
-    module = importlib.import_module(f"{__package__}.{FLASH_ATTN.package}")
+    module = importlib.import_module(f"{__package__}.{PACKAGE}")
     contents: Mapping[str, Mapping[str, Any]] = module.MODULES
     return contents
 
@@ -287,13 +241,13 @@ _QUESTIONS = (
 def _asked_anew() -> Iterator[None]:
     """Clear cached answers of other libraries, before and after."""
     _forget_answers()
-    if FLASH_ATTN.is_missing:
-        _distributions()[FLASH_ATTN.package] = [FLASH_ATTN.name]
+    if _is_missing():
+        _distributions()[PACKAGE] = [NAME]
     try:
         yield
     finally:
-        if FLASH_ATTN.is_missing:
-            _distributions().pop(FLASH_ATTN.package, None)
+        if _is_missing():
+            _distributions().pop(PACKAGE, None)
         _forget_answers()
 
 

@@ -27,7 +27,6 @@ from pytest_gpumem.simulated.operators.autocast import CastCache
 def add_patches(cache: CastCache, patches: Patches) -> None:
     """Install autocast for CUDA at its first use; drop cached casts when torch drops its own."""
     set_enabled = torch.set_autocast_enabled
-    set_gpu_enabled = getattr(torch, "set_autocast_gpu_enabled", None)
     clear = torch.clear_autocast_cache
 
     def set_autocast_enabled(*args: Any) -> None:
@@ -40,22 +39,24 @@ def add_patches(cache: CastCache, patches: Patches) -> None:
         cache.clear()
         clear()
 
-    depth = _Depth()
+    open_on_engine = 0
     enter: Any = autocast.__enter__
     leave: Any = autocast.__exit__
 
     @wraps(enter)
     def __enter__(context: Any) -> Any:  # noqa: N807  # the method that it stands for
+        nonlocal open_on_engine
         if context._enabled and context.device == "cuda":
             cache.install()
-        depth.of_engine += _is_on_engine()
+        open_on_engine += _is_on_engine()
         return enter(context)
 
     @wraps(leave)
     def __exit__(context: Any, *error: Any) -> Any:  # noqa: N807  # the same
+        nonlocal open_on_engine
         result = leave(context, *error)
-        depth.of_engine -= _is_on_engine()
-        if not (depth.of_engine if _is_on_engine() else _is_inside()):
+        open_on_engine -= _is_on_engine()
+        if not (open_on_engine if _is_on_engine() else _is_inside()):
             cache.clear()
         return result
 
@@ -63,13 +64,8 @@ def add_patches(cache: CastCache, patches: Patches) -> None:
     patches.add(autocast, "__exit__", __exit__)
     patches.add(torch, "set_autocast_enabled", set_autocast_enabled)
     patches.add(torch, "clear_autocast_cache", clear_autocast_cache)
-    if set_gpu_enabled is not None:
+    if hasattr(torch, "set_autocast_gpu_enabled"):
         patches.add(torch, "set_autocast_gpu_enabled", set_autocast_enabled)
-
-
-class _Depth:
-    of_engine = 0
-    """The number of contexts that nodes of a backward pass have open."""
 
 
 def _is_on_engine() -> bool:

@@ -92,10 +92,40 @@ torch.serialization.add_safe_globals([saved_storage, restore_unknown])
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace how tensors of unknown values are pickled and copied."""
-    saving = _Saving(machine)
-    # A plain function binds to the tensor; a bound method would not.
-    patches.add(Tensor, "_reduce_ex_internal", lambda tensor, proto: saving.reduce(tensor, proto))
-    patches.add(Tensor, "__copy__", lambda tensor: saving.copy(tensor))
+    reduce: Callable[..., Any] = Tensor._reduce_ex_internal
+    kept: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
+    """By key: the stand-in for a storage, for as long as a pickler refers to it."""
+
+    def is_unknown(tensor: Tensor) -> bool:
+        if machine.storages.is_on_host(tensor):
+            return True
+        if not raw.is_meta(tensor) or machine.execution.inside_here:
+            return False
+        return machine.storages.of(tensor) is not None and machine.values.of(tensor) is None
+
+    def reduce_tensor(tensor: Tensor, proto: int) -> Any:
+        if not is_unknown(tensor):
+            return reduce(tensor, proto)
+        machine.note(
+            f"torch.save or pickle at {user_line()} wrote the shapes of tensors and no values: "
+            f"what it wrote can be loaded in a simulation only"
+        )
+        storage = tensor.untyped_storage()
+        saved = kept.get(storage._cdata)
+        if saved is None:
+            saved = kept[storage._cdata] = SavedStorage(storage.nbytes(), str(tensor.device))
+        place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        return restore_unknown, (saved, tensor.dtype, *place, tensor.requires_grad)
+
+    def copy_tensor(tensor: Tensor) -> Any:
+        if not is_unknown(tensor) or type(tensor) is not Tensor:
+            return copy._reconstruct(tensor, None, *tensor.__reduce_ex__(4))  # type: ignore[attr-defined]  # as copy() itself
+        copied = tensor.detach().requires_grad_(tensor.requires_grad)
+        copied.__dict__.update(tensor.__dict__)
+        return copied
+
+    patches.add(Tensor, "_reduce_ex_internal", reduce_tensor)
+    patches.add(Tensor, "__copy__", copy_tensor)
     patches.add(torch.TypedStorage, "__reduce__", _reduced(torch.TypedStorage.__reduce__))
 
 
@@ -122,44 +152,6 @@ def _reduced(reduce: Callable[..., Any]) -> Callable[..., Any]:
         return load_storage, (content.getvalue(), str(device))
 
     return call
-
-
-class _Saving:
-    def __init__(self, machine: SimulatedMachine) -> None:
-        self._machine = machine
-        self._reduce: Callable[..., Any] = Tensor._reduce_ex_internal
-        self._saved: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
-        """By key: the stand-in for a storage, for as long as a pickler refers to it."""
-
-    def reduce(self, tensor: Tensor, proto: int) -> Any:
-        if not self._is_unknown(tensor):
-            return self._reduce(tensor, proto)
-        self._machine.note(
-            f"torch.save or pickle at {user_line()} wrote the shapes of tensors and no values: "
-            f"what it wrote can be loaded in a simulation only"
-        )
-        storage = tensor.untyped_storage()
-        saved = self._saved.get(storage._cdata)
-        if saved is None:
-            saved = SavedStorage(storage.nbytes(), str(tensor.device))
-            self._saved[storage._cdata] = saved
-        place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        return restore_unknown, (saved, tensor.dtype, *place, tensor.requires_grad)
-
-    def copy(self, tensor: Tensor) -> Any:
-        if not self._is_unknown(tensor) or type(tensor) is not Tensor:
-            return copy._reconstruct(tensor, None, *tensor.__reduce_ex__(4))  # type: ignore[attr-defined]  # as copy() itself
-        copied = tensor.detach().requires_grad_(tensor.requires_grad)
-        copied.__dict__.update(tensor.__dict__)
-        return copied
-
-    def _is_unknown(self, tensor: Tensor) -> bool:
-        storages = self._machine.storages
-        if storages.is_on_host(tensor):
-            return True
-        if not raw.is_meta(tensor) or self._machine.execution.inside_here:
-            return False
-        return storages.of(tensor) is not None and self._machine.values.of(tensor) is None
 
 
 def _destination(location: str) -> str:

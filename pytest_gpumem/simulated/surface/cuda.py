@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from pytest_gpumem.simulated.common.patching import Patches, add_functions
+from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.machine.generators import generator_type
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.surface.pools import chosen_pool
-from pytest_gpumem.simulated.surface.properties import DeviceProperties
 
 CUDA_OF_CPU_BUILDS = "12.6"
 """``torch.version.cuda`` where the running build has none; the allocator does not depend on it."""
@@ -32,29 +34,31 @@ def _joins_pool_ids(release: str) -> bool:
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace ``torch._C._cuda_*`` and the state that ``torch.cuda`` keeps."""
-    api = _Api(machine)
-    add_functions(api, patches)
+    functions = _functions(machine)
+    add_functions(functions, patches)
     cuda = torch.cuda
     count = len(machine.gpus)
     generator = generator_type(torch.Generator)
     state: dict[str, Any] = {
         "_initialized": True,
         "_cached_device_count": count,
-        "_get_device_properties": api.device_properties,
-        "_exchange_device": api._cuda_exchangeDevice,
-        "_maybe_exchange_device": api._cuda_exchangeDevice,
-        "_is_in_bad_fork": api._cuda_isInBadFork,
+        "_get_device_properties": lambda index: DeviceProperties.of(machine.device(index)),
+        "_exchange_device": functions["_cuda_exchangeDevice"],
+        "_maybe_exchange_device": functions["_cuda_exchangeDevice"],
+        "_is_in_bad_fork": functions["_cuda_isInBadFork"],
         "default_generators": tuple(generator(f"cuda:{i}") for i in range(count)),
         "has_magma": True,
-        "is_bf16_supported": api.is_bf16_supported,
+        "is_bf16_supported": lambda including_emulation=True: (
+            including_emulation or machine.current.model.compute_capability >= (8, 0)
+        ),
     }
     for name, value in state.items():
         patches.add(cuda, name, value)
     # Up to 2.10 torch copies the whole trace for this, whatever the arguments.
-    patches.add(torch.cuda, "memory_snapshot", api.memory_snapshot)
-    patches.add(torch.cuda.memory, "memory_snapshot", api.memory_snapshot)
+    for module in (cuda, cuda.memory):
+        patches.add(module, "memory_snapshot", partial(_memory_snapshot, machine))
     patches.add(torch._C, "_has_cuda", True)
-    patches.add(torch._C, "_get_accelerator", api._accelerator_getAccelerator)
+    patches.add(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
     patches.add(torch, "get_device_module", _device_module(torch.get_device_module))
     patches.add(torch, "Generator", generator)
     # A type that can neither be changed nor inherited from.
@@ -87,159 +91,103 @@ def _device_module(find: Callable[..., Any]) -> Callable[..., Any]:
     return get_device_module
 
 
-class _Api:
-    """The functions of ``torch._C`` that ``torch.cuda`` calls, for simulated devices."""
+def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
+    """Return the functions of ``torch._C`` that ``torch.cuda`` and ``torch.accelerator`` call."""
 
-    def __init__(self, machine: SimulatedMachine) -> None:
-        self._machine = machine
+    def gpu(device: Any = None) -> GPU:
+        return machine.device(device.index if isinstance(device, torch.device) else device)
 
-    def _gpu(self, device: Any = None) -> GPU:
-        index = device.index if isinstance(device, torch.device) else device
-        return self._machine.device(index)
+    def memory(device: Any) -> Memory:
+        return gpu(device).allocator
 
-    # Devices.
+    def set_device(index: int) -> None:
+        machine.current_index = gpu(index).index
 
-    def _cuda_init(self) -> None: ...
-
-    def _cuda_isInBadFork(self) -> bool:
-        return self._machine.execution.in_child
-
-    def _cuda_getDeviceCount(self) -> int:
-        return len(self._machine.gpus)
-
-    def _cuda_getDevice(self) -> int:
-        return self._machine.current_index
-
-    def _cuda_setDevice(self, index: int) -> None:
-        self._machine.device(index)
-        self._machine.current_index = index
-
-    def _cuda_exchangeDevice(self, index: int) -> int:
-        before = self._machine.current_index
+    def exchange_device(index: int) -> int:
+        before = machine.current_index
         if index >= 0:
-            self._cuda_setDevice(index)
+            set_device(index)
         return before
 
-    _cuda_maybeExchangeDevice = _cuda_exchangeDevice
-
-    def _cuda_canDeviceAccessPeer(self, one: int, other: int) -> bool:
-        return one != other
-
-    def _cuda_hasPrimaryContext(self, index: int) -> bool:
-        return True
-
-    def _cuda_getCompiledVersion(self) -> int:
-        return 0
-
-    def _cuda_getArchFlags(self) -> str:
-        major, minor = self._gpu().model.compute_capability
-        return f"sm_{major}{minor}"
-
-    def _cuda_ipc_collect(self) -> None: ...
-
-    def device_properties(self, index: int) -> DeviceProperties:
-        return DeviceProperties.of(self._gpu(index))
-
-    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
-        return including_emulation or self._gpu().model.compute_capability >= (8, 0)
-
-    # The caching allocator.
-
-    def _cuda_memoryStats(self, device: Any) -> dict[str, Any]:
-        stats = self._gpu(device).allocator.stats()
+    def memory_stats(device: Any) -> dict[str, Any]:
+        stats = memory(device).stats()
         if _PRIVATE in stats and _joins_pool_ids(torch.__version__):
             stats[_PRIVATE] = {f"{a}_{b}": value for (a, b), value in stats[_PRIVATE].items()}
         return stats
 
-    def _cuda_resetPeakMemoryStats(self, device: Any) -> None:
-        self._gpu(device).allocator.reset_peak_stats()
+    def clear_workspaces() -> None:
+        for each in machine.gpus:
+            each.workspaces.clear()
 
-    def _cuda_resetAccumulatedMemoryStats(self, device: Any) -> None:
-        self._gpu(device).allocator.reset_accumulated_stats()
+    def reset_workspace_sizes() -> None:
+        for each in machine.gpus:
+            each.workspaces.reset_sizes()
 
-    def memory_snapshot(
-        self, mempool_id: Any = None, include_traces: bool = True
-    ) -> list[dict[str, Any]]:
-        """``torch.cuda.memory_snapshot()``: the segments of every device, without stacks.
-
-        torch has none either unless history is recorded; ``_snapshot()`` shows them.
-        """
-        pool = chosen_pool(self._machine, mempool_id)
-        return [
-            segment
-            for gpu in self._machine.gpus
-            for segment in gpu.allocator.segments(pool, frames=False)
-        ]
-
-    def _cuda_isHistoryEnabled(self) -> bool:
-        return True
-
-    def _cuda_setMemoryFraction(self, fraction: float, device: Any) -> None:
-        self._gpu(device).allocator.set_memory_fraction(fraction)
-
-    def _cuda_getAllocatorBackend(self) -> str:
-        return "native"
-
-    def _cuda_cudaCachingAllocator_raw_alloc(self, size: int, stream: int) -> int:
-        return self._machine.current.allocator.malloc(size, stream)
-
-    def _cuda_cudaCachingAllocator_raw_delete(self, address: int) -> None:
-        self._machine.current.allocator.free(address)
-
-    # Library workspaces.
-
-    def _cuda_clearCublasWorkspaces(self) -> None:
-        for gpu in self._machine.gpus:
-            gpu.workspaces.clear()
-
-    def _cuda_resetCublasWorkspaceSize(self) -> None:
-        for gpu in self._machine.gpus:
-            gpu.workspaces.reset_sizes()
-
-    _cuda_resetCublasLtWorkspaceSize = _cuda_resetCublasWorkspaceSize
-
-    def _cuda_getCurrentBlasHandle(self) -> int:
-        gpu = self._machine.current
-        gpu.workspaces.handle(gpu.stream)
+    def blas_handle() -> int:
+        machine.current.workspaces.handle(machine.current.stream)
         return 1
 
-    def _cuda_getCurrentSolverHandle(self) -> int:
-        return 1
+    def raw_alloc(size: int, stream: int) -> int:
+        return machine.current.allocator.malloc(size, stream)
 
-    # The same, through torch.accelerator.
+    def set_memory_fraction(fraction: float, device: Any) -> None:
+        memory(device).set_memory_fraction(fraction)
 
-    def _accelerator_getAccelerator(self) -> torch.device:
-        return torch.device("cuda")
+    def free_and_total(index: int) -> tuple[int, int]:
+        return memory(index).free_memory, gpu(index).model.total_memory
 
-    def _accelerator_getDeviceIndex(self) -> int:
-        return self._machine.current_index
+    return {
+        "_cuda_init": lambda: None,
+        "_cuda_isInBadFork": lambda: machine.execution.in_child,
+        "_cuda_getDeviceCount": lambda: len(machine.gpus),
+        "_cuda_getDevice": lambda: machine.current_index,
+        "_cuda_setDevice": set_device,
+        "_cuda_exchangeDevice": exchange_device,
+        "_cuda_maybeExchangeDevice": exchange_device,
+        "_cuda_canDeviceAccessPeer": lambda one, other: one != other,
+        "_cuda_hasPrimaryContext": lambda index: True,
+        "_cuda_getCompiledVersion": lambda: 0,
+        "_cuda_getArchFlags": lambda: "sm_{}{}".format(*machine.current.model.compute_capability),
+        "_cuda_ipc_collect": lambda: None,
+        "_cuda_memoryStats": memory_stats,
+        "_cuda_resetPeakMemoryStats": lambda device: memory(device).reset_peak_stats(),
+        "_cuda_resetAccumulatedMemoryStats": lambda device: memory(
+            device
+        ).reset_accumulated_stats(),
+        "_cuda_setMemoryFraction": set_memory_fraction,
+        "_cuda_getAllocatorBackend": lambda: "native",
+        "_cuda_cudaCachingAllocator_raw_alloc": raw_alloc,
+        "_cuda_cudaCachingAllocator_raw_delete": lambda address: memory(None).free(address),
+        "_cuda_clearCublasWorkspaces": clear_workspaces,
+        "_cuda_resetCublasWorkspaceSize": reset_workspace_sizes,
+        "_cuda_resetCublasLtWorkspaceSize": reset_workspace_sizes,
+        "_cuda_getCurrentBlasHandle": blas_handle,
+        "_cuda_getCurrentSolverHandle": lambda: 1,
+        "_accelerator_getAccelerator": lambda: torch.device("cuda"),
+        "_accelerator_getDeviceIndex": lambda: machine.current_index,
+        "_accelerator_setDeviceIndex": set_device,
+        "_accelerator_deviceCount": lambda: len(machine.gpus),
+        "_accelerator_exchangeDevice": exchange_device,
+        "_accelerator_maybeExchangeDevice": exchange_device,
+        "_accelerator_isAllocatorInitialized": lambda: True,
+        "_accelerator_getDeviceStats": memory_stats,
+        "_accelerator_resetPeakStats": lambda index: memory(index).reset_peak_stats(),
+        "_accelerator_resetAccumulatedStats": lambda index: memory(index).reset_accumulated_stats(),
+        "_accelerator_getMemoryInfo": free_and_total,
+    }
 
-    def _accelerator_setDeviceIndex(self, index: int) -> None:
-        self._cuda_setDevice(index)
 
-    def _accelerator_deviceCount(self) -> int:
-        return len(self._machine.gpus)
+def _memory_snapshot(
+    machine: SimulatedMachine, mempool_id: Any = None, include_traces: bool = True
+) -> list[dict[str, Any]]:
+    """``torch.cuda.memory_snapshot()``: the segments of every device, without stacks.
 
-    def _accelerator_exchangeDevice(self, index: int) -> int:
-        return self._cuda_exchangeDevice(index)
-
-    _accelerator_maybeExchangeDevice = _accelerator_exchangeDevice
-
-    def _accelerator_isAllocatorInitialized(self) -> bool:
-        return True
-
-    def _accelerator_getDeviceStats(self, index: int) -> dict[str, Any]:
-        return self._cuda_memoryStats(index)
-
-    def _accelerator_resetPeakStats(self, index: int) -> None:
-        self._cuda_resetPeakMemoryStats(index)
-
-    def _accelerator_resetAccumulatedStats(self, index: int) -> None:
-        self._cuda_resetAccumulatedMemoryStats(index)
-
-    def _accelerator_getMemoryInfo(self, index: int) -> tuple[int, int]:
-        gpu = self._gpu(index)
-        return gpu.allocator.free_memory, gpu.model.total_memory
+    torch has none either unless history is recorded; ``_snapshot()`` shows them.
+    """
+    pool = chosen_pool(machine, mempool_id)
+    return [
+        segment for gpu in machine.gpus for segment in gpu.allocator.segments(pool, frames=False)
+    ]
 
 
 _Device: Any = torch.device
@@ -267,3 +215,90 @@ class _Kind(type):
 
 
 device = _Kind("device", (), {"__module__": "torch", "__doc__": _Device.__doc__})
+
+
+KIB = 1024
+MIB = 1024 * KIB
+
+_SHARED_MEMORY_KIB = {
+    (7, 0): (96, 96),
+    (7, 5): (64, 64),
+    (8, 0): (164, 163),
+    (8, 6): (100, 99),
+    (8, 9): (100, 99),
+    (9, 0): (228, 227),
+    (10, 0): (228, 227),
+    (12, 0): (100, 99),
+}
+"""By compute capability, KiB per multiprocessor and, opted in, per block (CUDA C++ Programming
+Guide, "Technical Specifications per Compute Capability")."""
+
+
+class Uuid(uuid.UUID):
+    """``torch._C._CUuuid``: the unique name of a device (torch/csrc/cuda/Module.cpp)."""
+
+    @property
+    def bytes(self) -> list[int]:  # type: ignore[override]  # as torch has them
+        """The sixteen bytes, as numbers."""
+        return list(self.int.to_bytes(16, "big"))
+
+
+@dataclass(frozen=True, repr=False)
+class DeviceProperties:
+    """``torch.cuda.get_device_properties()`` of a simulated GPU; sizes in bytes.
+
+    Clock rates and the width of the memory bus, which newer releases have too, are not there: a
+    simulated GPU has no clock.
+    """
+
+    name: str
+    major: int
+    minor: int
+    total_memory: int
+    multi_processor_count: int
+    max_threads_per_multi_processor: int
+    L2_cache_size: int
+    shared_memory_per_multiprocessor: int
+    shared_memory_per_block_optin: int
+    uuid: Uuid
+    gcnArchName: str  # torch's own name
+    pci_bus_id: int
+    pci_device_id: int = 0
+    pci_domain_id: int = 0
+    shared_memory_per_block: int = 48 * KIB
+    max_threads_per_block: int = 1024
+    warp_size: int = 32
+    is_integrated: int = 0
+    is_multi_gpu_board: int = 0
+    regs_per_multiprocessor: int = 65536
+
+    @classmethod
+    def of(cls, gpu: GPU) -> DeviceProperties:
+        """Return the properties of ``gpu``."""
+        model = gpu.model
+        capability = model.compute_capability
+        per_sm, per_block = _SHARED_MEMORY_KIB[capability]
+        return cls(
+            name=model.full_name,
+            major=capability[0],
+            minor=capability[1],
+            total_memory=model.total_memory,
+            multi_processor_count=model.sm_count,
+            max_threads_per_multi_processor=model.max_threads_per_sm,
+            L2_cache_size=model.l2_cache_bytes,
+            shared_memory_per_multiprocessor=per_sm * KIB,
+            shared_memory_per_block_optin=per_block * KIB,
+            uuid=Uuid(str(uuid.uuid5(uuid.NAMESPACE_OID, f"{model.name}/{gpu.index}"))),
+            gcnArchName=model.full_name,
+            pci_bus_id=gpu.index,
+        )
+
+    def __repr__(self) -> str:
+        # torch/csrc/cuda/Module.cpp, registerCudaDeviceProperties
+        return (
+            f"_CudaDeviceProperties(name='{self.name}', major={self.major}, minor={self.minor}, "
+            f"total_memory={self.total_memory // MIB}MB, "
+            f"multi_processor_count={self.multi_processor_count}, uuid={self.uuid}, "
+            f"pci_bus_id={self.pci_bus_id}, pci_device_id={self.pci_device_id}, "
+            f"pci_domain_id={self.pci_domain_id}, L2_cache_size={self.L2_cache_size // MIB}MB)"
+        )

@@ -19,39 +19,11 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.surface.sequences import numbers_in
 
 _FACTORIES = (
-    "arange",
-    "asarray",
-    "bartlett_window",
-    "blackman_window",
-    "empty",
-    "empty_like",
-    "empty_permuted",
-    "empty_strided",
-    "eye",
-    "full",
-    "full_like",
-    "hamming_window",
-    "hann_window",
-    "kaiser_window",
-    "linspace",
-    "logspace",
-    "normal",
-    "ones",
-    "ones_like",
-    "rand",
-    "rand_like",
-    "randint",
-    "randint_like",
-    "randn",
-    "randn_like",
-    "randperm",
-    "range",
-    "scalar_tensor",
-    "tensor",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-    "zeros_like",
+    *("arange", "asarray", "bartlett_window", "blackman_window", "empty", "empty_like"),
+    *("empty_permuted", "empty_strided", "eye", "full", "full_like", "hamming_window"),
+    *("hann_window", "kaiser_window", "linspace", "logspace", "normal", "ones", "ones_like"),
+    *("rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "range"),
+    *("scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like"),
 )
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 
@@ -60,8 +32,9 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Watch for ``device="meta"``, which otherwise stands for CUDA inside a simulation."""
     _device_constructors()  # torch caches this set of functions: it must hold the real ones.
     for name in _FACTORIES:
-        factory = _UNSEEN.get(name, _as_it_is)(getattr(torch, name))
-        patches.add(torch, name, _watching(machine, factory, getattr(torch, name)))
+        replaced = getattr(torch, name)
+        factory = _UNSEEN[name](replaced) if name in _UNSEEN else replaced
+        patches.add(torch, name, _watching(machine, factory, replaced))
     for name in ("fftfreq", "rfftfreq"):
         factory = getattr(torch.fft, name)
         patches.add(torch.fft, name, _watching(machine, factory, factory))
@@ -69,8 +42,10 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(torch, "sparse_coo_tensor", _watching(machine, _sparse(sparse), sparse))
     for name in _NEW:
         patches.add(torch.Tensor, name, _new(machine, getattr(torch.Tensor, name)))
+    find: Callable[[Any], Any] = torch.jit._builtins._find_builtin
     for module in (torch.jit._builtins, torch.jit._recursive):
-        patches.add(module, "_find_builtin", _finding(torch.jit._builtins._find_builtin))
+        # TorchScript compares torch's functions by identity.
+        patches.add(module, "_find_builtin", lambda fn: find(getattr(fn, "__wrapped__", fn)))
     as_tensor = _as_tensor(machine, torch.as_tensor)
     through = _context(machine, DeviceContext.__torch_function__, torch.as_tensor, as_tensor)
     patches.add(DeviceContext, "__torch_function__", through)
@@ -90,22 +65,12 @@ def _parse_to(parse_to: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_meta(device: Any) -> bool:
-    if device is None:
-        return False
     return device == "meta" or (isinstance(device, torch.device) and device.type == "meta")
 
 
 def _numbered(device: Any) -> Any:
     # A build without CUDA cannot map that number to a device.
     return torch.device("cuda", device) if type(device) is int else device
-
-
-def _finding(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def call(function: Any) -> Any:
-        # TorchScript compares torch's functions by identity.
-        return find(getattr(function, "__wrapped__", function))
-
-    return call
 
 
 def _new(machine: SimulatedMachine, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,10 +131,6 @@ def _without_data(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in ("data", "obj", "dtype")}
 
 
-def _as_it_is(factory: Callable[..., Any]) -> Callable[..., Any]:
-    return factory
-
-
 def _range(factory: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         device: Any = kwargs.get("device")
@@ -177,9 +138,8 @@ def _range(factory: Callable[..., Any]) -> Callable[..., Any]:
             return factory(*args, **kwargs)
         # In C++ it looks for the device before any dispatch mode sees the operator.
         requires_grad = kwargs.pop("requires_grad", False)
-        names = ("start", "end", "step")
-        start, end, step = (kwargs.pop(name, None) for name in names)
-        numbers = [*args, *(number for number in (start, end, step) if number is not None)]
+        named = (kwargs.pop(name, None) for name in ("start", "end", "step"))
+        numbers = [*args, *(number for number in named if number is not None)]
         made = torch.ops.aten.range.step(*numbers, **{**kwargs, "device": torch.device(device)})
         return made.requires_grad_() if requires_grad else made
 
@@ -193,12 +153,12 @@ def _sparse(factory: Callable[..., Any]) -> Callable[..., Any]:
         if not _is_cuda(device) or "values" not in given:
             return factory(*args, **kwargs)
         # In C++ both are copied to the device out of sight of any dispatch mode, values first.
-        dtype, size = given.pop("dtype", None), args[2:]
+        dtype = given.pop("dtype", None)
         values = torch.as_tensor(given.pop("values"), dtype=dtype, device=device)
         indices = torch.as_tensor(given.pop("indices"), dtype=torch.int64, device=device)
         given.pop("device", None)
         with torch._C.DisableTorchFunction():
-            return factory(indices, values, *size, **given)
+            return factory(indices, values, *args[2:], **given)
 
     return call
 
@@ -273,22 +233,18 @@ def _context(
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is real_as_tensor and not (kwargs or {}).get("device"):
-            return as_tensor(*args, **{**(kwargs or {}), "device": context.device})
-        if (
-            _is_meta(context.device)
-            and not (kwargs or {}).get("device")
-            and func in _device_constructors()
-        ):
-            return asked_for_meta(machine, torch_function, (context, func, types, args, kwargs), {})
-        if (
-            machine.current_index
-            and str(context.device) == "cuda"
-            and not (kwargs or {}).get("device")
-            and func in _device_constructors()
-        ):
-            kwargs = {**(kwargs or {}), "device": machine.current.torch_device}
-        return torch_function(context, func, types, args, kwargs)
+        given = kwargs or {}
+        if given.get("device"):
+            return torch_function(context, func, types, args, given)
+        if func is real_as_tensor:
+            return as_tensor(*args, **{**given, "device": context.device})
+        if func in _device_constructors():
+            if _is_meta(context.device):
+                arguments = context, func, types, args, given
+                return asked_for_meta(machine, torch_function, arguments, {})
+            if machine.current_index and str(context.device) == "cuda":
+                given = {**given, "device": machine.current.torch_device}
+        return torch_function(context, func, types, args, given)
 
     return call
 

@@ -1,14 +1,21 @@
-"""``Tensor.grad``: torch compares devices in C++, where a simulated GPU is ``meta``."""
+"""Gradients: their device, tensors saved for them, passes that torch traces, and optimizers.
+
+torch compares the device of ``Tensor.grad`` in C++, where a simulated GPU is ``meta``.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.autograd.graph
 import torch.overrides
 from torch.autograd.graph import save_on_cpu
+from torch.utils import _python_dispatch
 
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine, leaves_of, renumber
@@ -34,6 +41,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(torch.Tensor, "grad", replaced)
     _add_saved(machine, patches)
     _add_double_backward(machine, patches)
+    _add_control_flow(machine, patches)
+    _add_grouping(patches)
 
 
 def _check_devices(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -67,11 +76,7 @@ def _add_saved(machine: SimulatedMachine, patches: Patches) -> None:
         initialize(hooks, False, device_type)
         if pin_memory:
             packed: Any = hooks.pack_hook
-
-            def pack(tensor: torch.Tensor) -> Any:
-                return packed(tensor.contiguous())
-
-            hooks.pack_hook = pack
+            hooks.pack_hook = lambda tensor: packed(tensor.contiguous())
 
     patches.add(save_on_cpu, "__init__", pageable)
 
@@ -117,3 +122,58 @@ def _made(outputs: Any, args: tuple[Any, ...], results: Any) -> list[Any]:
         return found
     leaves = args[3] if len(args) > 3 and args[3] else leaves_of(outputs)
     return [leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _add_control_flow(machine: SimulatedMachine, patches: Patches) -> None:
+    """Show the machine the gradients of control flow that runs eagerly: torch traces them.
+
+    It traces by running the code on the device, without any mode, and these computations take
+    memory like all others. Source: torch/_higher_order_ops/utils.py (``materialize_as_graph``),
+    torch 2.11 to 2.15.
+    """
+    set_aside = _python_dispatch._disable_current_modes
+
+    @contextmanager
+    def all_others() -> Iterator[Any]:
+        mode: Any = machine.execution
+        with set_aside() as modes, mode:
+            yield modes
+
+    def disable_current_modes() -> Any:
+        traces = sys._getframe(1).f_code.co_name == "_materialize_as_graph_inner"
+        return all_others() if traces else set_aside()
+
+    patches.add(_python_dispatch, "_disable_current_modes", disable_current_modes)
+
+
+_Lists = list[list[torch.Tensor | None]]
+_Key = tuple[torch.device, torch.dtype]
+_Group = tuple[list[list[torch.Tensor | None]], list[int]]
+
+
+def _add_grouping(patches: Patches) -> None:
+    """Group the tensors of ``torch.optim`` and ``clip_grad_norm_`` by the device they report."""
+    group = torch._C._group_tensors_by_device_and_dtype
+
+    def group_tensors(lists: _Lists, with_indices: bool = False) -> dict[_Key, _Group]:
+        groups: dict[_Key, _Group] = group(lists, True)
+        result: dict[_Key, _Group] = {}
+        for (device, dtype), (members, indices) in groups.items():
+            if device.type != "meta":
+                result[device, dtype] = members, indices if with_indices else []
+                continue
+            for seen, at in _by_device(members[0]).items():
+                split = [[tensors[i] for i in at] if tensors else [] for tensors in members]
+                result[seen, dtype] = split, [indices[i] for i in at] if with_indices else []
+        return result
+
+    patches.add(torch._C, "_group_tensors_by_device_and_dtype", group_tensors)
+
+
+def _by_device(tensors: Sequence[torch.Tensor | None]) -> dict[torch.device, list[int]]:
+    """Group positions of ``tensors`` by device, the last one met first, as C++'s hash map does."""
+    devices: dict[torch.device, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        assert tensor is not None  # torch checks the first list
+        devices.setdefault(tensor.device, []).append(position)
+    return dict(reversed(devices.items()))

@@ -20,20 +20,20 @@ _KEPT_WITHOUT_TRACE = 1
 """Events kept with ``enabled="state"``."""
 
 
-class _Api:
-    """The functions of ``torch._C``, as torch/csrc/cuda/memory_snapshot.cpp has them.
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
+    """Replace the functions below ``torch.cuda.memory``, torch/csrc/cuda/memory_snapshot.cpp.
 
-    Both take more arguments in later releases: 2.6 ends before ``clear_history``,
+    Both that record take more arguments in later releases: 2.6 ends before ``clear_history``,
     ``skip_actions`` is the last one since 2.10, and the last two are of 2.15. Without
     ``record_cuda`` the recording of the device allocator is off (seen with torch 2.15.0+cu132);
     the history of pinned memory of the host, ``record_pinned_host_memory``, is not recorded.
     """
 
-    def __init__(self, machine: SimulatedMachine) -> None:
-        self._machine = machine
+    def record(recording: Recording, clear: bool) -> None:
+        for gpu in machine.gpus:
+            gpu.allocator.record_history(recording, clear=clear)
 
-    def _cuda_record_memory_history(
-        self,
+    def record_history(
         enabled: str | None,
         context: str | None = "all",
         stacks: str = "all",
@@ -59,10 +59,9 @@ class _Api:
             max_entries=max_entries if enabled == "all" else _KEPT_WITHOUT_TRACE,
             skipped=frozenset(skip_actions),
         )
-        self._record(recording, clear_history)
+        record(recording, clear_history)
 
-    def _cuda_record_memory_history_legacy(
-        self,
+    def record_history_legacy(
         enabled: bool,
         record_context: bool = True,
         trace_alloc_max_entries: int = 1,
@@ -83,29 +82,28 @@ class _Api:
             max_entries=trace_alloc_max_entries,
             skipped=frozenset(skip_actions),
         )
-        self._record(recording, clear_history)
+        record(recording, clear_history)
 
-    def _cuda_isHistoryEnabled(self) -> bool:
-        recording = self._machine.current.allocator.trace.recording
+    def is_enabled() -> bool:
+        recording = machine.current.allocator.trace.recording
         return recording is None or recording.on
 
-    def _cuda_allocationTraceback(self, data_ptr: int) -> list[dict[str, Any]] | None:
-        for gpu in self._machine.gpus:
+    def allocation_traceback(data_ptr: int) -> list[dict[str, Any]] | None:
+        for gpu in machine.gpus:
             context = gpu.allocator.live_contexts().get(data_ptr)
             if context is not None:
                 return frames_of(context, gpu.allocator.trace) or None
         return None
 
-    def _record(self, recording: Recording, clear: bool) -> None:
-        for gpu in self._machine.gpus:
-            gpu.allocator.record_history(recording, clear=clear)
+    functions = {
+        "_cuda_record_memory_history": record_history,
+        "_cuda_record_memory_history_legacy": record_history_legacy,
+        "_cuda_isHistoryEnabled": is_enabled,
+        "_cuda_allocationTraceback": allocation_traceback,
+    }
+    add_functions(functions, patches)
 
 
 def _check(given: str | None, accepted: tuple[str, ...], complaint: str) -> None:
     if given is not None and given not in accepted:
         raise RuntimeError(complaint)
-
-
-def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace the functions below ``torch.cuda.memory``."""
-    add_functions(_Api(machine), patches)

@@ -12,12 +12,17 @@ starts it; ``CUDAExtension()`` needs the libraries below CUDA_HOME (torch/utils/
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
+import mmap
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -25,6 +30,7 @@ import torch
 
 from pytest_gpumem.simulated.common.callsite import callers_line
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.described import OR_DRY, tensors_in
 from pytest_gpumem.values.errors import UndescribedKernelError, UnsupportedOperatorError
 
@@ -92,8 +98,8 @@ class Extensions:
 
 def _replace(found: Iterable[tuple[Any, str, _Guarded]], until: ExitStack) -> None:
     patches = Patches()
-    for module, name, guard in found:
-        patches.add(module, name, guard)
+    for guarded in found:
+        patches.add(*guarded)
     patches.apply()
     until.callback(patches.undo)
 
@@ -153,9 +159,45 @@ class Compiling:
         if self._patches is not None or not hasattr(module, "_join_cuda_home"):
             return
         self._patches = Patches()
-        compiling, joining = module._jit_compile, module._join_cuda_home
-        self._patches.add(module, "_jit_compile", _compile(module, compiling))
-        self._patches.add(module, "_join_cuda_home", _join(module, joining))
+        compile, join = module._jit_compile, module._join_cuda_home
+        signature = inspect.signature(compile)
+
+        def can_compile() -> bool:
+            return _HAS_CUDA and module.CUDA_HOME is not None
+
+        @functools.wraps(compile)
+        def jit_compile(*args: Any, **options: Any) -> Any:
+            given = signature.bind(*args, **options).arguments
+            name, sources, with_cuda = given["name"], given["sources"], given["with_cuda"]
+            caller = sys._getframe(1).f_code.co_name
+            loader = caller if caller in _LOADERS else _LOADERS[0]
+            if with_cuda is None:
+                with_cuda = any(map(module._is_cuda_file, sources))
+            if with_cuda and not can_compile():
+                call = f'{loader}(name="{name}", ...)'
+                raise UndescribedKernelError(
+                    f"{call} at {callers_line()} compiles for CUDA, whose compiler is not here: "
+                    "say what the functions of the module allocate with "
+                    f'pytest_gpumem.simulate_operator("{_MODULE}.{loader}")',
+                    call,
+                )
+            made = compile(*args, **options)
+            if inspect.ismodule(made):
+                EXTENSIONS.compiled(made, f"{_MODULE}.{loader}")
+            return made
+
+        @functools.wraps(join)
+        def join_cuda_home(*paths: Any) -> Any:
+            if not can_compile():
+                raise UnsupportedOperatorError(
+                    f"{_MODULE} at {callers_line()} asks for CUDA's compiler, which is not here: "
+                    "build the extension elsewhere, or say what its functions allocate with "
+                    'pytest_gpumem.simulate_operator("module.function")'
+                )
+            return join(*paths)
+
+        self._patches.add(module, "_jit_compile", jit_compile)
+        self._patches.add(module, "_join_cuda_home", join_cuda_home)
         self._patches.apply()
 
     def undo(self) -> None:
@@ -165,49 +207,61 @@ class Compiling:
             self._patches = None
 
 
-def _can_compile(module: Any) -> bool:
-    return _HAS_CUDA and module.CUDA_HOME is not None
+_NEEDS = (b"libcudart.so", b"libcuda.so", b"libcublas.so", b"cudart64_", b"nvcuda.dll")
+"""Names of libraries, one of which is in each library with kernels of CUDA's."""
+_OTHERS = frozenset({"torch", "triton", "nvidia"})
+"""Packages whose libraries are loaded for information about themselves."""
 
 
-def _compile(module: Any, real: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(real)
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
+    """Refuse to call functions of libraries with CUDA's kernels that ctypes loads inside.
 
-    @functools.wraps(real)
-    def call(*args: Any, **options: Any) -> Any:
-        given = signature.bind(*args, **options).arguments
-        name, sources = given["name"], given["sources"]
-        caller = sys._getframe(1).f_code.co_name
-        loader = caller if caller in _LOADERS else _LOADERS[0]
-        with_cuda = given["with_cuda"]
-        if with_cuda is None:
-            with_cuda = any(map(module._is_cuda_file, sources))
-        if with_cuda and not _can_compile(module):
-            _refuse(f'{loader}(name="{name}", ...)', f"{_MODULE}.{loader}")
-        made = real(*args, **options)
-        if inspect.ismodule(made):
-            EXTENSIONS.compiled(made, f"{_MODULE}.{loader}")
-        return made
+    Their kernels look for a driver: bitsandbytes's own library calls ``exit(1)`` where CUDA answers
+    with an error (csrc/pythonInterface.cpp, csrc/ops.cuh: CUDA_CHECK_RETURN).
+    """
+    patches.add(ctypes.CDLL, "__init__", _loading(ctypes.CDLL.__init__))
+
+
+def _is_simulated() -> bool:
+    """Return whether any simulation is active: a library outlives the one that loaded it."""
+    return ctypes.CDLL.__init__.__module__ == __name__
+
+
+def _loading(load: Callable[..., None]) -> Callable[..., None]:
+    def call(library: Any, name: Any, *args: Any, **options: Any) -> None:
+        load(library, name, *args, **options)
+        if name is not None and _has_kernels(os.fspath(name)):
+            library._FuncPtr = _refusing_class(library._FuncPtr, Path(os.fsdecode(name)).name)
 
     return call
 
 
-def _join(module: Any, real: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(real)
-    def call(*paths: Any) -> Any:
-        if not _can_compile(module):
+@cache
+def _has_kernels(name: str) -> bool:
+    path = Path(os.fsdecode(name))
+    if _OTHERS & set(path.parts):
+        return False
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return any(data.find(needed) >= 0 for needed in _NEEDS)
+    except (OSError, ValueError):  # a name that the loader looks for, or an empty file
+        return False
+
+
+def _refusing_class(kind: Any, library: str) -> Any:
+    """``kind``, the class of a library's functions, that refuses calls inside a simulation."""
+
+    class Refusing(kind):  # type: ignore[misc]  # each library has a class of its own
+        _flags_ = kind._flags_
+        _restype_ = kind._restype_
+
+        def __call__(self, *args: Any) -> Any:
+            name = getattr(self, "__name__", "a function")
+            if not _is_simulated() or "cpu" in name.lower():
+                return super().__call__(*args)
             raise UnsupportedOperatorError(
-                f"{_MODULE} at {callers_line()} asks for CUDA's compiler, which is not here: build "
-                f"the extension elsewhere, or say what its functions allocate with "
-                f'pytest_gpumem.simulate_operator("module.function")'
+                f"{name} of {library}, called at {callers_line()}, is native code that needs a GPU "
+                f"and could end the process without one"
             )
-        return real(*paths)
 
-    return call
-
-
-def _refuse(call: str, path: str) -> NoReturn:
-    raise UndescribedKernelError(
-        f"{call} at {callers_line()} compiles for CUDA, whose compiler is not here: say what the "
-        f'functions of the module allocate with pytest_gpumem.simulate_operator("{path}")',
-        call,
-    )
+    return Refusing

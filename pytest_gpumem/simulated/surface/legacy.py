@@ -37,7 +37,9 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         patches.add(torch.Tensor, name, method)
     set_type = torch.set_default_tensor_type
     patches.add(torch, "set_default_tensor_type", _setting_default(set_type))
-    _add_script(machine, patches)
+    # Scripted modules are moved and loaded in Python, where C++ would need a device.
+    patches.add(RecursiveScriptModule, "_apply", _apply)
+    patches.add(torch.jit, "load", _load(torch.jit.load))
 
 
 class _CudaType(type):
@@ -142,12 +144,6 @@ def _setting_default(set_type: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def _parts(kind: Any) -> tuple[str, str, str]:
     return getattr(kind, "__module__", ""), ".", getattr(kind, "__name__", "")
-
-
-def _add_script(machine: SimulatedMachine, patches: Patches) -> None:
-    """Move and load scripted modules in Python, where C++ would need a device."""
-    patches.add(RecursiveScriptModule, "_apply", _apply)
-    patches.add(torch.jit, "load", _load(torch.jit.load))
 
 
 def _apply(

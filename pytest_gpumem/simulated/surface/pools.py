@@ -93,82 +93,70 @@ def chosen_pool(machine: SimulatedMachine, pool: Sequence[Any] | None) -> PoolId
     return active.id
 
 
-class _Api:
-    """The functions of ``torch._C`` about pools and settings of the allocator."""
+def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
+    """Return the functions of ``torch._C`` about pools and settings of the allocator."""
 
-    def __init__(self, machine: SimulatedMachine) -> None:
-        self._machine = machine
+    def memory(device: Any) -> Memory:
+        index = device.index if isinstance(device, torch.device) else device
+        return machine.device(index).allocator
 
-    def _cuda_beginAllocateToPool(self, device: int, pool: PoolId) -> None:
-        active = self._machine.active_pools.pool
+    def begin(device: int, pool: PoolId, accepts: Any) -> None:
+        with _torch_errors():
+            memory(device).begin_allocate_to_pool((pool[0], pool[1]), accepts)
+
+    def begin_of_all(device: int, pool: PoolId) -> None:
+        active = machine.active_pools.pool
         if active is not None and active.id == (pool[0], pool[1]):
             # use_mem_pool of a torch up to 2.7, whichever release is simulated.
-            self._cuda_beginAllocateCurrentThreadToPool(device, pool)
-            return
-        self._begin(device, pool, lambda _: True)
+            begin_of_thread(device, pool)
+        else:
+            begin(device, pool, lambda _: True)
 
-    def _cuda_beginAllocateCurrentThreadToPool(self, device: int, pool: PoolId) -> None:
-        if self._machine.device(device).version < THREAD_POOLS:
-            self._begin(device, pool, lambda _: True)
+    def begin_of_thread(device: int, pool: PoolId) -> None:
+        if machine.device(device).version < THREAD_POOLS:
+            begin(device, pool, lambda _: True)
             return
         thread = _thread_on_gpu()
-        self._begin(device, pool, lambda _: _thread_on_gpu() == thread)
+        begin(device, pool, lambda _: _thread_on_gpu() == thread)
 
-    def _cuda_beginAllocateCurrentStreamToPool(self, device: int, pool: PoolId) -> None:
-        chosen = self._machine.device(device).stream
-        self._begin(device, pool, lambda stream: stream == chosen)
+    def begin_of_stream(device: int, pool: PoolId) -> None:
+        chosen = machine.device(device).stream
+        begin(device, pool, lambda stream: stream == chosen)
 
-    def _cuda_endAllocateToPool(self, device: int, pool: PoolId) -> None:
+    def end(device: int, pool: PoolId) -> None:
         with _torch_errors():
-            self._memory(device).end_allocate_to_pool((pool[0], pool[1]))
+            memory(device).end_allocate_to_pool((pool[0], pool[1]))
 
-    def _cuda_endAllocateCurrentStreamToPool(self, device: int, pool: PoolId) -> None:
-        self._cuda_endAllocateToPool(device, pool)
-
-    def _graph_pool_handle(self) -> PoolId:
-        return self._machine.pool_ids.of_user()
-
-    def _cuda_releasePool(self, device: int, pool: PoolId) -> None:
+    def release(device: int, pool: PoolId) -> None:
         with _torch_errors():
-            self._memory(device).release_pool((pool[0], pool[1]))
+            memory(device).release_pool((pool[0], pool[1]))
 
-    def _cuda_checkPoolLiveAllocations(
-        self, device: int, mempool_id: PoolId, expected_live_allocations: set[int]
-    ) -> bool:
+    def check_live(device: int, mempool_id: PoolId, expected_live_allocations: set[int]) -> bool:
         with _torch_errors():
-            live = self._memory(device).pool_addresses((mempool_id[0], mempool_id[1]))
+            live = memory(device).pool_addresses((mempool_id[0], mempool_id[1]))
         return live == set(expected_live_allocations)
 
-    def _cuda_attach_out_of_memory_observer(
-        self, observer: Callable[[int, int, int, int], object]
-    ) -> None:
-        for gpu in self._machine.gpus:
+    def attach_observer(observer: Callable[[int, int, int, int], object]) -> None:
+        for gpu in machine.gpus:
             gpu.allocator.observers.append(observer)
 
-    def _cuda_emptyCache(self, pool: Sequence[Any] | None = None) -> None:
-        chosen = chosen_pool(self._machine, pool)
-        for gpu in self._machine.gpus:
+    def empty_cache(pool: Sequence[Any] | None = None) -> None:
+        chosen = chosen_pool(machine, pool)
+        for gpu in machine.gpus:
             gpu.allocator.empty_cache(chosen)
 
-    def _accelerator_emptyCache(self) -> None:
-        self._cuda_emptyCache()
-
-    def _cuda_memorySnapshot(self, chosen: Any = None, *_: Any) -> dict[str, Any]:
+    def take_snapshot(chosen: Any = None, *_: Any) -> dict[str, Any]:
         """Return a snapshot; ``chosen`` is a pool's id, since 2.11 with whether to add traces."""
         traces = [] if chosen is None else chosen[2:]
-        memories = [gpu.allocator for gpu in self._machine.gpus]
-        pool = chosen_pool(self._machine, chosen)
-        return snapshot(memories, pool, traces=list(traces) != [False])
+        memories = [gpu.allocator for gpu in machine.gpus]
+        return snapshot(memories, chosen_pool(machine, chosen), traces=list(traces) != [False])
 
-    def _cuda_cudaCachingAllocator_is_enabled(self) -> bool:
-        return True
-
-    def _cuda_cudaCachingAllocator_enable(self, enabled: bool) -> None:
-        for gpu in self._machine.gpus:
+    def enable_caching(enabled: bool) -> None:
+        for gpu in machine.gpus:
             gpu.allocator.enable_caching(enabled and not gpu.uncached)
 
-    def _cuda_cudaCachingAllocator_set_allocator_settings(self, settings: str) -> None:
-        for gpu in self._machine.gpus:
+    def set_settings(settings: str) -> None:
+        for gpu in machine.gpus:
             try:
                 gpu.allocator.set_settings(settings)
             except SettingsError as error:
@@ -176,45 +164,42 @@ class _Api:
                 kind = ValueError if gpu.version >= GENERIC_CONFIG else RuntimeError
                 raise kind(str(error)) from None
 
-    def _accelerator_setAllocatorSettings(self, settings: str) -> None:
-        self._cuda_cudaCachingAllocator_set_allocator_settings(settings)
-
-    def _accelerator_getAllocatorSettings(self) -> str:
-        return self._machine.current.allocator.settings.conf
-
-    def _cuda_getMemoryFraction(self, device: Any) -> float:
-        index = device.index if isinstance(device, torch.device) else device
-        return self._memory(index).memory_fraction
-
-    # Page-locked host memory.
-
-    def _cuda_hostMemoryStats(self) -> dict[str, Any]:
+    def host_stats() -> dict[str, Any]:
         # The quantities were renamed; the docstring of torch's own function shows which it has.
         described = torch.cuda.host_memory_stats.__doc__ or ""
-        return self._machine.pinned.memory.stats(by_blocks="active_requests" in described)
+        return pinned.memory.stats(by_blocks="active_requests" in described)
 
-    def _cuda_resetPeakHostMemoryStats(self) -> None:
-        self._machine.pinned.memory.reset_peak_stats()
-
-    def _cuda_resetAccumulatedHostMemoryStats(self) -> None:
-        self._machine.pinned.memory.reset_accumulated_stats()
-
-    def _host_emptyCache(self) -> None:
-        self._machine.pinned.empty_cache()
-
-    def _accelerator_emptyHostCache(self) -> None:
-        self._machine.pinned.empty_cache()
-
-    def _accelerator_getDeviceCapability(self, device: int) -> dict[str, Any]:
+    def capability(device: int) -> dict[str, Any]:
         every = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
         return {"supported_dtypes": every}
 
-    def _begin(self, device: int, pool: PoolId, accepts: Any) -> None:
-        with _torch_errors():
-            self._memory(device).begin_allocate_to_pool((pool[0], pool[1]), accepts)
-
-    def _memory(self, device: int | None) -> Memory:
-        return self._machine.device(device).allocator
+    pinned = machine.pinned
+    return {
+        "_cuda_beginAllocateToPool": begin_of_all,
+        "_cuda_beginAllocateCurrentThreadToPool": begin_of_thread,
+        "_cuda_beginAllocateCurrentStreamToPool": begin_of_stream,
+        "_cuda_endAllocateToPool": end,
+        "_cuda_endAllocateCurrentStreamToPool": end,
+        "_graph_pool_handle": machine.pool_ids.of_user,
+        "_cuda_releasePool": release,
+        "_cuda_checkPoolLiveAllocations": check_live,
+        "_cuda_attach_out_of_memory_observer": attach_observer,
+        "_cuda_emptyCache": empty_cache,
+        "_accelerator_emptyCache": empty_cache,
+        "_cuda_memorySnapshot": take_snapshot,
+        "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
+        "_cuda_cudaCachingAllocator_enable": enable_caching,
+        "_cuda_cudaCachingAllocator_set_allocator_settings": set_settings,
+        "_accelerator_setAllocatorSettings": set_settings,
+        "_accelerator_getAllocatorSettings": lambda: machine.current.allocator.settings.conf,
+        "_cuda_getMemoryFraction": lambda device: memory(device).memory_fraction,
+        "_cuda_hostMemoryStats": host_stats,
+        "_cuda_resetPeakHostMemoryStats": pinned.memory.reset_peak_stats,
+        "_cuda_resetAccumulatedHostMemoryStats": pinned.memory.reset_accumulated_stats,
+        "_host_emptyCache": pinned.empty_cache,
+        "_accelerator_emptyHostCache": pinned.empty_cache,
+        "_accelerator_getDeviceCapability": capability,
+    }
 
 
 class _PluggableAllocator:
@@ -244,7 +229,6 @@ def _needs_a_driver(name: str) -> UnsupportedOperatorError:
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace the classes of pools and graphs, and the functions below ``torch.cuda.memory``."""
-    api = _Api(machine)
     pool = type("MemPool", (SimulatedMemPool,), {"_machine": machine})
     context = type("MemPoolContext", (SimulatedMemPoolContext,), {"_machine": machine})
     for module in (torch.cuda, torch.cuda.memory):
@@ -255,7 +239,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         }.items():
             if name in vars(module):
                 patches.add(module, name, value)
-    add_functions(api, patches)
+    add_functions(_functions(machine), patches)
     graph = type("CUDAGraph", (Graph,), {"_machine": machine})
     for module in (torch.cuda, torch.cuda.graphs):
         patches.add(module, "CUDAGraph", graph)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -30,32 +31,13 @@ _CPU = torch.profiler.ProfilerActivity.CPU
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace functions by answers, refusals or no-ops."""
-    readings = _Readings(machine)
-    for name in _MEASURED:
-        patches.add(torch.cuda, name, readings.sensor(name))
-    patches.add(torch.cuda, "device_memory_used", readings.device_memory_used)
-    for module in (torch.cuda, torch.cuda.memory):
-        patches.add(module, "list_gpu_processes", readings.list_gpu_processes)
-    patches.add(torch.cuda, "_cudart", Runtime(machine))
-    patches.add(torch.cuda.nvtx, "_nvtx", _Ranges())
-    patches.add(torch.autograd.profiler, "emit_nvtx", _EmitNothing)
-    begin = torch.profiler.profile.__init__
-    patches.add(torch.profiler.profile, "__init__", _profiling(machine, begin))
-    # The timeline's exports and torch.cuda._memory_viz begin with it.
-    patches.add(torch.profiler.profile, "_memory_profile", _refuse_timeline)
+    index_of = torch.cuda._utils._get_device_index
 
-
-class _Readings:
-    def __init__(self, machine: SimulatedMachine) -> None:
-        self._machine = machine
-
-    def sensor(self, name: str) -> Callable[..., int]:
-        """Return the function of ``torch.cuda`` that reads the sensor ``name``."""
-
+    def sensor(name: str) -> Callable[..., int]:
         def read(device: Any = None) -> int:
-            torch.cuda._utils._get_device_index(device, optional=True)
-            line = self._machine.count_read(f"torch.cuda.{name}()")
-            self._machine.note(
+            index_of(device, optional=True)
+            line = machine.count_read(f"torch.cuda.{name}()")
+            machine.note(
                 f"torch.cuda.{name}() at {line} read a sensor that a simulated GPU does not have: "
                 f"it got 0"
             )
@@ -63,16 +45,39 @@ class _Readings:
 
         return read
 
-    def device_memory_used(self, device: Any = None) -> int:
+    def device_memory_used(device: Any = None) -> int:
         """Return the bytes that this process holds of the device, without a CUDA context."""
         free, total = torch.cuda.mem_get_info(device)
         return total - free
 
-    def list_gpu_processes(self, device: Any = None) -> str:
+    def list_gpu_processes(device: Any = None) -> str:
         """Return this process only, in torch's format."""
-        index = torch.cuda._utils._get_device_index(device, optional=True)
-        used = self.device_memory_used(index) / (1024 * 1024)
+        index = index_of(device, optional=True)
+        used = device_memory_used(index) / (1024 * 1024)
         return f"GPU:{index}\nprocess {os.getpid():>10d} uses {used:>12.3f} MB GPU memory"
+
+    for name in _MEASURED:
+        patches.add(torch.cuda, name, sensor(name))
+    patches.add(torch.cuda, "device_memory_used", device_memory_used)
+    for module in (torch.cuda, torch.cuda.memory):
+        patches.add(module, "list_gpu_processes", list_gpu_processes)
+    patches.add(torch.cuda, "_cudart", Runtime(machine))
+    patches.add(torch.cuda.nvtx, "_nvtx", _Ranges())
+    patches.add(torch.autograd.profiler, "emit_nvtx", lambda *_, **__: nullcontext())
+    begin: Any = torch.profiler.profile.__init__
+
+    def profiling(profile: Any, *args: Any, activities: Any = None, **options: Any) -> None:
+        wanted = [_CPU] if activities is None else list(activities)
+        if _CUDA in wanted:
+            machine.note(
+                f"torch.profiler at {user_line()} sees no kernels of a simulated GPU, only calls"
+            )
+            wanted = [_CPU, *(each for each in wanted if each not in (_CUDA, _CPU))]
+        begin(profile, *args, activities=wanted, **options)
+
+    patches.add(torch.profiler.profile, "__init__", profiling)
+    # The timeline's exports and torch.cuda._memory_viz begin with it.
+    patches.add(torch.profiler.profile, "_memory_profile", _refuse_timeline)
 
 
 class _Error(int):
@@ -131,30 +136,6 @@ class _Ranges:
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *_: 0
-
-
-class _EmitNothing:
-    """``torch.autograd.profiler.emit_nvtx``."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __enter__(self) -> _EmitNothing:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-def _profiling(machine: SimulatedMachine, begin: Callable[..., None]) -> Callable[..., None]:
-    def call(profile: Any, *args: Any, activities: Any = None, **options: Any) -> None:
-        wanted = [_CPU] if activities is None else list(activities)
-        if _CUDA in wanted:
-            machine.note(
-                f"torch.profiler at {user_line()} sees no kernels of a simulated GPU, only calls"
-            )
-            wanted = [_CPU, *(each for each in wanted if each not in (_CUDA, _CPU))]
-        begin(profile, *args, activities=wanted, **options)
-
-    return call
 
 
 def _refuse_timeline(profile: Any) -> NoReturn:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.execution import kinds
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.surface.wrappers import is_wrapper
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _device: Any = vars(torch._C.StorageBase)["device"]
@@ -18,14 +20,53 @@ _resize: Any = torch.UntypedStorage.resize_
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace properties of storages, and how they change their size."""
-    surface = _Surface(machine)
-    storage = torch.UntypedStorage
+    storages, storage = machine.storages, torch.UntypedStorage
+    copy: Any = storage.copy_
+
+    def device_of(this: torch.UntypedStorage) -> torch.device:
+        record = storages.by_key.get(this._cdata)
+        return _device.__get__(this) if record is None else record.device.torch_device
+
+    def resize_(this: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        """Take a new block of CUDA memory, whatever the old one's size.
+
+        Source: aten/src/ATen/native/cuda/Resize.cpp (resize_bytes_cuda), torch 2.6 to 2.15.
+        """
+        record = storages.by_key.get(this._cdata)
+        _resize(this, size)
+        if record is not None:
+            machine.values.forget(record.key)
+            storages.reallocate(record, size)
+        return this
+
+    def is_unknown(this: torch.UntypedStorage) -> bool:
+        if this._cdata in storages.on_host:
+            return True
+        return this._cdata in storages.by_key and machine.values.of_storage(this) is None
+
+    def copy_(
+        this: torch.UntypedStorage, source: torch.UntypedStorage, *args: Any, **options: Any
+    ) -> torch.UntypedStorage:
+        """Copy; unknown values copied to the host become NaN.
+
+        Source: aten/src/ATen/StorageUtils.cpp (storage_copy), torch 2.6 to 2.15.
+        """
+        if this._cdata in storages.by_key or not is_unknown(source):
+            copy(this, source, *args, **options)
+            return this
+        size = this.nbytes()
+        dtype = next(kind for kind in _NUMBERS if size % kind.itemsize == 0)
+        with torch.no_grad():
+            _whole(this, dtype).copy_(_whole(source, dtype), *args, **options)
+        return this
+
     patches.add(storage, "__new__", staticmethod(_made))
-    patches.add(storage, "device", property(surface.device))
-    patches.add(storage, "resize_", lambda this, size: surface.resize(this, size))
-    patches.add(storage, "copy_", surface.copying(storage.copy_))
-    for name in ("_share_cuda_", "share_memory_", "is_shared", "__getitem__", "tolist"):
+    patches.add(storage, "device", property(device_of))
+    patches.add(storage, "resize_", resize_)
+    patches.add(storage, "copy_", copy_)
+    for name in ("_share_cuda_", "share_memory_", "is_shared", "__getitem__"):
         patches.add(storage, name, _guarded(machine, name, getattr(storage, name)))
+    _add_pinning(machine, patches)
 
 
 def _made(kind: type, /, *args: Any, device: Any = None, **options: Any) -> Any:
@@ -35,56 +76,6 @@ def _made(kind: type, /, *args: Any, device: Any = None, **options: Any) -> Any:
         return torch._C.StorageBase.__new__(kind, *args, **options)
     size = args[0] if args else 0
     return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
-
-
-class _Surface:
-    def __init__(self, machine: SimulatedMachine) -> None:
-        self._machine = machine
-        self._storages = machine.storages
-
-    def device(self, storage: torch.UntypedStorage) -> torch.device:
-        record = self._storages.by_key.get(storage._cdata)
-        if record is None:
-            return _device.__get__(storage)  # type: ignore[no-any-return]  # a C descriptor
-        return record.device.torch_device
-
-    def resize(self, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        """``resize_``: of CUDA memory a new block, whatever the old one's size.
-
-        Source: aten/src/ATen/native/cuda/Resize.cpp (resize_bytes_cuda), torch 2.6 to 2.15.
-        """
-        record = self._storages.by_key.get(storage._cdata)
-        _resize(storage, size)
-        if record is not None:
-            self._machine.values.forget(record.key)
-            self._storages.reallocate(record, size)
-        return storage
-
-    def copying(self, copy: Callable[..., Any]) -> Callable[..., torch.UntypedStorage]:
-        """Wrap ``copy_``: unknown values copied to the host become NaN.
-
-        Source: aten/src/ATen/StorageUtils.cpp (storage_copy), torch 2.6 to 2.15.
-        """
-
-        def copy_(
-            storage: torch.UntypedStorage, source: torch.UntypedStorage, *args: Any, **options: Any
-        ) -> torch.UntypedStorage:
-            if storage._cdata in self._storages.by_key or not self._is_unknown(source):
-                copy(storage, source, *args, **options)
-                return storage
-            size = storage.nbytes()
-            dtype = next(kind for kind in _NUMBERS if size % kind.itemsize == 0)
-            with torch.no_grad():
-                _whole(storage, dtype).copy_(_whole(source, dtype), *args, **options)
-            return storage
-
-        return copy_
-
-    def _is_unknown(self, storage: torch.UntypedStorage) -> bool:
-        if storage._cdata in self._storages.on_host:
-            return True
-        known = storage._cdata not in self._storages.by_key
-        return not known and self._machine.values.of_storage(storage) is None
 
 
 def _whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
@@ -99,7 +90,6 @@ _WHY = {
     "_share_cuda_": "hands memory of a simulated GPU to another process, which does not have it",
     "share_memory_": "hands values of a simulated GPU to another process, which it does not have",
     "__getitem__": "reads memory of a simulated GPU, which holds no values",
-    "tolist": "reads memory of a simulated GPU, which holds no values",
 }
 
 
@@ -114,7 +104,7 @@ def _guarded(
             return refuse()
         if storage._cdata not in machine.storages.by_key:
             return method(storage, *args, **options)
-        if name in ("__getitem__", "tolist"):
+        if name == "__getitem__":  # tolist() reads by it
             known = machine.values.of_storage(storage)
             if known is not None:
                 return method(known, *args, **options)
@@ -124,3 +114,28 @@ def _guarded(
         return storage if name == "share_memory_" else refuse()
 
     return call
+
+
+def _add_pinning(machine: SimulatedMachine, patches: Patches) -> None:
+    """Replace ``pin_memory`` and ``is_pinned``."""
+    aten = torch.ops.aten
+
+    def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
+        if is_wrapper(tensor):
+            return bool(aten.is_pinned.default(tensor))
+        return kinds.is_pinned(machine, tensor)
+
+    def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        if not is_wrapper(tensor):
+            return kinds.pinned(machine, tensor)
+        if is_pinned(tensor):
+            return tensor
+        return cast(torch.Tensor, aten._pin_memory.default(tensor))
+
+    patches.add(torch.Tensor, "is_pinned", is_pinned)
+    patches.add(torch.Tensor, "pin_memory", pin_memory)
+    patches.add(
+        torch.UntypedStorage,
+        "is_pinned",
+        lambda storage, device=None: machine.pinned.has(storage),
+    )

@@ -1,6 +1,6 @@
-"""Streams in user code; their state is in the machine.
+"""Streams and events in user code; their state is in the machine.
 
-Source: torch/csrc/Stream.cpp, torch/cuda/streams.py.
+Source: torch/csrc/Stream.cpp and Event.cpp, torch/cuda/streams.py.
 """
 
 from __future__ import annotations
@@ -8,16 +8,149 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from pytest_gpumem.allocator.trace import StreamKey
+from pytest_gpumem.allocator.trace import Marks, StreamKey
 from pytest_gpumem.simulated.common.patching import Patches, add_functions
+from pytest_gpumem.simulated.machine.captures import Capture
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.machine.streams import HIGHEST_PRIORITY, priority_of
-from pytest_gpumem.simulated.surface import events
-from pytest_gpumem.simulated.surface.events import SimulatedEvent
+from pytest_gpumem.simulated.machine.streams import HIGHEST_PRIORITY, cuda_error, priority_of
+
+_TorchEvent = torch.Event
+_TorchStream = torch.Stream
+
+
+class SimulatedEvent:
+    """An event of a simulated GPU: complete as soon as the work before it is; times are the host's.
+
+    ``torch.Event`` for a CUDA device and ``torch.cuda.Event`` are kinds of it.
+    """
+
+    _machine: ClassVar[SimulatedMachine]
+
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> None:
+        self._times = enable_timing
+        self._device: int | None = None
+        self._is_recorded = False
+        self.moment = 0.0
+        """The time when the work before it is done, on the clock of the streams."""
+        self.marks: Marks = {}
+        self.capture: Capture | None = None
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device it was recorded on."""
+        return None if self._device is None else torch.device("cuda", self._device)
+
+    @property
+    def cuda_event(self) -> int:
+        """The raw handle; 0 before the event is recorded."""
+        return id(self) if self._is_recorded else 0
+
+    event_id = cuda_event
+
+    def record(self, stream: Any = None) -> None:
+        """Record the event."""
+        streams = self._machine.streams
+        key = self._key(stream)
+        if self._device not in (None, key[0]):
+            raise RuntimeError(
+                f"Event device {self._device} does not match recording stream's device {key[0]}."
+            )
+        self._device = key[0]
+        self._is_recorded = True
+        self.marks = streams.timeline.mark(key)
+        self.capture = streams.captures.get(key)
+        self.moment = streams.clock.end(key)
+
+    def query(self) -> bool:
+        """Return whether the event is complete, as the host then has seen."""
+        if not self._machine.streams.clock.is_over(self.moment):
+            return False
+        self.synchronize()
+        return True
+
+    def wait(self, stream: Any = None) -> None:
+        """Delay later work of a stream until the event is complete."""
+        if self._is_recorded:
+            self._machine.streams.waits(self._key(stream), self)
+
+    def synchronize(self) -> None:
+        """Wait for the event."""
+        streams = self._machine.streams
+        if self.capture is not None and self.capture.under_way:
+            self.capture.valid = False
+            raise cuda_error("operation not permitted when stream is capturing")
+        streams.clock.wait_for(self.moment)
+        streams.timeline.finish(self.marks)
+
+    def elapsed_time(self, end_event: SimulatedEvent) -> float:
+        """Return the milliseconds between two events, on the host's clock."""
+        if not (self._times and end_event._times):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if not (self._is_recorded and end_event._is_recorded):
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if not self._machine.streams.clock.is_over(max(self.moment, end_event.moment)):
+            raise cuda_error("device not ready")
+        return (end_event.moment - self.moment) * 1000
+
+    def _key(self, stream: Any) -> StreamKey:
+        if stream is not None:
+            return stream.device_index, stream.stream_id
+        index = self._machine.current_index
+        return index, self._machine.streams.current(index)
+
+
+class _AnyEvent(SimulatedEvent):
+    """``torch.Event``, whose first argument is the device; other devices have their own."""
+
+    def __new__(cls, device: Any = None, **options: Any) -> Any:
+        if device is not None and torch.device(device).type != "cuda":
+            return _TorchEvent(device, **options)
+        return super().__new__(cls)
+
+    def __init__(self, device: Any = None, **options: Any) -> None:
+        super().__init__(**options)
+
+    def __repr__(self) -> str:
+        # torch/csrc/Event.cpp (THPEvent_repr)
+        index = self._machine.current_index if self._device is None else self._device
+        timing = int(self._times)
+        return (
+            f"torch.Event device_type=cuda, device_index={index}, event_flag={timing}, "
+            f"event_id={self.event_id}"
+        )
+
+
+class _CudaEvent(SimulatedEvent):
+    """``torch.cuda.Event``, whose first argument is whether it measures time."""
+
+    __init__ = SimulatedEvent.__init__
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return object.__new__(cls)
+
+    @classmethod
+    def from_ipc_handle(cls, device: Any, handle: Any) -> NoReturn:
+        """Refuse an event of another process: they cannot see a simulated GPU."""
+        raise cuda_error("operation not supported")
+
+    def ipc_handle(self) -> bytes:
+        """Return a handle for other processes: they cannot see a simulated GPU."""
+        raise cuda_error("operation not supported")
+
+    def __repr__(self) -> str:
+        if not self._is_recorded:
+            return "<torch.cuda.Event uninitialized>"
+        return f"<torch.cuda.Event {self.cuda_event:#x}>"
 
 
 class SimulatedStream:
@@ -135,101 +268,6 @@ class SimulatedStream:
         return f"<torch.cuda.Stream device={self.device} cuda_stream={self.stream_id:#x}>"
 
 
-_TorchStream = torch.Stream
-
-
-class _Api:
-    """The functions of ``torch._C`` about streams."""
-
-    def __init__(self, machine: SimulatedMachine, stream: type[SimulatedStream]) -> None:
-        self._machine = machine
-        self._stream = stream
-
-    def _cuda_getCurrentStream(self, index: int) -> tuple[int, int, int]:
-        return self._machine.streams.current(index), index, 1
-
-    def _cuda_getDefaultStream(self, index: int) -> tuple[int, int, int]:
-        return 0, index, 1
-
-    def _cuda_getCurrentRawStream(self, index: int) -> int:
-        return self._machine.streams.current(index)
-
-    def _cuda_getStreamFromExternal(self, handle: int, index: int) -> tuple[int, int, int]:
-        return handle, index, 1
-
-    def _cuda_setStream(
-        self, stream_id: int = 0, device_index: int = 0, device_type: int = 1
-    ) -> None:
-        self._machine.current_index = self._machine.device(device_index).index
-        self._machine.streams.choose(device_index, stream_id)
-
-    def _cuda_isCurrentStreamCapturing(self) -> bool:
-        return self._machine.streams.is_capturing(self._machine.current_index)
-
-    def _cuda_synchronize(self) -> None:
-        self._machine.streams.synchronize(self._machine.current_index)
-
-    def _cuda_sleep(self, cycles: int) -> None:
-        self._machine.streams.sleep(self._machine.current_index, cycles)
-
-    def _cuda_get_sync_debug_mode(self) -> int:
-        return self._machine.streams.sync_debug_mode
-
-    def _cuda_set_sync_debug_mode(self, mode: int) -> None:
-        self._machine.streams.sync_debug_mode = mode
-
-    def _accelerator_getStream(self, index: int) -> SimulatedStream:
-        stream = self._machine.streams.current(index)
-        return self._stream(stream_id=stream, device_index=index)
-
-    def _accelerator_setStream(self, stream: SimulatedStream) -> None:
-        self._cuda_setStream(stream.stream_id, stream.device_index)
-
-    def _accelerator_synchronizeDevice(self, index: int) -> None:
-        self._machine.streams.synchronize(self._machine.device(index).index)
-
-    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        """``Tensor.record_stream``: its memory is not used again before ``stream`` is done."""
-        record = self._machine.storages.of(tensor)
-        if record is None:
-            raise RuntimeError("record_stream is not implemented for tensors on the CPU")
-        if record.address:
-            record.allocator.record_stream(record.address, stream.stream_id, stream.device_index)
-
-
-def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace the stream and event classes wherever torch names them, and their C++ bases."""
-    bound = {
-        "_machine": machine,
-        "_event_type": events.planned(machine, patches),
-        "__module__": "torch",
-    }
-    generic = type("Stream", (_AnyStream, SimulatedStream), bound)
-    bound = {**bound, "__module__": "torch.cuda"}
-    stream = type("Stream", (_CudaStream, generic), bound)
-    for module in (torch.cuda, torch.cuda.streams):
-        patches.add(module, "Stream", stream)
-        patches.add(module, "ExternalStream", type("ExternalStream", (_External, stream), {}))
-    patches.add(torch, "Stream", generic)
-    api = _Api(machine, stream)
-    add_functions(api, patches)
-    patches.add(torch.Tensor, "register_hook", _register_hook(machine, torch.Tensor.register_hook))
-    patches.add(
-        torch.Tensor, "record_stream", lambda tensor, stream: api.record_stream(tensor, stream)
-    )
-
-
-def _register_hook(machine: SimulatedMachine, register: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(register)
-    def register_hook(tensor: torch.Tensor, hook: Callable[[Any], Any]) -> Any:
-        streams = machine.streams
-        if streams.used and tensor.requires_grad and tensor.is_leaf and callable(hook):
-            return register(tensor, streams.hooked(tensor, hook))
-        return register(tensor, hook)
-
-    return register_hook
-
-
 class _AnyStream(SimulatedStream):
     """``torch.Stream``, of which ``torch.cuda.Stream`` is one; other devices have their own."""
 
@@ -260,3 +298,71 @@ class _External(SimulatedStream):
 
     def __init__(self, stream_ptr: int, device: Any = None, **_: Any) -> None:
         super().__init__(device, stream_ptr=stream_ptr)
+
+
+def _functions(
+    machine: SimulatedMachine, stream_type: type[SimulatedStream]
+) -> dict[str, Callable[..., Any]]:
+    """Return the functions of ``torch._C`` about streams."""
+    streams = machine.streams
+
+    def set_stream(stream_id: int = 0, device_index: int = 0, device_type: int = 1) -> None:
+        machine.current_index = machine.device(device_index).index
+        streams.choose(device_index, stream_id)
+
+    def set_debug_mode(mode: int) -> None:
+        streams.sync_debug_mode = mode
+
+    return {
+        "_cuda_getCurrentStream": lambda index: (streams.current(index), index, 1),
+        "_cuda_getDefaultStream": lambda index: (0, index, 1),
+        "_cuda_getCurrentRawStream": streams.current,
+        "_cuda_getStreamFromExternal": lambda handle, index: (handle, index, 1),
+        "_cuda_setStream": set_stream,
+        "_cuda_isCurrentStreamCapturing": lambda: streams.is_capturing(machine.current_index),
+        "_cuda_synchronize": lambda: streams.synchronize(machine.current_index),
+        "_cuda_sleep": lambda cycles: streams.sleep(machine.current_index, cycles),
+        "_cuda_get_sync_debug_mode": lambda: streams.sync_debug_mode,
+        "_cuda_set_sync_debug_mode": set_debug_mode,
+        "_accelerator_getStream": lambda index: stream_type(
+            stream_id=streams.current(index), device_index=index
+        ),
+        "_accelerator_setStream": lambda stream: set_stream(stream.stream_id, stream.device_index),
+        "_accelerator_synchronizeDevice": lambda index: streams.synchronize(
+            machine.device(index).index
+        ),
+    }
+
+
+def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
+    """Replace the stream and event classes wherever torch names them, and their C++ bases."""
+    register: Callable[..., Any] = torch.Tensor.register_hook
+
+    @functools.wraps(register)
+    def register_hook(tensor: torch.Tensor, hook: Callable[[Any], Any]) -> Any:
+        streams = machine.streams
+        if streams.used and tensor.requires_grad and tensor.is_leaf and callable(hook):
+            hook = streams.hooked(tensor, hook)
+        return register(tensor, hook)
+
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        record = machine.storages.of(tensor)
+        if record is None:
+            raise RuntimeError("record_stream is not implemented for tensors on the CPU")
+        if record.address:
+            record.allocator.record_stream(record.address, stream.stream_id, stream.device_index)
+
+    generic_event = type("Event", (_AnyEvent,), {"_machine": machine, "__module__": "torch"})
+    event = type("Event", (_CudaEvent, generic_event), {"__module__": "torch.cuda"})
+    bound = {"_machine": machine, "_event_type": event, "__module__": "torch"}
+    generic = type("Stream", (_AnyStream, SimulatedStream), bound)
+    stream = type("Stream", (_CudaStream, generic), {**bound, "__module__": "torch.cuda"})
+    for module in (torch.cuda, torch.cuda.streams):
+        patches.add(module, "Event", event)
+        patches.add(module, "Stream", stream)
+        patches.add(module, "ExternalStream", type("ExternalStream", (_External, stream), {}))
+    patches.add(torch, "Event", generic_event)
+    patches.add(torch, "Stream", generic)
+    add_functions(_functions(machine, stream), patches)
+    patches.add(torch.Tensor, "register_hook", register_hook)
+    patches.add(torch.Tensor, "record_stream", record_stream)

@@ -96,7 +96,8 @@ class TensorFacts:
             return str(self._repr(tensor, **kwargs))
         known = self._known(tensor)
         if known is not None:
-            return str(self._repr(tensor, **{"tensor_contents": _contents(known), **kwargs}))
+            contents = str(torch._tensor_str._tensor_str(known, len("tensor(")))
+            return str(self._repr(tensor, **{"tensor_contents": contents, **kwargs}))
         return (
             f"tensor(..., device='{device}', size={tuple(tensor.shape)}, "
             f"dtype={tensor.dtype}{_gradient(tensor)})"
@@ -129,10 +130,6 @@ def _is_asked_to_save() -> bool:
         frame = frame.f_back
     asking = "" if frame is None else str(frame.f_globals.get("__name__", ""))
     return asking.partition(".")[0] == "safetensors"
-
-
-def _contents(values: torch.Tensor) -> str:
-    return str(torch._tensor_str._tensor_str(values, len("tensor(")))
 
 
 def _gradient(tensor: torch.Tensor) -> str:

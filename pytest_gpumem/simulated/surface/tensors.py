@@ -30,25 +30,13 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     for name in ("device", "is_cuda", "is_cpu", "is_meta"):
         patches.add(tensor, name, _attribute(name, getattr(surface, name)))
     patches.add(tensor, "data", _attribute("data", surface.get_data, surface.set_data))
-    for name, method in {
-        "to": surface.to,
-        "cuda": surface.cuda,
-        "cpu": surface.cpu,
-        "get_device": surface.get_device,
-        "data_ptr": surface.data_ptr,
-        "type": surface.type,
-        "type_as": surface.type_as,
-        "numpy": surface.numpy,
-        "tolist": surface.tolist,
-        "item": surface.item,
-        "__getitem__": surface.getitem,
-        "__setitem__": surface.setitem,
-        "__array__": surface.array,
-        "__bool__": surface.bool,
-        "__deepcopy__": surface.deepcopy,
-        "__repr__": surface.repr,
-    }.items():
+    for name in (
+        *("to", "cuda", "cpu", "get_device", "data_ptr", "type", "type_as", "numpy", "tolist"),
+        *("item", "__getitem__", "__setitem__", "__array__", "__bool__", "__deepcopy__"),
+        "__repr__",
+    ):
         # A plain function binds to the tensor; a bound method would not.
+        method = getattr(surface, name.strip("_"))
         patches.add(tensor, name, _as_function(method, getattr(tensor, name)))
     patches.add(tensor, "__new__", staticmethod(_new))
     patches.add(torch, "_has_compatible_shallow_copy_type", surface.shallow_copies)

@@ -4,32 +4,40 @@ A mode of torch's belongs to one thread, so every other thread has to enter it, 
 GPU's own driver has per thread (the current device) is per thread, too. Autograd's threads
 are not among them: backward of ``meta`` tensors runs on the thread that called it.
 
-GPUs that a thread of an earlier test still works on.
+What a thread of an earlier test allocates is no part of the present test. A GPU has one memory for
+all threads, so while there is such a thread its GPU gives every thread the memory that is its own:
+the present test's, or one beside it.
 
-Its allocations are no part of the present test. A GPU has one memory for all threads, so while
-there is such a thread its GPU gives every thread the memory that is its own: the present test's,
-or one beside it.
+Replacements hold for all threads of the process, and a thread that compiles has to see torch's own
+functions. So nothing is compiled while another thread of the simulation lives that has used torch.
+The thread of a ``DataLoader`` that pins memory may: it pins under the lock of operators, which the
+compiling thread holds.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.thread import _worker
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from threading import get_ident
+from time import monotonic, sleep
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data._utils import pin_memory as loaders
 
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.workspaces import Workspaces
+from pytest_gpumem.simulated.machine.dispatch import Dispatch
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.surface import compilers
-from pytest_gpumem.simulated.surface.exclusive import Exclusive
 from pytest_gpumem.values.errors import SimulationError
 
 UNMEASURED = "code that is not measured"
@@ -59,7 +67,7 @@ class Threads:
         """The owner of tasks that start now, see :class:`Task`."""
         self._tasks: dict[int, Task] = {}
         """By thread: the task that runs there."""
-        self._strangers: dict[int, Task] = {}
+        self._leftovers: dict[int, Task] = {}
         """By thread: the task that an earlier test has started and that still runs."""
         self._failures: dict[threading.Thread, SimulationError] = {}
         """By thread: the error of an operator it could not run; raised again where it is joined."""
@@ -69,10 +77,36 @@ class Threads:
 
     def add_patches(self, patches: Patches) -> None:
         """Include every thread that starts from now on, and every task of an executor."""
-        patches.add(threading.Thread, "start", self._start(threading.Thread.start))
-        patches.add(threading.Thread, "join", self._join(threading.Thread.join))
-        patches.add(ThreadPoolExecutor, "submit", self._submit(ThreadPoolExecutor.submit))
-        patches.add(Future, "result", self._waiting(Future.result))
+        start, join = threading.Thread.start, threading.Thread.join
+        submit: Callable[..., Future[Any]] = ThreadPoolExecutor.submit
+
+        def start_thread(thread: threading.Thread) -> None:
+            # A worker of an executor outlives the simulation: it joins task by task.
+            if getattr(thread, "_target", None) is not _worker:
+                task = Task(thread.name, self._starter)
+                thread.run = self._in_thread(thread.run, task)  # type: ignore[method-assign]  # once
+                self._share()
+            start(thread)
+
+        def join_thread(thread: threading.Thread, timeout: float | None = None) -> None:
+            join(thread, timeout)
+            failure = None if thread.is_alive() else self._failures.pop(thread, None)
+            if failure is not None:
+                raise failure
+
+        @functools.wraps(submit)
+        def submit_task(executor: ThreadPoolExecutor, /, *args: Any, **options: Any) -> Future[Any]:
+            if not args:
+                return submit(executor, *args, **options)
+            self._share()
+            function, *rest = args
+            name = getattr(function, "__qualname__", type(function).__name__)
+            task = Task(name, self._starter)
+            return submit(executor, self._run, task, function, *rest, **options)
+
+        patches.add(threading.Thread, "start", start_thread)
+        patches.add(threading.Thread, "join", join_thread)
+        patches.add(ThreadPoolExecutor, "submit", submit_task)
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -89,17 +123,6 @@ class Threads:
             state.joined = True
             yield
 
-    def _start(self, start: Callable[[threading.Thread], None]) -> Callable[..., None]:
-        def call(thread: threading.Thread) -> None:
-            # A worker of an executor outlives the simulation: it joins task by task.
-            if getattr(thread, "_target", None) is not _worker:
-                task = Task(thread.name, self._starter)
-                thread.run = self._in_thread(thread.run, task)  # type: ignore[method-assign]  # once
-                self._share()
-            start(thread)
-
-        return call
-
     def _share(self) -> None:
         execution = self._machine.execution
         # Later, replaced names would be missing on other threads while it is imported. A worker
@@ -115,28 +138,10 @@ class Threads:
                 try:
                     run()
                 except SimulationError as error:
-                    if get_ident() in self._strangers:
+                    if get_ident() in self._leftovers:
                         return  # the test that would get the error is over
                     self._failures[threading.current_thread()] = error
                     self._machine.note(f"a thread of the test ended early: {error}")
-
-        return call
-
-    def _waiting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(wait)
-        def call(*args: Any, **options: Any) -> Any:
-            with self.exclusive.waiting():
-                return wait(*args, **options)
-
-        return call
-
-    def _join(self, join: Callable[..., None]) -> Callable[..., None]:
-        def call(thread: threading.Thread, timeout: float | None = None) -> None:
-            with self.exclusive.waiting():
-                join(thread, timeout)
-            failure = None if thread.is_alive() else self._failures.pop(thread, None)
-            if failure is not None:
-                raise failure
 
         return call
 
@@ -146,19 +151,6 @@ class Threads:
         self._failures.clear()
         if failures:
             raise failures[0]
-
-    def _submit(self, submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
-        @functools.wraps(submit)
-        def call(executor: ThreadPoolExecutor, /, *args: Any, **options: Any) -> Future[Any]:
-            if not args:
-                return submit(executor, *args, **options)
-            self._share()
-            function, *rest = args
-            name = getattr(function, "__qualname__", type(function).__name__)
-            task = Task(name, self._starter)
-            return submit(executor, self._run, task, function, *rest, **options)
-
-        return call
 
     def _run(self, task: Task, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         with self.joined(), self._running(task):
@@ -179,7 +171,7 @@ class Threads:
         self.owner = owner
         for thread, task in list(self._tasks.items()):
             if task.owner is not None:
-                self._estrange(thread, task)
+                self._leave_over(thread, task)
 
     @contextmanager
     def owned_by(self, owner: str | None) -> Iterator[None]:
@@ -196,7 +188,7 @@ class Threads:
         outer = self._tasks.get(thread)
         self._tasks[thread] = task
         if task.owner not in (self.owner, None):
-            self._estrange(thread, task)
+            self._leave_over(thread, task)
         try:
             yield
         finally:
@@ -204,20 +196,20 @@ class Threads:
                 del self._tasks[thread]
             else:
                 self._tasks[thread] = outer
-            if thread in self._strangers:
-                del self._strangers[thread]
-                self._keep_apart()
+            if thread in self._leftovers:
+                del self._leftovers[thread]
+                self._separate_memory()
 
-    def _estrange(self, thread: int, task: Task) -> None:
-        self._strangers[thread] = task
-        self._keep_apart()
+    def _leave_over(self, thread: int, task: Task) -> None:
+        self._leftovers[thread] = task
+        self._separate_memory()
 
-    def _keep_apart(self) -> None:
+    def _separate_memory(self) -> None:
         for gpu in self._machine.gpus:
-            keep_apart(gpu, self._strangers, self._note)
+            separate_memory(gpu, self._leftovers, self._note)
 
     def _note(self, thread: int) -> None:
-        task = self._strangers[thread]
+        task = self._leftovers[thread]
         self._machine.note(
             f"{task.owner} left {task.name!r} running in a thread: what it allocates is not charged"
         )
@@ -229,7 +221,7 @@ class SharedGPU(GPU):
     A GPU without such threads does not ask which thread uses it.
     """
 
-    strangers: Collection[int]
+    leftovers: Collection[int]
     """The threads of earlier tests."""
     met: Callable[[int], None]
     """Called with each of these threads that uses the GPU."""
@@ -245,7 +237,7 @@ class SharedGPU(GPU):
         """The memory of the calling thread."""
         own: Memory = vars(self)["allocator"]
         thread = get_ident()
-        if thread not in self.strangers:
+        if thread not in self.leftovers:
             return own
         self.met(thread)
         return self.beside[0]
@@ -258,33 +250,102 @@ class SharedGPU(GPU):
     def workspaces(self) -> Workspaces:
         """The workspaces of the calling thread."""
         own: Workspaces = vars(self)["workspaces"]
-        return self.beside[1] if get_ident() in self.strangers else own
+        return self.beside[1] if get_ident() in self.leftovers else own
 
     @workspaces.setter
     def workspaces(self, workspaces: Workspaces) -> None:
         vars(self)["workspaces"] = workspaces
 
 
-_KINDS: dict[type[GPU], type[SharedGPU]] = {}
-"""By the class of a GPU without strangers: its class while there are some."""
-
-
-def _shared_kind(kind: type[GPU]) -> type[SharedGPU]:
-    if kind not in _KINDS:
-        _KINDS[kind] = type(f"Shared{kind.__name__}", (SharedGPU, kind), {"own_class": kind})
-    return _KINDS[kind]
-
-
-def keep_apart(gpu: GPU, strangers: Collection[int], met: Callable[[int], None]) -> None:
-    """Give ``strangers`` a memory of their own on ``gpu`` for as long as there are any.
+def separate_memory(gpu: GPU, leftovers: Collection[int], met: Callable[[int], None]) -> None:
+    """Give ``leftovers`` a memory of their own on ``gpu`` for as long as there are any.
 
     ``met`` is called with each that uses the GPU.
     """
     shared: Any = gpu
-    if not strangers:
+    if not leftovers:
         shared.__class__ = getattr(gpu, "own_class", type(gpu))
     elif not isinstance(gpu, SharedGPU):
         memory = gpu.memory_beside()
         shared.beside = memory, gpu.workspaces_in(memory)
-        shared.strangers, shared.met = strangers, met
-        shared.__class__ = _shared_kind(type(gpu))
+        shared.leftovers, shared.met = leftovers, met
+        kind: Any = type(gpu)
+        shared.__class__ = _shared_kind(kind)
+
+
+@cache
+def _shared_kind(kind: Any) -> type[SharedGPU]:
+    """Return the class of a GPU of ``kind`` while there are such threads."""
+    return type(f"Shared{kind.__name__}", (SharedGPU, kind), {"own_class": kind})
+
+
+_LOADERS_LOOP = "_pin_memory_loop"
+
+
+class Exclusive:
+    """Gives one thread exclusive use of torch.
+
+    ``threads`` are those that take part in the simulation; operators run in ``execution``.
+    """
+
+    patience = 1.0
+    """Seconds in which a thread that has done its work has to end."""
+
+    def __init__(self, execution: Dispatch, threads: Callable[[], Collection[int]]) -> None:
+        self._execution = execution
+        self._threads = threads
+        self._holder: int | None = None
+        self.patches = Patches()
+        """The replacement that stays while names are put back."""
+        pin: Callable[..., Any] = loaders.pin_memory
+
+        def pin_memory(*args: Any, **options: Any) -> Any:
+            with execution.lock or nullcontext():
+                return pin(*args, **options)
+
+        self.patches.add(loaders, "pin_memory", pin_memory)
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread has exclusive use of torch."""
+        return self._execution.lock is None or self._holder == get_ident()
+
+    @contextmanager
+    def taken(self) -> Iterator[bool]:
+        """Have exclusive use inside; yield ``False`` if another thread lives."""
+        lock = self._execution.lock
+        if lock is None or self.is_mine:
+            yield True
+        elif not self._is_alone():
+            yield False
+        else:
+            with lock:
+                self._holder = get_ident()
+                try:
+                    yield True
+                finally:
+                    self._holder = None
+
+    def _is_alone(self) -> bool:
+        until = monotonic() + self.patience
+        while self._others_live():
+            if monotonic() > until:
+                return False
+            sleep(0.02)
+        return True
+
+    def _others_live(self) -> bool:
+        frames = sys._current_frames()
+        return any(
+            thread in self._execution.users and not _is_loaders(frames[thread])
+            for thread in self._threads()
+            if thread in frames and thread != get_ident()
+        )
+
+
+def _is_loaders(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == _LOADERS_LOOP:
+            return True
+        frame = frame.f_back
+    return False

@@ -14,7 +14,6 @@ import torch.export
 import torch.multiprocessing
 import torch.nested
 import torch.utils.dlpack
-from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,7 +29,9 @@ MOST_LOOKED_AT = 8
 
 _FLEX = sys.modules["torch._higher_order_ops.flex_attention"]
 _NEEDS_DEVICE = "needs a real CUDA device, so it cannot run on a simulated GPU"
-_NEEDS_MEMORY = "hands over memory that a simulated GPU does not have"
+_NEEDS_MEMORY = (
+    "hands over memory that a simulated GPU does not have: run pytest --gpumem-device=dry"
+)
 _NEEDS_PROCESS = (
     "starts processes, which have no simulated GPU: mark the test with "
     "@pytest.mark.gpumem(ranks=8), and it is one of them"
@@ -65,12 +66,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         patches.add(torch.multiprocessing, name, refuse)
     _refuse_layouts(patches)
     dlpack = torch.utils.dlpack
-    exported = _of_gpu(machine, "__dlpack__", torch.Tensor.__dlpack__)
-    patches.add(torch.Tensor, "__dlpack__", exported)
-    to_dlpack = vars(dlpack)["to_dlpack"]
-    patches.add(dlpack, "to_dlpack", _of_gpu(machine, "to_dlpack", to_dlpack))
-    for owner in (torch, dlpack):
-        patches.add(owner, "from_dlpack", _from_dlpack(dlpack.from_dlpack))
+    for owner, name in ((torch.Tensor, "__dlpack__"), (dlpack, "to_dlpack")):
+        patches.add(owner, name, _of_gpu(machine, name, getattr(owner, name)))
     interface: Any = vars(torch.Tensor)["__cuda_array_interface__"]
     described = _of_gpu(machine, "__cuda_array_interface__", interface.__get__)
     patches.add(torch.Tensor, "__cuda_array_interface__", property(described))
@@ -89,8 +86,6 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
             _with_rule(type(machine.execution), HigherOrderOperator.dispatch),
         )
     _refuse_driver_functions(patches)
-    # With one device DataParallel only calls its module.
-    patches.add(nn.DataParallel, "forward", _call_module)
 
 
 def _refuse_driver_functions(patches: Patches) -> None:
@@ -158,20 +153,6 @@ def _is_on_gpu(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(_is_on_gpu, value[:MOST_LOOKED_AT]))
 
 
-def _from_dlpack(convert: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(convert)
-    def call(*args: Any, **options: Any) -> Any:
-        given = args[0] if args else None
-        if not isinstance(given, torch.Tensor) or not given.is_cuda:
-            return convert(*args, **options)
-        if given.requires_grad:
-            raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
-        # Between tensors of torch it is another name for the same memory.
-        return given.detach()
-
-    return call
-
-
 def _of_gpu(machine: SimulatedMachine, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     refuse = _refusing(f"Tensor.{name}", _NEEDS_MEMORY)
     is_on_host = machine.storages.is_on_host
@@ -182,7 +163,3 @@ def _of_gpu(machine: SimulatedMachine, name: str, method: Callable[..., Any]) ->
         return method(tensor, *args, **options)
 
     return call
-
-
-def _call_module(parallel: nn.DataParallel[nn.Module], *inputs: Any, **options: Any) -> Any:
-    return parallel.module(*inputs, **options)

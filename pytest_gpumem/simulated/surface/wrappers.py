@@ -33,14 +33,32 @@ _HANDLES_NOTHING = torch._C._disabled_torch_dispatch_impl
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Make wrappers on ``meta``, each with the device that the caller named."""
-    base = torch.Tensor
+    base, kind = torch.Tensor, fake_tensor.FakeTensor
+    state_of: Callable[..., Any] = torch._utils._get_obj_state
+    common_device: Callable[..., Any] = kind._find_common_device
+
+    def without_place(state: Any) -> Any:
+        if isinstance(state, tuple):
+            return tuple(without_place(part) for part in state)
+        if not isinstance(state, dict) or _PLACE not in state:
+            return state
+        return {name: value for name, value in state.items() if name != _PLACE}
+
+    @functools.wraps(common_device)
+    def find_common_device(function: Any, arguments: Sequence[Any]) -> Any:
+        # C++ makes tensors of Python's numbers where it takes a GPU's fake tensor to be, which is
+        # meta here (TensorCompare.cpp, where with a scalar).
+        if any(_is_fake(one, "cuda") for one in arguments):
+            arguments = [one for one in arguments if not (_is_fake(one, "meta") and not one.dim())]
+        return common_device(function, arguments)
+
     patches.add(base, "_make_wrapper_subclass", making(machine, base._make_wrapper_subclass))
-    patches.add(torch._utils, "_get_obj_state", _stateless(torch._utils._get_obj_state))
+    # A pickled wrapper may be loaded elsewhere.
+    patches.add(torch._utils, "_get_obj_state", lambda obj: without_place(state_of(obj)))
     # In 2.6 it makes a tensor on the device, whose driver it takes to be there.
     patches.add(fake_tensor, "init_gpu_context", lambda device: None)
     patches.add(base, "_make_subclass", faking(base._make_subclass))
-    kind = fake_tensor.FakeTensor
-    patches.add(kind, "_find_common_device", _beside_numbers(kind._find_common_device))
+    patches.add(kind, "_find_common_device", staticmethod(find_common_device))
 
 
 def place_of(wrapper: torch.Tensor) -> torch.device | None:
@@ -79,23 +97,6 @@ def making(machine: SimulatedMachine, make: Callable[..., Any]) -> Any:
     return staticmethod(call)
 
 
-def _stateless(state_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Remove the device from a pickled wrapper: it may be loaded elsewhere."""
-
-    def without(state: Any) -> Any:
-        if isinstance(state, tuple):
-            return tuple(without(part) for part in state)
-        if not isinstance(state, dict) or _PLACE not in state:
-            return state
-        return {name: value for name, value in state.items() if name != _PLACE}
-
-    @functools.wraps(state_of)
-    def call(wrapper: Any) -> Any:
-        return without(state_of(wrapper))
-
-    return call
-
-
 def faking(make: Callable[..., Any]) -> Any:
     """Wrap the making of ``FakeTensor``, which reports its device itself: C++ needs no driver.
 
@@ -108,22 +109,6 @@ def faking(make: Callable[..., Any]) -> Any:
         if keys is not None and keys.type == "cuda":
             kwargs |= {"device_for_backend_keys": torch.device("meta"), "dispatch_device": False}
         return make(*args, **kwargs)
-
-    return staticmethod(call)
-
-
-def _beside_numbers(common: Callable[..., Any]) -> Any:
-    """Return the device of fake tensors, without the numbers that C++ made of Python's beside them.
-
-    It makes them where it takes a GPU's fake tensor to be, which is ``meta`` here
-    (TensorCompare.cpp, ``where`` with a scalar).
-    """
-
-    @functools.wraps(common)
-    def call(function: Any, arguments: Sequence[Any]) -> Any:
-        if any(_is_fake(one, "cuda") for one in arguments):
-            arguments = [one for one in arguments if not (_is_fake(one, "meta") and not one.dim())]
-        return common(function, arguments)
 
     return staticmethod(call)
 

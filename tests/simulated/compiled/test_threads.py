@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.surface.exclusive import Exclusive
+from pytest_gpumem.simulated.surface.threads import Exclusive
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 from tests.pytest_project import Project
 
@@ -119,34 +119,6 @@ def test_threads_that_do_not_use_torch_go_on(thread: Callable[[], Iterator[None]
         assert gpu.notes == ()
 
 
-def test_a_thread_compiles_while_the_one_that_began_waits_for_it() -> None:
-    found: list[int] = []
-    with simulate("A100-40GB", compile="always") as gpu:
-        thread = threading.Thread(target=lambda: found.append(held_after_forward()))
-        thread.start()
-        thread.join()
-        with ThreadPoolExecutor(1) as executor:
-            found.append(executor.submit(held_after_forward).result())
-        assert gpu.notes == ()
-    assert found == [2, 2]
-
-
-def test_threads_compile_one_after_the_other() -> None:
-    def run(factor: float) -> bool:
-        def scaled(x: torch.Tensor) -> torch.Tensor:
-            return (x * factor).sin()
-
-        double: Any = torch.compile(scaled, dynamic=False)
-        return bool(double(torch.ones(2, 8, device="cuda")).is_cuda)
-
-    with simulate("A100-40GB", compile="always") as gpu:
-        torch._dynamo.reset()
-        with ThreadPoolExecutor(2) as executor:
-            found = [executor.submit(run, factor) for factor in (1.0, 2.0)]
-            assert [each.result() for each in found] == [True, True]
-        assert gpu.notes == ()
-
-
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Exclusive, "patience", 0.1)
@@ -162,7 +134,7 @@ def test_beside_a_thread_that_uses_torch_nothing_is_compiled() -> None:
         while not is_over():
             time.sleep(0.01)
 
-    sentence = r"compiles while another thread goes on that uses torch.*--gpumem-device=dry"
+    sentence = r"compiles while another thread lives that uses torch.*--gpumem-device=dry"
     with simulate("A100-40GB"), beside(work):
         began.wait()
         with pytest.raises(UnsupportedOperatorError, match=sentence):
@@ -170,7 +142,7 @@ def test_beside_a_thread_that_uses_torch_nothing_is_compiled() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_where_the_first_thread_goes_on_another_one_does_not_compile() -> None:
+def test_where_the_first_thread_lives_another_one_does_not_compile() -> None:
     found: list[str] = []
 
     def work() -> None:
@@ -182,10 +154,11 @@ def test_where_the_first_thread_goes_on_another_one_does_not_compile() -> None:
     with simulate("A100-40GB"):
         thread = threading.Thread(target=work)
         thread.start()
-        while thread.is_alive():
-            time.sleep(0.01)
-    assert len(found) == 1
-    assert "while another thread goes on that uses torch" in found[0]
+        thread.join()
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(work).result()
+    assert len(found) == 2
+    assert "while another thread lives that uses torch" in found[0]
 
 
 def test_code_that_runs_eagerly_on_request_runs_beside_other_threads() -> None:

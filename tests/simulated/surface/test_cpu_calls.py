@@ -495,7 +495,7 @@ def _gradient_of_a_loop() -> Any:
 
 
 FUNCTIONS: dict[str, list[Call]] = {
-    "materialize_as_graph": [_gradient_of_a_loop],
+    "_disable_current_modes": [_gradient_of_a_loop],
     "device": [
         lambda: untyped.device("cpu"),
         lambda: untyped.device("cpu", 0),
@@ -598,13 +598,6 @@ FUNCTIONS: dict[str, list[Call]] = {
         lambda: untyped.autograd.grad(_doubled().sum(), [_LEAF], create_graph=True)[0].shape,
         lambda: untyped.autograd.grad(_doubled().sum(), []),
         lambda: _doubled().sum().backward(),
-    ],
-    "from_dlpack": [
-        lambda: untyped.from_dlpack(untyped.ones(2)),
-        lambda: untyped.from_dlpack(ext_tensor=untyped.ones(2)),
-        lambda: untyped.from_dlpack(np.ones(2)),
-        lambda: untyped.from_dlpack(3),
-        lambda: untyped.from_dlpack(),
     ],
     "_find_common_device": [lambda: twice_a_fake().shape],
     "init_gpu_context": [lambda: FakeTensorMode().from_tensor(untyped.ones(2)).shape],

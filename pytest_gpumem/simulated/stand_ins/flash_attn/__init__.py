@@ -8,10 +8,10 @@ from typing import Any
 from pytest_gpumem.simulated.stand_ins.flash_attn import padding
 from pytest_gpumem.simulated.stand_ins.flash_attn.functions import FUNCTIONS
 from pytest_gpumem.simulated.stand_ins.flash_attn.kernels import OPERATORS
-from pytest_gpumem.simulated.stand_ins.imports import FLASH_ATTN
+from pytest_gpumem.simulated.stand_ins.imports import VERSION
 
 MODULES: Mapping[str, Mapping[str, Any]] = {
-    "flash_attn": {"__version__": FLASH_ATTN.version, **FUNCTIONS},
+    "flash_attn": {"__version__": VERSION, **FUNCTIONS},
     "flash_attn.flash_attn_interface": {
         **FUNCTIONS,
         **OPERATORS,
@@ -20,12 +20,8 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "flash_attn.bert_padding": {
         name: getattr(padding, name)
         for name in (
-            "IndexFirstAxis",
-            "IndexPutFirstAxis",
-            "index_first_axis",
-            "index_put_first_axis",
-            "unpad_input",
-            "pad_input",
+            *("IndexFirstAxis", "IndexPutFirstAxis", "index_first_axis", "index_put_first_axis"),
+            *("unpad_input", "pad_input"),
         )
     },
 }
