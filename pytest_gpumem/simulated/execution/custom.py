@@ -22,7 +22,7 @@ from pytest_gpumem.simulated.execution.runner import CUDA, DATA_DEPENDENT, Runne
 from pytest_gpumem.simulated.execution.shapes import TORCHS_OWN
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.operators import quantized, tables, vision
+from pytest_gpumem.simulated.operators import extensions, tables
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, checked_outputs, on_gpu
 from pytest_gpumem.simulated.operators.rules import Call, on_machine
 from pytest_gpumem.values.errors import UnknownValueError
@@ -117,7 +117,7 @@ def _refusing(runner: Runner, func: Any) -> Handler:
     return refuse
 
 
-_PARTS = {**quantized.PARTS, **vision.PARTS}
+_PARTS = extensions.PARTS
 
 
 def _built(runner: Runner, func: Any, otherwise: Handler) -> Handler:

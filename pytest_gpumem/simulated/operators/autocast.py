@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.allocator.releases import Version
-from pytest_gpumem.simulated.operators.calls import overload_of
+from pytest_gpumem.simulated.machine.signatures import overload_of
 from pytest_gpumem.simulated.operators.engine import IN_PLACE, in_formula
 from pytest_gpumem.simulated.operators.rnn import flat_copies
 

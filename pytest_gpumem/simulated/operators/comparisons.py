@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.machine.storages import storage_key
+from pytest_gpumem.simulated.machine.values.views import layout_of
 from pytest_gpumem.simulated.operators.layout import copied
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
@@ -51,20 +53,14 @@ def isclose(self: Tensor, other: Tensor, rtol: float, atol: float, equal_nan: bo
 
 
 def _equal(self: Tensor, other: Tensor) -> None:
-    if self.shape != other.shape or not self.numel() or _is_same(self, other):
+    if self.shape != other.shape or not self.numel():
+        return
+    # The same elements of memory are equal unseen, but for NaN.
+    if storage_key(self) == storage_key(other) and layout_of(self) == layout_of(other):
         return
     each = self == other
     every = each.all()
     del every, each
-
-
-def _is_same(self: Tensor, other: Tensor) -> bool:
-    """Return whether both are the same elements of memory: equal unseen, but for NaN."""
-    return (
-        self.untyped_storage()._cdata == other.untyped_storage()._cdata
-        and self.storage_offset() == other.storage_offset()
-        and self.stride() == other.stride()
-    )
 
 
 def _allclose(
@@ -98,10 +94,7 @@ def _isin(gpu: GPU, elements: Tensor | None = None, test_elements: Tensor | None
         return
     count, others = elements.numel(), test_elements.numel()
     if count and others < int(10 * math.pow(count, 0.145)):
-        pairs = Scratch(gpu, count * others)
-        found = pairs.take(count)
-        pairs.drop(found)
-        pairs.free()
+        passing(gpu, count * others, count)
 
 
 # Where numbers belong among sorted ones.
@@ -118,17 +111,14 @@ def _number(gpu: GPU, self: Tensor | float, sorter: Tensor | None = None) -> Scr
 def _search(gpu: GPU, sorted: Tensor, wanted: Tensor | float, sorter: Any) -> None:
     if not sorted.numel() or (isinstance(wanted, Tensor) and not wanted.numel()):
         return
-    scratch = Scratch(gpu)
     tensor = wanted if isinstance(wanted, Tensor) else None
-    for nbytes in copied(tensor, sorted, sorter):
-        scratch.take(nbytes)
+    scratch = Scratch(gpu, *copied(tensor, sorted, sorter))
     common = torch.result_type(sorted, wanted)
     number = torch.float64 if isinstance(wanted, float) else torch.int64
     if (number if tensor is None else tensor.dtype) != common:
         scratch.take((1 if tensor is None else tensor.numel()) * common.itemsize)
     if sorted.dtype != common:
         scratch.take(sorted.numel() * common.itemsize)
-    scratch.free()
 
 
 def _searchsorted(

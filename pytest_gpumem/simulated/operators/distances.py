@@ -12,7 +12,7 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import accumulated
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
 
 def _parts(gpu: GPU, shape: tuple[int, int, int, int], like: Tensor) -> None:
@@ -47,10 +47,8 @@ def _renorm(gpu: GPU, self: Tensor, dim: int) -> None:
     """The norms of slices, and of halves what they are multiplied by."""
     slices = self.shape[dim]
     dtype = accumulated(self.dtype)
-    scratch = Scratch(gpu, slices * dtype.itemsize)
-    if dtype != self.dtype and not self.dtype.is_complex:
-        scratch.take(slices * self.element_size())
-    scratch.free()
+    is_converted = dtype != self.dtype and not self.dtype.is_complex
+    passing(gpu, slices * dtype.itemsize, slices * self.element_size() if is_converted else 0)
 
 
 RULES = {

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch._ops import OpOverload
 
-from pytest_gpumem.simulated.machine.machine import GPU
-
 _R = TypeVar("_R")
 
 
@@ -29,7 +27,7 @@ class Signature:
         self._places |= {"gpu": 0, "result": self.result_at}
         self._absent: list[Any] = [*(argument.default_value for argument in arguments), None]
 
-    def given(self, gpu: GPU | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def given(self, gpu: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the arguments of a call with their defaults; the result is added later."""
         given = [gpu, *args, *self._absent[len(args) :]]
         if kwargs:
@@ -57,6 +55,11 @@ class Signature:
             return lambda given: function(*[given[at] for at in places])
         pick = itemgetter(*places)
         return lambda given: function(*pick(given))
+
+    def bound(self, function: Callable[..., _R]) -> Callable[..., _R]:
+        """``function``, called as the operator is."""
+        taken = self.taking(function)
+        return lambda *args, **kwargs: taken(self.given(None, args, kwargs))
 
 
 def overload_of(name: str) -> OpOverload | None:
