@@ -8,7 +8,7 @@ mha_varlen_bwd), of torch 2.6 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -31,14 +31,13 @@ def _flash_outputs(
     cum_seq_q: Tensor | None,
     dropout_p: float,
     result: tuple[Tensor, ...],
-) -> Iterator[Tensor]:
+) -> Iterable[Tensor]:
     # out, logsumexp, seed, offset: the last two are CPU tensors up to 2.6.
     sums, state = result[:2], result[2:4] if gpu.version >= (2, 7) else ()
     if cum_seq_q is None:
         given = _by_head(query), _by_head(key)
-        yield from attention.flash_outputs(gpu, *given, dropout_p, sums, state)
-    else:
-        yield from (*sums, *state)
+        return attention.flash_outputs(gpu, *given, dropout_p, sums, state)
+    return *sums, *state
 
 
 def _flash_backward(gpu: GPU, query: Tensor, key: Tensor, cum_seq_q: Tensor | None) -> None:

@@ -194,7 +194,7 @@ def run_in_steps(
     input: Tensor,
     hx: Any,
     params: list[Tensor],
-    shape: tuple[bool, int, float, bool, bool, bool],
+    shape: Sequence[Any],
 ) -> Any:
     """Run an ``lstm`` or a ``gru``; ``shape`` is what follows the parameters in its schema."""
     has_biases, layers, dropout, train, bidirectional, batch_first = shape
