@@ -354,31 +354,29 @@ class Numbering:
 
 def renumber(results: Iterable[Any], began: int, number: Callable[[int], int]) -> None:
     """Give the nodes behind ``results`` that were made since ``began`` their ``number``."""
-    waiting = [node for result in results if (node := getattr(result, "grad_fn", None)) is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        own = node._sequence_nr()
-        if own < began:  # older than the pass, and so is all that it leads to
-            continue
+    # A node that is older than the pass leads to older ones only.
+    made = list(_nodes_behind(results, lambda node: node._sequence_nr() >= began))
+    for node, own in [(node, node._sequence_nr()) for node in made]:
         if own != OF_LEAVES:
             node._set_sequence_nr(number(own))
-        new = {following for following, _ in node.next_functions} - seen - {None}
-        seen |= new
-        waiting += new
 
 
 def leaves_of(outputs: Iterable[Any]) -> list[Any]:
     """Return the leaves that the graph of ``outputs`` leads to."""
+    found = [getattr(node, "variable", None) for node in _nodes_behind(outputs)]
+    return [leaf for leaf in found if leaf is not None]
+
+
+def _nodes_behind(
+    outputs: Iterable[Any], is_followed: Callable[[Any], bool] = lambda _: True
+) -> Iterator[Any]:
+    """Yield the nodes of the graph of ``outputs``, those that ``is_followed`` and lead to more."""
     waiting = [node for output in outputs if (node := getattr(output, "grad_fn", None)) is not None]
     seen = set(waiting)
-    leaves = []
     while waiting:
         node = waiting.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            leaves.append(leaf)
-        new = {following for following, _ in node.next_functions} - seen - {None}
-        seen |= new
-        waiting += new
-    return leaves
+        if is_followed(node):
+            yield node
+            new = {following for following, _ in node.next_functions} - seen - {None}
+            seen |= new
+            waiting += new

@@ -12,6 +12,11 @@ from torch._ops import OpOverload
 
 _R = TypeVar("_R")
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Handler = Callable[[Args, Kwargs], Any]
+"""A function that runs one operator with its arguments."""
+
 
 class Signature:
     """The arguments of one overload by the names in its schema, and two names more.
@@ -27,7 +32,7 @@ class Signature:
         self._places |= {"gpu": 0, "result": self.result_at}
         self._absent: list[Any] = [*(argument.default_value for argument in arguments), None]
 
-    def given(self, gpu: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def given(self, gpu: object, args: Args, kwargs: Kwargs) -> list[Any]:
         """Return the arguments of a call with their defaults; the result is added later."""
         given = [gpu, *args, *self._absent[len(args) :]]
         if kwargs:

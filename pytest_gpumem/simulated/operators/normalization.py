@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.machine.real import kernels as real_kernels
+from pytest_gpumem.simulated.machine.real.normalization import rms_norm_backward
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import HALVES, accumulated, copied, suggested_format
 from pytest_gpumem.simulated.operators.rules import (
@@ -102,7 +102,7 @@ class _FusedRmsNorm(torch.autograd.Function):
         del copied, kept
         ctx.gpu.simulation.values.assign(
             (grad_input, grad_weight),
-            real_kernels.rms_norm_backward,
+            rms_norm_backward,
             gradients[0],
             input,
             weight,

@@ -18,7 +18,7 @@ from pytest_gpumem.simulated.common.callsite import provenance
 from pytest_gpumem.simulated.common.frames import let_go
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
-from pytest_gpumem.simulated.machine.signatures import Signature
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, Signature
 from pytest_gpumem.simulated.operators.layout import copied, suggested_format
 
 
@@ -59,9 +59,7 @@ class Call:
 
     __slots__ = ("_given", "_rule", "_scratch")
 
-    def __init__(
-        self, rule: BoundRule, gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, rule: BoundRule, gpu: GPU, args: Args, kwargs: Kwargs) -> None:
         self._rule = rule
         self._given = given = rule.given(gpu, args, kwargs)
         self._scratch = None if rule.before is None else rule.before(given)

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.values.errors import WorkLimitError
-
-Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 _WITH_FORMULA = frozenset(
     f"aten::{name}"
@@ -94,7 +93,7 @@ class Work:
             return handler
         known = self._calls
 
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def handle(args: Args, kwargs: Kwargs) -> Any:
             result = handler(args, kwargs)
             dtype = args[1].dtype
             key = func, dtype, getattr(result, "shape", None), *map(_shape, args[:4])
@@ -106,7 +105,7 @@ class Work:
 
         return handle
 
-    def expect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def expect(self, func: Any, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Raise before computing ``result`` of ``func``, if that exceeds the remaining time."""
         if self._limit is None:
             return
