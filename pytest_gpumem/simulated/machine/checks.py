@@ -71,10 +71,7 @@ class Placed:
 
 
 def placed(
-    func: Any,
-    args: Args,
-    kwargs: Kwargs,
-    place: Callable[[torch.Tensor], str],
+    func: Any, args: Args, kwargs: Kwargs, place: Callable[[torch.Tensor], str]
 ) -> list[Placed]:
     """Return the tensors among the arguments of ``func``, in the order of its schema."""
     names = [argument.name for argument in func._schema.arguments]

@@ -64,21 +64,14 @@ def _equal(self: Tensor, other: Tensor) -> None:
 
 
 def _allclose(
-    self: Tensor,
-    other: Tensor,
-    rtol: float = 1e-05,
-    atol: float = 1e-08,
-    equal_nan: bool = False,
+    self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
 ) -> None:
     each = torch.isclose(self, other, rtol, atol, equal_nan)
     every = each.all()
     del every, each
 
 
-PARTS: dict[str, Callable[..., None]] = {
-    "aten::equal": _equal,
-    "aten::allclose": _allclose,
-}
+PARTS: dict[str, Callable[..., None]] = {"aten::equal": _equal, "aten::allclose": _allclose}
 """Functions that run the parts of an operator whose result is a Python number."""
 
 COMPOSITES: dict[str, Composite] = {"aten.isclose.default": isclose}

@@ -48,12 +48,7 @@ def _after_backward(gpu: GPU, indices: Tensor, scale_grad_by_freq: bool, result:
 
 
 def _sort(
-    gpu: GPU,
-    scratch: Scratch,
-    indices: Tensor,
-    rows: int,
-    padding: int,
-    by_frequency: bool,
+    gpu: GPU, scratch: Scratch, indices: Tensor, rows: int, padding: int, by_frequency: bool
 ) -> None:
     """The sorted indices and where they were, held in ``scratch``; their counts, too."""
     count, element = indices.numel(), indices.element_size()

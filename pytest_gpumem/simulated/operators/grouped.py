@@ -20,16 +20,8 @@ from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 _empty_strided = torch.empty_strided
-_DTYPES = {
-    torch.float32: "Float",
-    torch.float16: "Half",
-    torch.bfloat16: "BFloat16",
-}
-_IN_CPP = {
-    torch.float32: "float",
-    torch.float16: "c10::Half",
-    torch.bfloat16: "c10::BFloat16",
-}
+_DTYPES = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
+_IN_CPP = {torch.float32: "float", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
 _ALIGNMENT = 16
 """Bytes to which the kernel's copies align rows."""
 _DESCRIPTOR = 128

@@ -101,12 +101,7 @@ class _FusedRmsNorm(torch.autograd.Function):
             del partial
         del copied, kept
         ctx.gpu.simulation.values.assign(
-            (grad_input, grad_weight),
-            rms_norm_backward,
-            gradients[0],
-            input,
-            weight,
-            *ctx.settings,
+            (grad_input, grad_weight), rms_norm_backward, gradients[0], input, weight, *ctx.settings
         )
         return None, grad_input, None, grad_weight, None
 
@@ -157,11 +152,7 @@ def _blocks(rows: int, columns: int) -> int:
 
 
 def _layer_norm_gradients(
-    gpu: GPU,
-    grad_out: Tensor,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    result: _Gradients,
+    gpu: GPU, grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], result: _Gradients
 ) -> Iterator[Tensor]:
     grad_input, *others = result
     given = [tensor for tensor in others if tensor is not None]

@@ -70,10 +70,7 @@ def _configured(
     target = sm_count * (threads_per_sm // (width * height))
     if values < MAX_VALUES or grid > target:
         return None
-    blocks = max(
-        min(-(-target // grid), -(-values // MIN_VALUES)),
-        -(-values // MAX_VALUES),
-    )
+    blocks = max(min(-(-target // grid), -(-values // MIN_VALUES)), -(-values // MAX_VALUES))
     if blocks <= 1:
         return None
     buffer = accumulated_bytes * outputs * blocks

@@ -192,12 +192,6 @@ class _Api:
         for gpu in self._machine.gpus:
             gpu.workspaces.clear()
 
-    def _cuda_resetCublasWorkspaceSize(self) -> None:
-        for gpu in self._machine.gpus:
-            gpu.workspaces.reset_sizes()
-
-    _cuda_resetCublasLtWorkspaceSize = _cuda_resetCublasWorkspaceSize
-
     def _cuda_getCurrentBlasHandle(self) -> int:
         gpu = self._machine.current
         gpu.workspaces.handle(gpu.stream)

@@ -284,11 +284,7 @@ class Values(Reading):
         self._derive(operator, args, kwargs, result, targets)
 
     def _can_overwrite(
-        self,
-        operator: Operator,
-        args: Args,
-        kwargs: Kwargs,
-        targets: list[torch.Tensor],
+        self, operator: Operator, args: Args, kwargs: Kwargs, targets: list[torch.Tensor]
     ) -> bool:
         """Return whether a write leaves all of its target known; else forget its values."""
         written = {each for pair in operator.written for each in pair}

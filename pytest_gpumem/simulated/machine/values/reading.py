@@ -143,11 +143,7 @@ class Reading(Kept):
         return self.everything or (not operator.undefined and all(map(self._keeps, results)))
 
     def _compute(
-        self,
-        operator: Operator,
-        args: Args,
-        kwargs: Kwargs,
-        used: list[torch.Tensor],
+        self, operator: Operator, args: Args, kwargs: Kwargs, used: list[torch.Tensor]
     ) -> Any:
         on_cpu = [self._on_cpu(value, used) for value in args]
         named = {name: self._on_cpu(value, used) for name, value in kwargs.items()}
@@ -223,10 +219,7 @@ def _drawing(source: torch.Generator) -> Iterator[None]:
 _GROUPS = (
     # cgroup v2 and v1: the limit and the use, in bytes.
     ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-    (
-        "sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
+    ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 
 
