@@ -136,7 +136,7 @@ def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
     undescribed = _built(runner, func, undescribed)
 
     def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        description = DESCRIPTIONS.of(schema.name, schema.overload_name)
+        description = DESCRIPTIONS.find(schema.name, schema.overload_name)
         assert description is not None
         with runner.mode:
             return checked_outputs(schema, description(*args, **kwargs))
@@ -144,7 +144,7 @@ def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
     described = whole(runner, func, describe)
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        description = DESCRIPTIONS.of(schema.name, schema.overload_name)
+        description = DESCRIPTIONS.find(schema.name, schema.overload_name)
         if description is None or not on_gpu(args, kwargs):
             return undescribed(args, kwargs)
         return described(args, kwargs)

@@ -1,7 +1,8 @@
-"""Comparisons of whole tensors: their parts, and the conversions of a search.
+"""Comparisons of whole tensors, searches and assertions: their parts and conversions.
 
 Source: aten/src/ATen/native/cuda/Equal.cpp (cuda_equal), native/TensorCompare.cpp (isclose,
-allclose, isin), cuda/TensorCompare.cu (isin_default_kernel_gpu), BucketizationUtils.h
+allclose, isin), cuda/TensorCompare.cu (isin_default_kernel_gpu,
+_assert_async_cuda), BucketizationUtils.h
 (searchsorted_maybe_trim_input_tensors), Bucketization.cpp, of torch 2.6 to 2.15.
 """
 
@@ -124,7 +125,22 @@ def _bucketize(gpu: GPU, self: Tensor | float, boundaries: Tensor) -> None:
     _search(gpu, boundaries, self, None)
 
 
+# Assertions that CUDA checks on the device.
+
+
+def _assert(gpu: GPU, self: Tensor) -> None:
+    """Stop the call; on a GPU a failed assertion stops the process's CUDA at its next call."""
+    if self.numel() != 1:
+        many = "more than one value" if self.numel() else "no values"
+        raise RuntimeError(f"Boolean value of Tensor with {many} is ambiguous")
+    known = gpu.simulation.values.known(self)
+    if known is not None and not known.item():
+        error: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
+        raise error("CUDA error: device-side assert triggered")
+
+
 RULES = {
+    "aten::_assert_async": Rule(before=_assert),
     "aten::isin": Rule(after=_isin),
     "aten::searchsorted": Rule(before=_number, after=_searchsorted),
     "aten::bucketize": Rule(before=_number, after=_bucketize),

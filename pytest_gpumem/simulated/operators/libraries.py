@@ -12,7 +12,7 @@ matrices of 4 to 600 rows, alone and in small batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def _is_one_call(dims: Sequence[int]) -> bool:
     return len(dims) <= _DIMS_AT_ONCE and tuple(dims[:2]) != (0, 1)
 
 
-def leave_out(gpu: GPU, library: str, operator: str) -> None:
+def leave_out(gpu: GPU, operator: str, library: str = "cuSOLVER") -> None:
     """Note that the workspace of ``library`` is in no number."""
     gpu.simulation.note(left_out_note(library, operator))
 
@@ -44,26 +44,26 @@ def left_out_note(library: str, operator: str) -> str:
 
 
 def _complex(gpu: GPU, dim: Sequence[int], result: Tensor) -> None:
-    leave_out(gpu, "cuFFT", "fft")
+    leave_out(gpu, "fft", "cuFFT")
     if len(dim) > _DIMS_AT_ONCE:
         # The calls go to and fro between two results.
         passing(gpu, result.nbytes)
 
 
 def _to_complex(gpu: GPU, dim: Sequence[int], result: Tensor) -> None:
-    leave_out(gpu, "cuFFT", "rfft")
+    leave_out(gpu, "rfft", "cuFFT")
     if not _is_one_call(dim) and len(dim) > 1:
         passing(gpu, result.nbytes)
 
 
 def _to_real(gpu: GPU, self: Tensor) -> None:
     # The library overwrites its input.
-    leave_out(gpu, "cuFFT", "irfft")
+    leave_out(gpu, "irfft", "cuFFT")
     passing(gpu, self.nbytes)
 
 
 def _solved_by_library(operator: str) -> Rule:
-    return Rule(after=lambda gpu: leave_out(gpu, "cuSOLVER", operator))
+    return Rule(after=lambda gpu: leave_out(gpu, operator))
 
 
 _UNKNOWN = (
@@ -111,9 +111,9 @@ def _factorized(gpu: GPU, matrices: Tensor) -> None:
 
 
 def _lu_solved(gpu: GPU, LU: Tensor, adjoint: bool, result: Tensor) -> None:
-    leave_out(gpu, "cuSOLVER", "linalg_lu_solve")
-    copied = 0 if LU.mT.is_contiguous() else LU.nbytes
-    scratch = Scratch(gpu, copied if result.numel() else 0)
+    leave_out(gpu, "linalg_lu_solve")
+    is_copied = result.numel() and not LU.mT.is_contiguous()
+    scratch = Scratch(gpu, LU.nbytes if is_copied else 0)
     _by_factors(gpu, LU, result, transposed=adjoint)
     scratch.free()
 
@@ -151,12 +151,9 @@ def _by_triangles(gpu: GPU, LU: Tensor, solved: Tensor, *, transposed: bool) -> 
     scratch = Scratch(gpu)
     places = rows * INDEX_BYTES
     permutation = _count(LU) * places
-    if _count(LU) > 1:
-        counted = scratch.take(places)
-        scratch.take(permutation)
-        scratch.drop(counted)
-    else:
-        scratch.take(permutation)
+    counted = scratch.take(places if _count(LU) > 1 else 0)
+    scratch.take(permutation)
+    scratch.drop(counted)
     if not transposed:
         scratch.take(places)
         scratch.take(permutation)
@@ -166,7 +163,6 @@ def _by_triangles(gpu: GPU, LU: Tensor, solved: Tensor, *, transposed: bool) -> 
     _pointers(gpu, LU, lists)
     if transposed:
         scratch.take(solved.nbytes)
-    scratch.free()
 
 
 _BY_COLUMNS = (2, 11)
@@ -179,7 +175,7 @@ def _is_turned(gpu: GPU, A: Tensor) -> bool:
 
 
 def _inverted(gpu: GPU, A: Tensor) -> None:
-    leave_out(gpu, "cuSOLVER", "linalg_inv_ex")
+    leave_out(gpu, "linalg_inv_ex")
     if not A.numel():
         return
     scratch = Scratch(gpu, A.nbytes, _count(A) * A.shape[-1] * _CODE)
@@ -189,7 +185,7 @@ def _inverted(gpu: GPU, A: Tensor) -> None:
 
 
 def _solved(gpu: GPU, A: Tensor, B: Tensor) -> None:
-    leave_out(gpu, "cuSOLVER", "linalg_solve_ex")
+    leave_out(gpu, "linalg_solve_ex")
     if not A.numel():
         return
     _factorized(gpu, A)
@@ -201,19 +197,19 @@ def _solved(gpu: GPU, A: Tensor, B: Tensor) -> None:
 
 
 def _cholesky(gpu: GPU, self: Tensor) -> None:
-    leave_out(gpu, "cuSOLVER", "linalg_cholesky_ex")
+    leave_out(gpu, "linalg_cholesky_ex")
     if self.dim() > 2 and self.numel():
         passing(gpu, _count(self) * INDEX_BYTES)
 
 
 def _lu_factor(gpu: GPU, A: Tensor) -> None:
-    leave_out(gpu, "cuSOLVER", "linalg_lu_factor_ex")
+    leave_out(gpu, "linalg_lu_factor_ex")
     _factorized(gpu, A)
 
 
 def _determined(gpu: GPU, A: Tensor) -> None:
     """The error of the factorization, the diagonal's product, and the sign of the permutation."""
-    leave_out(gpu, "cuSOLVER", "linalg_det")
+    leave_out(gpu, "linalg_det")
     if not A.numel():
         return
     count, rows = _count(A), A.shape[-1]
@@ -224,52 +220,48 @@ def _determined(gpu: GPU, A: Tensor) -> None:
     moved = scratch.take(count * rows)
     sums = scratch.take(count * INDEX_BYTES)
     passing(gpu, count * rows * INDEX_BYTES)
-    for address in (moved, places, sums):
-        scratch.drop(address)
-    scratch.free()
+    scratch.drop(moved, places, sums)
 
 
 def _orthogonal(gpu: GPU, A: Tensor) -> None:
-    leave_out(gpu, "cuSOLVER", "linalg_qr")
+    leave_out(gpu, "linalg_qr")
     if not A.numel():
         return
     factors = min(A.shape[-2:])
     scratch = Scratch(gpu, _count(A) * factors * A.element_size())
     if A.dim() > 2:
         _pointers(gpu, A, 2)
-        passing(gpu, _CODE)
     else:
-        passing(gpu, _CODE)
-        passing(gpu, _CODE)
-    scratch.free()
+        scratch.passing(_CODE)
+    scratch.passing(_CODE)
 
 
-def _singular_first(result: tuple[Tensor, Tensor, Tensor]) -> Iterator[Tensor]:
+def _vectors_and_values(result: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
     u, values, vh = result
-    yield from (u, vh, values)
+    return u, vh, values
 
 
 def _singular(gpu: GPU, A: Tensor, compute_uv: bool) -> None:
-    leave_out(gpu, "cuSOLVER", "linalg_svd")
+    leave_out(gpu, "linalg_svd")
     if not A.numel():
         return
-    codes = Scratch(gpu, _count(A) * _CODE)
+    scratch = Scratch(gpu, _count(A) * _CODE)
     overwritten = [A.nbytes]
     if not compute_uv:
         least, rest = min(A.shape[-2:]), A.nbytes // A.shape[-1] // A.shape[-2]
         overwritten += [rest * A.shape[-2] * least, rest * A.shape[-1] * least]
     passing(gpu, *overwritten)
     passing(gpu, *_flags(is_single=A.dim() == 2))
-    codes.free()
+    scratch.free()
 
 
-def _vectors_first(result: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
+def _vectors_first(result: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     values, vectors = result
-    yield from (vectors, values) if vectors.numel() else (values,)
+    return (vectors, values) if vectors.numel() else (values,)
 
 
 def _eigen(gpu: GPU, A: Tensor, compute_v: bool) -> None:
-    leave_out(gpu, "cuSOLVER", "linalg_eigh")
+    leave_out(gpu, "linalg_eigh")
     if A.numel():
         overwritten = [] if compute_v else [A.nbytes]
         flags = _flags(is_single=A.dim() == 2)
@@ -277,13 +269,13 @@ def _eigen(gpu: GPU, A: Tensor, compute_v: bool) -> None:
 
 
 def _cholesky_inverted(gpu: GPU, self: Tensor) -> None:
-    leave_out(gpu, "cuSOLVER", "cholesky_inverse")
+    leave_out(gpu, "cholesky_inverse")
     if self.numel() and self.dim() == 2:
         passing(gpu, self.nbytes, _CODE, self.nbytes)
 
 
 def _cholesky_solved(gpu: GPU, self: Tensor, input2: Tensor) -> None:
-    leave_out(gpu, "cuSOLVER", "cholesky_solve")
+    leave_out(gpu, "cholesky_solve")
     if not self.numel():
         return
     if input2.dim() > 2:
@@ -326,7 +318,7 @@ RULES = {
     "aten::_linalg_det": Rule(after=_determined),
     "aten::_linalg_eigh": Rule(placed=_vectors_first, after=_eigen),
     "aten::_linalg_solve_ex": Rule(after=_solved),
-    "aten::_linalg_svd": Rule(placed=_singular_first, after=_singular),
+    "aten::_linalg_svd": Rule(placed=_vectors_and_values, after=_singular),
     "aten::cholesky_inverse": Rule(after=_cholesky_inverted),
     "aten::cholesky_solve": Rule(after=_cholesky_solved),
     "aten::linalg_cholesky_ex": Rule(after=_cholesky),

@@ -16,14 +16,12 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import overload_of
 from pytest_gpumem.simulated.operators import (
     activations,
-    assertions,
     attention,
     batch_norm,
     chunks,
     comparisons,
     convolution,
     counting,
-    distances,
     embeddings,
     encoders,
     engine,
@@ -49,9 +47,9 @@ from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.operators.rules import BoundRule, Composite, Rule, on_machine
 
 _FAMILIES = (
-    activations, assertions, attention, batch_norm, chunks, comparisons, convolution, counting,
-    distances, embeddings, encoders, engine, foreach, grouped, indexing, libraries, losses, matmul,
-    normalization, packed_attention, reductions, rnn, sampling, scattering, sorting, spatial, whole,
+    activations, attention, batch_norm, chunks, comparisons, convolution, counting, embeddings,
+    encoders, engine, foreach, grouped, indexing, libraries, losses, matmul, normalization,
+    packed_attention, reductions, rnn, sampling, scattering, sorting, spatial, whole,
 )  # fmt: skip
 
 
