@@ -1,13 +1,9 @@
-"""cuBLAS and cuBLASLt workspaces: the live ones, and the effect of a matrix product on them.
+"""cuBLAS and cuBLASLt workspaces: sizes, owners, and the effect of a matrix product on them.
 
 Source: aten/src/ATen/cuda/CublasHandlePool.cpp and Blas.cpp of each release (setWorkspaceForHandle,
-getCurrentCUDABlasHandle, getCUDABlasLtWorkspace); the release binaries agree.
-
-Sizes and owners of cuBLAS and cuBLASLt workspaces: defaults, environment, setters.
-
-Source: aten/src/ATen/cuda/CublasHandlePool.cpp of each release (parseChosenWorkspaceSize,
-getChosenWorkspaceSize, getCUDABlasLtWorkspaceSize, unified_cublas_and_lt_workspaces), and up to 2.7
-CUDABlas.cpp (_parseChosenWorkspaceSize, _getWorkspaceSize) for Lt.
+getCurrentCUDABlasHandle, getCUDABlasLtWorkspace, parseChosenWorkspaceSize, getChosenWorkspaceSize,
+getCUDABlasLtWorkspaceSize, unified_cublas_and_lt_workspaces), and up to 2.7 CUDABlas.cpp
+(_parseChosenWorkspaceSize, _getWorkspaceSize) for Lt; the release binaries agree.
 
 ======== ======================= ======================= =========================================
 torch    CUBLAS_WORKSPACE_CONFIG CUBLASLT_WORKSPACE_SIZE TORCH_CUBLASLT_UNIFIED_WORKSPACE

@@ -1,13 +1,12 @@
-"""A machine with simulated GPUs: all that is known of it while code under test runs.
+"""The state of a machine with simulated GPUs, and sequence numbers of autograd's nodes.
 
-Sequence numbers of autograd's nodes, which decide the order of a backward pass.
-
-Each thread numbers the nodes that it makes, from 0 (``at::sequence_number::get_and_increment`` of
-aten/src/ATen/SequenceNumber.cpp, a ``thread_local``), and the engine runs the ready node with the
-highest number first (``CompareNodeTaskTime`` of torch/csrc/autograd/engine.h), torch 2.6 to 2.15.
-Nodes that ``create_graph=True`` adds are made by the thread of their GPU, which has numbered
-nothing else, and therefore have lower numbers than those of the program's own thread. Backward of
-``meta`` tensors runs on the thread that called it, so its nodes get their numbers anew afterwards.
+The numbers decide the order of a backward pass. Each thread numbers the nodes that it makes, from 0
+(``at::sequence_number::get_and_increment`` of aten/src/ATen/SequenceNumber.cpp, a
+``thread_local``), and the engine runs the ready node with the highest number first
+(``CompareNodeTaskTime`` of torch/csrc/autograd/engine.h), torch 2.6 to 2.15. Nodes that
+``create_graph=True`` adds are made by the thread of their GPU, which has numbered nothing else, and
+therefore have lower numbers than those of the program's own thread. Backward of ``meta`` tensors
+runs on the thread that called it, so its nodes get their numbers anew afterwards.
 """
 
 from __future__ import annotations

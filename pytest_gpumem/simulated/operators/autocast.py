@@ -137,7 +137,7 @@ class CastCache:
     @contextmanager
     def reachable(self) -> Iterator[None]:
         """Dispatch meta tensors to the casting kernels wherever autocast for CUDA is on."""
-        with self.reachable_here():
+        with self.reachable_on_thread():
             try:
                 yield
             finally:
@@ -147,7 +147,7 @@ class CastCache:
                     self._library = None
 
     @contextmanager
-    def reachable_here(self) -> Iterator[None]:
+    def reachable_on_thread(self) -> Iterator[None]:
         """Dispatch meta tensors to the casting kernels on one more thread of a simulation."""
         # Included for every tensor, so excluded until autocast itself lifts the exclusion.
         with torch._C._IncludeDispatchKeyGuard(_KEY):

@@ -230,8 +230,8 @@ def reduce(
     scratch = Scratch(gpu)
     if len(found) > 1:
         # Parts of one output are added up in a buffer where the output's type would lose digits.
-        apart = not accumulator.in_output or (result == dtype and dtype in HALVES)
-        if apart and result.itemsize < partial_bytes:
+        is_buffered = not accumulator.in_output or (result == dtype and dtype in HALVES)
+        if is_buffered and result.itemsize < partial_bytes:
             outputs = elements // math.prod(shape[d] for d in reduced)
             scratch.take(outputs * partial_bytes)
     for sizes in found:

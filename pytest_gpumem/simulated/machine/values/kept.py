@@ -89,7 +89,7 @@ class Kept:
         base = self._bases.get(key)
         if base is None:
             return
-        size = elements(tensor, base.dtype)
+        size = self._elements(tensor, base.dtype)
         if size <= base.numel():
             return
         if not self.everything:
@@ -139,7 +139,7 @@ class Kept:
             return True
         dtype = tensor.dtype
         most = MOST_FLOATS if dtype.is_floating_point or dtype.is_complex else MOST_INTEGERS
-        return tensor.numel() <= most and elements(tensor) <= 2 * most
+        return tensor.numel() <= most and self._elements(tensor) <= 2 * most
 
     def _keep_all(self, result: Any, computed: Any, used: set[int], *, parts: bool = False) -> None:
         """Keep values ``computed`` for ``result``, whose tensors may be ``parts`` of storages."""
@@ -175,11 +175,11 @@ class Kept:
             and source.dtype == tensor.dtype
             and source.is_contiguous()
             and not source.storage_offset()
-            and covers(tensor)
+            and self._covers(tensor)
         ):
             self._put(tensor, source.view(-1))
             return
-        base = _empty(elements(tensor), dtype=tensor.dtype, device=CPU)
+        base = _empty(self._elements(tensor), dtype=tensor.dtype, device=CPU)
         view_of(base, tensor).copy_(source)
         self._put(tensor, base)
 
@@ -188,7 +188,15 @@ class Kept:
         self._watch(tensor)
 
     def _put_blank(self, tensor: torch.Tensor) -> None:
-        self._put(tensor, _empty(elements(tensor), dtype=tensor.dtype, device=CPU))
+        self._put(tensor, _empty(self._elements(tensor), dtype=tensor.dtype, device=CPU))
+
+    def _elements(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
+        """Return the elements of ``dtype`` in the whole storage; on the dry device in its block."""
+        return elements(tensor, dtype)
+
+    def _covers(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is all of its storage."""
+        return covers(tensor)
 
     def _watch(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

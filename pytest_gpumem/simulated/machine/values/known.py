@@ -25,7 +25,7 @@ from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.facts import Fact, of_result
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.reading import Reading
-from pytest_gpumem.simulated.machine.values.views import blank, covers, device_tensors
+from pytest_gpumem.simulated.machine.values.views import blank, device_tensors
 
 
 class PoolValues(Protocol):
@@ -49,9 +49,9 @@ class Values(Reading):
     """The known values of one simulation, by the address of the storage they belong to."""
 
     def __init__(
-        self, storages: Storages, notes: Notes, here: ThreadState, *, everything: bool
+        self, storages: Storages, notes: Notes, thread: ThreadState, *, everything: bool
     ) -> None:
-        super().__init__(storages, notes, here, everything=everything)
+        super().__init__(storages, notes, thread, everything=everything)
         self._ignoring = False
         self.pooled: WeakValueDictionary[int, PoolValues] = WeakValueDictionary()
         """By key: where values go when a storage in a graph's pool dies."""
@@ -250,7 +250,7 @@ class Values(Reading):
         for tensor in targets or device_tensors(result, []):
             stated = of_result(operator, fact, args[0], tensor)
             if targets or self.facts.of(tensor) is None:
-                if targets and not covers(tensor):
+                if targets and not self._covers(tensor):
                     stated = Fact(None, stated.assumed, stated.infinite)
                 if stated != Fact():
                     self._set_fact(tensor, stated)
@@ -295,7 +295,7 @@ class Values(Reading):
                 key = storage_key(target)
                 if key in self._bases:
                     continue
-                if not self._keeps(target) or not covers(target):
+                if not self._keeps(target) or not self._covers(target):
                     break
                 self._put_blank(target)
             else:

@@ -33,12 +33,12 @@ class Reading(Kept):
     """Known values for readers: by tensor, and by an operator that is applied to tensors."""
 
     def __init__(
-        self, storages: Storages, notes: Notes, here: ThreadState, *, everything: bool
+        self, storages: Storages, notes: Notes, thread: ThreadState, *, everything: bool
     ) -> None:
         super().__init__(storages, everything=everything)
         self.notes = notes
         """The notes that assumptions go to."""
-        self._here = here
+        self._thread = thread
         self.facts = Facts(self, self._stated)
         self.work = Work()
         self.uncomputed: str | None = None
@@ -170,7 +170,7 @@ class Reading(Kept):
     def _run(self, operator: Operator, args: Sequence[Any], kwargs: Kwargs) -> Any:
         try:
             if operator.random and kwargs.get("generator") is None:
-                default = torch.cuda.default_generators[self._here.current_index]
+                default = torch.cuda.default_generators[self._thread.current_index]
                 with _drawing(self.source_of(default)):
                     return operator.compute(*args, **kwargs)
             return operator.compute(*args, **kwargs)

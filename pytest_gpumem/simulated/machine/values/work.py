@@ -49,13 +49,9 @@ _FINE = 1e-4
 """Seconds: a clock that is coarser cannot time a probe (that of a thread's time on Windows)."""
 
 
-def _own_clock() -> Callable[[], float]:
-    """Return the time that this thread has computed, which other processes do not change."""
-    fine = hasattr(time, "thread_time") and time.get_clock_info("thread_time").resolution <= _FINE
-    return time.thread_time if fine else time.perf_counter
-
-
-_now = _own_clock()
+_is_fine = hasattr(time, "thread_time") and time.get_clock_info("thread_time").resolution <= _FINE
+_now = time.thread_time if _is_fine else time.perf_counter
+"""The time that this thread has computed, which other processes do not change."""
 
 
 class Work:
@@ -107,9 +103,7 @@ class Work:
 
     def expect(self, func: Any, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Raise before computing ``result`` of ``func``, if that exceeds the remaining time."""
-        if self._limit is None:
-            return
-        if _has_formula(func):
+        if self._limit is not None and _has_formula(func):
             seconds = _operations(func, args, kwargs, result) / speed(args[1].dtype)
             if self._spent + seconds > self._limit:
                 self._stop()
