@@ -94,8 +94,9 @@ def _by_cudnn(
     groups: int,
     output_padding: _Sizes | None = None,
 ) -> Tensor:
-    transposed = output_padding is not None, output_padding or (0,)
-    return convolution(gpu, self, weight, None, stride, padding, dilation, *transposed, groups)
+    transposed = output_padding is not None
+    settings = stride, padding, dilation, transposed, output_padding or (0,), groups
+    return convolution(gpu, self, weight, None, *settings)
 
 
 IN_VIEW: dict[str, Composite] = {

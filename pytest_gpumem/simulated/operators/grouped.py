@@ -150,10 +150,9 @@ def _grouped(
 def _fast(gpu: GPU, groups: int) -> None:
     """Pointers, strides and sizes of all groups; then CUTLASS's own, a map of each matrix by SM."""
     pointers = (groups + 1) // 2 * 2 * 3 * 8
-    scratch = Scratch(gpu, pointers + groups * 3 * 4 + groups * 3 * 8)
     maps = 4 * _DESCRIPTOR * gpu.model.sm_count
-    scratch.estimate(maps, "CUTLASS", "a grouped product")
-    scratch.free()
+    arguments = Scratch(gpu, pointers + groups * 3 * 4 + groups * 3 * 8)
+    arguments.estimate(maps, "CUTLASS", "a grouped product")
 
 
 def _scaled_grouped_device(gpu: GPU) -> None:

@@ -135,8 +135,10 @@ def _convolution(
     output_padding: list[int] | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    transposed = output_padding is not None, output_padding or [0] * len(stride)
-    return torch.convolution(self, weight, bias, stride, padding, dilation, *transposed, groups)
+    transposed = output_padding is not None
+    added = output_padding or [0] * len(stride)
+    settings = stride, padding, dilation, transposed, added, groups
+    return torch.convolution(self, weight, bias, *settings)
 
 
 def _convolution_relu(
