@@ -117,7 +117,9 @@ class _Replaced:
         """Call the description instead, whatever name the function was imported under."""
         function = self.function
         outer, self._wrote = self._wrote, wrote
-        owner, name, own = self.owner, self.name, function
+        owner, name = self.owner, self.name
+        own: Any = function
+        replacement: Any
         if isinstance(function, FunctionType):
             owner, name = function, "__code__"
             own, replacement = self._coded(function)
