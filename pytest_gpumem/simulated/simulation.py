@@ -298,7 +298,7 @@ class Simulation(SimulatedMachine):
     @contextmanager
     def _joining(self) -> Iterator[None]:
         """Run operators of this thread, which has not entered the simulation."""
-        with self._casts.reachable_here(), self.execution:
+        with self._casts.reachable_on_thread(), self.execution:
             yield
 
 

@@ -187,7 +187,7 @@ class DryValues(Values):
 
     def generator_of(self, given: torch.Generator | None) -> torch.Generator:
         """Return ``given``, or the current device's own generator."""
-        return given or torch.cuda.default_generators[self._here.current_index]
+        return given or torch.cuda.default_generators[self._thread.current_index]
 
     def begin_drawing(self, generator: torch.Generator | None) -> None:
         """Set the generator of the next operator: ``generator``, or the current device's own."""

@@ -22,7 +22,7 @@ from pytest_gpumem.simulated.execution.runner import CUDA, DATA_DEPENDENT, Runne
 from pytest_gpumem.simulated.execution.shapes import TORCHS_OWN
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.operators import quantized, tables, vision
+from pytest_gpumem.simulated.operators import extensions, tables
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, checked_outputs, on_gpu
 from pytest_gpumem.simulated.operators.rules import Call, on_machine
 from pytest_gpumem.values.errors import UnknownValueError
@@ -113,7 +113,7 @@ def _sized(runner: Runner, func: Any, shapes_only: Handler) -> Handler:
     return handle
 
 
-_PARTS = {**quantized.PARTS, **vision.PARTS}
+_PARTS = extensions.PARTS
 
 
 def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
@@ -124,7 +124,7 @@ def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
     built = None if parts is None else of_parts(runner, on_machine(parts, func, runner.machine))
 
     def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        description = DESCRIPTIONS.of(schema.name, schema.overload_name)
+        description = DESCRIPTIONS.find(schema.name, schema.overload_name)
         assert description is not None
         with runner.mode:
             return checked_outputs(schema, description(*args, **kwargs))
@@ -134,7 +134,7 @@ def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not on_gpu(args, kwargs):
             return undescribed(args, kwargs)
-        if DESCRIPTIONS.of(schema.name, schema.overload_name) is not None:
+        if DESCRIPTIONS.find(schema.name, schema.overload_name) is not None:
             return described(args, kwargs)
         return (built or undescribed)(args, kwargs)
 

@@ -1,13 +1,9 @@
-"""cuBLAS and cuBLASLt workspaces: the live ones, and the effect of a matrix product on them.
+"""cuBLAS and cuBLASLt workspaces: sizes, owners, and the effect of a matrix product on them.
 
 Source: aten/src/ATen/cuda/CublasHandlePool.cpp and Blas.cpp of each release (setWorkspaceForHandle,
-getCurrentCUDABlasHandle, getCUDABlasLtWorkspace); the release binaries agree.
-
-Sizes and owners of cuBLAS and cuBLASLt workspaces: defaults, environment, setters.
-
-Source: aten/src/ATen/cuda/CublasHandlePool.cpp of each release (parseChosenWorkspaceSize,
-getChosenWorkspaceSize, getCUDABlasLtWorkspaceSize, unified_cublas_and_lt_workspaces), and up to 2.7
-CUDABlas.cpp (_parseChosenWorkspaceSize, _getWorkspaceSize) for Lt.
+getCurrentCUDABlasHandle, getCUDABlasLtWorkspace, parseChosenWorkspaceSize, getChosenWorkspaceSize,
+getCUDABlasLtWorkspaceSize, unified_cublas_and_lt_workspaces), and up to 2.7 CUDABlas.cpp
+(_parseChosenWorkspaceSize, _getWorkspaceSize) for Lt; the release binaries agree.
 
 ======== ======================= ======================= =========================================
 torch    CUBLAS_WORKSPACE_CONFIG CUBLASLT_WORKSPACE_SIZE TORCH_CUBLASLT_UNIFIED_WORKSPACE
@@ -96,14 +92,10 @@ class Workspaces:
         if not self.settings.per_operation:
             self._keep("cublas", stream)
 
-    def reset_sizes(self) -> None:
-        """``torch._C._cuda_resetCublasWorkspaceSize()``: read the environment again."""
-        self._bytes = None
-
     def gemm(self, stream: int = 0) -> None:
         """Allocate for a cuBLAS call before the kernel runs, and keep the memory."""
         if self.settings.per_operation:
-            self._temporary(self.bytes, stream)
+            self._free(self._take(self.bytes, stream))
         else:
             self._keep("cublas", stream)
 
@@ -117,28 +109,23 @@ class Workspaces:
                 self._keep("cublas", stream)
             self._keep("cublaslt", stream)
         elif self.settings.per_operation:
-            self._temporary(self.settings.lt_bytes, stream)
+            self._free(self._take(self.settings.lt_bytes, stream))
         else:
             # The temporary is taken before the Lt handle, whose first use creates cuBLAS's.
-            size = self.settings.lt_bytes
-            address = self._take(size, stream) if size else 0
+            address = self._take(self.settings.lt_bytes, stream)
             self._keep("cublas", stream)
-            if address:
-                self.memory.free(address)
+            self._free(address)
 
     def clear(self) -> None:
         """``torch._C._cuda_clearCublasWorkspaces()``."""
         for address, _ in self._kept.values():
-            if address:
-                self.memory.free(address)
+            self._free(address)
         self._kept.clear()
 
     def clear_stream(self, stream: int) -> None:
         """Free memory of ``stream``: a CUDA graph captured there is reset (since 2.12)."""
         for key in [key for key in self._kept if key[1] == stream]:
-            address, _ = self._kept.pop(key)
-            if address:
-                self.memory.free(address)
+            self._free(self._kept.pop(key)[0])
 
     @property
     def live(self) -> dict[int, int]:
@@ -157,19 +144,22 @@ class Workspaces:
         size = settings.cublas_bytes if library == "cublas" else settings.lt_bytes
         if kept is not None and kept[1] >= size:
             return
-        self._kept[key] = (self._take(size, stream) if size else 0, size)
+        self._kept[key] = (self._take(size, stream), size)
         # Since 2.13 a larger one takes its place, once it is allocated.
-        if kept is not None and kept[0]:
-            self.memory.free(kept[0])
+        if kept is not None:
+            self._free(kept[0])
 
     def _take(self, size: int, stream: int) -> int:
+        """Allocate a workspace; nothing, and address 0, for none."""
+        if not size:
+            return 0
         context = provenance()
         context.library = "cuBLAS"
         return self.memory.malloc(size, stream, context)
 
-    def _temporary(self, size: int, stream: int) -> None:
-        if size:
-            self.memory.free(self._take(size, stream))
+    def _free(self, address: int) -> None:
+        if address:
+            self.memory.free(address)
 
 
 T = TypeVar("T")
@@ -242,12 +232,9 @@ class WorkspaceSettings:
     @property
     def cublas_bytes(self) -> int:
         """``getChosenWorkspaceSize``."""
-        size = self.chosen.get("cublas")
-        if size is None:
-            size = self._static.get("cublas")
-        if size is None:
-            size = self._read("cublas", self._parsed, once=self._version >= STATIC_SIZE)
-        return size
+        if "cublas" in self.chosen:
+            return self.chosen["cublas"]
+        return self._read("cublas", self._parsed, once=self._version >= STATIC_SIZE)
 
     @property
     def lt_bytes(self) -> int:
@@ -270,8 +257,7 @@ class WorkspaceSettings:
     @property
     def lt_lifetime(self) -> str:
         """The owner of the block that Lt computes in."""
-        lifetime: str | None = self._static.get("lifetime")
-        return self._read("lifetime", self._lifetime, once=True) if lifetime is None else lifetime
+        return self._read("lifetime", self._lifetime, once=True)
 
     def _lifetime(self) -> str:
         if self.per_operation:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common.raw import tensors_in
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 
 NO_DATA = "Cannot copy out of meta tensor; no data!"
 """Source: aten/src/ATen/native/Copy.cpp (copy_impl), torch 2.6 to 2.15; a NotImplementedError."""
@@ -70,10 +71,7 @@ class Placed:
 
 
 def placed(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    place: Callable[[torch.Tensor], str],
+    func: Any, args: Args, kwargs: Kwargs, place: Callable[[torch.Tensor], str]
 ) -> list[Placed]:
     """Return the tensors among the arguments of ``func``, in the order of its schema."""
     names = [argument.name for argument in func._schema.arguments]

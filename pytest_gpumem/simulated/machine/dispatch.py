@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.simulated.machine.signatures import Handler as Handler
 from pytest_gpumem.simulated.machine.storages import Storages
-
-Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-"""A function that runs one operator with its arguments."""
 
 
 class Dispatch:

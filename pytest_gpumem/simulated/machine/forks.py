@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.simulated.common.raw import tensors_in
+from pytest_gpumem.simulated.machine.signatures import Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages
 
 IN_CHILD = (
@@ -30,7 +32,7 @@ def after_fork(call: Callable[[], None]) -> None:
         os.register_at_fork(after_in_child=call)
 
 
-def check(storages: Storages, args: Any, kwargs: dict[str, Any], target: Any) -> None:
+def check(storages: Storages, args: Any, kwargs: Kwargs, target: Any) -> None:
     """Raise torch's error for an operator of a GPU in a forked process.
 
     ``target`` is where ``Tensor.to`` moves a tensor, if it does.
@@ -38,18 +40,8 @@ def check(storages: Storages, args: Any, kwargs: dict[str, Any], target: Any) ->
     device = target or kwargs.get("device")
     if isinstance(device, torch.device) and device.type == "cuda":
         raise RuntimeError(IN_CHILD)
-    for tensor in _tensors((args, kwargs)):
+    for tensor in tensors_in((args, kwargs)):
         if storages.of(tensor) is not None:
             raise RuntimeError(IN_CHILD)
         if storages.is_on_host(tensor):
             raise RuntimeError(_UNKNOWN)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []

@@ -1,10 +1,6 @@
-"""``torch.Generator`` of a simulated GPU: one of the CPU draws its numbers.
+"""``torch.Generator`` of a simulated GPU, and memory for its seed and offset in graphs.
 
-Source: aten/src/ATen/cuda/CUDAGeneratorImpl.cpp.
-
-Memory for the seed and offset of random operators in graphs.
-
-Source: aten/src/ATen/cuda/CUDAGeneratorImpl.cpp.
+A generator of the CPU draws the numbers. Source: aten/src/ATen/cuda/CUDAGeneratorImpl.cpp.
 """
 
 from __future__ import annotations
@@ -31,14 +27,14 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
             return isinstance(value, real)
 
     class Generator(real, metaclass=Kind):  # type: ignore[misc,valid-type]  # as above
-        _cuda_device: torch.device | None = None
+        _cuda_device: torch.device
         _source: torch.Generator
 
         def __new__(cls, device: Any = None) -> Any:
             target = torch.device("cuda", device) if isinstance(device, int) else device
             target = torch.device("cpu" if target is None else target)
             if target.type != "cuda":
-                return super().__new__(cls, target)
+                return real(target)
             return cls._sharing(torch.device("cuda", target.index or 0), real())
 
         @classmethod
@@ -54,16 +50,12 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
 
         @property
         def device(self) -> torch.device:
-            return self._cuda_device or torch.device("cpu")
+            return self._cuda_device
 
         def get_state(self) -> torch.Tensor:
-            if self._cuda_device is None:
-                return super().get_state()  # type: ignore[no-any-return]  # torch's own
             return states.shorten(self._source.get_state(), self._source)
 
         def set_state(self, state: torch.Tensor) -> Any:
-            if self._cuda_device is None:
-                return super().set_state(state)
             full = states.full(state)
             if full is None:
                 return self.manual_seed(_numbers_of(state)[0])
@@ -71,46 +63,32 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
             return self
 
         def manual_seed(self, seed: int) -> Any:
-            if self._cuda_device is None:
-                return super().manual_seed(seed)
             self._source.manual_seed(seed)
             return self
 
         def seed(self) -> int:
-            return super().seed() if self._cuda_device is None else self._source.seed()
+            return self._source.seed()
 
         def initial_seed(self) -> int:
-            if self._cuda_device is None:
-                return super().initial_seed()  # type: ignore[no-any-return]  # torch's own
             return self._source.initial_seed()
 
         def get_offset(self) -> int:
-            if self._cuda_device is None:
-                return super().get_offset()  # type: ignore[no-any-return]  # torch's own
             return _numbers_of(self.get_state())[1]
 
         def set_offset(self, offset: int) -> Any:
-            if self._cuda_device is None:
-                return super().set_offset(offset)
             if offset % 4:
                 raise RuntimeError("offset must be a multiple of 4")
             return self.set_state(_bytes_of(self.initial_seed(), offset))
 
         def clone_state(self) -> Any:
-            if self._cuda_device is None:
-                return super().clone_state()
             source = real()
             source.set_state(self._source.get_state())
             return self._sharing(self._cuda_device, source)
 
         def graphsafe_get_state(self) -> Any:
-            if self._cuda_device is None:
-                return super().graphsafe_get_state()
             return self._sharing(self._cuda_device, self._source)
 
         def graphsafe_set_state(self, state: Any) -> Any:
-            if self._cuda_device is None:
-                return super().graphsafe_set_state(state)
             if getattr(state, "_cuda_device", None) is None:
                 raise RuntimeError("Expected a CUDA Generator")
             self._source = state._source

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any, ClassVar
 
 import torch
@@ -172,21 +173,16 @@ class Graph:
     def enable_debug_mode(self) -> None:
         """Do nothing: ``debug_dump`` needs nothing here."""
 
-    def debug_dump(self, debug_path: str) -> None:
-        """Do nothing: there are no kernels to write to a file."""
-        raise _unsupported("torch.cuda.CUDAGraph.debug_dump")
+    def _refuse(self, name: str, *_: Any) -> None:
+        raise UnsupportedOperatorError(
+            f"torch.cuda.CUDAGraph.{name} at {user_line()} needs the driver's graph, so it cannot "
+            f"run on a simulated GPU"
+        )
 
-    def raw_cuda_graph(self) -> int:
-        """Return the driver's graph: there is none."""
-        raise _unsupported("torch.cuda.CUDAGraph.raw_cuda_graph")
-
-    def raw_cuda_graph_exec(self) -> int:
-        """Return the driver's graph: there is none."""
-        raise _unsupported("torch.cuda.CUDAGraph.raw_cuda_graph_exec")
-
-    def get_graph_data(self) -> dict[str, Any]:
-        """Return the nodes of the graph: there are none."""
-        raise _unsupported("torch.cuda.CUDAGraph.get_graph_data")
+    debug_dump = partialmethod(_refuse, "debug_dump")
+    raw_cuda_graph = partialmethod(_refuse, "raw_cuda_graph")
+    raw_cuda_graph_exec = partialmethod(_refuse, "raw_cuda_graph_exec")
+    get_graph_data = partialmethod(_refuse, "get_graph_data")
 
     def use_random_operator(self, gpu: Device, generator: torch.Generator | None) -> None:
         """Note a captured random operator: since 2.14 it allocates a state of the capture's own."""
@@ -212,12 +208,6 @@ class Graph:
             return
         self.reset()
         self._machine.random_state.unregister(self)
-
-
-def _unsupported(name: str) -> UnsupportedOperatorError:
-    return UnsupportedOperatorError(
-        f"{name} at {user_line()} needs the driver's graph, so it cannot run on a simulated GPU"
-    )
 
 
 def _noting_nodes(machine: SimulatedMachine) -> Callable[[Any], None]:

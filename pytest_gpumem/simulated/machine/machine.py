@@ -1,13 +1,12 @@
-"""A machine with simulated GPUs: all that is known of it while code under test runs.
+"""The state of a machine with simulated GPUs, and sequence numbers of autograd's nodes.
 
-Sequence numbers of autograd's nodes, which decide the order of a backward pass.
-
-Each thread numbers the nodes that it makes, from 0 (``at::sequence_number::get_and_increment`` of
-aten/src/ATen/SequenceNumber.cpp, a ``thread_local``), and the engine runs the ready node with the
-highest number first (``CompareNodeTaskTime`` of torch/csrc/autograd/engine.h), torch 2.6 to 2.15.
-Nodes that ``create_graph=True`` adds are made by the thread of their GPU, which has numbered
-nothing else, and therefore have lower numbers than those of the program's own thread. Backward of
-``meta`` tensors runs on the thread that called it, so its nodes get their numbers anew afterwards.
+The numbers decide the order of a backward pass. Each thread numbers the nodes that it makes, from 0
+(``at::sequence_number::get_and_increment`` of aten/src/ATen/SequenceNumber.cpp, a
+``thread_local``), and the engine runs the ready node with the highest number first
+(``CompareNodeTaskTime`` of torch/csrc/autograd/engine.h), torch 2.6 to 2.15. Nodes that
+``create_graph=True`` adds are made by the thread of their GPU, which has numbered nothing else, and
+therefore have lower numbers than those of the program's own thread. Backward of ``meta`` tensors
+runs on the thread that called it, so its nodes get their numbers anew afterwards.
 """
 
 from __future__ import annotations
@@ -354,31 +353,29 @@ class Numbering:
 
 def renumber(results: Iterable[Any], began: int, number: Callable[[int], int]) -> None:
     """Give the nodes behind ``results`` that were made since ``began`` their ``number``."""
-    waiting = [node for result in results if (node := getattr(result, "grad_fn", None)) is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        own = node._sequence_nr()
-        if own < began:  # older than the pass, and so is all that it leads to
-            continue
+    # A node that is older than the pass leads to older ones only.
+    made = list(_nodes_behind(results, lambda node: node._sequence_nr() >= began))
+    for node, own in [(node, node._sequence_nr()) for node in made]:
         if own != OF_LEAVES:
             node._set_sequence_nr(number(own))
-        new = {following for following, _ in node.next_functions} - seen - {None}
-        seen |= new
-        waiting += new
 
 
 def leaves_of(outputs: Iterable[Any]) -> list[Any]:
     """Return the leaves that the graph of ``outputs`` leads to."""
+    found = [getattr(node, "variable", None) for node in _nodes_behind(outputs)]
+    return [leaf for leaf in found if leaf is not None]
+
+
+def _nodes_behind(
+    outputs: Iterable[Any], is_followed: Callable[[Any], bool] = lambda _: True
+) -> Iterator[Any]:
+    """Yield the nodes of the graph of ``outputs``, those that ``is_followed`` and lead to more."""
     waiting = [node for output in outputs if (node := getattr(output, "grad_fn", None)) is not None]
     seen = set(waiting)
-    leaves = []
     while waiting:
         node = waiting.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            leaves.append(leaf)
-        new = {following for following, _ in node.next_functions} - seen - {None}
-        seen |= new
-        waiting += new
-    return leaves
+        if is_followed(node):
+            yield node
+            new = {following for following, _ in node.next_functions} - seen - {None}
+            seen |= new
+            waiting += new

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -11,10 +11,10 @@ from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.machine.checks import INDEXING, indices_elsewhere, two_devices
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages
 
 _D = TypeVar("_D", bound=Device)
-Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 _ANYWHERE = ("aten::_foreach_copy_", "aten::_amp_foreach_non_finite_check_and_unscale_")
 """Operators that take tensors of several devices: each on its own."""
@@ -37,7 +37,7 @@ class Placement(Generic[_D]):
         self.latest = gpus[0]
         """The GPU that the last operator ran on."""
 
-    def of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _D:
+    def of(self, name: str, args: Args, kwargs: Kwargs) -> _D:
         """Return the GPU that the operator ``name`` runs on: that of its tensors.
 
         Raises torch's error for tensors of two GPUs.
@@ -58,7 +58,7 @@ class Placement(Generic[_D]):
     def following(self, handler: Handler) -> Handler:
         """Note where ``handler``'s operator runs; its parts may span several GPUs."""
 
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def handle(args: Args, kwargs: Kwargs) -> Any:
             self.follow(args, kwargs)
             return handler(args, kwargs)
 
@@ -75,7 +75,7 @@ class Placement(Generic[_D]):
     def each(self, handler: Handler) -> Handler:
         """Run a ``_foreach_`` operator device by device, as CUDA's slow path does."""
 
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def handle(args: Args, kwargs: Kwargs) -> Any:
             positions: dict[Device | None, list[int]] = {}
             tensors = next(value for value in args if isinstance(value, (list, tuple)))
             for position, tensor in enumerate(tensors):
@@ -105,32 +105,27 @@ def return_gradient(moved: torch.Tensor, source: Device, position: int = 0) -> N
     The formula does so by the options of the original, which are only ``meta`` here. ``position``
     is that of the original among the inputs of the copy.
     """
-    node = (moved._base if moved._is_view() and moved._base is not None else moved).grad_fn
+    node: Any = (moved._base if moved._is_view() and moved._base is not None else moved).grad_fn
     if node is None:
         return
-    _metadata(node)[SOURCE] = source
+    node.metadata[SOURCE] = source
 
-    def bring(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def move(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
         gradient = inputs[position]
         if gradient is None:
             return inputs
         returned = gradient.to(source.torch_device)
         return (*inputs[:position], returned, *inputs[position + 1 :])
 
-    node.register_hook(bring)
+    node.register_hook(move)
 
 
 def source_of_node() -> Device | None:
     """Return the GPU that the running node brings its gradient to; ``None`` if it is no copy."""
     if torch._C._current_graph_task_id() == -1:
         return None
-    node = torch._C._current_autograd_node()
-    return None if node is None else _metadata(node).get(SOURCE)
-
-
-def _metadata(node: Any) -> dict[str, Any]:
-    metadata: dict[str, Any] = node.metadata
-    return metadata
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else node.metadata.get(SOURCE)
 
 
 def _two_devices(name: str, one: Device, other: Device) -> str:

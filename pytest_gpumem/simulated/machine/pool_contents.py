@@ -76,7 +76,7 @@ class PoolContents:
         # The storage that lives there may have been written to outside of graphs.
         base = self._values.base(owner.key) if owner is not None and owner.lives else None
         base = self._held.get(address) if base is None else base
-        return None if base is None or _nbytes(base) < nbytes else base
+        return None if base is None or base.nbytes < nbytes else base
 
     def at(self, place: Place) -> torch.Tensor | None:
         """Return all elements at ``place``; ``None`` where they are unknown."""
@@ -86,7 +86,7 @@ class PoolContents:
         owner = self._owners[place.address]
         if base is None or (owner.lives and self._values.base(owner.key) is base):
             return base
-        if _nbytes(base) > place.nbytes:
+        if base.nbytes > place.nbytes:
             # A larger storage left this: from now on there are only as many bytes.
             base = base.view(torch.uint8)[: place.nbytes].clone().view(base.dtype)
             self.put(place, base)
@@ -102,7 +102,7 @@ class PoolContents:
             owner = self._owners[place.address]
         if not owner.lives:
             return
-        if _nbytes(base) == owner.nbytes:
+        if base.nbytes == owner.nbytes:
             self._values.put(owner.key, base)
         else:
             self._values.forget(owner.key)
@@ -111,7 +111,7 @@ class PoolContents:
         """Forget the contents of other addresses in the memory of ``place``."""
         start, end = place.address, place.address + place.nbytes
         for address, base in list(self._held.items()) if start else ():
-            if address != start and address < end and address + _nbytes(base) > start:
+            if address != start and address < end and address + base.nbytes > start:
                 self._forget_at(address)
 
     def forget(self, place: Place) -> None:
@@ -151,7 +151,3 @@ class EveryPoolContents:
             if base is not None:
                 return base
         return None
-
-
-def _nbytes(base: torch.Tensor) -> int:
-    return base.numel() * base.element_size()

@@ -16,6 +16,7 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.machine.generators import shared_state
 from pytest_gpumem.simulated.machine.pool_contents import Place, PoolContents
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.operator import Operator
@@ -40,8 +41,8 @@ class _View(Layout):
 class _Step:
     operator: Operator | None
     """``None`` for a kernel of which nothing is known but its targets."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     result: Any
     targets: tuple[_View, ...]
 
@@ -60,9 +61,7 @@ class Recording:
         self._steps: list[_Step] = []
         self._places: dict[int, Place] = {}
 
-    def add(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def add(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Remember a call, without computing it now."""
         if operator.moves_views:
             return

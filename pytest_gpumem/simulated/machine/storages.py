@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from threading import RLock
 from typing import Any
 
@@ -16,6 +17,7 @@ from pytest_gpumem.simulated.common.callsite import Provenance, provenance
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.gpu.memory import Memory
 
+_UNLOCKED = nullcontext()
 ELSEWHERE = 1 << 48
 """Offset of addresses of memory that is not the present test's; CUDA's have 47 bits."""
 
@@ -26,6 +28,9 @@ _empty_strided = torch.empty_strided
 _as_strided = torch.as_strided
 _data_ptr = raw.base("data_ptr")
 _storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]  # missing in the stub
+
+
+_Reference = weakref.ref[torch.UntypedStorage]
 
 
 class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
@@ -39,7 +44,7 @@ class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
 
         A test's memory begins at the addresses at which the memory of the test before it began.
         """
-        if self.allocator is self.device.allocator or self.allocator is NOBODYS:
+        if self.allocator is self.device.allocator or self.allocator is BORROWED:
             return self.address
         return self.address + ELSEWHERE
 
@@ -51,7 +56,7 @@ class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
     """The owner of ``address``: not the device's present allocator once that has been renewed."""
 
 
-class _Nobodys:
+class _BorrowedMemory:
     """The allocator of memory that a storage only points to."""
 
     def free(self, address: int, context: Any = None) -> None:
@@ -62,7 +67,7 @@ class _Nobodys:
         return 0
 
 
-NOBODYS: Any = _Nobodys()
+BORROWED: Any = _BorrowedMemory()
 
 
 class Storages:
@@ -90,8 +95,8 @@ class Storages:
         """Called with the key of each storage that dies, before another can take its address."""
         self.regrown: Callable[[torch.Tensor], None] = _ignore
         """Called with each tensor whose storage an operator may have resized."""
-        self._died: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._release
-        self._died_on_host: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._forget
+        self._died: Callable[[_Reference], None] = self._release
+        self._died_on_host: Callable[[_Reference], None] = self._forget
 
     def of(self, tensor: torch.Tensor) -> SimulatedStorage | None:
         """Return the block behind ``tensor``; ``None`` if it is on no simulated device."""
@@ -180,27 +185,24 @@ class Storages:
             for part in parts_of_sparse(tensor):
                 self.adopt(part, device)
             return
-        key = storage._cdata
-        if key in self.by_key:
+        if storage._cdata in self.by_key:
             return
-        nbytes = storage.nbytes()
-        allocator = device.allocator
+        nbytes, allocator = storage.nbytes(), device.allocator
         address = allocator.malloc(nbytes, device.stream, _holding(tensor)) if nbytes else 0
-        record = SimulatedStorage(storage, self._died)
-        record.key = key
-        record.allocator = allocator
-        record.address = address
-        record.nbytes = nbytes
-        record.device = device
-        self.by_key[key] = record
+        self._record(storage, address, device, allocator)
 
     def refer(
         self, storage: torch.UntypedStorage, address: int, device: Device
     ) -> SimulatedStorage:
         """Make ``storage`` refer to memory at ``address``, which it does not free."""
+        return self._record(storage, address, device, BORROWED)
+
+    def _record(
+        self, storage: torch.UntypedStorage, address: int, device: Device, allocator: Memory
+    ) -> SimulatedStorage:
         record = SimulatedStorage(storage, self._died)
         record.key = storage._cdata
-        record.allocator = NOBODYS
+        record.allocator = allocator
         record.address = address
         record.nbytes = storage.nbytes()
         record.device = device
@@ -242,25 +244,22 @@ class Storages:
             if record.address in addresses and record.allocator is allocator
         }
 
-    def _forget(self, record: weakref.ref[torch.UntypedStorage]) -> None:
+    def _forget(self, record: _Reference) -> None:
         assert isinstance(record, SimulatedStorage)
         for among in (self.on_host, self.numbers, self.users_own):
             if among.get(record.key) is record:
                 del among[record.key]
                 self.without_values.pop(record.key, None)
 
-    def _release(self, record: weakref.ref[torch.UntypedStorage]) -> None:
+    def _release(self, record: _Reference) -> None:
         assert isinstance(record, SimulatedStorage)
         del self.by_key[record.key]
         self.taken_back.pop(record.key, None)
         self.died(record.key)
         if not record.address:
             return
-        if self.lock is None:
+        with self.lock or _UNLOCKED:
             record.allocator.free(record.address)
-        else:
-            with self.lock:
-                record.allocator.free(record.address)
 
 
 _COMPRESSED = {
@@ -300,7 +299,7 @@ def values_of_sparse(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Fill ``tensor``, a CPU tensor of unknown values, with values that look like no result."""
+    """Fill ``tensor``, a CPU tensor, with NaN, the least integer, or bytes that are no number."""
     dtype = tensor.dtype
     if dtype.itemsize == 1:
         tensor.view(torch.uint8).fill_(_NO_NUMBER)

@@ -1,20 +1,15 @@
-"""Streams: which one memory belongs to, and which work waits for which.
+"""Streams: the stream that memory belongs to, and the work that other work waits for.
 
 Work is done when it is issued, as far as a program can see: queries return true, but for the time
-that ``torch.cuda._sleep`` takes. Work the *host* has seen finish decides when memory that another
-stream used may be used again; the
+that ``torch.cuda._sleep`` keeps a stream busy. The host's clock gives that time; waiting for a
+sleeping stream takes the host none: the clock is moved on instead. Work the *host* has seen finish
+decides when memory that another stream used may be used again; the
 :class:`~pytest_gpumem.allocator.trace.Timeline` keeps that.
 
-The time that ``torch.cuda._sleep`` keeps a stream busy; nothing else takes any.
-
-The host's clock gives the time. Waiting for a sleeping stream takes the host no time: the clock
-is moved on instead.
-
-The stream on which autograd gives a leaf its gradient: the one that used it first.
-
-The node of a leaf is made when an operator first uses it, and keeps the stream of that moment
-(``Node::stream`` of torch/csrc/autograd/function.h). The graph shows which one it was: of the nodes
-that lead to the leaf, the one with the lowest sequence number was made first.
+Autograd gives a leaf its gradient on the stream that used the leaf first: its node is made when an
+operator first uses it, and keeps the stream of that moment (``Node::stream`` of
+torch/csrc/autograd/function.h). Of the nodes that lead to the leaf, the one with the lowest
+sequence number was made first.
 """
 
 from __future__ import annotations
@@ -82,7 +77,7 @@ class Streams:
         """The mode that ``torch.cuda.set_sync_debug_mode`` set."""
         self.captures: dict[StreamKey, Capture] = {}
         """The capture under way on each stream."""
-        self._here = _ThreadStreams()
+        self._thread = _ThreadStreams()
         self._made: dict[tuple[int, int], int] = {}
 
     def current(self, device: int) -> int:
@@ -95,7 +90,7 @@ class Streams:
         task = torch._C._current_graph_task_id()
         if task != -1:
             return self._of_node(device, task)
-        return self._here.current.get(device, 0)
+        return self._thread.current.get(device, 0)
 
     def choose(self, device: int, stream: int) -> None:
         """Make ``stream`` the current one of ``device``, for this thread."""
@@ -105,10 +100,10 @@ class Streams:
         self.timeline.note((device, stream))
         task = torch._C._current_graph_task_id()
         if task != -1:
-            self._here.in_node[device] = (task, _node_sequence(), stream)
+            self._thread.in_node[device] = (task, _node_sequence(), stream)
             return
-        self._here.current[device] = stream
-        numbers, streams = self._here.chosen.setdefault(device, ([], []))
+        self._thread.current[device] = stream
+        numbers, streams = self._thread.chosen.setdefault(device, ([], []))
         numbers.append(torch._C._autograd._get_sequence_nr())
         streams.append(stream)
 
@@ -129,7 +124,7 @@ class Streams:
         self.clock = Clock()
         if not keep:
             self.used = False
-            self._here = _ThreadStreams()
+            self._thread = _ThreadStreams()
             self._made.clear()
 
     def make(self, device: int, priority: int) -> int:
@@ -186,18 +181,18 @@ class Streams:
             self.captures.setdefault(key, capture)
 
     def _of_node(self, device: int, task: int) -> int:
-        here = self._here
+        thread = self._thread
         number = _node_sequence()
-        chosen = here.in_node.get(device)
+        chosen = thread.in_node.get(device)
         if chosen is not None and chosen[:2] == (task, number):
             return chosen[2]
         if number == NO_SEQUENCE:
             # A leaf's node has the stream on which the leaf was first used.
-            user = here.leaves.first_use(task)
-            stream = here.of_last_node.get(device, 0) if user is None else self._at(device, user)
+            user = thread.leaves.first_use(task)
+            stream = thread.of_last_node.get(device, 0) if user is None else self._at(device, user)
         else:
             stream = self._at(device, number)
-            here.of_last_node[device] = stream
+            thread.of_last_node[device] = stream
         self._joins(device, stream)
         return stream
 
@@ -209,13 +204,13 @@ class Streams:
         stream takes part in none.
         """
         if self.captures and stream:
-            capture = self.captures.get((device, self._here.current.get(device, 0)))
+            capture = self.captures.get((device, self._thread.current.get(device, 0)))
             if capture is not None:
                 self.captures.setdefault((device, stream), capture)
 
     def _at(self, device: int, number: int) -> int:
         """Return the current stream of ``device`` when autograd's node ``number`` was made."""
-        numbers, streams = self._here.chosen.get(device, ((), ()))
+        numbers, streams = self._thread.chosen.get(device, ((), ()))
         position = bisect_right(numbers, number)
         return streams[position - 1] if position else 0
 
@@ -225,7 +220,7 @@ class Streams:
 
         @functools.wraps(hook)
         def call(gradient: Any) -> Any:
-            with self._here.leaves.hooks_of(reference()):
+            with self._thread.leaves.hooks_of(reference()):
                 return hook(gradient)
 
         return call

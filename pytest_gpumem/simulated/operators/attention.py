@@ -9,7 +9,7 @@ kernels/cutlassB.h, of torch 2.6 to 2.15.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -173,9 +173,8 @@ def _flash_outputs(
     gpu: GPU, query: Tensor, key: Tensor, dropout_p: float, result: tuple[Tensor, ...]
 ) -> Iterator[Tensor]:
     # out, logsumexp, ..., seed, offset, ...: the last two are CPU tensors up to 2.6.
-    yield from flash_outputs(
-        gpu, query, key, dropout_p, result[:2], result[6:8] if gpu.version >= (2, 7) else ()
-    )
+    state = result[6:8] if gpu.version >= (2, 7) else ()
+    return flash_outputs(gpu, query, key, dropout_p, result[:2], state)
 
 
 def flash_outputs(
@@ -183,8 +182,8 @@ def flash_outputs(
     query: Tensor,
     key: Tensor,
     dropout_p: float,
-    sums: Iterable[Tensor],
-    state: Iterable[Tensor],
+    sums: Sequence[Tensor],
+    state: Sequence[Tensor],
 ) -> Iterator[Tensor]:
     """Return the outputs of mha_fwd: ``sums``, parts of them, and the generator's ``state``.
 
@@ -193,33 +192,27 @@ def flash_outputs(
     yield from sums
     parts = Scratch(gpu)
     taken = [parts.take(nbytes) for nbytes in _flash_parts(gpu, query, key, dropout_p)]
-    state = list(state)
     yield from state
     if dropout_p and state:
         passing(gpu, _RNG_STATE)
-    for address in taken:
-        parts.drop(address)
+    parts.drop(*taken)
 
 
-def efficient_outputs(gpu: GPU, dropout_p: float, result: tuple[Tensor, ...]) -> Iterator[Tensor]:
-    """Yield the outputs of the memory efficient kernel that are on the device.
+def efficient_outputs(gpu: GPU, dropout_p: float, result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the outputs of the memory efficient kernel that are on the device.
 
     Seed and offset are there, and come first, in a capture, and since 2.15 where there is no
     dropout; else they are on the CPU (seen with torch 2.13.0+cu130 and 2.15.0+cu132).
     """
     is_captured = gpu.simulation.streams.is_capturing(gpu.index)
     if is_captured or (gpu.version >= (2, 15) and not dropout_p):
-        yield result[2]
-        yield result[3]
-    yield result[0]
-    yield result[1]
+        return result[2], result[3], result[0], result[1]
+    return result[:2]
 
 
-def _cudnn_outputs(compute_log_sumexp: bool, result: tuple[Tensor, ...]) -> Iterator[Tensor]:
+def _cudnn_outputs(compute_log_sumexp: bool, result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     # _cudnn_attention_forward: seed and offset even without dropout; logsumexp only to train.
-    yield from (result[6], result[7], result[0])
-    if compute_log_sumexp:
-        yield result[1]
+    return *result[6:8], *(result[:2] if compute_log_sumexp else result[:1])
 
 
 def _cudnn_backward(gpu: GPU, grad_out: Tensor, query: Tensor, out: Tensor) -> None:
@@ -228,11 +221,8 @@ def _cudnn_backward(gpu: GPU, grad_out: Tensor, query: Tensor, out: Tensor) -> N
     cudnn-frontend sums queries' gradients, and a number of each row, in float32
     (scaled_dot_product_flash_attention.h, dQ_accum and softmax_sum); seen on torch's own code.
     """
-    scratch = Scratch(gpu)
-    if grad_out.stride() != out.stride():
-        scratch.take(out.nbytes)
-    scratch.take((query.numel() // query.shape[-1]) * (query.shape[-1] + 1) * _FLOAT_BYTES)
-    scratch.free()
+    sums = (query.numel() // query.shape[-1]) * (query.shape[-1] + 1) * _FLOAT_BYTES
+    passing(gpu, out.nbytes if grad_out.stride() != out.stride() else 0, sums)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -327,9 +317,7 @@ def efficient_backward(
         products = [scratch.take(grad_out_.numel() * 4) for _ in range(3 if half else 1)]
         sums = scratch.take(rows * 4)
         delta = scratch.take(rows * 4)
-        scratch.drop(sums)
-        for product in reversed(products):
-            scratch.drop(product)
+        scratch.drop(sums, *reversed(products))
     scratch.take(
         _workspace(
             sequences * heads,
@@ -347,7 +335,6 @@ def efficient_backward(
     if grouped:
         for tensor in (key, value):
             _sum_groups(gpu, tensor, heads)
-    scratch.free()
 
 
 def _sum_groups(gpu: GPU, tensor: Tensor, heads: int) -> None:

@@ -13,12 +13,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 
 from pytest_gpumem.allocator.releases import Version
-from pytest_gpumem.simulated.operators.calls import overload_of
+from pytest_gpumem.simulated.machine.signatures import overload_of
 from pytest_gpumem.simulated.operators.engine import IN_PLACE, in_formula
 from pytest_gpumem.simulated.operators.rnn import flat_copies
 
@@ -52,7 +53,13 @@ FLOAT32_OUTPUT = """
 """.split()
 """Operators that get ``dtype=float32``, unless the caller named a type."""
 
-FLOAT32_NORMS = ("norm.Scalar", "norm.ScalarOpt_dim")
+_norm = torch.ops.aten.norm
+FLOAT32_NORMS: dict[str, Callable[..., Any]] = {
+    "norm.Scalar": lambda self, p=2: _norm.ScalarOpt_dtype(self, p, dtype=torch.float32),
+    "norm.ScalarOpt_dim": lambda self, p, dim, keepdim=False: _norm.ScalarOpt_dim_dtype(
+        self, p, dim, keepdim, dtype=torch.float32
+    ),
+}
 """Operators redispatched to the overload that takes a ``dtype``."""
 
 PROMOTE = """
@@ -65,6 +72,11 @@ BANNED = ("binary_cross_entropy",)
 
 OUTER = ("convolution_backward",)
 """Operators that autocast does not cast, but whose C++ calls others that it does."""
+
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Policy = Callable[[Any, Args, Kwargs], Any]
 
 
 class _Outer(threading.local):
@@ -111,12 +123,12 @@ class CastCache:
                 (PROMOTE, self._promote),
                 (RECURRENT, self._recurrent),
                 (BANNED, self._banned),
-                (OUTER, self._noted),
+                (OUTER, self._outer),
             ):
                 for name in names:
                     overload = overload_of(name)
                     if overload is not None:
-                        _implement(library, name, policy(overload))
+                        library.impl(name, self._kernel(policy, overload), "AutocastCUDA")
 
     def clear(self) -> None:
         """Drop the cached casts."""
@@ -125,7 +137,7 @@ class CastCache:
     @contextmanager
     def reachable(self) -> Iterator[None]:
         """Dispatch meta tensors to the casting kernels wherever autocast for CUDA is on."""
-        with self.reachable_here():
+        with self.reachable_on_thread():
             try:
                 yield
             finally:
@@ -135,7 +147,7 @@ class CastCache:
                     self._library = None
 
     @contextmanager
-    def reachable_here(self) -> Iterator[None]:
+    def reachable_on_thread(self) -> Iterator[None]:
         """Dispatch meta tensors to the casting kernels on one more thread of a simulation."""
         # Included for every tensor, so excluded until autocast itself lifts the exclusion.
         with torch._C._IncludeDispatchKeyGuard(_KEY):
@@ -170,9 +182,7 @@ class CastCache:
                 found = self._casts[id(tensor)] = (tensor, tensor.to(dtype))
         return found[1]
 
-    def _run(
-        self, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
-    ) -> Any:
+    def _run(self, overload: Any, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> Any:
         """Call ``overload`` with its arguments cast, the last one first.
 
         ``(*F)(cached_cast(to, args, device_type)...)`` of WrapFunction_: gcc for x86-64 evaluates
@@ -189,124 +199,84 @@ class CastCache:
                 while isinstance(value, list) and value:
                     del value[0]
 
-    # Policies: each makes the kernel of one operator.
+    # Policies, under which an operator runs while autocast is off.
 
-    def _lower_precision(self, overload: Any) -> Callable[..., Any]:
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            dtype = torch.get_autocast_dtype("cuda")
-            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-                return self._run(overload, args, kwargs, dtype)
-
-        return kernel
-
-    def _float32(self, overload: Any) -> Callable[..., Any]:
+    def _kernel(self, policy: Policy, overload: Any) -> Callable[..., Any]:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-                return self._run(overload, args, kwargs, torch.float32)
+                return policy(overload, args, kwargs)
 
         return kernel
 
-    def _float32_output(self, overload: Any) -> Callable[..., Any]:
-        arguments = overload._schema.arguments
-        position = next(i for i, argument in enumerate(arguments) if argument.name == "dtype")
-        by_keyword = arguments[position].kwarg_only
+    def _lower_precision(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
+        return self._run(overload, args, kwargs, torch.get_autocast_dtype("cuda"))
 
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-                named = args[position] if not by_keyword and len(args) > position else None
-                if _eligible(args[0]) and named is None and kwargs.get("dtype") is None:
-                    if by_keyword or len(args) <= position:
-                        kwargs = {**kwargs, "dtype": torch.float32}
-                    else:
-                        args = (*args[:position], torch.float32, *args[position + 1 :])
-                return overload(*args, **kwargs)
+    def _float32(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
+        return self._run(overload, args, kwargs, torch.float32)
 
-        return kernel
+    def _float32_output(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
+        position, by_keyword = _place_of_dtype(overload)
+        named = args[position] if not by_keyword and len(args) > position else None
+        if _eligible(args[0]) and named is None and kwargs.get("dtype") is None:
+            if by_keyword or len(args) <= position:
+                kwargs = {**kwargs, "dtype": torch.float32}
+            else:
+                args = (*args[:position], torch.float32, *args[position + 1 :])
+        return overload(*args, **kwargs)
 
-    def _float32_norm(self, overload: Any) -> Callable[..., Any]:
-        norm = torch.ops.aten.norm
-        typed: Any = (
-            norm.ScalarOpt_dtype
-            if overload is norm.Scalar
-            else lambda tensor, p, dim, keepdim=False, *, dtype: norm.ScalarOpt_dim_dtype(
-                tensor, p, dim, keepdim, dtype=dtype
-            )
-        )
+    def _float32_norm(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
+        typed = FLOAT32_NORMS[f"norm.{overload._overloadname}"]
+        return (typed if _eligible(args[0]) else overload)(*args, **kwargs)
 
-        def kernel(tensor: torch.Tensor, p: Any = 2, *args: Any, **kwargs: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-                if not _eligible(tensor):
-                    return overload(tensor, p, *args, **kwargs)
-                return typed(tensor, p, *args, **kwargs, dtype=torch.float32)
-
-        return kernel
-
-    def _promote(self, overload: Any) -> Callable[..., Any]:
+    def _promote(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
         in_place = IN_PLACE.get(str(overload))
+        if in_place is not None and in_formula(sys._getframe(2)):
+            node = torch._C._current_autograd_node()
+            operator = None if node is None else in_place(args, node.name())
+            if operator is not None:
+                return operator(*args, **kwargs)
+        tensors = [value for value in (*args, *kwargs.values()) if _eligible(value)]
+        is_wide = any(tensor.dtype == torch.float32 for tensor in tensors)
+        dtype = torch.float32 if is_wide else torch.get_autocast_dtype("cuda")
+        return self._run(overload, args, kwargs, dtype)
 
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            if in_place is not None and in_formula(sys._getframe(1)):
-                node = torch._C._current_autograd_node()
-                operator = None if node is None else in_place(args, node.name())
-                if operator is not None:
-                    return operator(*args, **kwargs)
-            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-                dtype = torch.get_autocast_dtype("cuda")
-                tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-                if any(t.dtype == torch.float32 for t in tensors if _eligible(t)):
-                    dtype = torch.float32
-                return self._run(overload, args, kwargs, dtype)
-
-        return kernel
-
-    def _recurrent(self, overload: Any) -> Callable[..., Any]:
+    def _recurrent(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
         """Cast cuDNN's layers, to float16 whatever autocast's type is.
 
         Source: aten/src/ATen/cudnn/AutocastRNN.cpp (_cudnn_rnn_cast_reflatten), torch 2.6 to 2.15.
         """
+        input, weight, per_layer, buffer, hx, cx, *rest = args
+        held = weight[0] if buffer is None else buffer
+        if _eligible(held) and held.dtype != torch.float16:
+            buffer, weight = flat_copies(weight, per_layer, torch.float16)
+        cell = self._cast(cx, torch.float16)
+        hidden = self._cast(hx, torch.float16)
+        given = self._cast(input, torch.float16)
+        return overload(given, weight, per_layer, buffer, hidden, cell, *rest)
 
-        def kernel(
-            input: torch.Tensor,
-            weight: list[torch.Tensor],
-            per_layer: int,
-            buffer: torch.Tensor | None,
-            hx: torch.Tensor,
-            cx: torch.Tensor | None,
-            *args: Any,
-        ) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-                held = weight[0] if buffer is None else buffer
-                if _eligible(held) and held.dtype != torch.float16:
-                    buffer, weight = flat_copies(weight, per_layer, torch.float16)
-                cell = self._cast(cx, torch.float16)
-                hidden = self._cast(hx, torch.float16)
-                given = self._cast(input, torch.float16)
-                return overload(given, weight, per_layer, buffer, hidden, cell, *args)
+    def _outer(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
+        _outer.depth += 1
+        try:
+            return overload(*args, **kwargs)
+        finally:
+            _outer.depth -= 1
 
-        return kernel
+    def _banned(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
+        raise RuntimeError(
+            "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to "
+            "autocast.\nMany models use a sigmoid layer right before the binary cross entropy "
+            "layer.\nIn this case, combine the two layers using "
+            "torch.nn.functional.binary_cross_entropy_with_logits\nor "
+            "torch.nn.BCEWithLogitsLoss."
+        )
 
-    def _noted(self, overload: Any) -> Callable[..., Any]:
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            _outer.depth += 1
-            try:
-                with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-                    return overload(*args, **kwargs)
-            finally:
-                _outer.depth -= 1
 
-        return kernel
-
-    def _banned(self, overload: Any) -> Callable[..., Any]:
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            raise RuntimeError(
-                "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to "
-                "autocast.\nMany models use a sigmoid layer right before the binary cross entropy "
-                "layer.\nIn this case, combine the two layers using "
-                "torch.nn.functional.binary_cross_entropy_with_logits\nor "
-                "torch.nn.BCEWithLogitsLoss."
-            )
-
-        return kernel
+@cache
+def _place_of_dtype(overload: Any) -> tuple[int, bool]:
+    """Return the position of the argument ``dtype``, and whether it is given by keyword only."""
+    arguments = overload._schema.arguments
+    position = next(at for at, argument in enumerate(arguments) if argument.name == "dtype")
+    return position, arguments[position].kwarg_only
 
 
 def _eligible(tensor: Any) -> bool:
@@ -316,7 +286,3 @@ def _eligible(tensor: Any) -> bool:
         and tensor.dtype.is_floating_point
         and tensor.dtype != torch.float64
     )
-
-
-def _implement(library: torch.library.Library, name: str, kernel: Callable[..., Any]) -> None:
-    library.impl(name, kernel, "AutocastCUDA")

@@ -1,10 +1,11 @@
-"""Tensors split into pieces, and pieces joined, with the kernels' metadata on the device.
+"""Tensors split into pieces, pieces joined, with the kernels' metadata on the device, and rolled.
 
 ``fully_shard`` copies by these: gathered tensors by ``split_with_sizes_copy``, tensors to be
 reduced by ``_chunk_cat``. A list of blocks, eight bytes for 2 KiB, is made on the host and copied.
 
 Source: aten/src/ATen/native/cuda/TensorShape.cu (``split_with_sizes_copy_out_cuda``,
-``get_chunk_cat_metadata``, ``pack_vecs``), torch 2.6 to 2.14.
+``get_chunk_cat_metadata``, ``pack_vecs``), torch 2.6 to 2.14; TensorTransformations.cu (roll_cuda)
+and native/TensorTransformations.h (roll_common), torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import is_dense
-from pytest_gpumem.simulated.operators.rules import Rule, passing
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
 _THREADS = 128
 """BLOCK_SIZE."""
@@ -70,7 +71,21 @@ def _is_widened(source: Tensor, target: Tensor | None) -> bool:
     return (source.dtype, target.dtype) == (torch.bfloat16, torch.float32)
 
 
+def _rolled_so_far(gpu: GPU, self: Tensor, dims: Sequence[int]) -> Scratch | None:
+    """Return the input for rolling the last dim: the roll of the dims before it, or a copy."""
+    if self.is_contiguous() and len(dims) < 2:
+        return None
+    scratch = Scratch(gpu)
+    earlier = 0 if self.is_contiguous() else scratch.take(self.nbytes)
+    for _ in dims[1:]:
+        rolled = scratch.take(self.nbytes)
+        scratch.drop(earlier)
+        earlier = rolled
+    return scratch
+
+
 RULES = {
+    "aten::roll": Rule(before=_rolled_so_far),
     "aten::split_with_sizes_copy": Rule(before=_split),
     "aten::_chunk_cat": Rule(after=_concatenated),
 }

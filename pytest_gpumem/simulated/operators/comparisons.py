@@ -1,7 +1,8 @@
-"""Comparisons of whole tensors: their parts, and the conversions of a search.
+"""Comparisons of whole tensors, searches and assertions: their parts and conversions.
 
 Source: aten/src/ATen/native/cuda/Equal.cpp (cuda_equal), native/TensorCompare.cpp (isclose,
-allclose, isin), cuda/TensorCompare.cu (isin_default_kernel_gpu), BucketizationUtils.h
+allclose, isin), cuda/TensorCompare.cu (isin_default_kernel_gpu,
+_assert_async_cuda), BucketizationUtils.h
 (searchsorted_maybe_trim_input_tensors), Bucketization.cpp, of torch 2.6 to 2.15.
 """
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.machine.storages import storage_key
+from pytest_gpumem.simulated.machine.values.views import layout_of
 from pytest_gpumem.simulated.operators.layout import copied
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
@@ -51,38 +54,25 @@ def isclose(self: Tensor, other: Tensor, rtol: float, atol: float, equal_nan: bo
 
 
 def _equal(self: Tensor, other: Tensor) -> None:
-    if self.shape != other.shape or not self.numel() or _is_same(self, other):
+    if self.shape != other.shape or not self.numel():
+        return
+    # The same elements of memory are equal unseen, but for NaN.
+    if storage_key(self) == storage_key(other) and layout_of(self) == layout_of(other):
         return
     each = self == other
     every = each.all()
     del every, each
 
 
-def _is_same(self: Tensor, other: Tensor) -> bool:
-    """Return whether both are the same elements of memory: equal unseen, but for NaN."""
-    return (
-        self.untyped_storage()._cdata == other.untyped_storage()._cdata
-        and self.storage_offset() == other.storage_offset()
-        and self.stride() == other.stride()
-    )
-
-
 def _allclose(
-    self: Tensor,
-    other: Tensor,
-    rtol: float = 1e-05,
-    atol: float = 1e-08,
-    equal_nan: bool = False,
+    self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
 ) -> None:
     each = torch.isclose(self, other, rtol, atol, equal_nan)
     every = each.all()
     del every, each
 
 
-PARTS: dict[str, Callable[..., None]] = {
-    "aten::equal": _equal,
-    "aten::allclose": _allclose,
-}
+PARTS: dict[str, Callable[..., None]] = {"aten::equal": _equal, "aten::allclose": _allclose}
 """Functions that run the parts of an operator whose result is a Python number."""
 
 COMPOSITES: dict[str, Composite] = {"aten.isclose.default": isclose}
@@ -98,10 +88,7 @@ def _isin(gpu: GPU, elements: Tensor | None = None, test_elements: Tensor | None
         return
     count, others = elements.numel(), test_elements.numel()
     if count and others < int(10 * math.pow(count, 0.145)):
-        pairs = Scratch(gpu, count * others)
-        found = pairs.take(count)
-        pairs.drop(found)
-        pairs.free()
+        passing(gpu, count * others, count)
 
 
 # Where numbers belong among sorted ones.
@@ -118,17 +105,14 @@ def _number(gpu: GPU, self: Tensor | float, sorter: Tensor | None = None) -> Scr
 def _search(gpu: GPU, sorted: Tensor, wanted: Tensor | float, sorter: Any) -> None:
     if not sorted.numel() or (isinstance(wanted, Tensor) and not wanted.numel()):
         return
-    scratch = Scratch(gpu)
     tensor = wanted if isinstance(wanted, Tensor) else None
-    for nbytes in copied(tensor, sorted, sorter):
-        scratch.take(nbytes)
+    scratch = Scratch(gpu, *copied(tensor, sorted, sorter))
     common = torch.result_type(sorted, wanted)
     number = torch.float64 if isinstance(wanted, float) else torch.int64
     if (number if tensor is None else tensor.dtype) != common:
         scratch.take((1 if tensor is None else tensor.numel()) * common.itemsize)
     if sorted.dtype != common:
         scratch.take(sorted.numel() * common.itemsize)
-    scratch.free()
 
 
 def _searchsorted(
@@ -141,7 +125,22 @@ def _bucketize(gpu: GPU, self: Tensor | float, boundaries: Tensor) -> None:
     _search(gpu, boundaries, self, None)
 
 
+# Assertions that CUDA checks on the device.
+
+
+def _assert(gpu: GPU, self: Tensor) -> None:
+    """Stop the call; on a GPU a failed assertion stops the process's CUDA at its next call."""
+    if self.numel() != 1:
+        many = "more than one value" if self.numel() else "no values"
+        raise RuntimeError(f"Boolean value of Tensor with {many} is ambiguous")
+    known = gpu.simulation.values.known(self)
+    if known is not None and not known.item():
+        error: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
+        raise error("CUDA error: device-side assert triggered")
+
+
 RULES = {
+    "aten::_assert_async": Rule(before=_assert),
     "aten::isin": Rule(after=_isin),
     "aten::searchsorted": Rule(before=_number, after=_searchsorted),
     "aten::bucketize": Rule(before=_number, after=_bucketize),

@@ -1,9 +1,10 @@
 """Convolution: allocations of the kernel that ATen takes on CUDA, in order.
 
 Source: aten/src/ATen/native/Convolution.cpp (_convolution, convolution_backward),
-native/cudnn/ConvShared.cpp and Conv_v8.cpp (run_conv_plan), native/cuda/DepthwiseConv2d.cu and
-DepthwiseConv3d.cu, of torch 2.6 to 2.15. cuDNN's workspace comes from :mod:`cudnn`, and what runs
-without cuDNN from :mod:`slow_convolution`.
+native/cudnn/ConvShared.cpp (cudnn_convolution and its _transpose, _relu and _add_relu) and
+Conv_v8.cpp (run_conv_plan), native/cuda/DepthwiseConv2d.cu and DepthwiseConv3d.cu, of torch 2.6 to
+2.15. cuDNN's workspace comes from :mod:`cudnn`, and what runs without cuDNN from
+:mod:`slow_convolution`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pytest_gpumem.simulated.operators.layout import suggested_format
 from pytest_gpumem.simulated.operators.rules import Composite, Scratch
 from pytest_gpumem.simulated.operators.slow_convolution import SlowConvolution
 
+_Sizes = Sequence[int]
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -39,21 +41,19 @@ def convolution(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    stride: _Sizes,
+    padding: _Sizes,
+    dilation: _Sizes,
     transposed: bool,
-    output_padding: Sequence[int],
+    output_padding: _Sizes,
     groups: int,
 ) -> Tensor:
     """``aten::convolution`` (``_convolution``)."""
-    call = _Call(
-        gpu,
-        parameters_of(weight, stride, padding, dilation, transposed, output_padding, groups),
-    )
+    settings = stride, padding, dilation, transposed, output_padding, groups
+    call = _Call(gpu, parameters_of(weight, *settings))
     if weight.dim() > 3:
         return call.forward(input, weight, bias)
-    return call.forward(_as_image(input.contiguous()), _as_image(weight), bias).squeeze(2)
+    return call.forward(input.contiguous().unsqueeze(2), weight.unsqueeze(2), bias).squeeze(2)
 
 
 def convolution_backward(
@@ -61,26 +61,22 @@ def convolution_backward(
     grad_output: Tensor,
     input: Tensor,
     weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    stride: _Sizes,
+    padding: _Sizes,
+    dilation: _Sizes,
     transposed: bool,
-    output_padding: Sequence[int],
+    output_padding: _Sizes,
     groups: int,
     output_mask: Sequence[bool],
 ) -> _Gradients:
     """``aten::convolution_backward``."""
-    call = _Call(
-        gpu,
-        parameters_of(weight, stride, padding, dilation, transposed, output_padding, groups),
-    )
+    settings = stride, padding, dilation, transposed, output_padding, groups
+    call = _Call(gpu, parameters_of(weight, *settings))
     if weight.dim() > 3:
         return call.backward(grad_output, input, weight, output_mask)
     flat = input.contiguous()
-    gradients = call.backward(
-        _as_image(grad_output), _as_image(flat), _as_image(weight), output_mask
-    )
-    grad_input, grad_weight, grad_bias = gradients
+    images = grad_output.unsqueeze(2), flat.unsqueeze(2), weight.unsqueeze(2)
+    grad_input, grad_weight, grad_bias = call.backward(*images, output_mask)
     return (
         None if grad_input is None else grad_input.squeeze(2),
         None if grad_weight is None else grad_weight.squeeze(2),
@@ -88,9 +84,31 @@ def convolution_backward(
     )
 
 
+def _by_cudnn(
+    gpu: GPU,
+    self: Tensor,
+    weight: Tensor,
+    stride: _Sizes,
+    padding: _Sizes,
+    dilation: _Sizes,
+    groups: int,
+    output_padding: _Sizes | None = None,
+) -> Tensor:
+    transposed = output_padding is not None
+    settings = stride, padding, dilation, transposed, output_padding or (0,), groups
+    return convolution(gpu, self, weight, None, *settings)
+
+
 IN_VIEW: dict[str, Composite] = {
     "aten.convolution.default": convolution,
     "aten.convolution_backward.default": convolution_backward,
+    # Its four switches at the end are those of torch's context, which hold.
+    "aten._convolution.default": convolution,
+    # The fused ones take no other memory than the convolution.
+    "aten.cudnn_convolution.default": _by_cudnn,
+    "aten.cudnn_convolution_transpose.default": _by_cudnn,
+    "aten.cudnn_convolution_relu.default": _by_cudnn,
+    "aten.cudnn_convolution_add_relu.default": _by_cudnn,
 }
 
 
@@ -124,15 +142,9 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, parameters: Param
         )
 
 
-def _as_image(tensor: Tensor) -> Tensor:
-    return tensor.unsqueeze(2)
-
-
 @dataclass(frozen=True)
 class _Call(Choice):
     """A convolution on a device."""
-
-    # Forward.
 
     def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output, after everything was allocated and freed as CUDA does."""
@@ -140,9 +152,10 @@ class _Call(Choice):
         kernel = self.kernel(input, weight)
         shape = self.parameters.output_shape(input.shape, weight.shape)
         if kernel == CUDNN:
-            output = self._cudnn_forward(
-                input.contiguous(memory_format=common_format(input, weight)), weight, shape
-            )
+            direction = cudnn.INPUT if self.parameters.transposed else cudnn.FORWARD
+            given = input.contiguous(memory_format=common_format(input, weight))
+            output = self._toward(direction, given, weight, shape)
+            del given
             if bias is not None:
                 output.add_(bias.view(1, -1, *[1] * (input.dim() - 2)))
             return output
@@ -152,37 +165,24 @@ class _Call(Choice):
             return self._slow_forward(input, weight, shape, bias is not None)
         return input.new_empty(shape)
 
-    def _cudnn_forward(self, input: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-        if self.parameters.transposed:
-            return self._toward_input(input, weight, shape)
-        return self._toward_output(input, weight, shape)
+    def _toward(self, direction: str, given: Tensor, weight: Tensor, shape: _Sizes) -> Tensor:
+        """cudnn_convolution, and cudnn_convolution_backward_input for the direction ``INPUT``.
 
-    def _toward_output(self, input: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
-        """cudnn_convolution, and the input's gradient where transposed."""
-        memory_format = common_format(input, weight)
-        output = _empty(shape, input, memory_format)
-        if output.numel():
+        Of a transposed one the output is computed as an input's gradient, and the other way round.
+        """
+        memory_format = common_format(given, weight)
+        made = _empty(shape, given, memory_format)
+        if made.numel() or direction == cudnn.INPUT:
             kept = [
                 weight.contiguous(memory_format=memory_format),
-                input.contiguous(memory_format=memory_format),
+                given.contiguous(memory_format=memory_format),
             ]
-            self._plan(cudnn.FORWARD, input, weight, output, memory_format)
+            input, output = (given, made) if direction == cudnn.FORWARD else (made, given)
+            self._plan(direction, input, weight, output, memory_format is not CONTIGUOUS)
             del kept
-        return output
+        return made
 
-    def _toward_input(self, grad_output: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
-        """cudnn_convolution_backward_input, and the output where transposed."""
-        memory_format = common_format(grad_output, weight)
-        grad_input = _empty(shape, grad_output, memory_format)
-        kept = [
-            weight.contiguous(memory_format=memory_format),
-            grad_output.contiguous(memory_format=memory_format),
-        ]
-        self._plan(cudnn.INPUT, grad_input, weight, grad_output, memory_format)
-        del kept
-        return grad_input
-
-    def _toward_weight(self, grad_output: Tensor, input: Tensor, shape: Sequence[int]) -> Tensor:
+    def _toward_weight(self, grad_output: Tensor, input: Tensor, shape: _Sizes) -> Tensor:
         """cudnn_convolution_backward_weight."""
         memory_format = common_format(input, grad_output)
         kept = [
@@ -190,17 +190,12 @@ class _Call(Choice):
             input.contiguous(memory_format=memory_format),
         ]
         grad_weight = _empty(shape, grad_output, memory_format)
-        self._plan(cudnn.WEIGHT, input, grad_weight, grad_output, memory_format)
+        self._plan(cudnn.WEIGHT, input, grad_weight, grad_output, memory_format is not CONTIGUOUS)
         del kept
         return grad_weight
 
     def _plan(
-        self,
-        direction: str,
-        input: Tensor,
-        weight: Tensor,
-        output: Tensor,
-        memory_format: torch.memory_format,
+        self, direction: str, input: Tensor, weight: Tensor, output: Tensor, channels_last: bool
     ) -> None:
         """run_conv_plan: the workspace, for the time of the call.
 
@@ -220,7 +215,7 @@ class _Call(Choice):
             weight.nbytes,
             output.nbytes,
             input.element_size(),
-            memory_format is not CONTIGUOUS,
+            channels_last,
             self._on_tensor_cores(input.dtype),
             self.gpu.model.compute_capability,
         )
@@ -228,12 +223,10 @@ class _Call(Choice):
         nbytes = 0 if frugal and call in frugal else cudnn.convolution_bytes(call)
         if nbytes:
             dims = 1 if weight.shape[2] == 1 < weight.shape[3] else weight.dim() - 2
-            scratch = Scratch(self.gpu)
             try:
-                scratch.estimate(nbytes, "cuDNN", f"conv{dims}d ({direction})")
+                Scratch(self.gpu).estimate(nbytes, "cuDNN", f"conv{dims}d ({direction})")
             except torch.OutOfMemoryError:
                 frugal.add(call)
-            scratch.free()
 
     def _on_tensor_cores(self, dtype: torch.dtype) -> bool:
         if dtype == torch.float32:
@@ -255,13 +248,13 @@ class _Call(Choice):
             outputs.append(slow.forward(own.contiguous(), filters, part, has_bias))
         return torch.cat(outputs, 1)
 
-    # Backward.
-
     def backward(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
     ) -> _Gradients:
         """Return the gradients that ``mask`` selects."""
         kernel = self.kernel(input, weight)
+        if kernel == SLOW:
+            return self._slow_backward(grad_output, input, weight, mask)
         if kernel == CUDNN:
             kept = input
             if mask[1]:
@@ -270,8 +263,6 @@ class _Call(Choice):
             del kept
         elif kernel == DEPTHWISE:
             grad_input, grad_weight = _depthwise_backward(grad_output, input, weight, mask)
-        elif kernel == SLOW:
-            return self._slow_backward(grad_output, input, weight, mask)
         else:
             grad_input = torch.zeros_like(input) if mask[0] else None
             grad_weight = torch.zeros_like(weight) if mask[1] else None
@@ -292,8 +283,8 @@ class _Call(Choice):
             grad_output = grad_output.contiguous(memory_format=memory_format)
         grad_input = grad_weight = None
         if mask[0]:
-            toward = self._toward_output if transposed else self._toward_input
-            grad_input = toward(grad_output, weight, input.shape)
+            direction = cudnn.FORWARD if transposed else cudnn.INPUT
+            grad_input = self._toward(direction, grad_output, weight, input.shape)
         if mask[1]:
             pair = (input, grad_output) if transposed else (grad_output, input)
             grad_weight = self._toward_weight(*pair, weight.shape)
@@ -307,20 +298,16 @@ class _Call(Choice):
         slow = SlowConvolution(self.gpu, self.parameters)
         if groups == 1:
             return slow.backward(grad_output, input, weight, mask)
+        chunks = grad_output.chunk(groups, 1), input.chunk(groups, 1), weight.chunk(groups, 0)
         parts: list[list[Tensor]] = [[], [], []]
-        for own_grad, own, filters in zip(
-            grad_output.chunk(groups, 1),
-            input.chunk(groups, 1),
-            weight.chunk(groups, 0),
-            strict=True,
-        ):
+        for own_grad, own, filters in zip(*chunks, strict=True):
             gradients = slow.backward(own_grad.contiguous(), own.contiguous(), filters, mask)
             for among, gradient in zip(parts, gradients, strict=True):
                 among += [gradient] if gradient is not None else []
             del gradients, gradient
-        dims = (1, 0, 0)
         result = [
-            torch.cat(among, dim) if among else None for among, dim in zip(parts, dims, strict=True)
+            torch.cat(among, dim) if among else None
+            for among, dim in zip(parts, (1, 0, 0), strict=True)
         ]
         for among in reversed(parts):
             while among:
@@ -328,21 +315,18 @@ class _Call(Choice):
         return result[0], result[1], result[2]
 
 
-def _empty(shape: Sequence[int], like: Tensor, memory_format: torch.memory_format) -> Tensor:
+def _empty(shape: _Sizes, like: Tensor, memory_format: torch.memory_format) -> Tensor:
     return torch.empty(
         tuple(shape), dtype=like.dtype, device=like.device, memory_format=memory_format
     )
 
 
-def _depthwise_forward(input: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
-    # conv_depthwise2d_cuda and conv_depthwise3d_cuda add the bias in their kernels.
-    if input.dim() == 4:
-        kept = weight.contiguous()
-        output = input.new_empty(tuple(shape))
-    else:
-        output = input.new_empty(tuple(shape))
-        kept = weight.contiguous()
-    del kept
+def _depthwise_forward(input: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """conv_depthwise2d_cuda, conv_depthwise3d_cuda, which add the bias in their kernels."""
+    kept = weight.contiguous() if input.dim() == 4 else None
+    output = input.new_empty(shape)
+    if kept is None:
+        weight.contiguous()
     return output
 
 
@@ -350,10 +334,17 @@ def _depthwise_backward(
     grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """conv_depthwise2d_backward_cuda_out, _depthwise_3d_backward_cuda_out."""
-    if input.dim() == 5:
-        return _depthwise_backward_3d(grad_output, input, weight, mask)
-    kept = grad_output.contiguous()
     grad_input = grad_weight = None
+    if input.dim() == 5:
+        grad_input = grad_output.new_empty(input.shape) if mask[0] else None
+        grad_weight = grad_output.new_empty(weight.shape) if mask[1] else None
+        kept = grad_output.contiguous()
+        if mask[0]:
+            weight.contiguous()
+        if mask[1]:
+            input.contiguous()
+        return grad_input, grad_weight
+    kept = grad_output.contiguous()
     if mask[1]:
         copied = input.contiguous()
         grad_weight = kept.new_empty(weight.shape)
@@ -362,18 +353,4 @@ def _depthwise_backward(
         copied = weight.contiguous()
         grad_input = kept.new_empty(input.shape)
         del copied
-    return grad_input, grad_weight
-
-
-def _depthwise_backward_3d(
-    grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    grad_input = grad_output.new_empty(input.shape) if mask[0] else None
-    grad_weight = grad_output.new_empty(weight.shape) if mask[1] else None
-    kept = [grad_output.contiguous()]
-    if mask[0]:
-        weight.contiguous()
-    if mask[1]:
-        input.contiguous()
-    del kept
     return grad_input, grad_weight

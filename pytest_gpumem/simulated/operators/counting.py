@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
 _SHORT_INDEX_BYTES = 4
 BOTH_EXTREMES_SINCE = (2, 12)
@@ -25,7 +26,7 @@ _STATIC_TILE = 512 * 16
 """Elements that a block of nonzero_static_cuda_out_impl (Nonzero.cu) counts at once."""
 
 
-def _before(gpu: GPU, self: torch.Tensor, return_inverse: bool) -> Scratch | None:
+def _before(gpu: GPU, self: Tensor, return_inverse: bool) -> Scratch | None:
     """Sort and number the distinct values, before the results are allocated."""
     if not self.numel():
         return None
@@ -40,7 +41,7 @@ def _before(gpu: GPU, self: torch.Tensor, return_inverse: bool) -> Scratch | Non
 
 
 def _before_consecutive(
-    gpu: GPU, self: torch.Tensor, return_inverse: bool, dim: int | None
+    gpu: GPU, self: Tensor, return_inverse: bool, dim: int | None
 ) -> Scratch | None:
     if dim is not None or not self.numel():
         return None
@@ -50,22 +51,14 @@ def _before_consecutive(
     return scratch
 
 
-def _sort(gpu: GPU, scratch: Scratch, tensor: torch.Tensor, inverse: bool) -> None:
+def _sort(gpu: GPU, scratch: Scratch, tensor: Tensor, inverse: bool) -> None:
     count, size = tensor.numel(), tensor.element_size()
+    index = INDEX_BYTES if inverse else 0
     scratch.take(count * size)
-    indices = scratch.take(count * INDEX_BYTES) if inverse else 0
-    if inverse:
-        scratch.take(count * INDEX_BYTES)
-    model = gpu.model
-    storage = cub.radix_sort_pairs_bytes(
-        count,
-        size,
-        INDEX_BYTES if inverse else 0,
-        8 * size,
-        model.compute_capability,
-        model.sm_count,
-    )
-    scratch.drop(scratch.take(storage))
+    indices = scratch.take(count * index)
+    scratch.take(count * index)
+    at = gpu.model.compute_capability, gpu.model.sm_count
+    scratch.passing(cub.radix_sort_pairs_bytes(count, size, index, 8 * size, *at))
     scratch.drop(indices)
 
 
@@ -75,15 +68,14 @@ def _number(gpu: GPU, scratch: Scratch, count: int, number_bytes: int) -> None:
     numbers = scratch.take(count * number_bytes)
     storage = cub.scan_bytes(min(count, cub.LARGEST_SCAN), 4, gpu.version)
     scratch.drop(scratch.estimate(storage, "CUB", "a prefix sum"))
-    scratch.drop(numbers)
-    scratch.drop(inverse)
+    scratch.drop(numbers, inverse)
 
 
-_Distinct = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Distinct = tuple[Tensor, Tensor, Tensor]
 """Values, the index of each element's value, and the count of each value."""
 
 
-def _placed(self: torch.Tensor, return_counts: bool, result: _Distinct) -> Iterator[torch.Tensor]:
+def _placed(self: Tensor, return_counts: bool, result: _Distinct) -> Iterator[Tensor]:
     """Yield the results, which CUDA makes as large as the input and then shortens in place."""
     values, inverse, counts = result
     is_truth = self.dtype == torch.bool
@@ -97,8 +89,8 @@ def _placed(self: torch.Tensor, return_counts: bool, result: _Distinct) -> Itera
 
 
 def _placed_consecutive(
-    self: torch.Tensor, return_counts: bool, dim: int | None, result: _Distinct
-) -> Iterator[torch.Tensor]:
+    self: Tensor, return_counts: bool, dim: int | None, result: _Distinct
+) -> Iterator[Tensor]:
     values, inverse, counts = result
     yield inverse
     if dim is None:
@@ -109,35 +101,32 @@ def _placed_consecutive(
     yield counts
 
 
-def _make_room(tensor: torch.Tensor, elements: int) -> None:
+def _make_room(tensor: Tensor, elements: int) -> None:
     tensor.untyped_storage().resize_(elements * tensor.element_size())
 
 
-def _select(gpu: GPU, self: torch.Tensor) -> None:
+def _select(gpu: GPU, self: Tensor) -> None:
     if self.numel() and self.dtype != torch.bool:
         _select_first(gpu, self.numel())
 
 
-def _select_consecutive(gpu: GPU, self: torch.Tensor, dim: int | None) -> None:
+def _select_consecutive(gpu: GPU, self: Tensor, dim: int | None) -> None:
     if self.numel() and dim is None:
         _select_first(gpu, self.numel())
 
 
 def _select_first(gpu: GPU, count: int) -> None:
-    scratch = Scratch(gpu, INDEX_BYTES)
     storage = cub.unique_bytes(count, gpu.model.compute_capability, gpu.version)
-    scratch.estimate(storage, "CUB", "a selection")
-    scratch.free()
+    Scratch(gpu, INDEX_BYTES).estimate(storage, "CUB", "a selection")
 
 
-def _extreme(gpu: GPU, tensor: torch.Tensor) -> None:
-    scratch = Scratch(gpu)
-    scratch.take(tensor.element_size())
-    reductions.reduce_tensor(gpu, tensor, None, reductions.VALUES, tensor.dtype)
-    scratch.free()
+def _extreme(gpu: GPU, tensor: Tensor) -> None:
+    extreme = Scratch(gpu, tensor.element_size())
+    reductions.reduce_tensor(gpu, tensor, None, reductions.VALUES)
+    extreme.free()
 
 
-def _bins(gpu: GPU, self: torch.Tensor, weights: torch.Tensor | None) -> Scratch:
+def _bins(gpu: GPU, self: Tensor, weights: Tensor | None) -> Scratch:
     scratch = Scratch(gpu)
     if weights is not None and weights.dtype not in (torch.float32, torch.float64):
         scratch.take(weights.numel() * torch.float64.itemsize)
@@ -147,26 +136,26 @@ def _bins(gpu: GPU, self: torch.Tensor, weights: torch.Tensor | None) -> Scratch
     return scratch
 
 
-def _range(gpu: GPU, self: torch.Tensor, min: float, max: float) -> None:
+def _range(gpu: GPU, self: Tensor, min: float, max: float) -> None:
     if min != max or not self.numel():
         return
     if gpu.version >= BOTH_EXTREMES_SINCE:
         extremes = Scratch(gpu, self.element_size(), self.element_size())
-        reductions.reduce_tensor(gpu, self, None, reductions.TWO_VALUES, self.dtype)
+        reductions.reduce_tensor(gpu, self, None, reductions.TWO_VALUES)
         extremes.free()
-        return
-    for _ in range(2):
-        _extreme(gpu, self)
+    else:
+        for _ in range(2):
+            _extreme(gpu, self)
 
 
-def _static(gpu: GPU, self: torch.Tensor) -> None:
+def _static(gpu: GPU, self: Tensor) -> None:
     """Allocate the number of elements each block has found, and the start of its places."""
     if not self.numel():
         return
     tiles = -(-self.numel() // _STATIC_TILE)
     in_turn = -(-tiles // gpu.model.sm_count)
     blocks = -(-self.numel() // (in_turn * _STATIC_TILE))
-    Scratch(gpu, blocks * 4, blocks * INDEX_BYTES).free()
+    passing(gpu, blocks * 4, blocks * INDEX_BYTES)
 
 
 RULES = {

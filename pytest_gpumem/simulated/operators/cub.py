@@ -34,7 +34,9 @@ def radix_sort_pairs_bytes(
     if count <= _tile(256, 19, key_bytes, value_bytes):
         return 1  # One block sorts them; a null pointer would query the size again.
     if key_bytes < 4 and capability < (9, 0):
-        spine = _spine(key_bytes, sms)
+        # Digit counts of five waves of blocks, and of one block that adds them up.
+        blocks, digits = _SPINES[key_bytes]
+        spine = (5 * blocks * sms * digits + _SCAN_TILE) * 8
         return alias_temporaries(spine, count * key_bytes, count * value_bytes)
     tile = _onesweep_tile(key_bytes, value_bytes, capability)
     portion = _LARGEST_PORTION // tile * tile
@@ -72,7 +74,7 @@ def unique_by_key_bytes(
     count: int, index_bytes: int, capability: Capability, version: Version
 ) -> int:
     """Return the bytes for finding where runs of ``count`` equal keys begin."""
-    tile = _default_unique_tile(index_bytes)
+    tile = 64 * max(1, 11 * 4 // index_bytes)
     if capability >= (9, 0):
         tile = 448 * 11 if index_bytes == 8 else 512 * 14
     elif capability == (8, 0):
@@ -82,11 +84,7 @@ def unique_by_key_bytes(
 
 def unique_bytes(count: int, capability: Capability, version: Version) -> int:
     """Return the bytes for keeping the first of equal neighbours among ``count`` indices."""
-    tile = 64 * 10
-    if capability >= (9, 0):
-        tile = 384 * 11
-    elif capability == (8, 0):
-        tile = 320 * 6
+    tile = 384 * 11 if capability >= (9, 0) else 320 * 6 if capability == (8, 0) else 64 * 10
     return _tile_states(count, tile, 8, version)
 
 
@@ -144,16 +142,6 @@ def _tile_states(count: int, tile: int, state_bytes: int, version: Version) -> i
 _SCAN_TILE = 512 * 11
 _SPINES = {2: (1, 128), 1: (2, 32)}
 """By bytes of a key: blocks per SM (its registers allow no more), radix digits of one pass."""
-
-
-def _spine(key_bytes: int, sms: int) -> int:
-    """Digit counts of five waves of blocks, and of one block that adds them up."""
-    blocks, digits = _SPINES[key_bytes]
-    return (5 * blocks * sms * digits + _SCAN_TILE) * 8
-
-
-def _default_unique_tile(index_bytes: int) -> int:
-    return 64 * max(1, 11 * 4 // index_bytes)
 
 
 def _tile(threads: int, items: int, key_bytes: int, value_bytes: int) -> int:

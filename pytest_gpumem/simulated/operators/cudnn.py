@@ -144,7 +144,7 @@ _MEASURED: dict[tuple[int, int], dict[str, dict[_Shape, int]]] = {
             (1024, 14, 512, 1, 1): 2_097_152,
             (2048, 7, 512, 1, 1): 502_272,
         },
-    },
+    }
 }
 """Bytes by compute capability, direction and shape, where they differ from the rule; multiples of
 512 are blocks, whose last bytes were not requested."""
@@ -154,7 +154,7 @@ _LARGE_PRODUCTS: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
     # A GPU of 23.64 GiB, which an RTX 4090 has, with cuDNN 8.9: HugePandaCoder/octree-nca-groupeq
     # 0cc72993, 32 to 64 channels over 302, 604, 1208, 2415 and 4830 pixels in each direction; 64
     # to 13 channels took nothing.
-    (8, 9): ((604 * 604, 134_217_728), (302 * 302, 4_194_304)),
+    (8, 9): ((604 * 604, 134_217_728), (302 * 302, 4_194_304))
 }
 """Bytes that a pointwise convolution of one large image takes on tensor cores, by compute
 capability and from how many pixels up; channels in and out are whole vectors."""

@@ -67,7 +67,7 @@ class Descriptions:
         self._functions: dict[tuple[Any, str], _Replaced] = {}
         self._open: tuple[ExitStack, Wrote] | None = None
 
-    def of(self, name: str, overload: str) -> Description | None:
+    def find(self, name: str, overload: str) -> Description | None:
         """Return the description of the operator ``name``, a qualified one."""
         if overload and (description := self.operators.get(f"{name}.{overload}")) is not None:
             return description
@@ -108,7 +108,7 @@ class _Replaced:
         self.name = name
         self.function = function
         self.description = description
-        self._wrote: Wrote = _nobody
+        self._wrote: Wrote = _ignore
         self._codes: tuple[CodeType, CodeType] | None = None
         """The function's own code, and code that calls the description instead."""
 
@@ -117,21 +117,19 @@ class _Replaced:
         """Call the description instead, whatever name the function was imported under."""
         function = self.function
         outer, self._wrote = self._wrote, wrote
+        owner, name = self.owner, self.name
+        own: Any = function
+        replacement: Any
+        if isinstance(function, FunctionType):
+            owner, name = function, "__code__"
+            own, replacement = self._coded(function)
+        else:
+            replacement = self._chosen(getattr(owner, name))
+        setattr(owner, name, replacement)
         try:
-            if isinstance(function, FunctionType):
-                own, calling = self._coded(function)
-                function.__code__ = calling
-                try:
-                    yield
-                finally:
-                    function.__code__ = own
-            else:
-                setattr(self.owner, self.name, self._chosen(getattr(self.owner, self.name)))
-                try:
-                    yield
-                finally:
-                    setattr(self.owner, self.name, function)
+            yield
         finally:
+            setattr(owner, name, own)
             self._wrote = outer
 
     def _coded(self, function: FunctionType) -> tuple[CodeType, CodeType]:
@@ -154,16 +152,18 @@ class _Replaced:
                 return real(*args, **options)
             result = self.description(*args, **options)
             self._wrote(args, options, result)
-            return _told(result, self._wrote) if isinstance(result, SimpleNamespace) else result
+            if isinstance(result, SimpleNamespace):
+                return _described_module(result, self._wrote)
+            return result
 
         return call
 
 
-def _nobody(*values: Any) -> None:
+def _ignore(*values: Any) -> None:
     """Ignore the results of a kernel."""
 
 
-def _told(made: SimpleNamespace, wrote: Wrote) -> SimpleNamespace:
+def _described_module(made: SimpleNamespace, wrote: Wrote) -> SimpleNamespace:
     """``made``, the module of a described loader, whose functions stand for kernels too."""
 
     def described(name: str, function: Description) -> Description:
@@ -182,12 +182,9 @@ def _told(made: SimpleNamespace, wrote: Wrote) -> SimpleNamespace:
 
         return call
 
-    return SimpleNamespace(
-        **{
-            name: described(name, value) if isinstance(value, FunctionType) else value
-            for name, value in vars(made).items()
-        }
-    )
+    functions = {name: one for name, one in vars(made).items() if isinstance(one, FunctionType)}
+    called = {name: described(name, function) for name, function in functions.items()}
+    return SimpleNamespace(**vars(made) | called)
 
 
 DESCRIPTIONS = Descriptions()
@@ -348,11 +345,8 @@ def _resolve(path: str) -> tuple[Any, str, Any]:
         try:
             value = importlib.import_module(module)
         except ImportError as error:
-            if (
-                value is not None
-                and isinstance(error, ModuleNotFoundError)
-                and error.name == module
-            ):
+            is_missing = isinstance(error, ModuleNotFoundError) and error.name == module
+            if value is not None and is_missing:
                 module = ".".join(parts[: count - 1])
                 break
             raise ValueError(

@@ -8,8 +8,6 @@ EmbeddingBag.cu (_embedding_bag_cuda, embedding_bag_backward_cuda_sum_avg) and c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -50,12 +48,7 @@ def _after_backward(gpu: GPU, indices: Tensor, scale_grad_by_freq: bool, result:
 
 
 def _sort(
-    gpu: GPU,
-    scratch: Scratch,
-    indices: Tensor,
-    rows: int,
-    padding: int,
-    by_frequency: bool,
+    gpu: GPU, scratch: Scratch, indices: Tensor, rows: int, padding: int, by_frequency: bool
 ) -> None:
     """The sorted indices and where they were, held in ``scratch``; their counts, too."""
     count, element = indices.numel(), indices.element_size()
@@ -64,13 +57,12 @@ def _sort(
     scratch.take(count * element)
     positions = scratch.take(count * element)
     bits = cub.bits_of(rows if padding >= 0 else rows - 1 - padding)
-    storage = cub.radix_sort_pairs_bytes(count, element, element, bits, capability)
-    scratch.drop(scratch.take(storage))
+    scratch.passing(cub.radix_sort_pairs_bytes(count, element, element, bits, capability))
     scratch.drop(positions)
     if by_frequency:
         scratch.take(count * element)
         for _ in ("counts", "the highest of each row"):
-            scratch.drop(scratch.take(cub.sum_by_key_bytes(count, element, capability)))
+            scratch.passing(cub.sum_by_key_bytes(count, element, capability))
 
 
 def _sum_rows(gpu: GPU, indices: Tensor, result: Tensor, may_be_atomic: bool) -> None:
@@ -80,13 +72,12 @@ def _sum_rows(gpu: GPU, indices: Tensor, result: Tensor, may_be_atomic: bool) ->
     version, capability = gpu.version, gpu.model.compute_capability
     scratch = Scratch(gpu, count * element, INDEX_BYTES)
     keys = scratch.take(count * element)
-    storage = cub.unique_by_key_bytes(count, element, capability, version)
-    scratch.drop(scratch.take(storage))
+    scratch.passing(cub.unique_by_key_bytes(count, element, capability, version))
     scratch.drop(keys)
     segments = min(count, rows)
     scratch.take(segments * element)
     scratch.take(segments * element)
-    scratch.drop(scratch.take(cub.scan_bytes(segments, element, version)))
+    scratch.passing(cub.scan_bytes(segments, element, version))
     scratch.take(INDEX_BYTES)
     partial_sums = count // _ROWS_PER_PARTIAL_SUM + segments
     scratch.take(partial_sums * element)
@@ -96,7 +87,6 @@ def _sum_rows(gpu: GPU, indices: Tensor, result: Tensor, may_be_atomic: bool) ->
             scratch.take(result.numel() * 4)
     else:
         scratch.take(partial_sums * width * accumulated(result.dtype).itemsize)
-    scratch.free()
 
 
 def _is_atomic(gpu: GPU, segments: int, partial_sums: int, width: int) -> bool:
@@ -135,9 +125,9 @@ def _after_bag_backward(gpu: GPU, indices: Tensor, mode: int, sparse: bool, resu
         _sum_rows(gpu, indices, result, may_be_atomic=False)
 
 
-def _bag_outputs(result: tuple[Tensor, Tensor, Tensor, Tensor]) -> Iterator[Tensor]:
+def _bag_outputs(result: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
     output, bag_of_index, bag_sizes, highest = result
-    yield from (bag_sizes, bag_of_index, output, highest)
+    return bag_sizes, bag_of_index, output, highest
 
 
 def _renorm(gpu: GPU, indices: Tensor) -> None:
@@ -150,8 +140,7 @@ def _renorm(gpu: GPU, indices: Tensor) -> None:
     scratch.drop(positions)
     scratch.take(nbytes)
     scratch.take(INDEX_BYTES)
-    scratch.drop(scratch.take(cub.unique_bytes(count, gpu.model.compute_capability, gpu.version)))
-    scratch.free()
+    scratch.passing(cub.unique_bytes(count, gpu.model.compute_capability, gpu.version))
 
 
 def _in_a_row(gpu: GPU, indices: Tensor) -> Scratch | None:

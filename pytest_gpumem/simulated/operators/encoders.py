@@ -53,9 +53,9 @@ def _attention(
     average_attn_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
     if need_weights or mask is not None or not _takes_fused_kernel(gpu, query, num_head):
-        averages = need_weights and average_attn_weights
-        weights = qkv_weight, qkv_bias, proj_weight, proj_bias
-        return _by_own_kernels(gpu, query, num_head, *weights, mask, need_weights, averages)
+        projection = proj_weight, proj_bias
+        kept = _NO_WEIGHTS if not need_weights else _MEAN if average_attn_weights else _WEIGHTS
+        return _by_own_kernels(gpu, query, num_head, qkv_weight, projection, mask, kept)
     projected = functional.linear(query, qkv_weight, qkv_bias)
     q, k, v = (_by_head(chunk, num_head) for chunk in projected.chunk(3, -1))
     attended = functional.scaled_dot_product_attention(q, k, v)
@@ -65,17 +65,18 @@ def _attention(
     return result, None
 
 
+_NO_WEIGHTS, _WEIGHTS, _MEAN = range(3)
+"""Attention's weights in the result: none, those of each head, or their mean."""
+
+
 def _by_own_kernels(
     gpu: GPU,
     query: Tensor,
     heads: int,
     qkv_weight: Tensor,
-    qkv_bias: Tensor,
-    proj_weight: Tensor,
-    proj_bias: Tensor,
+    projection: tuple[Tensor, Tensor],
     mask: Tensor | None,
-    need_weights: bool,
-    averages: bool,
+    kept: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with the softmax in place, unless masked, and the context where the queries were."""
     batch, length, width = query.shape
@@ -88,14 +89,14 @@ def _by_own_kernels(
         scores = query.new_empty((batch * heads, length, length))
         del flags
     gpu.workspaces.gemm(gpu.stream)
-    if not need_weights:
+    if kept == _NO_WEIGHTS:
         scores = None
     context = query.new_empty(query.shape)
-    result = functional.linear(context, proj_weight, proj_bias)
+    result = functional.linear(context, *projection)
     del context
     if scores is not None:
         scores = scores.view(batch, heads, length, length)
-        if averages:
+        if kept == _MEAN:
             scores = scores.sum(1)
             scores.div_(heads)
     del packed
@@ -124,28 +125,26 @@ def _encoder_layer(
     ffn_bias_2: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    def first_norm(x: Tensor) -> Tensor:
-        return functional.layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional.layer_norm(x, (embed_dim,), weight, bias, eps)
 
-    def second_norm(x: Tensor) -> Tensor:
-        return functional.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
-
-    x = first_norm(src) if norm_first else src
+    first, second = (norm_weight_1, norm_bias_1), (norm_weight_2, norm_bias_2)
+    x = norm(src, *first) if norm_first else src
     weights = qkv_weight, qkv_bias, proj_weight, proj_bias
     x = _attention(gpu, x, num_heads, *weights, mask, False, False)[0]
     x.add_(src)
     if not norm_first:
-        x = first_norm(x)
+        x = norm(x, *first)
     before = x
     if norm_first:
-        x = second_norm(x)
+        x = norm(x, *second)
     rows = x.flatten(0, 1)
     rows = _aten._addmm_activation(ffn_bias_1, rows, ffn_weight_1.t(), use_gelu=use_gelu)
     rows = torch.addmm(ffn_bias_2, rows, ffn_weight_2.t())
     x = rows.view(src.shape)
     del rows
     x.add_(before)
-    return x if norm_first else second_norm(x)
+    return x if norm_first else norm(x, *second)
 
 
 IN_VIEW: dict[str, Composite] = {

@@ -27,6 +27,7 @@ from torch._ops import OpOverload
 from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.operators.layout import is_dense
 from pytest_gpumem.simulated.operators.rules import Composite
 
@@ -62,9 +63,7 @@ class _Count(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled, and skipping it would import it
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         if func is _aten.add.Tensor:
             self.seen = _references(args[0])
         return func(*args, **(kwargs or {}))
@@ -96,7 +95,7 @@ def _is_temporary(tensor: torch.Tensor) -> bool:
     return tensor_uses <= of_owner[0] and storage_uses <= of_owner[1]
 
 
-def _accumulation(args: tuple[Any, ...], node: str) -> OpOverload | None:
+def _accumulation(args: Args, node: str) -> OpOverload | None:
     # The engine adds a gradient to the one its buffer already holds for the same input of a node.
     if len(args) != 2 or node.startswith(_FORMULAS_THAT_ADD) or "BackwardBackward" in node:
         return None
@@ -157,7 +156,7 @@ _CHOICES = (
 """Nodes that pass a gradient on to one of two tensors, and fill the other's with zeros."""
 
 
-def _product(args: tuple[Any, ...], node: str) -> OpOverload | None:
+def _product(args: Args, node: str) -> OpOverload | None:
     if node == "BinaryCrossEntropyBackward0":
         return _aten.mul_.Tensor if _is_temporary(args[0]) else None
     if node != _LOGITS:
@@ -208,7 +207,7 @@ ACCUMULATED = frozenset({"aten.linalg_vector_norm.default", "aten.sum.dim_IntLis
 _SUMS_BY_DEVICE = "RenormBackward0"
 
 
-def with_cuda_sums(given: Tensor, kwargs: dict[str, Any], node: str) -> dict[str, Any]:
+def with_cuda_sums(given: Tensor, kwargs: Kwargs, node: str) -> dict[str, Any]:
     """Return the arguments with CUDA's type of sums: that of ``meta`` tensors is float64."""
     if node == _SUMS_BY_DEVICE and kwargs.get("dtype") is torch.float64 != given.dtype:
         return {**kwargs, "dtype": torch.float32}

@@ -14,15 +14,14 @@ FusedAdagradKernel.cu, AmpKernels.cu) allocate nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, accumulated, is_dense
-from pytest_gpumem.simulated.operators.reductions import sum_of_all
+from pytest_gpumem.simulated.operators.reductions import NORMS, reduce_tensor
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 CHUNK = 65_536
@@ -69,7 +68,7 @@ def _before_norm(
 def _after_norm(gpu: GPU, self: Sequence[Tensor], ord: float) -> None:
     if not _norm_is_one_launch(self, ord):
         for tensor in self:
-            sum_of_all(gpu, tensor)
+            reduce_tensor(gpu, tensor, None, NORMS)
 
 
 def _before_max(gpu: GPU, self: Sequence[Tensor]) -> Scratch | None:
@@ -88,21 +87,3 @@ RULES = {
     "aten::_foreach_powsum": Rule(before=_before_norm, after=_after_norm),
     "aten::_foreach_max": Rule(before=_before_max, after=_after_max),
 }
-
-
-def _writes_only(*args: Any, **kwargs: Any) -> None:
-    """Do nothing, as the shape of an operator that returns nothing."""
-
-
-SHAPES: dict[str, Callable[..., Any]] = dict.fromkeys(
-    (
-        "_fused_sgd_",
-        "_fused_sgd_.tensor_lr",
-        "_fused_adagrad_",
-        "_fused_adagrad_.tensor_lr",
-        "_fused_adam_.tensor_lr",
-        "_fused_adamw_.tensor_lr",
-    ),
-    _writes_only,
-)
-"""By operator name: kernels for ``meta`` that torch does not have."""

@@ -20,16 +20,8 @@ from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 _empty_strided = torch.empty_strided
-_DTYPES = {
-    torch.float32: "Float",
-    torch.float16: "Half",
-    torch.bfloat16: "BFloat16",
-}
-_IN_CPP = {
-    torch.float32: "float",
-    torch.float16: "c10::Half",
-    torch.bfloat16: "c10::BFloat16",
-}
+_DTYPES = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
+_IN_CPP = {torch.float32: "float", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
 _ALIGNMENT = 16
 """Bytes to which the kernel's copies align rows."""
 _DESCRIPTOR = 128
@@ -158,10 +150,9 @@ def _grouped(
 def _fast(gpu: GPU, groups: int) -> None:
     """Pointers, strides and sizes of all groups; then CUTLASS's own, a map of each matrix by SM."""
     pointers = (groups + 1) // 2 * 2 * 3 * 8
-    scratch = Scratch(gpu, pointers + groups * 3 * 4 + groups * 3 * 8)
     maps = 4 * _DESCRIPTOR * gpu.model.sm_count
-    scratch.estimate(maps, "CUTLASS", "a grouped product")
-    scratch.free()
+    arguments = Scratch(gpu, pointers + groups * 3 * 4 + groups * 3 * 8)
+    arguments.estimate(maps, "CUTLASS", "a grouped product")
 
 
 def _scaled_grouped_device(gpu: GPU) -> None:

@@ -56,32 +56,19 @@ def _in_step(scratch: Scratch, given: list[Tensor]) -> None:
         return
     shape = torch.broadcast_shapes(*(index.shape for index in given))
     dense = make_contiguous_strides_for(shape)
-    strides = [
-        dense if _is_moved(index) else _broadcast_strides(index, len(shape)) for index in given
-    ]
+    strides = []
+    for index in given:
+        own = [
+            0 if size == 1 else step for size, step in zip(index.shape, index.stride(), strict=True)
+        ]
+        is_moved = index.dtype == torch.int32 or _on_cpu(index)
+        strides.append(dense if is_moved else (*[0] * (len(shape) - index.dim()), *own))
     if len(set(strides)) == 1:
         return
-    for own in strides:
-        if _differs(shape, own, dense):
+    for each in strides:
+        compared = zip(shape, each, dense, strict=True)
+        if any(size != 1 and step != wanted for size, step, wanted in compared):
             scratch.take(shape.numel() * INDEX_BYTES)
-
-
-def _is_moved(index: Tensor) -> bool:
-    return index.dtype == torch.int32 or _on_cpu(index)
-
-
-def _broadcast_strides(index: Tensor, rank: int) -> tuple[int, ...]:
-    own = [
-        0 if size == 1 else stride for size, stride in zip(index.shape, index.stride(), strict=True)
-    ]
-    return (0,) * (rank - index.dim()) + tuple(own)
-
-
-def _differs(shape: Sequence[int], strides: Sequence[int], dense: Sequence[int]) -> bool:
-    """Return whether a tensor of these strides is not contiguous."""
-    return any(
-        size != 1 and own != wanted for size, own, wanted in zip(shape, strides, dense, strict=True)
-    )
 
 
 def _given(gpu: GPU, indices: _Indices) -> list[Tensor]:
@@ -136,7 +123,9 @@ def _index_put(
     accumulate: bool,
     unsafe: bool = False,
 ) -> None:
-    are_checked = not (unsafe or _is_of_formula())
+    # autograd's own formula puts with indices marked as safe
+    in_formula = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    are_checked = not (unsafe or in_formula)
     _put_sorted(gpu, self, indices, values, accumulate, are_checked=are_checked)
 
 
@@ -166,7 +155,6 @@ def _put_sorted(
         scratch.take(wanted * self.element_size())
     if wanted:
         _sort(gpu, scratch, count, self.numel() // math.prod(self.shape[places[-1] + 1 :]))
-    scratch.free()
 
 
 def _unsafe_index_put(
@@ -176,28 +164,20 @@ def _unsafe_index_put(
     _put_sorted(gpu, self, indices, values, accumulate, are_checked=True)
 
 
-def _is_of_formula() -> bool:
-    """Return whether autograd's own formula puts, which marks its indices as safe."""
-    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-
-
 def _linear_index(
     gpu: GPU, scratch: Scratch, given: list[Tensor], count: int, *, are_checked: bool
 ) -> None:
     """computeLinearIndex: the sum of the indices, each wrapped and times its stride."""
-    first = 0
     shape = torch.broadcast_shapes(*(index.shape for index in given))
-    for index in given:
+    for at, index in enumerate(given):
         if are_checked and count and not _on_cpu(index):
             _check(gpu, count, is_copied=index.shape != shape or not index.is_contiguous())
         # An index on the CPU is wrapped and scaled there, and comes to the device after.
         wrapped = 0 if _on_cpu(index) else scratch.take(count * INDEX_BYTES)
         scaled = scratch.take(count * INDEX_BYTES)
         scratch.drop(wrapped)
-        if first:
+        if at:
             scratch.drop(scaled)
-        else:
-            first = scaled
 
 
 def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
@@ -210,7 +190,7 @@ def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
         reductions.reduce(gpu, (count,), (1,), torch.int64, None, kind, torch.int64)
         contiguous.free()
         for _ in range(comparisons):
-            passing(gpu, 1)
+            extremes.passing(1)
         extremes.free()
 
 
@@ -219,8 +199,7 @@ def _sort(gpu: GPU, scratch: Scratch, count: int, keys: int) -> None:
         scratch.take(count * INDEX_BYTES)
     bits = cub.bits_of(keys - 1)
     capability = gpu.model.compute_capability
-    storage = cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability)
-    scratch.drop(scratch.take(storage))
+    scratch.passing(cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability))
 
 
 def _where(gpu: GPU, self: Tensor, other: Tensor) -> Scratch:
@@ -248,8 +227,7 @@ def _count_set(gpu: GPU, self: Tensor) -> Scratch:
     if self.numel():
         scratch.take(4)
         model = gpu.model
-        storage = cub.count_bytes(self.numel(), model.sm_count, model.max_threads_per_sm)
-        scratch.drop(scratch.take(storage))
+        scratch.passing(cub.count_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
     return scratch
 
 

@@ -70,5 +70,5 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """Return the type that CUDA adds up values of ``dtype`` in (``toAccumulateType``)."""
+    """Return the type in which CUDA's kernels sum values of ``dtype`` (``toAccumulateType``)."""
     return torch.float32 if dtype in HALVES else dtype

@@ -3,23 +3,29 @@
 Source: aten/src/ATen/native/Loss.cpp (binary_cross_entropy_with_logits, mse_loss, smooth_l1_loss:
 their result is made as large as the input before the reduction shrinks it; huber_loss,
 soft_margin_loss), native/cuda/Loss.cu (binary_cross_entropy), NLLLoss2d.cu, MultiMarginLoss.cu,
-ReduceOps.cpp (logsumexp_out_impl), Activation.cpp (log_sigmoid_forward_cuda).
+ReduceOps.cpp (logsumexp_out_impl), Activation.cpp (log_sigmoid_forward_cuda); LossCTC.cpp
+(ctc_loss, ctc_loss_impl) and native/cuda/LossCTC.cu (ctc_loss_gpu_template,
+ctc_loss_backward_gpu_template), of torch 2.6 to 2.15. cuDNN's kernel, which takes 32-bit targets in
+CPU memory, is not simulated: such a loss is computed by ATen's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import reductions
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, first_of, passing
 
-_MEAN = 1
-"""at::Reduction::Mean."""
+_aten = torch.ops.aten
+_MEAN, _SUM = 1, 2
+"""at::Reduction."""
 
 
 def logsumexp(self: Tensor, dim: list[int], keepdim: bool) -> Tensor:
@@ -51,13 +57,6 @@ def soft_margin_loss_backward(
     result = (target * exponential).mul_(-norm)
     exponential.add_(1)
     return result.div_(exponential).mul_(grad_output)
-
-
-IN_VIEW: dict[str, Composite] = {
-    "aten.logsumexp.default": logsumexp,
-    "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
-}
-"""Operators that autograd sees whole and that CUDA builds from others."""
 
 
 # Each loss is reduced from one value per element; what differs is which of the two is the result.
@@ -114,8 +113,8 @@ def _huber(gpu: GPU, self: Tensor, reduction: int, result: Tensor) -> None:
         _reduce_all(gpu, self.numel(), result.dtype)
 
 
-def _weight_first(result: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
-    yield from reversed(result)
+def _last_first(result: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    return result[::-1]
 
 
 def _margin_of_rows(gpu: GPU, self: Tensor, reduction: int) -> None:
@@ -134,21 +133,87 @@ def _target_first(
     rows.free()
 
 
-def _without_buffer(result: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
-    # The buffer is empty on CUDA.
-    yield result[0]
+def _without_buffer(result: tuple[Tensor, Tensor]) -> tuple[Tensor]:
+    return result[:1]  # the buffer is empty on CUDA
 
+
+# Connectionist temporal classification, by ATen's own kernels.
+
+
+def _ctc_loss(overload: Any) -> Composite:
+    def ctc_loss(
+        log_probs: Tensor,
+        targets: Tensor,
+        input_lengths: Tensor | Sequence[int],
+        target_lengths: Tensor | Sequence[int],
+        blank: int,
+        reduction: int,
+        zero_infinity: bool,
+        *args: Any,
+    ) -> Any:
+        if not log_probs.is_cuda:
+            return overload.decompose(*args)
+        lengths = [
+            given.flatten().tolist() if isinstance(given, Tensor) else list(given)
+            for given in (input_lengths, target_lengths)
+        ]
+        batched = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
+        target = targets.to(log_probs.device, torch.int64)
+        losses = first_of(_aten._ctc_loss.default(batched, target, *lengths, blank, zero_infinity))
+        del target
+        if zero_infinity:
+            nothing = losses.new_zeros(())  # C++ evaluates the last arguments first
+            losses = torch.where(losses == torch.inf, nothing, losses)
+            del nothing
+        if reduction == _MEAN:
+            own = torch.tensor(lengths[1], dtype=losses.dtype, device=losses.device)
+            divisors = own.clamp_min(1)
+            del own
+            mean = (losses / divisors).mean()
+            del divisors
+            return mean
+        if reduction == _SUM:
+            return losses.sum()
+        return losses if log_probs.dim() == 3 else losses.squeeze(0)
+
+    return ctc_loss
+
+
+def _lengths(gpu: GPU, log_probs: Tensor) -> Scratch:
+    # The lengths of targets and of inputs, and where each target begins.
+    return Scratch(gpu, *[log_probs.shape[1] * INDEX_BYTES] * 3)
+
+
+def _ctc_backward(log_probs: Tensor, log_alpha: Tensor) -> Tensor:
+    lengths = [log_alpha.new_empty(log_probs.shape[1], dtype=torch.int64) for _ in range(3)]
+    log_beta = torch.empty_like(log_alpha, memory_format=torch.contiguous_format)
+    gradient = torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+    del log_beta, lengths
+    return gradient
+
+
+COMPOSITES: dict[str, Composite] = {
+    "aten.ctc_loss.Tensor": _ctc_loss(_aten.ctc_loss.Tensor),
+    "aten.ctc_loss.IntList": _ctc_loss(_aten.ctc_loss.IntList),
+}
+IN_VIEW: dict[str, Composite] = {
+    "aten.logsumexp.default": logsumexp,
+    "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
+    "aten._ctc_loss_backward.default": _ctc_backward,
+}
+"""Operators that autograd sees whole and that CUDA builds from others."""
 
 _INTO_RESULT = Rule(placed=_into_result, after=_reduce_temporary)
 _IN_RESULT = Rule(placed=_in_result, after=_reduce_result)
 RULES = {
+    "aten::_ctc_loss": Rule(before=_lengths, placed=_last_first),
     "aten::log_sigmoid_forward": Rule(placed=_without_buffer),
     "aten::mse_loss": _INTO_RESULT,
     "aten::smooth_l1_loss": _INTO_RESULT,
     "aten::binary_cross_entropy": _IN_RESULT,
     "aten::soft_margin_loss": _IN_RESULT,
     "aten::huber_loss": Rule(before=_huber_values, after=_huber),
-    "aten::nll_loss2d_forward": Rule(placed=_weight_first),
+    "aten::nll_loss2d_forward": Rule(placed=_last_first),
     "aten::multi_margin_loss": Rule(after=_margin_of_rows),
     "aten::multilabel_margin_loss_forward": Rule(placed=_target_first),
 }

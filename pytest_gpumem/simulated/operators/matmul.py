@@ -18,7 +18,7 @@ _LT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloa
 
 
 def _mm(gpu: GPU, self: Tensor, mat2: Tensor, result: Tensor) -> None:
-    _product(gpu, self, mat2, result)
+    _product(gpu, self, mat2, result, by_lt=False)
 
 
 def _addmm(gpu: GPU, self: Tensor, mat1: Tensor, mat2: Tensor, beta: float, result: Tensor) -> None:
@@ -30,29 +30,20 @@ def _addmm(gpu: GPU, self: Tensor, mat1: Tensor, mat2: Tensor, beta: float, resu
         and self.shape == result.shape
         and self.stride(1) == 1
     )
-    _product(gpu, mat1, mat2, result, by_lt)
+    _product(gpu, mat1, mat2, result, by_lt=by_lt)
 
 
 _SUMS_BY_LT_SINCE = (2, 14)
 """First release whose cuBLASLt adds a matrix of 16 bits to a product (tried on 2.13, 2.15)."""
 
 
-def _product(
-    gpu: GPU,
-    mat1: Tensor,
-    mat2: Tensor,
-    result: Tensor,
-    in_epilogue: bool = False,
-) -> None:
+def _product(gpu: GPU, mat1: Tensor, mat2: Tensor, result: Tensor, *, by_lt: bool) -> None:
     if not result.numel() or not mat1.numel():
         return
-    copies = None
     operands = (mat2, mat1) if result.is_contiguous() else (mat1, mat2)
-    for operand in operands:
-        if not _readable(operand):
-            copies = copies or Scratch(gpu)
-            copies.take(operand.nbytes)
-    if in_epilogue:
+    copied = [operand.nbytes for operand in operands if not _readable(operand)]
+    copies = Scratch(gpu, *copied) if copied else None
+    if by_lt:
         gpu.workspaces.gemm_lt(gpu.stream)
     else:
         gpu.workspaces.gemm(gpu.stream)
@@ -109,17 +100,15 @@ def _batched(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:
     fast, leading = (1, 2) if plain else (2, 1)
     first, second = (batch1, batch2) if plain else (batch2, batch1)
     m, n, k = result.shape[fast], result.shape[leading], first.shape[leading]
-    copies = None
-    for matrix, along, other in ((first, m, k), (second, k, n)):
-        if not _batch_readable(matrix, fast, leading, along, other):
-            copies = copies or Scratch(gpu)
-            copies.take(matrix.nbytes)
+    read = (first, m, k), (second, k, n)
+    copied = [each[0].nbytes for each in read if not _batch_readable(fast, leading, *each)]
+    copies = Scratch(gpu, *copied) if copied else None
     gpu.workspaces.gemm(gpu.stream)
     if copies is not None:
         copies.free()
 
 
-def _batch_readable(matrix: Tensor, fast: int, leading: int, along: int, other: int) -> bool:
+def _batch_readable(fast: int, leading: int, matrix: Tensor, along: int, other: int) -> bool:
     strides = matrix.stride()
     return (
         (strides[fast] == 1 and strides[leading] >= max(1, along))
@@ -129,14 +118,9 @@ def _batch_readable(matrix: Tensor, fast: int, leading: int, along: int, other: 
 
 
 def _bias_in_epilogue(
-    gpu: GPU,
-    bias: Tensor,
-    mat1: Tensor,
-    mat2: Tensor,
-    beta: float,
-    result: Tensor,
+    gpu: GPU, bias: Tensor, mat1: Tensor, mat2: Tensor, beta: float, result: Tensor
 ) -> bool:
-    one_row_excluded = gpu.version < (2, 12)
+    one_row_excluded = (2, 10) <= gpu.version < (2, 12)
     return (
         beta == 1
         and result.dtype in _LT_DTYPES
@@ -145,7 +129,7 @@ def _bias_in_epilogue(
         and bias.numel() == mat2.shape[1]
         and mat2.shape[0] > 1
         and mat2.shape[1] > 1
-        and (not one_row_excluded or gpu.version < (2, 10) or min(mat1.shape) > 1)
+        and (not one_row_excluded or min(mat1.shape) > 1)
     )
 
 

@@ -1,11 +1,11 @@
-"""Normalisation: batch, layer and root mean square, and the temporaries of their kernels.
+"""Layer norm, root mean square norm and group norm, and the temporaries of their kernels.
 
-Source: aten/src/ATen/native/Normalization.cpp (_select_batch_norm_backend,
-_batch_norm_impl_index), native/cudnn/BatchNorm.cpp, native/cuda/Normalization.cu and .cuh
-(batch_norm_cuda, batch_norm_backward_cuda and their channels-last templates),
-native/layer_norm.cpp (rms_norm_symint) and cuda/layer_norm_kernel.cu, of torch 2.6 to 2.15.
-cuDNN needs no workspace and no reserve for batch norm of contiguous tensors; for channels-last
-training it does, in sizes that only it determines.
+Source: aten/src/ATen/native/layer_norm.cpp (rms_norm_symint), cuda/layer_norm_kernel.cu,
+group_norm.cpp, cuda/group_norm_kernel.cu and the formula of native_group_norm in
+tools/autograd/derivatives.yaml, torch 2.6 to 2.15. That formula makes the gradient and the input
+contiguous, which for meta tensors it does not. Of images whose channels are last, 2.14 takes a
+contiguous copy where it normalises them, earlier releases before; 2.15 has kernels of their own:
+seen on the dry device, for inputs and gradients of both layouts.
 """
 
 from __future__ import annotations
@@ -18,68 +18,21 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.machine.real import kernels as real_kernels
+from pytest_gpumem.simulated.machine.real.normalization import rms_norm_backward
 from pytest_gpumem.simulated.operators import reductions
-from pytest_gpumem.simulated.operators.layout import (
-    INDEXABLE,
-    accumulated,
-    copied,
-    suggested_format,
+from pytest_gpumem.simulated.operators.layout import HALVES, accumulated, copied, suggested_format
+from pytest_gpumem.simulated.operators.rules import (
+    Composite,
+    Rule,
+    Scratch,
+    copies_of,
+    is_traced,
+    passing,
 )
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, is_traced, passing
 
 _aten = torch.ops.aten
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """By the input, by its weight and by its bias."""
-_LARGEST_BATCH = {True: 880_801, False: 65_535}
-"""Most samples that cuDNN normalises, by whether it trains."""
-
-
-def batch_norm(
-    gpu: GPU,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    """``aten::batch_norm`` as CUDA takes it apart."""
-    if (
-        weight is not None
-        and bias is not None
-        and torch.backends.cudnn.enabled
-        and input.numel()
-        and input.is_cuda
-        and torch.bfloat16 not in (input.dtype, weight.dtype)
-        and (input.dtype != torch.float16 or weight.dtype == torch.float32)
-        and (running_mean is None) == (running_var is None)
-        and (running_mean is not None or training)
-        and input.dim() >= 3
-        and input.shape[0] <= _LARGEST_BATCH[training]
-        and (input.numel() < INDEXABLE or gpu.version < (2, 14))
-    ):
-        kept = [
-            input.contiguous(memory_format=suggested_format(input)),
-            weight.contiguous(),
-            bias.contiguous(),
-        ]
-        output: Tensor
-        output, _mean, _variance, _reserve = torch.ops.aten.cudnn_batch_norm(
-            *kept, running_mean, running_var, training, momentum, eps
-        )
-        # _batch_norm_impl_index drops its copies, batch_norm then the rest of its results.
-        del kept
-        return output
-    return _batch_norm(  # type: ignore[no-any-return]  # an operator
-        input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
-    )
-
-
-_batch_norm = torch.ops.aten.batch_norm.default.decompose
 
 
 def rms_norm(
@@ -148,12 +101,7 @@ class _FusedRmsNorm(torch.autograd.Function):
             del partial
         del copied, kept
         ctx.gpu.simulation.values.assign(
-            (grad_input, grad_weight),
-            real_kernels.rms_norm_backward,
-            gradients[0],
-            input,
-            weight,
-            *ctx.settings,
+            (grad_input, grad_weight), rms_norm_backward, gradients[0], input, weight, *ctx.settings
         )
         return None, grad_input, None, grad_weight, None
 
@@ -185,130 +133,6 @@ class _TracedRmsNorm(torch.autograd.Function):
         return None, grad_input, None, grad_weight, None
 
 
-COMPOSITES: dict[str, Composite] = {
-    "aten.batch_norm.default": batch_norm,
-    "aten.rms_norm.default": rms_norm,
-}
-
-
-def _accumulated_bytes(tensor: Tensor) -> int:
-    return accumulated(tensor.dtype).itemsize
-
-
-# Batch norm's own kernels.
-
-_CONTIGUOUS, _CHANNELS_LAST, _GENERAL = "contiguous", "channels last", "general"
-
-
-def _implementation(input: Tensor, *others: Tensor) -> str:
-    """batch_norm_choose_impl."""
-    found = _implementation_of(input)
-    return found if all(_implementation_of(other) == found for other in others) else _GENERAL
-
-
-def _implementation_of(tensor: Tensor) -> str:
-    if tensor.numel() > INDEXABLE:
-        return _GENERAL
-    if tensor.is_contiguous():
-        return _CHANNELS_LAST if tensor.stride(1) == 1 else _CONTIGUOUS
-    return _CHANNELS_LAST if _is_channels_last(tensor) else _GENERAL
-
-
-def reads_channels_last(tensor: Tensor) -> bool:
-    """batch_norm_use_channels_last_kernels."""
-    return _is_channels_last(tensor) or (tensor.is_contiguous() and tensor.stride(1) == 1)
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    if tensor.dim() == 4:
-        return tensor.is_contiguous(memory_format=torch.channels_last)
-    return tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
-
-
-_LARGEST_BLOCK, _TILE, _PER_THREAD, _MOST_ROWS = 512, 32, 16, 128
-
-
-def _staging(channels: int, per_channel: int) -> tuple[int, int]:
-    """flexible_launch_configs: blocks over channels, and over the reduced dims."""
-    width = min(reductions.power_below(channels), _TILE)
-    height = min(reductions.power_below(-(-per_channel // _PER_THREAD)), _LARGEST_BLOCK // width)
-    if width * height != _LARGEST_BLOCK:
-        width = min(reductions.power_below(channels), _LARGEST_BLOCK // height)
-    rows = min(-(-per_channel // (height * _PER_THREAD)), _MOST_ROWS)
-    return -(-channels // width), 1 if rows < 8 else rows
-
-
-def stage(gpu: GPU, input: Tensor, values: int) -> None:
-    """Partial results of ``values`` numbers per channel, and the semaphores of their blocks."""
-    channels = input.shape[1]
-    columns, rows = _staging(channels, input.numel() // channels)
-    if rows > 1:
-        passing(gpu, values * channels * rows * _accumulated_bytes(input), 4 * columns)
-
-
-def _batch_norm_forward(
-    gpu: GPU, input: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool
-) -> None:
-    implementation = _implementation(input)
-    if training and implementation == _CHANNELS_LAST:
-        stage(gpu, input, 4)
-    elif training and implementation == _GENERAL:
-        kept = [dim for dim in range(input.dim()) if dim != 1]
-        reductions.reduce_tensor(gpu, input, kept, reductions.MOMENTS, input.dtype)
-    if implementation == _GENERAL:
-        missing = [tensor for tensor in (weight, bias) if tensor is None]
-        passing(gpu, *[_accumulated_bytes(input)] * len(missing))
-
-
-def _batch_norm_backward(
-    gpu: GPU,
-    grad_out: Tensor,
-    input: Tensor,
-    save_mean: Tensor | None,
-    train: bool,
-    output_mask: Sequence[bool],
-    result: _Gradients,
-) -> Iterator[Tensor]:
-    adopt = gpu.simulation.storages.adopt
-    by_input, by_weight, by_bias = output_mask
-    grad_input, grad_weight, grad_bias = result
-    reduces = train or by_weight or by_bias
-    if reduces and by_input and not reads_channels_last(input) and input.numel() <= INDEXABLE:
-        scratch = Scratch(gpu, 0 if _merges(grad_out) else grad_out.nbytes)
-        for gradient, wanted in zip(result, output_mask, strict=True):
-            if wanted and gradient is not None:
-                yield gradient
-        scratch.free()
-        return
-    scratch = Scratch(gpu)
-    if reduces:
-        sums = input.shape[1] * _accumulated_bytes(input)
-        if save_mean is not None and not save_mean.numel():
-            scratch.take(sums)
-        scratch.take(sums)
-        scratch.take(sums)
-        for gradient in (grad_weight, grad_bias):
-            if gradient is not None:
-                adopt(gradient, gpu)
-        if reads_channels_last(grad_out) and reads_channels_last(input):
-            stage(gpu, input, 2)
-    if by_input and grad_input is not None:
-        adopt(grad_input, gpu)
-    scratch.free()
-
-
-def _merges(gradient: Tensor) -> bool:
-    """Return whether reshaping to (batch, channels, rest) is a view."""
-    size = stride = None
-    for at in range(gradient.dim() - 1, 1, -1):
-        if gradient.shape[at] == 1:
-            continue
-        if size is not None and gradient.stride(at) != size * stride:  # type: ignore[operator]
-            return False
-        size, stride = gradient.shape[at], gradient.stride(at)
-    return True
-
-
 # Layer norm and root mean square norm.
 
 _WARP = 32
@@ -327,18 +151,8 @@ def _blocks(rows: int, columns: int) -> int:
     return min(_LARGEST_GRID // -(-columns // _WARP), -(-rows // _WARP))
 
 
-def _layer_norm_before(
-    gpu: GPU, input: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> Scratch:
-    return Scratch(gpu, *copied(input, weight, bias))
-
-
 def _layer_norm_gradients(
-    gpu: GPU,
-    grad_out: Tensor,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    result: _Gradients,
+    gpu: GPU, grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], result: _Gradients
 ) -> Iterator[Tensor]:
     grad_input, *others = result
     given = [tensor for tensor in others if tensor is not None]
@@ -377,11 +191,95 @@ def _rows_and_columns(input: Tensor, normalized_shape: Sequence[int]) -> tuple[i
     return input.numel() // max(columns, 1), columns
 
 
+# Group norm.
+
+_FLOAT_STATISTICS = (2, 13)
+"""First release that computes statistics of halves in float32 first; 2.11 does not."""
+_COPIES_INSIDE = (2, 14)
+"""First release that copies inside, and that sums vectors without a sum of each channel."""
+_LAYOUTS_SINCE = (2, 15)
+"""First release with kernels for channels that are last."""
+
+
+def _is_kept(gpu: GPU, input: Tensor) -> bool:
+    """Return whether kernels read ``input`` with its channels last."""
+    layout = suggested_format(input)
+    return (
+        gpu.version >= _LAYOUTS_SINCE
+        and not input.is_contiguous()
+        and layout is not torch.contiguous_format
+        and input.is_contiguous(memory_format=layout)
+    )
+
+
+def _group_norm_before(gpu: GPU, input: Tensor) -> Scratch | None:
+    return Scratch(gpu, *copied(input)) if gpu.version < _COPIES_INSIDE else None
+
+
+def _group_norm(
+    gpu: GPU,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+) -> None:
+    nbytes = accumulated(input.dtype).itemsize
+    is_kept = _is_kept(gpu, input)
+    is_copied = gpu.version >= _COPIES_INSIDE and not is_kept
+    scratch = Scratch(gpu, *(copied(input) if is_copied else ()))
+    if input.dtype in HALVES and gpu.version >= _FLOAT_STATISTICS:
+        scratch.take(N * group * nbytes)
+        scratch.take(N * group * nbytes)
+    if HxW > 1 and (weight is not None or bias is not None or is_kept):
+        scratch.take(N * C * nbytes)
+        scratch.take(N * C * nbytes)
+
+
+def _group_norm_gradients(gpu: GPU, grad_out: Tensor, input: Tensor) -> Scratch:
+    if _is_kept(gpu, input):
+        return Scratch(gpu, *copied(grad_out, memory_format=suggested_format(input)))
+    return Scratch(gpu, *copied(grad_out, input))
+
+
+def _group_norm_backward(
+    gpu: GPU,
+    input: Tensor,
+    weight: Tensor | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    result: _Gradients,
+) -> None:
+    if not N:
+        return
+    nbytes = accumulated(input.dtype).itemsize
+    is_kept = _is_kept(gpu, input)
+    scratch = Scratch(gpu)
+    if HxW > 1 or gpu.version < _COPIES_INSIDE:
+        scratch.take(N * C * nbytes)
+        scratch.take(N * C * nbytes)
+    if result[0] is not None:
+        sums = [scratch.take(N * group * nbytes) for _ in range(2)]
+        if HxW > 1 and weight is not None and not is_kept:
+            scratch.take(N * C * nbytes)
+        scratch.drop(*reversed(sums))  # c1 was declared before c2 and c3
+
+
+COMPOSITES: dict[str, Composite] = {"aten.rms_norm.default": rms_norm}
+
 RULES = {
-    "aten::native_batch_norm": Rule(after=_batch_norm_forward),
-    "aten::native_batch_norm_backward": Rule(placed=_batch_norm_backward),
-    "aten::native_layer_norm": Rule(before=_layer_norm_before),
+    "aten::native_layer_norm": Rule(before=copies_of("input", "weight", "bias")),
     "aten::native_layer_norm_backward": Rule(
-        before=_layer_norm_before, placed=_layer_norm_gradients, after=_layer_norm_backward
+        before=copies_of("input", "weight", "bias"),
+        placed=_layer_norm_gradients,
+        after=_layer_norm_backward,
+    ),
+    "aten::native_group_norm": Rule(before=_group_norm_before, after=_group_norm),
+    "aten::native_group_norm_backward": Rule(
+        before=_group_norm_gradients, after=_group_norm_backward
     ),
 }

@@ -8,7 +8,7 @@ mha_varlen_bwd), of torch 2.6 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import attention
-from pytest_gpumem.simulated.operators.layout import copied
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Rule, copies_of, passing
 
 
 def _by_head(tensor: Tensor) -> Tensor:
@@ -32,18 +31,13 @@ def _flash_outputs(
     cum_seq_q: Tensor | None,
     dropout_p: float,
     result: tuple[Tensor, ...],
-) -> Iterator[Tensor]:
+) -> Iterable[Tensor]:
     # out, logsumexp, seed, offset: the last two are CPU tensors up to 2.6.
     sums, state = result[:2], result[2:4] if gpu.version >= (2, 7) else ()
     if cum_seq_q is None:
         given = _by_head(query), _by_head(key)
-        yield from attention.flash_outputs(gpu, *given, dropout_p, sums, state)
-    else:
-        yield from (*sums, *state)
-
-
-def _before_flash_backward(gpu: GPU, grad_out: Tensor, out: Tensor) -> Scratch:
-    return Scratch(gpu, *copied(grad_out, out))
+        return attention.flash_outputs(gpu, *given, dropout_p, sums, state)
+    return *sums, *state
 
 
 def _flash_backward(gpu: GPU, query: Tensor, key: Tensor, cum_seq_q: Tensor | None) -> None:
@@ -61,10 +55,6 @@ def _flash_backward(gpu: GPU, query: Tensor, key: Tensor, cum_seq_q: Tensor | No
         expanded = [key.shape[0] * heads * size * key.element_size()] * 2
     wide = attention.head_size_rounded(size)
     passing(gpu, rows * 4, copies * rows * wide * 4, *expanded)
-
-
-def _before_efficient_backward(gpu: GPU, grad_out_: Tensor) -> Scratch:
-    return Scratch(gpu, *copied(grad_out_))
 
 
 def _efficient_backward(
@@ -108,11 +98,13 @@ def _gradients(
 
 RULES = {
     "aten::_flash_attention_forward": Rule(placed=_flash_outputs),
-    "aten::_flash_attention_backward": Rule(before=_before_flash_backward, after=_flash_backward),
+    "aten::_flash_attention_backward": Rule(
+        before=copies_of("grad_out", "out"), after=_flash_backward
+    ),
     "aten::_efficient_attention_forward": Rule(
         after=attention.efficient_forward, placed=attention.efficient_outputs
     ),
     "aten::_efficient_attention_backward": Rule(
-        before=_before_efficient_backward, after=_efficient_backward, shapes=_gradients
+        before=copies_of("grad_out_"), after=_efficient_backward, shapes=_gradients
     ),
 }

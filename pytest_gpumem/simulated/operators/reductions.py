@@ -4,7 +4,10 @@ Source: aten/src/ATen/native/cuda/Reduce.cuh (setReduceConfig, gpu_reduce_kernel
 2.15, TensorIterator.cpp (reorder_dimensions, coalesce_dimensions, get_dim_to_split), ReduceOps.cpp
 and ReduceOpsUtils.h (make_reduction_from_out_ty, count_nonzero_cuda, argmax_argmin_impl), and for
 the type a kernel accumulates in ReduceSumProdKernel.cu, ReduceMomentKernel.cu, ReduceNormKernel.cu,
-ReduceLogicKernel.cu, ReduceArgMaxKernel.cu, ReduceMaxValuesKernel.cu, ReduceAMinMaxKernel.cu.
+ReduceLogicKernel.cu, ReduceArgMaxKernel.cu, ReduceMaxValuesKernel.cu, ReduceAMinMaxKernel.cu;
+DistanceKernel.cu (pdist_backward_kernel_impl, cdist_backward_kernel_impl: each pair of rows writes
+its part of a gradient, and ``sum_out`` adds them up), native/Normalization.cpp (renorm_out), of
+torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import HALVES, INDEXABLE, accumulated, copied
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
 Dims = tuple[int, ...]
+Over = Sequence[int] | int | None
+"""The dims that are reduced; all: ``None``."""
 
 MIN_VALUES, MAX_VALUES = 16, 256
 """Values one thread reduces before, and at most without, splitting over blocks."""
@@ -29,16 +34,6 @@ MIN_VALUES, MAX_VALUES = 16, 256
 
 _Dim = tuple[int, int, bool]
 """Size, stride of the input in elements, whether it is reduced."""
-
-
-def _extents(dims: Sequence[_Dim]) -> tuple[int, int]:
-    outputs = per_output = 1
-    for size, _, is_reduced in dims:
-        if is_reduced:
-            per_output *= size
-        else:
-            outputs *= size
-    return outputs, per_output
 
 
 def _configured(
@@ -49,7 +44,8 @@ def _configured(
     threads_per_sm: int,
 ) -> tuple[int, int] | None:
     """setReduceConfig of coalesced ``dims``, the reduced ones first."""
-    outputs, per_output = _extents(dims)
+    outputs = math.prod(size for size, _, is_reduced in dims if not is_reduced)
+    per_output = math.prod(size for size, _, is_reduced in dims if is_reduced)
     reduced_dims = sum(1 for _, _, is_reduced in dims if is_reduced)
     if not reduced_dims:
         return None
@@ -77,10 +73,7 @@ def _configured(
     target = sm_count * (threads_per_sm // (width * height))
     if values < MAX_VALUES or grid > target:
         return None
-    blocks = max(
-        min(-(-target // grid), -(-values // MIN_VALUES)),
-        -(-values // MAX_VALUES),
-    )
+    blocks = max(min(-(-target // grid), -(-values // MIN_VALUES)), -(-values // MAX_VALUES))
     if blocks <= 1:
         return None
     buffer = accumulated_bytes * outputs * blocks
@@ -200,7 +193,7 @@ def _norm_bytes(dtype: torch.dtype) -> int:
 
 
 SUMS = Accumulator(_sum_bytes)
-_NORMS = Accumulator(_norm_bytes)
+NORMS = Accumulator(_norm_bytes)
 VALUES = Accumulator(lambda dtype: dtype.itemsize)
 _TRUTH = Accumulator(lambda dtype: 1)
 TWO_VALUES = Accumulator(lambda dtype: 2 * dtype.itemsize, in_output=False)
@@ -214,7 +207,7 @@ def reduce(
     shape: Dims,
     strides: Dims,
     dtype: torch.dtype,
-    dims: Sequence[int] | int | None,
+    dims: Over,
     accumulator: Accumulator,
     result: torch.dtype,
 ) -> None:
@@ -222,10 +215,9 @@ def reduce(
 
     ``dtype`` is the type that the kernel reads, ``result`` the one it writes.
     """
-    elements = math.prod(shape)
+    elements, rank = math.prod(shape), len(shape)
     if elements < MAX_VALUES * 32:
         return
-    rank = len(shape)
     if isinstance(dims, int):
         dims = (dims,)
     reduced = tuple([d % rank for d in dims]) if dims else tuple(range(rank))
@@ -233,40 +225,25 @@ def reduce(
     model = gpu.model
     processors = model.sm_count, model.max_threads_per_sm
     found = launches(shape, strides, reduced, dtype.itemsize, partial_bytes, *processors)
-    if found == _NOTHING:
+    if found == (None,):
         return
     scratch = Scratch(gpu)
     if len(found) > 1:
         # Parts of one output are added up in a buffer where the output's type would lose digits.
-        apart = not accumulator.in_output or (result == dtype and dtype in HALVES)
-        if apart and result.itemsize < partial_bytes:
+        is_buffered = not accumulator.in_output or (result == dtype and dtype in HALVES)
+        if is_buffered and result.itemsize < partial_bytes:
             outputs = elements // math.prod(shape[d] for d in reduced)
             scratch.take(outputs * partial_bytes)
     for sizes in found:
         if sizes is not None:
-            buffer, semaphores = map(scratch.take, sizes)
-            scratch.drop(semaphores)
-            scratch.drop(buffer)
-    scratch.free()
-
-
-_NOTHING = (None,)
-
-
-def sum_of_all(gpu: GPU, tensor: Tensor) -> None:
-    """Allocate and free the memory of reducing all of ``tensor`` to one number, as a norm does."""
-    dtype = tensor.dtype
-    reduce(gpu, tuple(tensor.shape), tensor.stride(), dtype, None, _NORMS, dtype)
+            passing(gpu, *sizes)
 
 
 def _over(accumulator: Accumulator) -> Rule:
     """Return a rule for an operator that reads its input as it is."""
 
     def after(
-        gpu: GPU,
-        self: Tensor,
-        result: Tensor | tuple[Tensor, ...],
-        dim: Sequence[int] | int | None = None,
+        gpu: GPU, self: Tensor, result: Tensor | tuple[Tensor, ...], dim: Over = None
     ) -> None:
         first = result if isinstance(result, Tensor) else result[0]
         reduce_tensor(gpu, self, dim, accumulator, first.dtype)
@@ -275,18 +252,14 @@ def _over(accumulator: Accumulator) -> Rule:
 
 
 def reduce_tensor(
-    gpu: GPU,
-    tensor: Tensor,
-    dims: Sequence[int] | int | None,
-    accumulator: Accumulator,
-    result: torch.dtype,
+    gpu: GPU, tensor: Tensor, dims: Over, kind: Accumulator, result: torch.dtype | None = None
 ) -> None:
-    """:func:`reduce` of ``tensor`` as it is."""
-    shape, strides = tuple(tensor.shape), tensor.stride()
-    reduce(gpu, shape, strides, tensor.dtype, dims, accumulator, result)
+    """:func:`reduce` of ``tensor`` as it is, by default to its own type."""
+    dtype = tensor.dtype
+    reduce(gpu, tuple(tensor.shape), tensor.stride(), dtype, dims, kind, result or dtype)
 
 
-def _sum(gpu: GPU, self: Tensor, result: Tensor, dim: Sequence[int] | int | None = None) -> None:
+def _sum(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:
     """A sum: other than from 16 bits to 32, the input is first converted to the result's type."""
     if self.dtype == result.dtype or (self.dtype in HALVES and result.dtype == torch.float32):
         reduce_tensor(gpu, self, dim, SUMS, result.dtype)
@@ -294,7 +267,7 @@ def _sum(gpu: GPU, self: Tensor, result: Tensor, dim: Sequence[int] | int | None
         _converted_sum(gpu, self, result, dim)
 
 
-def _converted_sum(gpu: GPU, self: Tensor, result: Tensor, dim: Sequence[int] | int | None) -> None:
+def _converted_sum(gpu: GPU, self: Tensor, result: Tensor, dim: Over) -> None:
     dtype = result.dtype
     converted = Scratch(gpu, self.numel() * dtype.itemsize)
     reduce(gpu, tuple(self.shape), self.stride(), dtype, dim, SUMS, dtype)
@@ -302,7 +275,7 @@ def _converted_sum(gpu: GPU, self: Tensor, result: Tensor, dim: Sequence[int] | 
 
 
 def _highest(gpu: GPU, self: Tensor, dim: int | None = None) -> None:
-    reduce_tensor(gpu, self, dim, VALUES if dim is None else VALUE_AND_INDEX, self.dtype)
+    reduce_tensor(gpu, self, dim, VALUES if dim is None else VALUE_AND_INDEX)
 
 
 def _position(gpu: GPU, self: Tensor, dim: int | None, result: Tensor) -> None:
@@ -314,7 +287,7 @@ def _position(gpu: GPU, self: Tensor, dim: int | None, result: Tensor) -> None:
     row.free()
 
 
-def _truth(gpu: GPU, self: Tensor, result: Tensor, dim: Sequence[int] | int | None = None) -> None:
+def _truth(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:
     if self.numel() == 1 and self.dtype != torch.bool:
         Scratch(gpu, 1).free()  # allany_impl: result.copy_(self.view_as(result).to(kBool))
     else:
@@ -326,13 +299,56 @@ def _truth_values(gpu: GPU, self: Tensor) -> Scratch:
     return Scratch(gpu, self.numel())
 
 
+# Distances between rows: the parts of their gradients; norms that are limited.
+
+
+def _parts(gpu: GPU, shape: tuple[int, int, int, int], like: Tensor) -> None:
+    """Allocate and free (batch, others, rows, columns), and the memory of summing over others."""
+    batch, others, rows, columns = shape
+    elements = batch * others * rows * columns
+    if not elements:
+        return
+    parts = Scratch(gpu, elements * like.element_size())
+    strides = (others * rows * columns, rows * columns, columns, 1)
+    reduce(gpu, shape, strides, like.dtype, 1, SUMS, like.dtype)
+    parts.free()
+
+
+_ZERO_NORMS = (2, 15)
+"""First release that computes gradients of the norm 0; others return zeros at once."""
+
+
+def _cdist_backward(gpu: GPU, x1: Tensor, x2: Tensor, p: float, cdist: Tensor) -> None:
+    rows, others, columns = x1.shape[-2], x2.shape[-2], x1.shape[-1]
+    if rows and others and (p or gpu.version >= _ZERO_NORMS):
+        _parts(gpu, (cdist.numel() // (rows * others), others, rows, columns), x1)
+
+
+def _pdist_backward(gpu: GPU, self: Tensor, p: float) -> None:
+    rows, columns = self.shape
+    if rows > 1 and (p or gpu.version >= _ZERO_NORMS):
+        _parts(gpu, (1, rows - 1, rows, columns), self)
+
+
+def _renorm(gpu: GPU, self: Tensor, dim: int) -> None:
+    """The norms of slices, and of halves what they are multiplied by."""
+    slices = self.shape[dim]
+    dtype = accumulated(self.dtype)
+    is_converted = dtype != self.dtype and not self.dtype.is_complex
+    passing(gpu, slices * dtype.itemsize, slices * self.element_size() if is_converted else 0)
+
+
 RULES = {
+    "aten::_cdist_backward": Rule(after=_cdist_backward),
+    "aten::_pdist_backward": Rule(after=_pdist_backward),
+    "aten::renorm": Rule(after=_renorm),
+    "aten::renorm_": Rule(after=_renorm),
     "aten::sum": Rule(after=_sum),
     "aten::nansum": Rule(after=_sum),
     "aten::mean": Rule(after=_sum),
     "aten::prod": Rule(after=_sum),
-    "aten::linalg_vector_norm": _over(_NORMS),
-    "aten::norm": _over(_NORMS),
+    "aten::linalg_vector_norm": _over(NORMS),
+    "aten::norm": _over(NORMS),
     "aten::var": _over(MOMENTS),
     "aten::std": _over(MOMENTS),
     "aten::var_mean": _over(MOMENTS),

@@ -8,6 +8,7 @@ the state of its dropout, of a size that only cuDNN determines, is left out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,19 +21,17 @@ from pytest_gpumem.simulated.operators import cudnn, rnn_cells
 from pytest_gpumem.simulated.operators.rules import Composite, Scratch, is_traced
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-_LSTM = 2
 _DTYPES = frozenset({torch.float16, torch.float32, torch.float64})
 _aten = torch.ops.aten
 
 
 def is_acceptable(tensor: Tensor) -> bool:
     """``torch.backends.cudnn.is_acceptable`` of a build that has cuDNN."""
-    return (
-        tensor.is_cuda
-        and bool(torch.backends.cudnn.enabled)
-        and tensor.dtype in _DTYPES
-        and tensor.numel() > 0
-    )
+    return _may_be_acceptable(tensor) and tensor.dtype in _DTYPES
+
+
+def _may_be_acceptable(tensor: Tensor) -> bool:
+    return tensor.is_cuda and bool(torch.backends.cudnn.enabled) and tensor.numel() > 0
 
 
 def _cudnn_takes(gpu: GPU, tensor: Tensor) -> bool:
@@ -40,9 +39,8 @@ def _cudnn_takes(gpu: GPU, tensor: Tensor) -> bool:
 
     So parameters in bfloat16 are never made one buffer, and each call copies them into one.
     """
-    if tensor.dtype is torch.bfloat16 and gpu.version >= (2, 11):
-        return tensor.is_cuda and bool(torch.backends.cudnn.enabled) and tensor.numel() > 0
-    return is_acceptable(tensor)
+    also = tensor.dtype is torch.bfloat16 and gpu.version >= (2, 11)
+    return _may_be_acceptable(tensor) if also else is_acceptable(tensor)
 
 
 def flatten_weight(weights: list[Tensor], per_layer: int, *args: Any) -> Tensor:
@@ -64,17 +62,13 @@ def add_patches(patches: Patches) -> None:
     patches.add(torch, "_cudnn_rnn_flatten_weight", flatten_weight)
 
 
-def _elements(weights: list[Tensor]) -> int:
-    return sum(weight.numel() for weight in weights)
-
-
 _WITHOUT_BIASES = (2, 3)
 """Parameters per layer: both matrices, and a third where the state is projected."""
 
 
 def _buffer_elements(weights: list[Tensor], per_layer: int) -> int:
     """Return the elements of cuDNN's buffer, which always has two bias vectors per layer."""
-    elements = _elements(weights)
+    elements = sum(weight.numel() for weight in weights)
     if per_layer in _WITHOUT_BIASES:
         elements += sum(2 * weight.shape[0] for weight in weights[::per_layer])
     return elements
@@ -109,51 +103,22 @@ def flat_copies(
     return buffer, [view.copy_(weight) for view, weight in zip(views, weights, strict=True)]
 
 
-# The composite operators, one for padded and one for packed sequences.
+def _layer(name: str, overload: Any) -> Composite:
+    """Return the composite of padded sequences, or of packed ones, which have batch sizes."""
+    is_packed = overload._overloadname == "data"
 
-
-def _padded(name: str, overload: Any) -> Composite:
-    def layer(
-        gpu: GPU,
-        input: Tensor,
-        hx: Any,
-        params: list[Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-        *args: Any,
-    ) -> Any:
-        shape = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
+    def layer(gpu: GPU, *args: Any) -> Any:
+        input, *rest = args
+        batch_sizes = rest.pop(0).tolist() if is_packed else []
+        hx, params, *shape = rest
+        if is_packed:
+            shape.append(False)
         if _cudnn_takes(gpu, input):
-            return _run(name, input, hx, params, shape, [])
-        if input.is_cuda and name in ("lstm", "gru") and not is_traced(input):
+            return _run(name, input, hx, params, shape, batch_sizes)
+        has_cell = not is_packed and name in ("lstm", "gru")
+        if has_cell and input.is_cuda and not is_traced(input):
             return rnn_cells.run_in_steps(gpu, name, input, hx, params, shape)
         return overload.decompose(*args)
-
-    return layer
-
-
-def _packed(name: str, overload: Any) -> Composite:
-    def layer(
-        gpu: GPU,
-        data: Tensor,
-        batch_sizes: Tensor,
-        hx: Any,
-        params: list[Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        *args: Any,
-    ) -> Any:
-        if not _cudnn_takes(gpu, data):
-            return overload.decompose(*args)
-        shape = (has_biases, num_layers, dropout, train, bidirectional, False)
-        return _run(name, data, hx, params, shape, batch_sizes.tolist())
 
     return layer
 
@@ -163,9 +128,10 @@ def _run(
     input: Tensor,
     hx: Any,
     params: list[Tensor],
-    shape: tuple[bool, int, float, bool, bool, bool],
+    shape: Sequence[Any],
     batch_sizes: list[int],
 ) -> Any:
+    """Run cuDNN's layers; ``shape`` is what follows the parameters in the padded schema."""
     has_biases, layers, dropout, train, bidirectional, batch_first = shape
     hidden, cell = (hx[0], hx[1]) if name == "lstm" else (hx, None)
     size = params[1].shape[1] if name != "lstm" else params[0].shape[0] // 4
@@ -193,9 +159,9 @@ def _run(
 
 
 COMPOSITES: dict[str, Composite] = {
-    f"aten.{name}.{overload}": make(name, getattr(getattr(_aten, name), overload))
+    f"aten.{name}.{overload}": _layer(name, getattr(getattr(_aten, name), overload))
     for name in _MODES
-    for overload, make in (("input", _padded), ("data", _packed))
+    for overload in ("input", "data")
 } | rnn_cells.COMPOSITES
 
 
@@ -253,7 +219,7 @@ def _recurrent(
 ) -> cudnn.Recurrent:
     rows = sum(batch_sizes) if batch_sizes else by_time.shape[0] * by_time.shape[1]
     return cudnn.Recurrent(
-        next(name for name, number in _MODES.items() if number == mode),
+        list(_MODES)[mode],
         rows,
         batch_sizes[0] if batch_sizes else by_time.shape[1],
         hidden_size,

@@ -189,12 +189,7 @@ def _steps(
 
 
 def run_in_steps(
-    gpu: GPU,
-    name: str,
-    input: Tensor,
-    hx: Any,
-    params: list[Tensor],
-    shape: tuple[bool, int, float, bool, bool, bool],
+    gpu: GPU, name: str, input: Tensor, hx: Any, params: list[Tensor], shape: Sequence[Any]
 ) -> Any:
     """Run an ``lstm`` or a ``gru``; ``shape`` is what follows the parameters in its schema."""
     has_biases, layers, dropout, train, bidirectional, batch_first = shape

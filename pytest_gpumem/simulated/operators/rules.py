@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import OutOfMemoryError
+from torch import OutOfMemoryError, Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -17,12 +18,8 @@ from pytest_gpumem.simulated.common.callsite import provenance
 from pytest_gpumem.simulated.common.frames import let_go
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
-from pytest_gpumem.simulated.operators.calls import Signature
-
-Before = Callable[..., "Scratch | None"]
-After = Callable[..., None]
-Placed = Callable[..., "Iterable[torch.Tensor]"]
-ShapesOf = Callable[..., Any]
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, Signature
+from pytest_gpumem.simulated.operators.layout import copied, suggested_format
 
 
 @dataclass(frozen=True)
@@ -34,13 +31,14 @@ class Rule:
     have a default.
     """
 
-    before: Before | None = None
+    before: Callable[..., Scratch | None] | None = None
     """The result may hold memory until the operator ends."""
-    shapes: ShapesOf | None = None
+    shapes: Callable[..., Any] | None = None
     """Makes the outputs on ``meta`` where torch's own kernel for it gets them wrong."""
-    placed: Placed | None = None
+    placed: Callable[..., Iterable[Tensor]] | None = None
     """The outputs that take device memory, in the order CUDA allocates them; by default all."""
-    after: After | None = None
+    after: Callable[..., Scratch | None] | None = None
+    """Memory in the result is freed at once."""
 
 
 class BoundRule:
@@ -61,9 +59,7 @@ class Call:
 
     __slots__ = ("_given", "_rule", "_scratch")
 
-    def __init__(
-        self, rule: BoundRule, gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, rule: BoundRule, gpu: GPU, args: Args, kwargs: Kwargs) -> None:
         self._rule = rule
         self._given = given = rule.given(gpu, args, kwargs)
         self._scratch = None if rule.before is None else rule.before(given)
@@ -87,11 +83,10 @@ class Call:
         if rule.after is not None:
             self._given[rule.result_at] = result
             rule.after(self._given)
-        if self._scratch is not None:
-            self._scratch.free()
+        self.abandon()
 
     def abandon(self) -> None:
-        """Free the memory taken before the outputs, of a call that has failed."""
+        """Free the memory taken before the outputs."""
         if self._scratch is not None:
             self._scratch.free()
 
@@ -99,7 +94,8 @@ class Call:
 class Scratch:
     """Temporaries of one operator call; :meth:`free` gives back the newest first, as C++ does.
 
-    The first ones, of ``sizes`` bytes, are taken at once.
+    The first ones, of ``sizes`` bytes, are taken at once. As in C++ they live no longer than the
+    function that has them, also where it ends with an error.
     """
 
     def __init__(self, gpu: Device, *sizes: int) -> None:
@@ -132,9 +128,13 @@ class Scratch:
         self._gpu.estimates.taken(self._estimated[address], f"{library}'s workspace for {what}")
         return address
 
-    def drop(self, address: int) -> None:
-        """Free one temporary early."""
-        if address:
+    def passing(self, nbytes: int) -> None:
+        """Allocate ``nbytes`` and free them."""
+        self.drop(self.take(nbytes))
+
+    def drop(self, *addresses: int) -> None:
+        """Free temporaries early, in this order."""
+        for address in filter(None, addresses):
             self._addresses.remove(address)
             self._give_back(address)
 
@@ -143,11 +143,40 @@ class Scratch:
         while self._addresses:
             self._give_back(self._addresses.pop())
 
+    __del__ = free
+
     def _give_back(self, address: int) -> None:
         self._gpu.allocator.free(address)
         nbytes = self._estimated.pop(address, 0) if self._estimated else 0
         if nbytes:
             self._gpu.estimates.freed(nbytes)
+
+
+def passing(gpu: Device, *sizes: int) -> None:
+    """Allocate ``sizes`` bytes one after the other, then free them, newest first."""
+    if sizes:
+        Scratch(gpu, *sizes).free()
+
+
+def copies_of(*names: str, like: str | None = None) -> Callable[..., Scratch]:
+    """Return a part of a rule that takes copies of the arguments ``names``.
+
+    They are copied where they are not contiguous, or laid out as the argument ``like`` suggests.
+    """
+
+    given = (*names, like) if like and like not in names else names
+
+    def take(gpu: GPU, *tensors: Tensor) -> Scratch:
+        read = tensors[: len(names)]
+        if like is None:
+            return Scratch(gpu, *copied(*read))
+        wanted = suggested_format(tensors[given.index(like)])
+        return Scratch(gpu, *copied(*read, memory_format=wanted))
+
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    parameters = [inspect.Parameter(name, kind) for name in ("gpu", *given)]
+    take.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # inspect's
+    return take
 
 
 Composite = Callable[..., Any]
@@ -189,12 +218,6 @@ def first_of(results: Iterable[Any]) -> Any:
     return first
 
 
-def passing(gpu: Device, *sizes: int) -> None:
-    """Allocate ``sizes`` bytes one after the other, then free them, newest first."""
-    if sizes:
-        Scratch(gpu, *sizes).free()
-
-
-def is_traced(tensor: torch.Tensor) -> bool:
+def is_traced(tensor: Tensor) -> bool:
     """Return whether a compiler traces ``tensor``, so that a composite must stay in parts."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor))

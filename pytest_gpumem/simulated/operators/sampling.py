@@ -15,17 +15,12 @@ from pytest_gpumem.simulated.operators.layout import HALVES
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
 
-def _check(gpu: GPU, std: Tensor | float) -> None:
+def _check(gpu: GPU, std: Tensor | float = 1.0) -> None:
     """``std.min().ge(0)``: no deviation is below zero."""
     if isinstance(std, Tensor) and std.numel():
         least = Scratch(gpu, std.element_size())
-        reductions.reduce_tensor(gpu, std, None, reductions.VALUES, std.dtype)
-        least.drop(least.take(1))
-        least.free()
-
-
-def _before_normal(gpu: GPU, std: Tensor | float = 1.0) -> None:
-    _check(gpu, std)
+        reductions.reduce_tensor(gpu, std, None, reductions.VALUES)
+        least.passing(1)
 
 
 def _normal(
@@ -39,23 +34,15 @@ def _normal(
         passing(gpu, result.nbytes)
 
 
-def _probabilities(gpu: GPU, p: Tensor | float | None, self: Tensor) -> None:
+def _bernoulli(gpu: GPU, self: Tensor, p: Tensor | float | None = None) -> None:
     """Probabilities of 16 bits are read as float32."""
     given = p if isinstance(p, Tensor) else self if p is None else None
     if given is not None and given.dtype in HALVES:
         passing(gpu, given.numel() * 4)
 
 
-def _bernoulli(gpu: GPU, self: Tensor, p: Tensor | float | None = None) -> None:
-    _probabilities(gpu, p, self)
-
-
-def _bernoulli_in_place(gpu: GPU, self: Tensor, p: Tensor | float) -> None:
-    _probabilities(gpu, p, self)
-
-
 RULES = {
-    "aten::normal": Rule(before=_before_normal, after=_normal),
+    "aten::normal": Rule(before=_check, after=_normal),
     "aten::bernoulli": Rule(after=_bernoulli),
-    "aten::bernoulli_": Rule(after=_bernoulli_in_place),
+    "aten::bernoulli_": Rule(after=_bernoulli),
 }

@@ -22,20 +22,14 @@ def _scattered_mean(gpu: GPU, src: Tensor, reduce: str, result: Tensor) -> None:
     """Allocate for adding up ones like the source where it went; nothing is divided by zero."""
     if reduce != "mean" or not src.numel():
         return
-    scratch = Scratch(gpu)
-    ones = scratch.take(src.nbytes)
-    counts = scratch.take(result.nbytes)
-    scratch.drop(scratch.take(result.numel()))
-    scratch.drop(counts)
-    scratch.drop(ones)
+    passing(gpu, src.nbytes, result.nbytes, result.numel())
 
 
 def _mean_by_index(gpu: GPU, source: Tensor, reduce: str, result: Tensor) -> None:
     if reduce == "mean":
-        scratch = Scratch(gpu, result.nbytes)
-        scratch.drop(scratch.take(source.nbytes))
-        scratch.drop(scratch.take(result.numel()))
-        scratch.free()
+        counts = Scratch(gpu, result.nbytes)
+        counts.passing(source.nbytes)
+        counts.passing(result.numel())
 
 
 def _before_segments(gpu: GPU, lengths: Tensor | None, unsafe: bool) -> None:
@@ -48,14 +42,14 @@ def _before_segments(gpu: GPU, lengths: Tensor | None, unsafe: bool) -> None:
 
 
 def _segments(gpu: GPU, data: Tensor, lengths: Tensor | None, offsets: Tensor | None) -> None:
-    _tell_segments(gpu, lengths, offsets, of_a_row=data.dim() == 1)
+    _other_segments(gpu, lengths, offsets, of_a_row=data.dim() == 1)
 
 
 def _segments_again(gpu: GPU, lengths: Tensor | None, offsets: Tensor | None) -> None:
-    _tell_segments(gpu, lengths, offsets, of_a_row=False)
+    _other_segments(gpu, lengths, offsets, of_a_row=False)
 
 
-def _tell_segments(
+def _other_segments(
     gpu: GPU, lengths: Tensor | None, offsets: Tensor | None, *, of_a_row: bool
 ) -> None:
     """The other of lengths and offsets, along the last dimension; CUB reduces those of a row."""
@@ -68,13 +62,12 @@ def _tell_segments(
     rows = lengths.numel() // max(lengths.shape[-1], 1)
     scratch = Scratch(gpu)
     first = scratch.take(rows * size)
-    ends = scratch.take((lengths.numel() + rows) * size)
+    scratch.take((lengths.numel() + rows) * size)
     scratch.drop(first)
     if rows == 1:
-        scratch.drop(scratch.take(cub.scan_bytes(lengths.numel() + 1, size, gpu.version)))
+        scratch.passing(cub.scan_bytes(lengths.numel() + 1, size, gpu.version))
     if of_a_row:
-        passing(gpu, 1)
-    scratch.drop(ends)
+        scratch.passing(1)
 
 
 def _unfold_backward(

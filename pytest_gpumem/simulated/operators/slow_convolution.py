@@ -45,7 +45,6 @@ class SlowConvolution:
             columns.take(math.prod(shape[2:]) * input.element_size())
             products = 2
         self._multiply(shape[0] * products)
-        columns.free()
         return output
 
     def backward(
@@ -80,7 +79,6 @@ class SlowConvolution:
             if not mask[0] and self._has_columns(input, weight):
                 columns.take(nbytes)
             self._multiply(input.shape[0])
-        columns.free()
         return grad_input, grad_weight, grad_bias
 
     def _of_dilated(

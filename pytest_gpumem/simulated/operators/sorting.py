@@ -17,7 +17,7 @@ from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.counting import BOTH_EXTREMES_SINCE
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied, is_dense
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, copies_of, passing
 
 _SORTED_IN_SHARED_MEMORY = 4096
 """Most elements of a dimension that one block sorts."""
@@ -59,7 +59,6 @@ def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int
         scratch.take(tensor.nbytes)
         scratch.take(tensor.numel() * INDEX_BYTES)
     _sort_contiguous(gpu, tensor.numel(), length, tensor.element_size())
-    scratch.free()
 
 
 def sort_row(gpu: GPU, elements: int, element_bytes: int) -> None:
@@ -93,30 +92,24 @@ def _sort_contiguous(gpu: GPU, elements: int, length: int, element_bytes: int) -
 def _sort_batch(gpu: GPU, elements: int, length: int, element_bytes: int) -> None:
     model = gpu.model
     sms, capability = model.sm_count, model.compute_capability
+    pair = element_bytes, INDEX_BYTES, 8 * element_bytes
     slices = elements // length
     own = Scratch(gpu)
     if slices == 1 or length >= _OWN_SORT_FROM:
         own.take(length * INDEX_BYTES)
-        storage = cub.radix_sort_pairs_bytes(
-            length, element_bytes, INDEX_BYTES, 8 * element_bytes, capability, sms
-        )
         for _ in range(slices):
-            own.drop(own.take(storage))
+            own.passing(cub.radix_sort_pairs_bytes(length, *pair, capability, sms))
     elif slices < _SLICES_SORTED_AT_ONCE:
         own.take(elements * INDEX_BYTES)
         own.take(elements * INDEX_BYTES)
         keys = own.take(elements * element_bytes)
-        bits = 8 * element_bytes
-        pairs = (element_bytes, INDEX_BYTES, bits, capability, sms)
-        own.drop(own.take(cub.radix_sort_pairs_bytes(elements, *pairs)))
+        own.passing(cub.radix_sort_pairs_bytes(elements, *pair, capability, sms))
         own.drop(keys)
         bits = max(1, math.ceil(math.log2(slices)))
-        own.drop(own.take(cub.radix_sort_pairs_bytes(elements, 8, 0, bits, capability)))
+        own.passing(cub.radix_sort_pairs_bytes(elements, 8, 0, bits, capability))
     else:
         own.take(elements * INDEX_BYTES)
-        storage = cub.segmented_sort_pairs_bytes(elements, element_bytes, INDEX_BYTES)
-        own.drop(own.take(storage))
-    own.free()
+        own.passing(cub.segmented_sort_pairs_bytes(elements, element_bytes, INDEX_BYTES))
 
 
 # Top k.
@@ -149,12 +142,10 @@ def _topk(gpu: GPU, self: Tensor, k: int, dim: int, sorted: bool, result: _Pair)
     scratch.free()
     values, indices = result
     if sorted and k > _SORTED_IN_SHARED_MEMORY:
-        order = scratch.take(indices.nbytes)
-        ordered = scratch.take(values.nbytes)
+        scratch.take(indices.nbytes)
+        scratch.take(values.nbytes)
         sort_slices(gpu, values, dim, values.stride())
-        scratch.drop(scratch.take(indices.nbytes))
-        scratch.drop(ordered)
-        scratch.drop(order)
+        scratch.passing(indices.nbytes)
 
 
 def _topk_of_many_blocks(gpu: GPU, slices: int, length: int, element_bytes: int) -> None:
@@ -174,22 +165,16 @@ def _topk_of_many_blocks(gpu: GPU, slices: int, length: int, element_bytes: int)
         scratch.take(slices * _RADIX_DIGITS * 4)
     scratch.take(blocks * 4)
     scratch.take(blocks * 4)
-    storage = cub.sum_by_key_bytes(blocks, 4, model.compute_capability)
-    scratch.drop(scratch.take(storage))
-    scratch.drop(scratch.take(storage))
-    scratch.free()
+    for _ in range(2):
+        scratch.passing(cub.sum_by_key_bytes(blocks, 4, model.compute_capability))
 
 
 # Median, mode, k-th value.
 
 
-def _contiguous(gpu: GPU, self: Tensor) -> Scratch:
-    return Scratch(gpu, *copied(self))
-
-
 def _median(gpu: GPU, self: Tensor, dim: int | None = None) -> Scratch:
     if dim is not None:
-        return _contiguous(gpu, self)
+        return Scratch(gpu, *copied(self))
     scratch = _sorted_values(gpu, self)
     scratch.take(1)  # Whether the last is NaN.
     return scratch
@@ -197,16 +182,15 @@ def _median(gpu: GPU, self: Tensor, dim: int | None = None) -> Scratch:
 
 def _nanmedian(gpu: GPU, self: Tensor, dim: int | None = None) -> Scratch:
     if dim is not None:
-        return _contiguous(gpu, self)
+        return Scratch(gpu, *copied(self))
     scratch = _sorted_values(gpu, self)
     # index(sorted, ((size - 1 - sorted.isnan().sum()) / 2).to(int64))
     are_nan = scratch.take(self.numel())
-    steps = [are_nan, scratch.take(INDEX_BYTES)]
-    scratch.drop(scratch.take(self.numel() * INDEX_BYTES))
-    steps += [scratch.take(INDEX_BYTES), scratch.take(4)]
+    count = scratch.take(INDEX_BYTES)
+    scratch.passing(self.numel() * INDEX_BYTES)
+    rest, half = scratch.take(INDEX_BYTES), scratch.take(4)
     scratch.take(INDEX_BYTES)
-    for address in reversed(steps):
-        scratch.drop(address)
+    scratch.drop(half, rest, count, are_nan)
     return scratch
 
 
@@ -217,8 +201,7 @@ def _sorted_values(gpu: GPU, tensor: Tensor) -> Scratch:
     scratch.take(tensor.nbytes)
     indices = scratch.take(tensor.numel() * INDEX_BYTES)
     sort_row(gpu, tensor.numel(), tensor.element_size())
-    scratch.drop(indices)
-    scratch.drop(flat)
+    scratch.drop(indices, flat)
     return scratch
 
 
@@ -242,7 +225,6 @@ def _scan(gpu: GPU, self: Tensor, dim: int, result: Tensor) -> None:
         scratch.take(converted)
     if self.numel() == self.shape[dim]:
         _scan_one_row(gpu, scratch, self.numel(), result)
-    scratch.free()
 
 
 def _scan_one_row(gpu: GPU, scratch: Scratch, elements: int, result: Tensor) -> None:
@@ -250,12 +232,8 @@ def _scan_one_row(gpu: GPU, scratch: Scratch, elements: int, result: Tensor) -> 
     for first in range(0, elements, cub.LARGEST_SCAN):
         carried = scratch.take(size) if first else 0
         count = min(elements - first, cub.LARGEST_SCAN)
-        scratch.drop(scratch.take(cub.scan_bytes(count, size, gpu.version)))
+        scratch.passing(cub.scan_bytes(count, size, gpu.version))
         scratch.drop(carried)
-
-
-def _scan_with_indices(gpu: GPU, self: Tensor) -> None:
-    passing(gpu, *copied(self))
 
 
 # Permutations and samples.
@@ -297,12 +275,11 @@ def _multinomial(
         _check_weights(gpu, scratch, self, rows)
         scratch.take(self.nbytes)
         if num_samples == 1:
-            _reduce_rows(gpu, self, -1, reductions.VALUE_AND_INDEX)
+            reductions.reduce_tensor(gpu, self, -1, reductions.VALUE_AND_INDEX)
         else:
             scratch.take(result.numel() * size)
             if _many_blocks(rows, length):
                 _topk_of_many_blocks(gpu, rows, length, size)
-    scratch.free()
 
 
 def _check_weights(gpu: GPU, scratch: Scratch, weights: Tensor, rows: int) -> None:
@@ -311,40 +288,34 @@ def _check_weights(gpu: GPU, scratch: Scratch, weights: Tensor, rows: int) -> No
     if gpu.version >= BOTH_EXTREMES_SINCE:
         scratch.take(size)
         scratch.take(size)
-        _reduce_rows(gpu, weights, None, reductions.TWO_VALUES)
+        reductions.reduce_tensor(gpu, weights, None, reductions.TWO_VALUES)
         is_finite = scratch.take(1)
         is_positive = scratch.take(1)
         scratch.take(1)
-        scratch.drop(is_positive)
-        scratch.drop(is_finite)
+        scratch.drop(is_positive, is_finite)
     else:
         highest = scratch.take(size)
-        _reduce_rows(gpu, weights, None, reductions.VALUES)
+        reductions.reduce_tensor(gpu, weights, None, reductions.VALUES)
         is_finite = scratch.take(1)
         lowest = scratch.take(size)
-        _reduce_rows(gpu, weights, None, reductions.VALUES)
+        reductions.reduce_tensor(gpu, weights, None, reductions.VALUES)
         is_positive = scratch.take(1)
         scratch.take(1)
-        for address in (is_positive, lowest, is_finite, highest):
-            scratch.drop(address)
+        scratch.drop(is_positive, lowest, is_finite, highest)
     sums = scratch.take(rows * size)
-    _reduce_rows(gpu, weights, -1, reductions.SUMS)
+    reductions.reduce_tensor(gpu, weights, -1, reductions.SUMS)
     are_zero = scratch.take(rows)
     if weights.dim() == 2:
         scratch.take(1)
         scratch.drop(are_zero)
     scratch.drop(sums)
-    scratch.drop(scratch.take(1))
-
-
-def _reduce_rows(gpu: GPU, tensor: Tensor, dim: int | None, what: reductions.Accumulator) -> None:
-    reductions.reduce_tensor(gpu, tensor, dim, what, tensor.dtype)
+    scratch.passing(1)
 
 
 RULES = {
     "aten::sort": Rule(after=_sort),
     "aten::topk": Rule(after=_topk),
-    "aten::kthvalue": Rule(before=_contiguous),
+    "aten::kthvalue": Rule(before=copies_of("self")),
     "aten::median": Rule(before=_median),
     "aten::nanmedian": Rule(before=_nanmedian),
     "aten::mode": Rule(after=_mode),
@@ -352,8 +323,8 @@ RULES = {
     "aten::cumprod": Rule(after=_scan),
     "aten::_logcumsumexp": Rule(after=_scan),
     "aten::logcumsumexp": Rule(after=_scan),
-    "aten::_cummax_helper": Rule(after=_scan_with_indices),
-    "aten::_cummin_helper": Rule(after=_scan_with_indices),
+    "aten::_cummax_helper": Rule(after=copies_of("self")),
+    "aten::_cummin_helper": Rule(after=copies_of("self")),
     "aten::randperm": Rule(after=_randperm),
     "aten::multinomial": Rule(after=_multinomial),
 }

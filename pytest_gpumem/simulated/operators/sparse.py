@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.machine.signatures import Args
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import cub
@@ -354,7 +355,7 @@ _SPARSE_OF_BAGS = 9
 """Position of the argument of ``_embedding_bag_backward`` for a sparse gradient."""
 
 
-def is_in_parts(name: str, args: tuple[Any, ...]) -> bool:
+def is_in_parts(name: str, args: Args) -> bool:
     """Return whether an operator of ``PARTS`` has sparse arguments, or a sparse result."""
     if name == "aten._embedding_bag_backward.default":
         return bool(args[_SPARSE_OF_BAGS])

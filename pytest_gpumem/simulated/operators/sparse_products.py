@@ -53,7 +53,7 @@ def _addmm(
         mat2.stride(1) == 1 and mat2.stride(0) != mat2.shape[1]
     )
     dense = mat2 if is_read_as_it_is else mat2.contiguous()
-    leave_out(gpu, "cuSPARSE", "a sparse product")
+    leave_out(gpu, "a sparse product", "cuSPARSE")
     del dense
     if in_columns is not result:
         result.copy_(in_columns)

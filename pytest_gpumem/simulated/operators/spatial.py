@@ -14,50 +14,25 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.layout import copied, suggested_format
-from pytest_gpumem.simulated.operators.rules import After, Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.layout import copied
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, copies_of
 
-
-def _in_its_format(gpu: GPU, self: Tensor) -> None:
-    passing(gpu, *copied(self, memory_format=suggested_format(self)))
-
-
-def _in_format_of_input(gpu: GPU, grad_output: Tensor, self: Tensor) -> None:
-    passing(gpu, *copied(grad_output, memory_format=suggested_format(self)))
-
-
-def _max_pool_backward(gpu: GPU, grad_output: Tensor, self: Tensor, indices: Tensor) -> None:
-    passing(gpu, *copied(grad_output, self, indices, memory_format=suggested_format(self)))
-
-
-def _gradient_in_its_format(gpu: GPU, grad_output: Tensor) -> None:
-    passing(gpu, *copied(grad_output, memory_format=suggested_format(grad_output)))
-
-
-def _contiguous(gpu: GPU, self: Tensor) -> None:
-    passing(gpu, *copied(self))
-
-
-def _gradient_contiguous(gpu: GPU, grad_output: Tensor) -> None:
-    passing(gpu, *copied(grad_output))
-
-
-_READING: dict[After, str] = {
-    _in_its_format: """
+_READING = {
+    copies_of("self", like="self"): """
         max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d upsample_nearest2d
         upsample_bilinear2d
     """,
-    _in_format_of_input: "avg_pool2d_backward _adaptive_avg_pool2d_backward",
-    _max_pool_backward: "max_pool2d_with_indices_backward",
-    _gradient_in_its_format: """
+    copies_of("grad_output", like="self"): "avg_pool2d_backward _adaptive_avg_pool2d_backward",
+    copies_of("grad_output", "self", "indices", like="self"): "max_pool2d_with_indices_backward",
+    copies_of("grad_output", like="grad_output"): """
         upsample_nearest2d_backward upsample_bilinear2d_backward _upsample_nearest_exact2d_backward
     """,
-    _contiguous: """
+    copies_of("self"): """
         reflection_pad1d reflection_pad2d reflection_pad3d upsample_nearest1d upsample_nearest3d
         upsample_linear1d upsample_trilinear3d max_pool3d_with_indices avg_pool3d
         _adaptive_avg_pool3d
     """,
-    _gradient_contiguous: """
+    copies_of("grad_output"): """
         reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
         upsample_bicubic2d_backward _upsample_bicubic2d_aa_backward
         _upsample_nearest_exact1d_backward _upsample_nearest_exact3d_backward
@@ -65,12 +40,7 @@ _READING: dict[After, str] = {
         adaptive_max_pool3d_backward
     """,
 }
-"""Operators by the function that allocates the copies their kernels read."""
-
-
-def _unpooled(gpu: GPU, self: Tensor, indices: Tensor) -> Scratch:
-    """max_unpooling2d_forward_out_cuda copies before its result is resized."""
-    return Scratch(gpu, *copied(self, indices))
+"""Operators by the copies that their kernels read."""
 
 
 def _into_columns(gpu: GPU, self: Tensor, result: Tensor) -> Iterator[Tensor]:
@@ -94,8 +64,9 @@ RULES = {
         for reading, names in _READING.items()
         for name in names.split()
     },
-    "aten::max_unpool2d": Rule(before=_unpooled),
-    "aten::max_unpool3d": Rule(before=_unpooled),
+    # max_unpooling2d_forward_out_cuda copies before its result is resized.
+    "aten::max_unpool2d": Rule(before=copies_of("self", "indices")),
+    "aten::max_unpool3d": Rule(before=copies_of("self", "indices")),
     "aten::im2col": Rule(placed=_into_columns),
     "aten::col2im": Rule(placed=_into_columns),
 }

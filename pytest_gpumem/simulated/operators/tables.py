@@ -6,85 +6,65 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from inspect import signature
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.machine.signatures import overload_of
 from pytest_gpumem.simulated.operators import (
     activations,
-    assertions,
     attention,
-    bilinear,
+    batch_norm,
     chunks,
     comparisons,
     convolution,
     counting,
-    ctc,
-    cudnn_convolution,
-    distances,
-    dropout,
     embeddings,
     encoders,
     engine,
     foreach,
-    gradient_layouts,
-    group_norm,
     grouped,
     indexing,
     libraries,
     losses,
     matmul,
+    meta_kernels,
     normalization,
     packed_attention,
     reductions,
     rnn,
-    rolling,
     sampling,
     scattering,
-    shapes_only,
     slices,
-    softmax,
-    solvers,
     sorting,
     spatial,
-    sync_batch_norm,
     whole,
 )
 from pytest_gpumem.simulated.operators.autocast import CastCache
-from pytest_gpumem.simulated.operators.calls import overload_of
 from pytest_gpumem.simulated.operators.rules import BoundRule, Composite, Rule, on_machine
 
-RULES: dict[str, Rule] = {
-    **assertions.RULES,
-    **attention.RULES,
-    **packed_attention.RULES,
-    **chunks.RULES,
-    **comparisons.RULES,
-    **counting.RULES,
-    **ctc.RULES,
-    **distances.RULES,
-    **dropout.RULES,
-    **embeddings.RULES,
-    **foreach.RULES,
-    **grouped.RULES,
-    **indexing.RULES,
-    **libraries.RULES,
-    **losses.RULES,
-    **matmul.RULES,
-    **normalization.RULES,
-    **group_norm.RULES,
-    **reductions.RULES,
-    **rolling.RULES,
-    **sampling.RULES,
-    **scattering.RULES,
-    **softmax.RULES,
-    **solvers.RULES,
-    **sorting.RULES,
-    **spatial.RULES,
-}
+_FAMILIES = (
+    activations, attention, batch_norm, chunks, comparisons, convolution, counting, embeddings,
+    encoders, engine, foreach, grouped, indexing, libraries, losses, matmul, normalization,
+    packed_attention, reductions, rnn, sampling, scattering, sorting, spatial, whole,
+)  # fmt: skip
+
+
+def _of_all(table: str) -> dict[str, Any]:
+    """Return the entries of every family's ``table``."""
+    found = [vars(family).get(table, {}) for family in _FAMILIES]
+    return {name: entry for entries in found for name, entry in entries.items()}
+
+
+RULES: dict[str, Rule] = _of_all("RULES")
 """By operator name: hidden allocations."""
+COMPOSITES: dict[str, Composite] = _of_all("COMPOSITES")
+"""By overload: operators that CUDA takes apart otherwise than the CPU and ``meta`` do."""
+IN_VIEW: dict[str, Composite] = _of_all("IN_VIEW")
+"""By overload: operators that autograd sees whole and that CUDA builds from others."""
 
 
 @cache
@@ -94,37 +74,6 @@ def rule_of(func: OpOverload) -> BoundRule | None:
     # ``upsample_nearest2d.vec_out``: generated from a composite, as is its CUDA kernel.
     is_built = func._overloadname == "vec_out"
     return None if rule is None or is_built else BoundRule(rule, func._schema)
-
-
-COMPOSITES: dict[str, Composite] = {
-    **activations.COMPOSITES,
-    **attention.COMPOSITES,
-    **comparisons.COMPOSITES,
-    **ctc.COMPOSITES,
-    **dropout.COMPOSITES,
-    **embeddings.COMPOSITES,
-    **engine.COMPOSITES,
-    **matmul.COMPOSITES,
-    **normalization.COMPOSITES,
-    **rnn.COMPOSITES,
-    **softmax.COMPOSITES,
-    **solvers.COMPOSITES,
-}
-"""By overload: operators that CUDA takes apart otherwise than the CPU and ``meta`` do."""
-
-IN_VIEW: dict[str, Composite] = {
-    **bilinear.IN_VIEW,
-    **convolution.IN_VIEW,
-    **ctc.IN_VIEW,
-    **cudnn_convolution.IN_VIEW,
-    **encoders.IN_VIEW,
-    **indexing.IN_VIEW,
-    **losses.IN_VIEW,
-    **rnn.IN_VIEW,
-    **sync_batch_norm.IN_VIEW,
-    **whole.IN_VIEW,
-}
-"""By overload: operators that autograd sees whole and that CUDA builds from others."""
 
 
 MAY_OVERRIDE = "allow_override" in signature(torch.library.Library.impl).parameters
@@ -146,10 +95,10 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
             assert overload is not None
             kernel = on_machine(implementation, overload, machine)
             library.impl(operator, kernel, "AutogradMeta")
-        for name, kernel in (*foreach.SHAPES.items(), *shapes_only.SHAPES.items()):
+        for name, kernel in meta_kernels.SHAPES.items():
             if _lacks_shapes(name):
                 library.impl(name, kernel, "Meta")
-        for name, kernel in (*shapes_only.WRONG.items(), *gradient_layouts.WRONG.items()):
+        for name, kernel in meta_kernels.WRONG.items():
             if MAY_OVERRIDE and overload_of(name) is not None:
                 library.impl(name, kernel, "Meta", allow_override=True)
         with casts.reachable(), slices.made(machine.current.version):

@@ -119,10 +119,6 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         for each in machine.gpus:
             each.workspaces.clear()
 
-    def reset_workspace_sizes() -> None:
-        for each in machine.gpus:
-            each.workspaces.reset_sizes()
-
     def blas_handle() -> int:
         machine.current.workspaces.handle(machine.current.stream)
         return 1
@@ -159,8 +155,6 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         "_cuda_cudaCachingAllocator_raw_alloc": raw_alloc,
         "_cuda_cudaCachingAllocator_raw_delete": lambda address: memory(None).free(address),
         "_cuda_clearCublasWorkspaces": clear_workspaces,
-        "_cuda_resetCublasWorkspaceSize": reset_workspace_sizes,
-        "_cuda_resetCublasLtWorkspaceSize": reset_workspace_sizes,
         "_cuda_getCurrentBlasHandle": blas_handle,
         "_cuda_getCurrentSolverHandle": lambda: 1,
         "_accelerator_getAccelerator": lambda: torch.device("cuda"),

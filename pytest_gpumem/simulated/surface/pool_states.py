@@ -18,7 +18,7 @@ from pytest_gpumem.allocator.blocks import PoolId
 from pytest_gpumem.allocator.checkpoints import PoolState
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.machine.storages import NOBODYS, storage_key
+from pytest_gpumem.simulated.machine.storages import BORROWED, storage_key
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
@@ -50,7 +50,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         records = storages.by_key
         for key in stale_storages:
             if key in records and records[key].address in freed:
-                records[key].allocator = NOBODYS
+                records[key].allocator = BORROWED
         for key in storages_to_own:
             if key in records and records[key].address in live:
                 records[key].allocator = memory
@@ -70,13 +70,13 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
 
     def frees_memory(key: int) -> bool:
         record = storages.by_key.get(key)
-        return record is not None and record.allocator is not NOBODYS
+        return record is not None and record.allocator is not BORROWED
 
     def release(key: int) -> None:
         """Free the memory of the storage at ``key`` now, and not when it dies."""
         record = storages.by_key[key]
         record.allocator.free(record.address)
-        record.allocator = NOBODYS
+        record.allocator = BORROWED
 
     def take_back(key: int, words: str) -> None:
         """Raise an error with ``words`` at each read of the storage at ``key`` from now on."""

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pytest_gpumem.simulated.execution.composites import is_composite
+from pytest_gpumem.simulated.machine.signatures import Signature
 from pytest_gpumem.simulated.operators import sparse, tables
-from pytest_gpumem.simulated.operators.calls import Signature
 
 _ADDMM = torch.ops.aten.addmm.default._schema
 # addmm(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1) -> Tensor
@@ -87,6 +87,7 @@ _ALIASES = {
     "complex": "float",
     "_Indices": "Sequence[Tensor | None]",
     "_Sizes": "Sequence[int]",
+    "Over": "Sequence[int] | int | None",
 }
 
 

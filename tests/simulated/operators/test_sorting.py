@@ -121,3 +121,13 @@ def test_k_th_value_needs_nothing(on: Any, shape: tuple[int, ...]) -> None:
     events = gpu.of(lambda: x.kthvalue(5))
     rows = x.numel() // shape[-1]
     assert events == [4 * rows, 8 * rows]
+
+
+def test_temporaries_end_with_an_operator_that_does_not_fit(on: Any) -> None:
+    on("T4")
+    row = torch.empty(1, 5 * 2**30 // 4, device="cuda")
+    held = torch.cuda.memory_allocated()
+    # The copies of the values fit on a GPU of 16 GB, and their indices do not.
+    with pytest.raises(torch.OutOfMemoryError):
+        row.median()
+    assert torch.cuda.memory_allocated() == held

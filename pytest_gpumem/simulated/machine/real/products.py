@@ -1,9 +1,9 @@
-"""Products that only CUDA has kernels for, computed on the CPU.
+"""Products and convolutions that only CUDA has kernels for, computed on the CPU.
 
 The sums run in float32, as those of cuBLAS do for these types. Source: native_functions.yaml and
 aten/src/ATen/native/cuda/Blas.cpp, ScaledBlas.cpp, GroupedBlas.cpp and Dropout.cu of torch 2.6 to
 2.15. Layouts that are CUDA's own (int4 and 2:4 sparse weights, block scales in swizzled order) are
-not computed: their results are unknown.
+not computed: their results are unknown. Convolutions: native/cudnn/ConvShared.cpp.
 """
 
 from __future__ import annotations
@@ -44,8 +44,12 @@ def _scaled_mm(
     scale_result: Tensor | None = None, out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False, **out: Tensor,
 ) -> Tensor:  # fmt: skip
-    _refuse_blocks(scale_a, scale_b)
-    product = (a.float() * _rows(scale_a)) @ (b.float() * _columns(scale_b))
+    _refuse_blocks(scale_a, scale_b, of_rows=True)
+    if scale_a.numel() > 1:
+        scale_a = scale_a.reshape(-1, 1)
+    if scale_b.numel() > 1:
+        scale_b = scale_b.reshape(1, -1)
+    product = (a.float() * scale_a) @ (b.float() * scale_b)
     product = product if bias is None else product + bias.float()
     narrow = (out_dtype or a.dtype).itemsize == 1
     if narrow and scale_result is not None:
@@ -53,26 +57,23 @@ def _scaled_mm(
     return _written(product.to(out_dtype or a.dtype), **out)
 
 
-def _rows(scale: Tensor) -> Tensor:
-    return scale if scale.numel() == 1 else scale.reshape(-1, 1)
-
-
-def _columns(scale: Tensor) -> Tensor:
-    return scale if scale.numel() == 1 else scale.reshape(1, -1)
-
-
-def _refuse_blocks(*scales: Tensor) -> None:
-    if any(scale.dtype in _BLOCK_SCALES or min(scale.shape, default=1) > 1 for scale in scales):
-        raise NotImplementedError("scales of blocks")
+def _refuse_blocks(*scales: Tensor, of_rows: bool = False) -> None:
+    """Refuse scales of blocks; those ``of_rows`` or columns have no second dimension."""
+    for scale in scales:
+        if scale.dtype in _BLOCK_SCALES or (of_rows and min(scale.shape, default=1) > 1):
+            raise NotImplementedError("scales of blocks")
 
 
 def _scaled_grouped_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor | None = None,
-    bias: Tensor | None = None, scale_result: Tensor | None = None,
-    out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
-) -> Tensor:  # fmt: skip
-    if any(scale.dtype in _BLOCK_SCALES for scale in (scale_a, scale_b)):
-        raise NotImplementedError("scales of blocks")
+    self: Tensor,
+    mat2: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    _refuse_blocks(scale_a, scale_b)
+    a, b = self, mat2
     flat = a.dim() == 2 and b.dim() == 2
     if flat:  # a group has its own scales of all rows and columns
         groups = 0 if offs is None else len(offs)
@@ -111,14 +112,50 @@ def _grouped(
 
 
 def _fused_dropout(
-    x: Tensor, kept: float, generator: torch.Generator | None = None
+    self: Tensor, p: float, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    mask = torch.empty_like(x, dtype=torch.uint8).bernoulli_(kept, generator=generator)
-    return x * mask / kept, mask
+    mask = torch.empty_like(self, dtype=torch.uint8).bernoulli_(p, generator=generator)
+    return self * mask / p, mask
 
 
-def _masked_scale(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return x * mask * scale
+def _masked_scale(self: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return self * mask * scale
+
+
+# cuDNN's convolutions under their own names.
+
+
+def _convolution(
+    self: Tensor,
+    weight: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    output_padding: list[int] | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    transposed = output_padding is not None
+    added = output_padding or [0] * len(stride)
+    settings = stride, padding, dilation, transposed, added, groups
+    return torch.convolution(self, weight, bias, *settings)
+
+
+def _convolution_relu(
+    self: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    z: Tensor | None = None,
+    alpha: float | None = None,
+) -> Tensor:
+    plain = _convolution(self, weight, stride, padding, dilation, groups, bias=bias)
+    if z is not None:
+        plain = plain + z * (1.0 if alpha is None else alpha)
+    return plain.relu()
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
@@ -135,5 +172,9 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "aten::_scaled_grouped_mm": _scaled_grouped_mm,
     "aten::_fused_dropout": _fused_dropout,
     "aten::_masked_scale": _masked_scale,
+    "aten::cudnn_convolution": _convolution,
+    "aten::cudnn_convolution_transpose": _convolution,
+    "aten::cudnn_convolution_relu": _convolution_relu,
+    "aten::cudnn_convolution_add_relu": _convolution_relu,
 }
 """By name, with the overload if it is not the default."""

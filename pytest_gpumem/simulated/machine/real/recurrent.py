@@ -27,10 +27,9 @@ _GATES = (1, 1, 4, 3)
 
 
 def _recurrent(
-    input: Tensor, weight: list[Tensor], weight_stride0: int, weight_buf: Tensor | None,
-    hx: Tensor, cx: Tensor | None, mode: int, hidden_size: int, proj_size: int, num_layers: int,
-    batch_first: bool, dropout: float, train: bool, bidirectional: bool,
-    batch_sizes: Sequence[int], dropout_state: Tensor | None,
+    input: Tensor, weight: list[Tensor], weight_stride0: int, hx: Tensor, cx: Tensor | None,
+    mode: int, hidden_size: int, proj_size: int, num_layers: int, batch_first: bool, dropout: float,
+    train: bool, bidirectional: bool, batch_sizes: Sequence[int],
 ) -> Any:  # fmt: skip
     if dropout and train:
         raise NotImplementedError("what cuDNN drops is not among its results")
@@ -61,30 +60,25 @@ def _as_layers_take(weight: Tensor, at: int, per_layer: int, rows: int) -> Tenso
 
 
 def _recurrent_backward(
-    input: Tensor, weight: list[Tensor], weight_stride0: int, weight_buf: Tensor, hx: Tensor,
-    cx: Tensor | None, output: Tensor, grad_output: Tensor | None, grad_hy: Tensor | None,
-    grad_cy: Tensor | None, mode: int, hidden_size: int, proj_size: int, num_layers: int,
-    batch_first: bool, dropout: float, train: bool, bidirectional: bool,
-    batch_sizes: Sequence[int], dropout_state: Tensor | None, reserve: Tensor,
-    output_mask: Sequence[bool],
+    input: Tensor, weight: list[Tensor], weight_stride0: int, hx: Tensor, cx: Tensor | None,
+    grad_output: Tensor | None, grad_hy: Tensor | None, grad_cy: Tensor | None, mode: int,
+    hidden_size: int, proj_size: int, num_layers: int, batch_first: bool, dropout: float,
+    train: bool, bidirectional: bool, batch_sizes: Sequence[int],
 ) -> Any:  # fmt: skip
     with with_autograd():
         data, hidden = leaf(input), leaf(hx)
         cell = None if cx is None else leaf(cx)
         weights = [leaf(one) for one in weight]
         results = _recurrent(
-            data, weights, weight_stride0, None, hidden, cell, mode, hidden_size, proj_size,
-            num_layers, batch_first, dropout, train, bidirectional, batch_sizes, None,
+            data, weights, weight_stride0, hidden, cell, mode, hidden_size, proj_size, num_layers,
+            batch_first, dropout, train, bidirectional, batch_sizes,
         )  # fmt: skip
         pairs = zip(results, (grad_output, grad_hy, grad_cy), strict=False)
         used = [(result, gradient) for result, gradient in pairs if gradient is not None]
         wanted = [data, hidden, *([] if cell is None else [cell]), *weights]
+        results, gradients = zip(*used, strict=True)
         found = torch.autograd.grad(
-            [result for result, _ in used],
-            wanted,
-            [gradient for _, gradient in used],
-            allow_unused=True,
-            materialize_grads=True,
+            results, wanted, gradients, allow_unused=True, materialize_grads=True
         )
     of_cell = None if cell is None else found[2]
     return found[0], found[1], of_cell, list(found[-len(weights) :])
@@ -94,8 +88,8 @@ def _lstm_cell(
     input_gates: Tensor,
     hidden_gates: Tensor,
     cx: Tensor,
-    input_bias: Tensor | None = None,
-    hidden_bias: Tensor | None = None,
+    input_bias: Tensor | None,
+    hidden_bias: Tensor | None,
 ) -> Any:
     gates = _sum(input_gates, hidden_gates, input_bias, hidden_bias).chunk(4, 1)
     entry, forget, exit = (gates[at].sigmoid() for at in (0, 1, 3))
@@ -153,8 +147,8 @@ def gru_cell_backward(gradient: Tensor, workspace: Tensor) -> tuple[Tensor, Tens
     )
 
 
-def _gru_cell_backward(gradient: Tensor, workspace: Tensor, has_bias: bool) -> Any:
-    given, held, state = gru_cell_backward(gradient, workspace)
+def _gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> Any:
+    given, held, state = gru_cell_backward(grad_hy, workspace)
     biases = (given.sum(0), held.sum(0)) if has_bias else (None, None)
     return given, held, state, *biases
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from pytest_gpumem.simulated.machine.notes import Notes
+from pytest_gpumem.simulated.machine.signatures import Args
 from pytest_gpumem.simulated.machine.values import finite
 
 
@@ -110,7 +111,7 @@ _COMPARING = tuple(
 
 
 def _is_special_token(answer: bool) -> Assumption:
-    def assume(values: Known, args: tuple[Any, ...], result: Any) -> None:
+    def assume(values: Known, args: Args, result: Any) -> None:
         if args[0].dtype.is_floating_point or not _called_by_transformers():
             return
         values.notes.granted = True
@@ -131,7 +132,7 @@ def _called_by_transformers() -> bool:
     return any(part in frame.f_code.co_filename for part in _COMPARING)
 
 
-def _has_input(values: Known, args: tuple[Any, ...], result: Any) -> None:
+def _has_input(values: Known, args: Args, result: Any) -> None:
     if _caller() != ("torch.nn.modules._functions", "forward"):
         return
     values.notes.note(_EVERY_RANK)
@@ -147,7 +148,7 @@ def _caller() -> tuple[str, str]:
     return str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
 
 
-def _no_infinity(values: Known, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
+def _no_infinity(values: Known, args: Args, result: Any) -> torch.Tensor | None:
     found: torch.Tensor = args[1]
     if values.of(found) is None:
         return None
@@ -158,7 +159,7 @@ def _no_infinity(values: Known, args: tuple[Any, ...], result: Any) -> torch.Ten
 def _also(func: Any, other: Assumption | None) -> Assumption:
     """Assume that unknown numbers are finite where ``func`` checks that, else apply ``other``."""
 
-    def assume(values: Known, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
+    def assume(values: Known, args: Args, result: Any) -> torch.Tensor | None:
         answer = finite.answer(values, func, args)
         if answer is not None:
             values.assume(result, answer)

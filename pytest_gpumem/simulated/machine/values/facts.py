@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common.raw import META, tensors_in
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.finite import Infinity, Numbers
@@ -72,9 +73,7 @@ class Facts:
         found = (self.of(tensor) for tensor in tensors_in(values))
         return any(fact is not None and fact.assumed for fact in found)
 
-    def of_results(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Fact | None:
+    def of_results(self, operator: Operator, args: Args, kwargs: Kwargs) -> Fact | None:
         """Return the fact about the results of ``operator`` that follows from its arguments."""
         given = [*args, *kwargs.values()]
         infinite = self._brought(operator, args, kwargs)
@@ -87,9 +86,7 @@ class Facts:
         assumed = self.is_assumed(given)
         return Fact(value, assumed, infinite) if assumed or infinite or value is not None else None
 
-    def _brought(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Infinity:
+    def _brought(self, operator: Operator, args: Args, kwargs: Kwargs) -> Infinity:
         """Return the kind of infinity that a number, or few numbers from the host, bring in."""
         infinite = Infinity.NONE
         if operator.fills:
@@ -111,9 +108,7 @@ class Facts:
         device = META if count else torch.device("cpu")
         return torch.empty((count, tensor.dim()), dtype=torch.int64, device=device)
 
-    def _computed(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor | None:
+    def _computed(self, operator: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
         name = operator.name.removeprefix("aten::").removesuffix("_")
         if name in _ELEMENTWISE:
             return self._elementwise(operator, args)
@@ -130,7 +125,7 @@ class Facts:
             return None
         return first
 
-    def _elementwise(self, operator: Operator, args: tuple[Any, ...]) -> torch.Tensor | None:
+    def _elementwise(self, operator: Operator, args: Args) -> torch.Tensor | None:
         choices = [self._choices(value) for value in args]
         results = [
             # Where it writes, to a copy.

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import storage_key
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -103,7 +104,7 @@ _SUBTRACTING = _names("sub")
 """Operators that pass minus infinity in their first argument on as it is."""
 
 
-def answer(values: Numbers, func: Any, args: tuple[Any, ...]) -> bool | None:
+def answer(values: Numbers, func: Any, args: Args) -> bool | None:
     """Return the result of ``func`` for all finite numbers; ``None`` if it depends on the number.
 
     ``None``, too, where the program has put an infinity or NaN among them.
@@ -146,7 +147,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def brought(values: Numbers, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Infinity:
+def brought(values: Numbers, name: str, args: Args, kwargs: Kwargs) -> Infinity:
     """Return the kind of infinity among the numbers in the arguments of a filling operator."""
     numbers = []
     for value in (*args[1:], *kwargs.values()):

@@ -18,6 +18,7 @@ import torch
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU, is_on_device, tensors_in
 from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values.facts import Fact
 from pytest_gpumem.simulated.machine.values.views import covers, elements, view_of
@@ -60,7 +61,7 @@ class Kept:
         """Set the contents of a storage that is watched already to ``base``, flat."""
         self.forget(key)
         if self.everything:
-            self._hold(base.numel() * base.element_size())
+            self._hold(base.nbytes)
         self._bases[key] = base
 
     def forget(self, key: int) -> None:
@@ -72,7 +73,7 @@ class Kept:
             self.ranges.by_key.pop(key, None)
         base = self._bases.pop(key, None)
         if base is not None and self.everything:
-            self._held -= base.numel() * base.element_size()
+            self._held -= base.nbytes
 
     def keep(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         """Remember the values of ``source``, a CPU tensor of the same shape, for ``tensor``."""
@@ -103,7 +104,7 @@ class Kept:
         """Return whether ``tensor`` is a CPU tensor of unknown values."""
         return self._storages.is_on_host(tensor)
 
-    def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _known(self, args: Args, kwargs: Kwargs) -> bool:
         first = self._unknown_among(args)
         if first is True:
             return False
@@ -190,7 +191,7 @@ class Kept:
         self._put(tensor, _empty(self._elements(tensor), dtype=tensor.dtype, device=CPU))
 
     def _elements(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
-        """Return the number of elements of ``dtype`` in the whole storage."""
+        """Return the elements of ``dtype`` in the whole storage; on the dry device in its block."""
         return elements(tensor, dtype)
 
     def _covers(self, tensor: torch.Tensor) -> bool:
@@ -242,7 +243,7 @@ class Ranges:
     def __init__(self) -> None:
         self.by_key: dict[int, tuple[torch.dtype, Range]] = {}
 
-    def made(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+    def made(self, name: str, args: Args, result: Any) -> None:
         """Remember the numbers that the operator ``name`` has drawn, or copied."""
         found = _drawn(args) if name == _DRAWN else self._copied(name, args)
         if found is None or not isinstance(result, torch.Tensor) or not is_on_device(result):
@@ -259,7 +260,7 @@ class Ranges:
         for tensor in tensors:
             self.by_key.pop(storage_key(tensor), None)
 
-    def compared(self, name: str, args: tuple[Any, ...]) -> bool | None:
+    def compared(self, name: str, args: Args) -> bool | None:
         """Return the result of comparison ``name`` for every element; ``None`` if it is unknown."""
         found = self._of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
         if found is None or len(args) < 2 or not isinstance(args[1], (int, float)):
@@ -272,7 +273,7 @@ class Ranges:
             return None
         return order(low, args[1])
 
-    def _copied(self, name: str, args: tuple[Any, ...]) -> Range | None:
+    def _copied(self, name: str, args: Args) -> Range | None:
         if name not in _COPYING or not self.by_key or not args:
             return None
         found = [self._of(tensor) for tensor in tensors_in(args[0])]
@@ -292,7 +293,7 @@ def _fits(found: Range, dtype: torch.dtype) -> bool:
     return torch.iinfo(dtype).min <= found[0] and found[1] <= torch.iinfo(dtype).max
 
 
-def _drawn(args: tuple[Any, ...]) -> Range | None:
+def _drawn(args: Args) -> Range | None:
     """Return the range of ``randint(high, size)`` or ``randint(low, high, size)``."""
     numbers = [value for value in args[:2] if isinstance(value, int)]
     low, high = (0, *numbers)[-2:] if numbers else (0, 0)

@@ -19,6 +19,7 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU, tensors_in
 from pytest_gpumem.simulated.machine.dispatch import ThreadState
 from pytest_gpumem.simulated.machine.notes import Notes
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage, Storages, storage_key
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.facts import Fact, of_result
@@ -27,8 +28,8 @@ from pytest_gpumem.simulated.machine.values.reading import Reading
 from pytest_gpumem.simulated.machine.values.views import blank, device_tensors
 
 
-class Left(Protocol):
-    """A keeper of the values that a storage leaves behind, such as a graph's pool."""
+class PoolValues(Protocol):
+    """A keeper of the values of storages that have died, such as a graph's pool."""
 
     def died(self, key: int, base: torch.Tensor | None) -> None:
         """Keep the values of the storage ``key``, where they are known."""
@@ -37,9 +38,7 @@ class Left(Protocol):
 class Captured(Protocol):
     """A recorder of operators for later, such as a capture."""
 
-    def add(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def add(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Remember a call, without computing it now."""
 
     def described(self, value: Any) -> Any:
@@ -50,26 +49,20 @@ class Values(Reading):
     """The known values of one simulation, by the address of the storage they belong to."""
 
     def __init__(
-        self, storages: Storages, notes: Notes, here: ThreadState, *, everything: bool
+        self, storages: Storages, notes: Notes, thread: ThreadState, *, everything: bool
     ) -> None:
-        super().__init__(storages, notes, here, everything=everything)
+        super().__init__(storages, notes, thread, everything=everything)
         self._ignoring = False
-        self.pooled: WeakValueDictionary[int, Left] = WeakValueDictionary()
+        self.pooled: WeakValueDictionary[int, PoolValues] = WeakValueDictionary()
         """By key: where values go when a storage in a graph's pool dies."""
         self.recording: Callable[[], Captured | None] | None = None
         """Returns the recorder of a capture's operators, while there is a capture."""
 
-    def follow(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def follow(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Update the values after an operator has run on the shapes."""
-        if self._ignoring:
+        if self._ignoring or self.records(operator, args, kwargs, result):
             return
-        if self.recording is not None and self.records(operator, args, kwargs, result):
-            return
-        fact = None
-        if self.facts.by_key or operator.fills:
-            fact = self._fact(operator, args, kwargs)
+        fact = self._fact(operator, args, kwargs)
         answer = self._by_range(operator, args, kwargs, result)
         if operator.written:
             self._write(operator, args, kwargs, result)
@@ -82,9 +75,7 @@ class Values(Reading):
         if fact is not None:
             self._state(fact, operator, args, kwargs, result)
 
-    def records(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> bool:
+    def records(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> bool:
         """Add the call to a capture under way on this thread, if any, for when its graph runs."""
         recording = self.capture()
         if recording is None:
@@ -101,17 +92,11 @@ class Values(Reading):
         finally:
             self._ignoring = before
 
-    def replace(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def replace(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Update the values of ``result`` and of written tensors from ``operator`` as a whole."""
-        if self._ignoring:
+        if self._ignoring or self.records(operator, args, kwargs, result):
             return
-        if self.recording is not None and self.records(operator, args, kwargs, result):
-            return
-        fact = None
-        if self.facts.by_key or operator.fills:
-            fact = self._fact(operator, args, kwargs)
+        fact = self._fact(operator, args, kwargs)
         self._by_range(operator, args, kwargs, result)
         if operator.targets(args, kwargs):
             self._write(operator, args, kwargs, result)
@@ -184,17 +169,11 @@ class Values(Reading):
             return False
         return storage_key(value) == storage_key(base)
 
-    def make(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def make(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Set the values of a tensor that a factory, or a copy between devices, has just made."""
-        if self._ignoring:
+        if self._ignoring or self.records(operator, args, kwargs, result):
             return
-        if self.recording is not None and self.records(operator, args, kwargs, result):
-            return
-        fact = None
-        if self.facts.by_key or operator.fills or not _all_on_device(args[:1]):
-            fact = self._fact(operator, args, kwargs)
+        fact = self._fact(operator, args, kwargs, uploads=not _all_on_device(args[:1]))
         if self.everything or not operator.undefined:
             self._make(operator, args, kwargs, result)
         if not self.everything:
@@ -202,9 +181,7 @@ class Values(Reading):
         if fact is not None:
             self._state(fact, operator, args, kwargs, result)
 
-    def _by_range(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> bool | None:
+    def _by_range(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> bool | None:
         """Return the result of a comparison of random integers for every element, else ``None``."""
         if not self.ranges.by_key:
             return None
@@ -214,9 +191,7 @@ class Values(Reading):
         self.ranges.made(operator.name, args, result)
         return self.ranges.compared(operator.name, args)
 
-    def _make(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def _make(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
         if operator.blank and result.numel():
             if self.everything:
                 self._blank.add(storage_key(result))
@@ -245,7 +220,7 @@ class Values(Reading):
         uniform = torch.tensor(value, device=CPU)
         self._set_fact(tensor, Fact(uniform, assumed=True))
 
-    def follow_on_host(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+    def follow_on_host(self, func: Any, args: Args, result: Any) -> None:
         """Remember which copies in host memory, of unknown values, hold infinities."""
         if not self.facts.by_key:
             return
@@ -261,17 +236,14 @@ class Values(Reading):
         self._watch(tensor)
 
     def _fact(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, operator: Operator, args: Args, kwargs: Kwargs, *, uploads: bool = False
     ) -> Fact | None:
-        return self.facts.of_results(operator, args, kwargs) if self.assumes else None
+        """Return the fact about the results; ``uploads``: their numbers come from the host."""
+        matters = self.facts.by_key or operator.fills or uploads
+        return self.facts.of_results(operator, args, kwargs) if matters and self.assumes else None
 
     def _state(
-        self,
-        fact: Fact,
-        operator: Operator,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
+        self, fact: Fact, operator: Operator, args: Args, kwargs: Kwargs, result: Any
     ) -> None:
         """Set ``fact`` for the tensors that an operator has just made, or written to."""
         targets = operator.targets(args, kwargs)
@@ -285,9 +257,7 @@ class Values(Reading):
                 elif self.facts.of(tensor) is not None:
                     del self.facts.by_key[storage_key(tensor)]
 
-    def _write(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def _write(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
         bases = self._bases
         if operator.moves_views or (not bases and not operator.overwrites):
             return
@@ -314,17 +284,12 @@ class Values(Reading):
         self._derive(operator, args, kwargs, result, targets)
 
     def _can_overwrite(
-        self,
-        operator: Operator,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        targets: list[torch.Tensor],
+        self, operator: Operator, args: Args, kwargs: Kwargs, targets: list[torch.Tensor]
     ) -> bool:
         """Return whether a write leaves all of its target known; else forget its values."""
-        names = {name for _, name in operator.written}
-        places = {at for at, _ in operator.written}
-        read = [value for at, value in enumerate(args) if at not in places]
-        read += [value for name, value in kwargs.items() if name not in names]
+        written = {each for pair in operator.written for each in pair}
+        given = [*enumerate(args), *kwargs.items()]
+        read = [value for place, value in given if place not in written]
         if self._unknown_among(read) is not True:
             for target in targets:
                 key = storage_key(target)
@@ -342,8 +307,8 @@ class Values(Reading):
     def _derive(
         self,
         operator: Operator,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         result: Any,
         targets: Iterable[torch.Tensor] = (),
     ) -> None:

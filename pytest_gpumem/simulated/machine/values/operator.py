@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.machine.real import kernels, packed_attention, products
+from pytest_gpumem.simulated.machine.real.kernels import kernel_of
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.assumptions import ASSUMPTIONS, Assumption
 from pytest_gpumem.simulated.machine.values.views import device_tensors
@@ -23,12 +24,6 @@ _WRITES_UNDECLARED: dict[str, tuple[int, ...]] = {
 }
 """Arguments that an operator writes to although its schema omits it (2.6 to 2.15): running
 statistics in native_functions.yaml; the noise of ``rrelu_with_noise`` up to 2.6."""
-
-_KERNELS: dict[str, Callable[..., Any]] = {
-    **kernels.KERNELS,
-    **packed_attention.KERNELS,
-    **products.KERNELS,
-}
 
 OVERWRITES = frozenset(
     f"aten::{name}_"
@@ -46,23 +41,24 @@ class Operator:
     func: Any
     name: str
     """The name with its namespace, without its overload."""
+    compute: Callable[..., Any]
+    """Computes it on the CPU."""
     written: tuple[tuple[int, str], ...]
     """Position and name of each argument that it writes to."""
-    overwrites: bool
+    overwrites: bool = False
     """Whether the values it writes do not depend on the target's old ones."""
-    moves_views: bool
+    moves_views: bool = False
     """Whether it changes only sizes and strides: ``t_``, ``squeeze_``, ``set_``."""
-    undefined: bool
+    undefined: bool = False
     """Whether its results are random, or those of a stranger's kernel."""
-    blank: bool
+    blank: bool = False
     """Whether its results are uninitialised memory."""
-    random: bool
-    shaped_like: bool
+    random: bool = False
+    shaped_like: bool = False
     """Whether it looks at the shapes of its tensors only: ``zeros_like``, ``new_full``."""
-    compute: Callable[..., Any]
-    assumption: Assumption | None
+    assumption: Assumption | None = None
     """The assumption that applies where an argument is unknown."""
-    fills: bool
+    fills: bool = False
     """Whether programs write infinities and NaN by it."""
 
     @classmethod
@@ -87,7 +83,7 @@ class Operator:
             blank=plain.startswith(("empty", "new_empty")),
             random=random,
             shaped_like=plain.endswith("_like") or plain.startswith("new_"),
-            compute=_KERNELS.get(func.name(), _KERNELS.get(name, func)),
+            compute=kernel_of(func),
             assumption=ASSUMPTIONS.get(func),
             fills=name in finite.FILLING,
         )
@@ -96,22 +92,9 @@ class Operator:
     def by(cls, compute: Callable[..., Any], written: tuple[tuple[int, str], ...] = ()) -> Operator:
         """Describe the effect of ``compute``, no operator of torch's, on tensors of the CPU."""
         name = getattr(compute, "__name__", str(compute))
-        return cls(
-            func=compute,
-            name=name,
-            written=written,
-            overwrites=False,
-            moves_views=False,
-            undefined=False,
-            blank=False,
-            random=False,
-            shaped_like=False,
-            compute=compute,
-            assumption=None,
-            fills=False,
-        )
+        return cls(func=compute, name=name, compute=compute, written=written)
 
-    def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    def targets(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         """Return the tensors of a GPU among ``args`` and ``kwargs`` that it writes to."""
         found: list[torch.Tensor] = []
         for at, name in self.written:

@@ -16,7 +16,8 @@ from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.machine.dispatch import ThreadState
 from pytest_gpumem.simulated.machine.generators import drawn_from
 from pytest_gpumem.simulated.machine.notes import Notes
-from pytest_gpumem.simulated.machine.real import kernels as real_kernels
+from pytest_gpumem.simulated.machine.real.kernels import in_float32
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values.facts import Facts
 from pytest_gpumem.simulated.machine.values.finite import Infinity
@@ -32,12 +33,12 @@ class Reading(Kept):
     """Known values for readers: by tensor, and by an operator that is applied to tensors."""
 
     def __init__(
-        self, storages: Storages, notes: Notes, here: ThreadState, *, everything: bool
+        self, storages: Storages, notes: Notes, thread: ThreadState, *, everything: bool
     ) -> None:
         super().__init__(storages, everything=everything)
         self.notes = notes
         """The notes that assumptions go to."""
-        self._here = here
+        self._thread = thread
         self.facts = Facts(self, self._stated)
         self.work = Work()
         self.uncomputed: str | None = None
@@ -86,7 +87,7 @@ class Reading(Kept):
         base = self._bases.get(storage._cdata)
         return None if base is None else base.untyped_storage()
 
-    def computed(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def computed(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Return the result of ``operator`` on the CPU; ``None`` if an argument is unknown."""
         computed = self._by_fact(operator, args, kwargs) if self.facts.by_key else None
         if computed is None and self._known(args, kwargs):
@@ -95,7 +96,7 @@ class Reading(Kept):
             self._note_read(args)
         return computed
 
-    def on_host(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_host(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Return the result of ``operator`` in host memory; ``None`` if its values are unknown."""
         if operator.shaped_like and self._keeps(args[0]):
             return operator.func(blank(args[0]), *args[1:], **kwargs)
@@ -123,9 +124,7 @@ class Reading(Kept):
             f"are computed"
         )
 
-    def _by_fact(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor | None:
+    def _by_fact(self, operator: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
         """Return the result of ``operator`` that reads a tensor of equal elements."""
         if operator.name == "aten::nonzero":
             return self.facts.counted(args[0])
@@ -144,17 +143,13 @@ class Reading(Kept):
         return self.everything or (not operator.undefined and all(map(self._keeps, results)))
 
     def _compute(
-        self,
-        operator: Operator,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        used: list[torch.Tensor],
+        self, operator: Operator, args: Args, kwargs: Kwargs, used: list[torch.Tensor]
     ) -> Any:
         on_cpu = [self._on_cpu(value, used) for value in args]
         named = {name: self._on_cpu(value, used) for name, value in kwargs.items()}
         return self.run(operator, on_cpu, named)
 
-    def run(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, operator: Operator, args: Sequence[Any], kwargs: Kwargs) -> Any:
         """Return the result of ``operator`` on CPU tensors; ``None`` if the CPU has no kernel."""
         generator = kwargs.get("generator")
         if generator is not None:
@@ -172,10 +167,10 @@ class Reading(Kept):
             return None
         return () if computed is None else computed
 
-    def _run(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run(self, operator: Operator, args: Sequence[Any], kwargs: Kwargs) -> Any:
         try:
             if operator.random and kwargs.get("generator") is None:
-                default = torch.cuda.default_generators[self._here.current_index]
+                default = torch.cuda.default_generators[self._thread.current_index]
                 with _drawing(self.source_of(default)):
                     return operator.compute(*args, **kwargs)
             return operator.compute(*args, **kwargs)
@@ -183,7 +178,7 @@ class Reading(Kept):
             if not self.everything or not _lacks_half(error):
                 raise
         writes = bool(operator.written)
-        return real_kernels.in_float32(operator.compute, list(args), kwargs, writes=writes)
+        return in_float32(operator.compute, list(args), kwargs, writes=writes)
 
     def source_of(self, generator: torch.Generator) -> torch.Generator:
         """Return the CPU's generator that draws the numbers of ``generator``, one of a GPU."""
@@ -224,10 +219,7 @@ def _drawing(source: torch.Generator) -> Iterator[None]:
 _GROUPS = (
     # cgroup v2 and v1: the limit and the use, in bytes.
     ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-    (
-        "sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
+    ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 
 

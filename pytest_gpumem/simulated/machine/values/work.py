@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.values.errors import WorkLimitError
-
-Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 _WITH_FORMULA = frozenset(
     f"aten::{name}"
@@ -50,13 +49,9 @@ _FINE = 1e-4
 """Seconds: a clock that is coarser cannot time a probe (that of a thread's time on Windows)."""
 
 
-def _own_clock() -> Callable[[], float]:
-    """Return the time that this thread has computed, which other processes do not change."""
-    fine = hasattr(time, "thread_time") and time.get_clock_info("thread_time").resolution <= _FINE
-    return time.thread_time if fine else time.perf_counter
-
-
-_now = _own_clock()
+_is_fine = hasattr(time, "thread_time") and time.get_clock_info("thread_time").resolution <= _FINE
+_now = time.thread_time if _is_fine else time.perf_counter
+"""The time that this thread has computed, which other processes do not change."""
 
 
 class Work:
@@ -94,7 +89,7 @@ class Work:
             return handler
         known = self._calls
 
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def handle(args: Args, kwargs: Kwargs) -> Any:
             result = handler(args, kwargs)
             dtype = args[1].dtype
             key = func, dtype, getattr(result, "shape", None), *map(_shape, args[:4])
@@ -106,11 +101,9 @@ class Work:
 
         return handle
 
-    def expect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def expect(self, func: Any, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Raise before computing ``result`` of ``func``, if that exceeds the remaining time."""
-        if self._limit is None:
-            return
-        if _has_formula(func):
+        if self._limit is not None and _has_formula(func):
             seconds = _operations(func, args, kwargs, result) / speed(args[1].dtype)
             if self._spent + seconds > self._limit:
                 self._stop()

@@ -10,9 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torch._ops import OpOverload
 
-from pytest_gpumem.simulated.machine.machine import GPU
-
 _R = TypeVar("_R")
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Handler = Callable[[Args, Kwargs], Any]
+"""A function that runs one operator with its arguments."""
 
 
 class Signature:
@@ -27,11 +30,11 @@ class Signature:
         self.result_at = len(arguments) + 1
         self._places = {argument.name: at for at, argument in enumerate(arguments, 1)}
         self._places |= {"gpu": 0, "result": self.result_at}
-        self._absent: list[Any] = [*(argument.default_value for argument in arguments), None]
+        self._defaults: list[Any] = [*(argument.default_value for argument in arguments), None]
 
-    def given(self, gpu: GPU | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def given(self, gpu: object, args: Args, kwargs: Kwargs) -> list[Any]:
         """Return the arguments of a call with their defaults; the result is added later."""
-        given = [gpu, *args, *self._absent[len(args) :]]
+        given = [gpu, *args, *self._defaults[len(args) :]]
         if kwargs:
             for name, value in kwargs.items():
                 given[self._places[name]] = value
@@ -49,14 +52,19 @@ class Signature:
             elif name in self._places:
                 places.append(self._places[name])
             elif parameter.default is not parameter.empty:
-                self._absent.append(parameter.default)
-                places.append(len(self._absent))
+                self._defaults.append(parameter.default)
+                places.append(len(self._defaults))
             else:
                 raise TypeError(f"{function} names {name}, which is not in {self._schema}")
         if len(places) < 2:
             return lambda given: function(*[given[at] for at in places])
         pick = itemgetter(*places)
         return lambda given: function(*pick(given))
+
+    def bound(self, function: Callable[..., _R]) -> Callable[..., _R]:
+        """``function``, called as the operator is."""
+        taken = self.taking(function)
+        return lambda *args, **kwargs: taken(self.given(None, args, kwargs))
 
 
 def overload_of(name: str) -> OpOverload | None:

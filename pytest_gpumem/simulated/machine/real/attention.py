@@ -1,8 +1,10 @@
-"""Attention over sequences of several lengths that stand one behind the other, on the CPU.
+"""Fused attention, computed on the CPU; packed sequences stand one behind the other.
 
-Source: aten/src/ATen/native/transformers/cuda/attention.cu (_flash_attention_forward,
-_efficient_attention_forward) and attention_backward.cu of torch 2.6 to 2.15. Windows, slopes and
-pages of keys are not computed: their results are unknown.
+Random choices of a forward kernel are remembered as on CUDA, where a seed is among its results.
+
+Source: aten/src/ATen/native/transformers/attention.cpp (_scaled_dot_product_attention_math),
+cuda/attention.cu (_flash_attention_forward, _efficient_attention_forward) and attention_backward.cu
+of torch 2.6 to 2.15. Windows, slopes and pages of keys are not computed: their results are unknown.
 """
 
 from __future__ import annotations
@@ -19,22 +21,166 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
-from pytest_gpumem.simulated.machine.real.kernels import (
-    attention,
-    attention_backward,
-    seed_for,
-)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    seed: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    """Return probabilities, the same after dropout, log-sum-exp, values and the scale."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    factor = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
+    scores = query.float() @ key.float().transpose(-2, -1) * factor
+    if bias is not None:
+        scores += bias
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").tril().logical_not_()
+        scores.masked_fill_(hidden, -math.inf)
+    total = scores.logsumexp(-1)
+    # A row that sees nothing attends to nothing.
+    weights = (scores - total[..., None]).exp_().nan_to_num_(0.0)
+    dropped = weights
+    if dropout:
+        generator = torch.Generator().manual_seed(seed)
+        kept = torch.rand(weights.shape, generator=generator, device="cpu") >= dropout
+        dropped = weights * kept / (1 - dropout)
+    return weights, dropped, total, value.float(), factor
+
+
+def _seed_for(dropout: float) -> int:
+    """Draw a seed for dropout; 0 without dropout."""
+    return int(torch.randint(2**31, (), device="cpu")) if dropout else 0
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, int]:
+    """Return the output, the logarithm of each row's sum, and the dropout's seed."""
+    seed = _seed_for(dropout)
+    _, dropped, total, values, _ = attention(
+        query, key, value, bias, dropout, is_causal, scale, seed
+    )
+    return (dropped @ values).to(query.dtype), total, seed
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Any:
+    out, total, seed = _forward(query, key, value, None, dropout_p, is_causal, scale)
+    return out, total, None, None, None, None, seed, UNREAD, UNREAD
+
+
+def _cudnn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Any:
+    out, total, seed = _forward(query, key, value, attn_bias, dropout_p, is_causal, scale)
+    return out, total[..., None], None, None, None, None, seed, UNREAD, UNREAD
+
+
+def _efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Any:
+    out, total, seed = _forward(query, key, value, attn_bias, dropout_p, is_causal, scale)
+    padded = F.pad(total, (0, -total.shape[-1] % 32), value=math.inf)
+    return out, padded if compute_log_sumexp else UNREAD, seed, UNREAD
+
+
+def attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    seed: Tensor,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients by queries, keys, values and bias."""
+    chosen = int(seed.flatten()[0]) if dropout else 0
+    weights, dropped, _, values, factor = attention(
+        query, key, value, bias, dropout, causal, scale, chosen
+    )
+    gradient = gradient.float()
+    by_weight = gradient @ values.transpose(-2, -1)
+    scores = dropped * by_weight - weights * (dropped * by_weight).sum(-1, keepdim=True)
+    heads = key.shape[1]
+    wide_key = key.repeat_interleave(query.shape[1] // heads, 1).float()
+    by_query = scores @ wide_key * factor
+    by_key = _per_head(scores.transpose(-2, -1) @ query.float() * factor, heads)
+    by_value = _per_head(dropped.transpose(-2, -1) @ gradient, heads)
+    by_bias = scores if bias is None else scores.to(bias.dtype)
+    return by_query.to(query.dtype), by_key.to(key.dtype), by_value.to(value.dtype), by_bias
+
+
+def _per_head(gradient: Tensor, heads: int) -> Tensor:
+    per_head: Tensor = gradient.unflatten(1, (heads, -1)).sum(2)
+    return per_head
+
+
+def _backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    philox_seed: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    attn_bias: Tensor | None = None,
+    grad_out: Tensor | None = None,
+    grad_out_: Tensor | None = None,
+) -> Any:
+    gradient = grad_out_ if grad_out is None else grad_out
+    assert gradient is not None
+    given = query, key, value, attn_bias, philox_seed, dropout_p, is_causal, scale
+    found = attention_backward(gradient, *given)
+    return found if grad_out is None else found[:3]
+
+
+# Packed sequences, and attention as xformers calls it: (batch, positions, heads, head size).
 
 _FROM_TOP_LEFT, _FROM_BOTTOM_RIGHT = 1, 2
 """``custom_mask_type``; flash attention has only the second."""
 
 
-def _forward(
+def _packed_forward(
     query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Tensor | None, Tensor | None],
     dropout: float, mask: int, scale: float | None, bias: Tensor | None,
 ) -> tuple[Tensor, list[Tensor], int]:  # fmt: skip
     """Return the output, the logarithm of each row's sum by sequence, and the dropout's seed."""
-    seed = seed_for(dropout)
+    seed = _seed_for(dropout)
     out = torch.zeros_like(query[..., :1]).expand(*query.shape[:-1], value.shape[-1]).clone()
     totals = []
     for q, k, v, o in _sequences(lengths, query, key, value, out):
@@ -46,7 +192,7 @@ def _forward(
     return out, totals, seed
 
 
-def _backward(
+def _packed_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor,
     lengths: tuple[Tensor | None, Tensor | None], seed: Tensor, dropout: float, mask: int,
     scale: float | None, bias: Tensor | None,
@@ -105,7 +251,7 @@ def _only(**unknown: Any) -> None:
             raise NotImplementedError(name)
 
 
-def _flash(
+def _packed_flash(
     query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None,
     max_q: int, max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *,
     scale: float | None = None, num_splits: int | None = None, **others: Any,
@@ -113,7 +259,7 @@ def _flash(
     _only(debug_mask=return_debug_mask or None, **others)
     mask = _FROM_BOTTOM_RIGHT if is_causal else 0
     lengths = cum_seq_q, cum_seq_k
-    out, totals, seed = _forward(query, key, value, lengths, dropout_p, mask, scale, None)
+    out, totals, seed = _packed_forward(query, key, value, lengths, dropout_p, mask, scale, None)
     if cum_seq_q is None:
         total = totals[0]
     elif _pads_sums():
@@ -135,7 +281,7 @@ def _pads_sums() -> bool:
     return bool(torch.ops.aten._flash_attention_forward(*given)[1].dim() == 3)
 
 
-def _flash_backward(
+def _packed_flash_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
     cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float,
     is_causal: bool, rng_state: Tensor, unused: Tensor, *, scale: float | None = None,
@@ -144,12 +290,11 @@ def _flash_backward(
     _only(**others)
     mask = _FROM_BOTTOM_RIGHT if is_causal else 0
     lengths = cum_seq_q, cum_seq_k
-    return _backward(grad_out, query, key, value, lengths, rng_state, dropout_p, mask, scale, None)[
-        :3
-    ]
+    given = query, key, value, lengths, rng_state, dropout_p, mask, scale, None
+    return _packed_backward(grad_out, *given)[:3]
 
 
-def _efficient(
+def _packed_efficient(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None,
     dropout_p: float, custom_mask_type: int, compute_log_sumexp: bool = False, *,
@@ -157,7 +302,7 @@ def _efficient(
 ) -> Any:  # fmt: skip
     _only(bias=None if cu_seqlens_q is None else bias, **others)
     lengths = cu_seqlens_q, cu_seqlens_k
-    out, totals, seed = _forward(
+    out, totals, seed = _packed_forward(
         query, key, value, lengths, dropout_p, custom_mask_type, scale, bias
     )
     longest = (query.shape[1], key.shape[1])
@@ -169,7 +314,7 @@ def _efficient(
     return out, total, seed, UNREAD, *longest
 
 
-def _efficient_backward(
+def _packed_efficient_backward(
     grad_out_: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, out: Tensor,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
     logsumexp: Tensor, dropout_p: float, philox_seed: Tensor, philox_offset: Tensor,
@@ -178,16 +323,22 @@ def _efficient_backward(
 ) -> Any:  # fmt: skip
     _only(bias=None if cu_seqlens_q is None else bias, **others)
     lengths = cu_seqlens_q, cu_seqlens_k
-    *gradients, by_bias = _backward(
+    *gradients, by_bias = _packed_backward(
         grad_out_, query, key, value, lengths, philox_seed, dropout_p, custom_mask_type, scale, bias
     )
     return *gradients, by_bias if bias_requires_grad else UNREAD
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    "aten::_flash_attention_forward": _flash,
-    "aten::_flash_attention_backward": _flash_backward,
-    "aten::_efficient_attention_forward": _efficient,
-    "aten::_efficient_attention_backward": _efficient_backward,
+    "aten::_scaled_dot_product_flash_attention": _flash,
+    "aten::_scaled_dot_product_flash_attention_backward": _backward,
+    "aten::_scaled_dot_product_efficient_attention": _efficient,
+    "aten::_scaled_dot_product_efficient_attention_backward": _backward,
+    "aten::_scaled_dot_product_cudnn_attention": _cudnn,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _backward,
+    "aten::_flash_attention_forward": _packed_flash,
+    "aten::_flash_attention_backward": _packed_flash_backward,
+    "aten::_efficient_attention_forward": _packed_efficient,
+    "aten::_efficient_attention_backward": _packed_efficient_backward,
 }
 """By operator name."""

@@ -1,0 +1,277 @@
+"""Batch norm, of one process and of several, and the temporaries of its kernels.
+
+Source: aten/src/ATen/native/Normalization.cpp (_select_batch_norm_backend,
+_batch_norm_impl_index), native/cudnn/BatchNorm.cpp, native/cuda/Normalization.cu and .cuh
+(batch_norm_cuda, batch_norm_backward_cuda and their channels-last templates; batch_norm_stats_cuda,
+batch_norm_gather_stats_cuda, batch_norm_backward_reduce_cuda, batch_norm_backward_elemt_cuda and
+batch_norm_update_stats_cuda, which ``nn.SyncBatchNorm`` puts together), of torch 2.6 to 2.15.
+cuDNN needs no workspace and no reserve for batch norm of contiguous tensors; for channels-last
+training it does, in sizes that only it determines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.operators import reductions
+from pytest_gpumem.simulated.operators.layout import INDEXABLE, accumulated, suggested_format
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
+
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""By the input, by its weight and by its bias."""
+_LARGEST_BATCH = {True: 880_801, False: 65_535}
+"""Most samples that cuDNN normalises, by whether it trains."""
+
+
+def batch_norm(
+    gpu: GPU,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    *args: Any,
+) -> Tensor:
+    """``aten::batch_norm`` as CUDA takes it apart."""
+    by_cudnn = (
+        weight is not None
+        and bias is not None
+        and torch.backends.cudnn.enabled
+        and input.numel()
+        and input.is_cuda
+        and torch.bfloat16 not in (input.dtype, weight.dtype)
+        and (input.dtype != torch.float16 or weight.dtype == torch.float32)
+        and (running_mean is None) == (running_var is None)
+        and (running_mean is not None or training)
+        and input.dim() >= 3
+        and input.shape[0] <= _LARGEST_BATCH[training]
+        and (input.numel() < INDEXABLE or gpu.version < (2, 14))
+    )
+    if not by_cudnn:
+        return _batch_norm(*args)  # type: ignore[no-any-return]  # an operator
+    assert weight is not None
+    assert bias is not None
+    kept = [
+        input.contiguous(memory_format=suggested_format(input)),
+        weight.contiguous(),
+        bias.contiguous(),
+    ]
+    output: Tensor
+    output, _mean, _variance, _reserve = torch.ops.aten.cudnn_batch_norm(
+        *kept, running_mean, running_var, training, momentum, eps
+    )
+    # _batch_norm_impl_index drops its copies, batch_norm then the rest of its results.
+    del kept
+    return output
+
+
+_batch_norm = torch.ops.aten.batch_norm.default.decompose
+
+
+def _accumulated_bytes(tensor: Tensor) -> int:
+    return accumulated(tensor.dtype).itemsize
+
+
+# Batch norm's own kernels.
+
+_MOMENTS, _SUMS = 4, 2
+"""Partial results that a block keeps of each channel."""
+_CONTIGUOUS, _CHANNELS_LAST, _GENERAL = "contiguous", "channels last", "general"
+
+
+def _implementation(tensor: Tensor) -> str:
+    """batch_norm_choose_impl."""
+    if tensor.numel() > INDEXABLE:
+        return _GENERAL
+    if tensor.is_contiguous():
+        return _CHANNELS_LAST if tensor.stride(1) == 1 else _CONTIGUOUS
+    return _CHANNELS_LAST if _is_channels_last(tensor) else _GENERAL
+
+
+def _reads_channels_last(tensor: Tensor) -> bool:
+    """batch_norm_use_channels_last_kernels."""
+    return _is_channels_last(tensor) or (tensor.is_contiguous() and tensor.stride(1) == 1)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    if tensor.dim() == 4:
+        return tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+_LARGEST_BLOCK, _TILE, _PER_THREAD, _MOST_ROWS = 512, 32, 16, 128
+
+
+def _staging(channels: int, per_channel: int) -> tuple[int, int]:
+    """flexible_launch_configs: blocks over channels, and over the reduced dims."""
+    width = min(reductions.power_below(channels), _TILE)
+    height = min(reductions.power_below(-(-per_channel // _PER_THREAD)), _LARGEST_BLOCK // width)
+    if width * height != _LARGEST_BLOCK:
+        width = min(reductions.power_below(channels), _LARGEST_BLOCK // height)
+    rows = min(-(-per_channel // (height * _PER_THREAD)), _MOST_ROWS)
+    return -(-channels // width), 1 if rows < 8 else rows
+
+
+def _stage(gpu: GPU, input: Tensor, values: int) -> None:
+    """Partial results of ``values`` numbers per channel, and the semaphores of their blocks."""
+    channels = input.shape[1]
+    columns, rows = _staging(channels, input.numel() // channels)
+    if rows > 1:
+        passing(gpu, values * channels * rows * _accumulated_bytes(input), 4 * columns)
+
+
+def _batch_norm_forward(
+    gpu: GPU, input: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool
+) -> None:
+    implementation = _implementation(input)
+    if training and implementation == _CHANNELS_LAST:
+        _stage(gpu, input, _MOMENTS)
+    elif training and implementation == _GENERAL:
+        kept = [dim for dim in range(input.dim()) if dim != 1]
+        reductions.reduce_tensor(gpu, input, kept, reductions.MOMENTS)
+    if implementation == _GENERAL:
+        passing(gpu, *[_accumulated_bytes(input) for given in (weight, bias) if given is None])
+
+
+def _batch_norm_backward(
+    gpu: GPU,
+    grad_out: Tensor,
+    input: Tensor,
+    save_mean: Tensor | None,
+    train: bool,
+    output_mask: Sequence[bool],
+    result: _Gradients,
+) -> Iterator[Tensor]:
+    adopt = gpu.simulation.storages.adopt
+    by_input, by_weight, by_bias = output_mask
+    grad_input, grad_weight, grad_bias = result
+    reduces = train or by_weight or by_bias
+    if reduces and by_input and not _reads_channels_last(input) and input.numel() <= INDEXABLE:
+        scratch = Scratch(gpu, 0 if _merges(grad_out) else grad_out.nbytes)
+        for gradient, wanted in zip(result, output_mask, strict=True):
+            if wanted and gradient is not None:
+                yield gradient
+        scratch.free()
+        return
+    scratch = Scratch(gpu)
+    if reduces:
+        sums = input.shape[1] * _accumulated_bytes(input)
+        if save_mean is not None and not save_mean.numel():
+            scratch.take(sums)
+        scratch.take(sums)
+        scratch.take(sums)
+        for gradient in (grad_weight, grad_bias):
+            if gradient is not None:
+                adopt(gradient, gpu)
+        if _reads_channels_last(grad_out) and _reads_channels_last(input):
+            _stage(gpu, input, _SUMS)
+    if by_input and grad_input is not None:
+        adopt(grad_input, gpu)
+    scratch.free()
+
+
+def _merges(gradient: Tensor) -> bool:
+    """Return whether reshaping to (batch, channels, rest) is a view."""
+    size = stride = None
+    for at in range(gradient.dim() - 1, 1, -1):
+        if gradient.shape[at] == 1:
+            continue
+        if size is not None and gradient.stride(at) != size * stride:  # type: ignore[operator]
+            return False
+        size, stride = gradient.shape[at], gradient.stride(at)
+    return True
+
+
+# The parts of a batch norm over several processes.
+
+
+def _statistics(gpu: GPU, input: Tensor) -> tuple[Tensor, Tensor]:
+    made = _gathered(input)
+    if _reads_channels_last(input):
+        _stage(gpu, input, _MOMENTS)
+    else:
+        _by_channel(input)
+    return made
+
+
+def _by_channel(input: Tensor) -> Tensor:
+    return input.reshape(input.shape[0], input.shape[1], -1)
+
+
+def _gathered(mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two numbers of each channel."""
+    size, dtype = mean.shape[1], accumulated(mean.dtype)
+    return mean.new_empty(size, dtype=dtype), mean.new_empty(size, dtype=dtype)
+
+
+def _gathered_of_equal(
+    input: Tensor, mean: Tensor, running_mean: Tensor | None, count: int
+) -> tuple[Tensor, Tensor]:
+    counts = torch.full((mean.shape[0],), count, dtype=torch.int64).to(input.device)
+    counts = counts.to((input if running_mean is None else running_mean).dtype)
+    return _gathered(mean)
+
+
+def _backward_reduce(
+    gpu: GPU,
+    grad_out: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    weight: Tensor | None,
+    input_g: bool,
+    weight_g: bool,
+    bias_g: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    if _reads_channels_last(grad_out) and _reads_channels_last(input):
+        sums = torch.empty_like(mean), torch.empty_like(mean)
+        gradients = [_for_weight(wanted, mean, weight) for wanted in (weight_g, bias_g)]
+        _stage(gpu, input, _SUMS)
+        return *(sums if input_g else (None, None)), *gradients
+    kept = _by_channel(input), _by_channel(grad_out)
+    sum_dy = torch.empty_like(mean) if input_g else None
+    sum_dy_xmu = torch.empty_like(mean) if input_g else None
+    grad_weight, grad_bias = [_for_weight(wanted, mean, weight) for wanted in (weight_g, bias_g)]
+    del kept
+    return sum_dy, sum_dy_xmu, grad_weight, grad_bias
+
+
+def _for_weight(wanted: bool, mean: Tensor, weight: Tensor | None) -> Tensor | None:
+    if not wanted:
+        return None
+    like = mean if weight is None else weight
+    return like.new_empty(mean.shape)
+
+
+def _backward_elemt(grad_out: Tensor, input: Tensor) -> Tensor:
+    if _reads_channels_last(grad_out) and _reads_channels_last(input):
+        return torch.empty_like(input)
+    kept = _by_channel(input), _by_channel(grad_out)
+    grad_input = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    del kept
+    return grad_input
+
+
+COMPOSITES: dict[str, Composite] = {"aten.batch_norm.default": batch_norm}
+IN_VIEW: dict[str, Composite] = {
+    "aten.batch_norm_stats.default": _statistics,
+    "aten.batch_norm_update_stats.default": _statistics,
+    "aten.batch_norm_elemt.default": lambda input: torch.empty_like(input),
+    "aten.batch_norm_gather_stats.default": _gathered_of_equal,
+    "aten.batch_norm_gather_stats_with_counts.default": _gathered,
+    "aten.batch_norm_backward_reduce.default": _backward_reduce,
+    "aten.batch_norm_backward_elemt.default": _backward_elemt,
+}
+"""By overload."""
+
+RULES = {
+    "aten::native_batch_norm": Rule(after=_batch_norm_forward),
+    "aten::native_batch_norm_backward": Rule(placed=_batch_norm_backward),
+}

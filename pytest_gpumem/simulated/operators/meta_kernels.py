@@ -1,0 +1,195 @@
+"""Kernels for ``meta``: those that torch does not have, and those with other shapes than CUDA's.
+
+Source: the allocations of each operator's CUDA function (aten/src/ATen/native/cuda/
+MultiMarginLoss.cu, MultiLabelMarginCriterion.cu, Distributions.cpp, native/BatchLinearAlgebra.cpp
+(geqrf), native/quantized/cuda and native/quantized/FakeQuantPerTensorAffine.cpp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import decompositions
+
+from pytest_gpumem.simulated.operators.layout import suggested_format
+from pytest_gpumem.simulated.operators.rules import is_traced
+
+
+def _like_second(gradient: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+def _like_first(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+def _into(*_: Any, out: Tensor, **__: Any) -> Tensor:
+    return out
+
+
+def _with_mask(tensor: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(tensor), torch.empty_like(tensor, dtype=torch.bool)
+
+
+def _qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    *batch, rows, columns = matrix.shape
+    factored = matrix.new_empty((*batch, columns, rows)).mT
+    return factored, matrix.new_empty((*batch, min(rows, columns)))
+
+
+def _batched_product(
+    added: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
+
+
+def _int4_product(a: Tensor, b: Tensor, group: int, scales_and_zeros: Tensor) -> Tensor:
+    """``[m, k]`` times a packed ``[n / 8, k / (16 * inner), 32, inner / 2]``: ``[m, n]``.
+
+    Raises ``RuntimeError`` in torch's words for what the kernel does not multiply.
+    """
+    inner = b.shape[3] * 2 if b.dim() == 4 else 0
+    tiles = -(-a.shape[1] // 16) if a.dim() == 2 else 0
+    for holds, condition in (
+        (a.dtype is torch.bfloat16, "A.dtype() == at::kBFloat16"),
+        (a.is_contiguous(), "A.is_contiguous()"),
+        (a.dim() == 2, "A.dim() == 2"),
+        (b.dtype is torch.int32, "B.dtype() == at::kInt"),
+        (b.is_contiguous(), "B.is_contiguous()"),
+        (b.dim() == 4, "B.dim() == 4"),
+        (inner in (2, 4, 8), "B_innerKTiles == 2 || B_innerKTiles == 4 || B_innerKTiles == 8"),
+        (
+            tiles and inner and b.shape[1] == a.shape[1] // (inner * 16),
+            "B.size(1) == k / (B_innerKTiles * kKTileSize)",
+        ),
+        (
+            group in (32, 64, 128, 256),
+            "qGroupSize == 32 || qGroupSize == 64 || qGroupSize == 128 || qGroupSize == 256",
+        ),
+        (scales_and_zeros.dim() == 3, "qScaleAndZeros.dim() == 3"),
+        (scales_and_zeros.shape[1:] == (b.shape[0] * 8, 2), "qScaleAndZeros.size(1) == n"),
+    ):
+        if not holds:
+            raise RuntimeError(f"Expected {condition} to be true, but got false.")
+    return a.new_empty((a.shape[0], b.shape[0] * 8))
+
+
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""By the input, by its weight and by its bias."""
+
+
+def layer_norm(
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: list[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: list[bool],
+) -> _Gradients:
+    """Contiguous."""
+    gradient = torch.empty_like(input, memory_format=torch.contiguous_format)
+    return (
+        gradient if output_mask[0] else None,
+        torch.empty_like(weight) if output_mask[1] and weight is not None else None,
+        torch.empty_like(bias) if output_mask[2] and bias is not None else None,
+    )
+
+
+def cudnn_batch_norm(input: Tensor, grad_output: Tensor, weight: Tensor, *args: Any) -> _Gradients:
+    """As the input's format."""
+    gradient = torch.empty_like(input, memory_format=suggested_format(input))
+    return gradient, torch.empty_like(weight), torch.empty_like(weight)
+
+
+def batch_norm(grad_out: Tensor, input: Tensor, *args: Any) -> _Gradients:
+    """As the input's format."""
+    gradient, *others = decompositions.native_batch_norm_backward(grad_out, input, *args)
+    if gradient is not None:
+        gradient = torch.empty_like(input, memory_format=suggested_format(input))
+    return gradient, others[0], others[1]
+
+
+def _contiguous(gradient: Tensor, input: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+def log_softmax(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    """Contiguous."""
+    return grad_output.new_empty(grad_output.shape, dtype=input_dtype)
+
+
+def _where_it_runs(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    formula: Callable[..., Any] = getattr(decompositions, name)
+
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        traced = any(isinstance(one, Tensor) and is_traced(one) for one in args)
+        return (formula if traced else kernel)(*args, **kwargs)
+
+    return gradient
+
+
+_LAYOUTS: dict[str, Callable[..., Any]] = {
+    name: _where_it_runs(name, kernel)
+    for name, kernel in (
+        ("native_layer_norm_backward", layer_norm),
+        ("native_batch_norm_backward", batch_norm),
+        ("cudnn_batch_norm_backward", cudnn_batch_norm),
+        ("mse_loss_backward", _contiguous),
+        ("_log_softmax_backward_data", log_softmax),
+        ("hardswish_backward", _like_first),
+        ("elu_backward", _like_first),
+    )
+}
+"""Gradients whose layout is another on CUDA than in torch's formula, which ``meta`` runs.
+
+That formula has the layout of the gradient it is given, or of what it is multiplied by; CUDA's
+kernels allocate the result before. A compiler that traces sees the formula's, as it does on a GPU.
+Each is seen on the dry device, 2.15, with gradients and inputs that are transposed, or have their
+channels last, and that are not.
+
+Source: torch/_decomp/decompositions.py (the functions of the same names) of 2.8 to 2.15;
+aten/src/ATen/native/cuda/layer_norm_kernel.cu (layer_norm_backward_cuda), Normalization.cuh
+(batch_norm_backward_cuda_template), native/cudnn/BatchNorm.cpp (cudnn_batch_norm_backward),
+native/Loss.cpp (mse_loss_backward), native/SoftMax.cpp (log_softmax_backward_data) and
+native/Activation.cpp (hardswish_backward, elu_backward).
+"""
+
+WRONG: dict[str, Callable[..., Any]] = {
+    "baddbmm.dtype": _batched_product,
+    "_weight_int4pack_mm": _int4_product,
+    **_LAYOUTS,
+}
+"""By overload: replacements of kernels of torch's that take the result's type for a factor, or that
+read the device that a tensor on ``meta`` is a fake of; and ``_LAYOUTS``.
+
+Source: torch/_decomp/decompositions.py (baddbmm, registered for all overloads) of 2.8 to 2.15,
+torch/_meta_registrations.py (meta__weight_int4pack_mm) of 2.13; native/cuda/int4mm.cu.
+"""
+
+_FUSED_OPTIMIZERS = (
+    "_fused_sgd_ _fused_sgd_.tensor_lr _fused_adagrad_ _fused_adagrad_.tensor_lr "
+    "_fused_adam_.tensor_lr _fused_adamw_.tensor_lr"
+).split()
+"""Operators that only write to their arguments."""
+
+SHAPES: dict[str, Callable[..., Any]] = {
+    "multi_margin_loss_backward": _like_second,
+    "multilabel_margin_loss_backward": _like_second,
+    "binomial": _like_first,
+    "_sample_dirichlet": _like_first,
+    "_dirichlet_grad": _like_first,
+    "fractional_max_pool3d_backward": _like_second,
+    "geqrf": _qr,
+    "_scaled_mm.out": _into,
+    "_scaled_mm_v2.out": _into,
+    "fake_quantize_per_tensor_affine_cachemask": _with_mask,
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": _with_mask,
+    "fake_quantize_per_channel_affine_cachemask": _with_mask,
+    **dict.fromkeys(_FUSED_OPTIMIZERS, lambda *args, **kwargs: None),
+}
+"""By operator name, and what compiled code calls with a buffer of its own for the result."""
