@@ -21,6 +21,7 @@ from pytest_gpumem.cli.device import (
 )
 from pytest_gpumem.cli.fit import RULES, lines
 from pytest_gpumem.cli.target import FunctionTarget, find_target, test_target
+from pytest_gpumem.device import DeviceError
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.marker import parse_keyword
 from pytest_gpumem.option_values import DEFAULT_GPU
@@ -102,7 +103,6 @@ def _measured(arguments: argparse.Namespace, kind: str, gpus: Sequence[str]) -> 
 
 
 def _measured_here(text: str) -> Prediction:
-    from pytest_gpumem.device.errors import DeviceError
     from pytest_gpumem.prediction.measured import device_here, predict_measured
     from pytest_gpumem.prediction.process import PredictionError
 

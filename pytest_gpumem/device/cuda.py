@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from pytest_gpumem.collector import collect_young
-from pytest_gpumem.device.device import Renewed
-from pytest_gpumem.device.errors import DeviceError
+from pytest_gpumem.device import DeviceError
+from pytest_gpumem.device.device import Device, Renewed
 from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.device.left_threads import LeftThreads, is_shared
 from pytest_gpumem.device.quota import RELAY, limited, reporting_to
 from pytest_gpumem.dry import scope
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
-from pytest_gpumem.measurement.statistics import Recorder
 from pytest_gpumem.sharing.host import CONTEXT, NvmlDevice
 from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuModel, Machine
@@ -64,7 +63,7 @@ def device_count() -> int:
         return torch.cuda.device_count()
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """The CUDA device that tests run on; ``None`` is the one that ``"cuda"`` selects."""
 
     context = CONTEXT
@@ -77,7 +76,6 @@ class CudaDevice:
         self._notes: tuple[str, ...] = ()
         self._shared: dict[str, tuple[int, NvmlDevice]] = {}
         """The devices shared with other processes, by name, with this process's CUDA index."""
-        self.extra: Mapping[str, str] = {}
 
     @property
     def environment(self) -> Environment:
@@ -127,15 +125,6 @@ class CudaDevice:
         )
         return Machine(model, torch.cuda.device_count())
 
-    @property
-    def recorder(self) -> Recorder | None:
-        """No recorder: nothing is recorded."""
-        return None
-
-    @property
-    def workspaces(self) -> None:
-        """No workspaces: torch does not distinguish them from other blocks."""
-
     def active(self) -> AbstractContextManager[object]:
         """Make the device the current one if it was named; else keep CUDA's own choice."""
         return torch.cuda.device(self.index) if self._chosen else nullcontext()
@@ -143,16 +132,6 @@ class CudaDevice:
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
         """Note which threads still run; the memory of a real device cannot be rearranged."""
         self._notes = self._threads.notes
-
-    def absent(self, fixtures: Iterable[object]) -> Sequence[object]:
-        """Return an empty sequence: all tests share one memory."""
-        return ()
-
-    def bring(self, fixture: object) -> None:
-        """Do nothing: the fixture is in memory already."""
-
-    def begin_body(self) -> None:
-        """Do nothing: fixtures stay where their set-up put them."""
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:
@@ -163,31 +142,13 @@ class CudaDevice:
         with self._threads.started_by(name), imports_watched():
             yield
 
-    def unmeasured(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: the device itself adds no notes."""
-        return nullcontext()
-
-    @property
-    def apart(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """None: torch compiles in the test's own memory."""
-        return None
-
     def restart_collector(self) -> None:
         """Collect the young generations of Python's garbage."""
         collect_young()
 
-    def begin_unmeasured(self) -> None:
-        """Do nothing: a real device keeps no records."""
-
-    def end_body(self) -> None:
-        """Do nothing: a real device runs every operation."""
-
     def setting_up(self, fixture: object) -> AbstractContextManager[object]:
         """Count threads that start inside as those of ``fixture`` if tests share it."""
         return self._threads.started_by(None) if is_shared(fixture) else nullcontext()
-
-    def forget(self, fixture: object) -> None:
-        """Do nothing: there is nothing to drop."""
 
     def complete(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` with notes about threads of earlier tests that it may include."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.device import DeviceError
 from pytest_gpumem.report.pytest_reports import SKIPPED_AT_IMPORT
 from pytest_gpumem.session.expected import MARKER_NAME
 
@@ -105,8 +106,6 @@ class Collection:
             or not any(item.get_closest_marker(MARKER_NAME) for item in items)
         ):
             return
-        from pytest_gpumem.device.errors import DeviceError
-
         try:
             selector.real()
         except DeviceError as error:

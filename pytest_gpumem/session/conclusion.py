@@ -55,13 +55,13 @@ class Conclusion:
             errors += self._look_for_missing()
         self._results.notes += errors
         if self._results.by_run or self._settings.share or self._settings.shard:
-            from pytest_gpumem.session.learning import keep
+            from pytest_gpumem.sharing.learned import keep
 
-            lessons = self._results.stopwatch.lessons(self._results.by_run)
+            costs = self._results.stopwatch.costs(self._results.by_run)
             if self._results.foreseen is not None:
-                lessons.merge(self._results.foreseen)
+                costs.merge(self._results.foreseen)
             in_shard = self._settings.shard is not None
-            self._results.notes += filter(None, [keep(self._config, lessons, in_shard=in_shard)])
+            self._results.notes += filter(None, [keep(self._config, costs, in_shard=in_shard)])
         return not errors
 
     def summarize(self) -> None:

@@ -47,12 +47,12 @@ class Controller:
         self._run_id = given["testrunuid"]
         self._parts.host.tell(node)
         if weights is not None:
-            from pytest_gpumem.session.learning import WEIGHTS
+            from pytest_gpumem.sharing.learned import WEIGHTS
 
             given[WEIGHTS] = weights.to_dict()
         if self._parts.settings.share:
             self.hosts.connect(node)
-            from pytest_gpumem.session.learning import INPUT, learned_before
+            from pytest_gpumem.sharing.learned import INPUT, learned_before
 
             given[INPUT] = learned_before(self._parts.config).to_dict()
 

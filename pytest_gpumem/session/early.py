@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.device import Computed, DeviceError
 from pytest_gpumem.device.auto import refuse
-from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
 
@@ -72,7 +72,6 @@ def begin_early(config: pytest.Config) -> None:
     asked = settings.sim_scope == "session" or SELECTOR in config.stash
     if not asked or settings.device.kind == "off":
         return
-    from pytest_gpumem.device.errors import DeviceError
 
     selector = selector_of(config, settings)
     with suppress(pytest.UsageError):  # reported when pytest configures itself
@@ -130,7 +129,7 @@ def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -
     Raises ``DeviceError`` where it is not available.
     """
     computed = Computed.ALL if settings.sim_values == "always" else Computed.AT_FIRST
-    device = selector.select(None, computed=computed, seat=selector.seat)
+    device = selector.select(None, computed=computed, requested=selector.launched_rank)
     ambient = Ambient(selector, device)
     config.stash[AMBIENT] = ambient
     config.add_cleanup(ambient.resources.close)

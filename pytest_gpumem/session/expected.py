@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem.device import DeviceError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pytest_gpumem.device.select import DeviceSelector
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.options import Settings
-    from pytest_gpumem.session.ranks import WorstOfTest
-    from pytest_gpumem.values.world import Seat
+    from pytest_gpumem.session.rerun import WorstRank
+    from pytest_gpumem.values.world import RequestedRank
 
 MARKER_NAME = "gpumem"
 FIXTURE_NAME = "gpumem"
@@ -69,20 +71,20 @@ class Expectations:
         models = self._selector.models(self.of(item))
         return model_of(item) or (models[0] if models else None), tuple(models)
 
-    def seat(self, item: pytest.Item, rank: int = 0) -> Seat | None:
+    def requested_rank(self, item: pytest.Item, rank: int = 0) -> RequestedRank | None:
         """Return the rank of ``item``, ``None`` where it is a process of its own.
 
         For an item that runs as several ranks, it is ``rank``, the first one to begin with.
         """
         expectation, size = self.of(item), self.ranks(item)
         if expectation is None or size is None or self._selector.world is not None:
-            return self._selector.seat
+            return self._selector.launched_rank
         from pytest_gpumem.marker import WORST
-        from pytest_gpumem.values.world import Seat
+        from pytest_gpumem.values.world import RequestedRank
 
         if expectation.rank == WORST:
-            return Seat(size, rank, is_worst=True)
-        return Seat(size, int(expectation.rank or 0))
+            return RequestedRank(size, rank, is_worst=True)
+        return RequestedRank(size, int(expectation.rank or 0))
 
     def processes(self, item: pytest.Item) -> int | None:
         """Return the number of processes of its own for ``item``, ``None`` for this process.
@@ -96,8 +98,6 @@ class Expectations:
         size = self.ranks(item)
         if size is None or self._settings.share:
             return alone
-        from pytest_gpumem.device.errors import DeviceError
-
         try:
             if self._selector.real() is None:
                 return alone
@@ -114,14 +114,14 @@ class Expectations:
             return None
         return _parameter(item, RANKS_PARAMETER) or expectation.ranks[0]
 
-    def worst(self, item: pytest.Item) -> WorstOfTest | None:
+    def worst(self, item: pytest.Item) -> WorstRank | None:
         """Return the search for the worst rank of ``item``, ``None`` where it is not requested."""
-        seat = self.seat(item) if self.is_measured(item) else None
-        if seat is None or not seat.is_worst:
+        requested = self.requested_rank(item) if self.is_measured(item) else None
+        if requested is None or not requested.is_worst:
             return None
-        from pytest_gpumem.session.ranks import WorstOfTest
+        from pytest_gpumem.session.rerun import WorstRank
 
-        return WorstOfTest(seat.size)
+        return WorstRank(requested.size)
 
     def parametrize(self, metafunc: pytest.Metafunc) -> None:
         """Make one test id of each GPU model and number of ranks that a test names."""
@@ -143,8 +143,6 @@ class Expectations:
     @cached_property
     def torch_is_there(self) -> bool:
         """Whether torch is installed, so that tests without expectations can be measured."""
-        from pytest_gpumem.device.errors import DeviceError
-
         try:
             self._selector.check_torch()
         except DeviceError:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 from _pytest.config import create_terminal_writer
 
-from pytest_gpumem.device.errors import DeviceError
+from pytest_gpumem.device import DeviceError
 from pytest_gpumem.dry import scope
 from pytest_gpumem.report.pytest_reports import HARMLESS
 from pytest_gpumem.session.rerun import collected_error
@@ -116,7 +116,7 @@ class Launched:
     def settling(
         self,
         item: pytest.Item,
-        course: Measured,
+        lifecycle: Measured,
         expectation: Expectation | None,
         *,
         called: bool,
@@ -127,10 +127,10 @@ class Launched:
                 self._ensure_group()
             yield
         except BaseException as error:
-            self._settle(item, course.current, expectation, error)
+            self._settle(item, lifecycle.current, expectation, error)
             raise
         if called:
-            self._settle(item, course.current, expectation, collected_error(item))
+            self._settle(item, lifecycle.current, expectation, collected_error(item))
 
     def _ensure_group(self) -> None:
         """Initialise ``torch.distributed``, as is automatic in a simulated rank."""

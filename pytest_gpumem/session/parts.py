@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.device import DeviceError
 from pytest_gpumem.options import settings_from
 from pytest_gpumem.session.early import selector_of, world_of_run
 from pytest_gpumem.session.expected import Expectations
@@ -120,11 +121,9 @@ class Parts:
         """Return the expectation and device of ``item``, ``None`` if it is not measured."""
         if not self.expectations.is_measured(item):
             return None
-        from pytest_gpumem.device.errors import DeviceError
-
         try:
             model = self.expectations.models(item)[0]
-            device = self.selector.select(model, seat=self.expectations.seat(item))
+            device = self.selector.select(model, requested=self.expectations.requested_rank(item))
         except DeviceError:
             return None  # reported where the test begins
         return self.expectations.of(item), device

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.device.host_gpus import host_gpus
 from pytest_gpumem.sharing.database import SharingError, default_folder
 from pytest_gpumem.sharing.host import CONTEXT
-from pytest_gpumem.sharing.placement import Spot, take_place
+from pytest_gpumem.sharing.placement import CandidateDevice, take_place
 from pytest_gpumem.sizes import MIB
 
 if TYPE_CHECKING:
@@ -35,9 +35,8 @@ def place(settings: Settings) -> Callable[[], None]:
     own = gpus[0]
     chosen = {}
     if settings.share and settings.device.index is None and len(gpus) > 1:
-        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
         try:
-            own = gpus[take_place(default_folder(), [spot_of(gpu) for gpu in gpus], run)]
+            own = gpus[take_place(default_folder(), [candidate_of(gpu) for gpu in gpus])]
         except SharingError as error:
             import pytest
 
@@ -52,16 +51,16 @@ def place(settings: Settings) -> Callable[[], None]:
     return lambda: _restore(before)
 
 
-def spot_of(gpu: NvmlReading) -> Spot:
+def candidate_of(gpu: NvmlReading) -> CandidateDevice:
     """Return the room for a worker on ``gpu``."""
     taken = {process.pid: process.used or 0 for process in gpu.others or ()}
     taken[0] = max(gpu.used - sum(taken.values()), 0)
     is_exclusive = gpu.mode.is_exclusive or gpu.mode.prohibited
-    return Spot(
+    return CandidateDevice(
         name=gpu.uuid,
         total=min(gpu.total, gpu.mode.limit or gpu.total),
         taken=taken,
-        seats=(0 if gpu.mode.prohibited else 1)
+        most_workers=(0 if gpu.mode.prohibited else 1)
         if is_exclusive or gpu.mode.mig_profile is not None
         else None,
         strict=is_exclusive,

@@ -7,10 +7,9 @@ from typing import NoReturn
 import pytest
 
 from pytest_gpumem.baseline import store, update
-from pytest_gpumem.device.computed import Computed
+from pytest_gpumem.device import Computed, DeviceError
 from pytest_gpumem.device.cuda import CudaDevice, device_count
 from pytest_gpumem.device.device import Device
-from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.device.quota import QuotaError
 from pytest_gpumem.marker import Expectation
 from pytest_gpumem.measurement.fixtures import FixtureLedger
@@ -23,7 +22,7 @@ from pytest_gpumem.session.parts import Parts
 from pytest_gpumem.session.run import Prepared, Run
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.prediction import PredictedTest
-from pytest_gpumem.values.world import Seat
+from pytest_gpumem.values.world import RequestedRank
 
 USED_AFTERWARDS = (affinity, conclusion, json_report, record, second_run, store, terminal, update)
 """Modules used after bodies, imported before: a body may empty ``sys.path``, or leave a folder that
@@ -57,7 +56,7 @@ class Preparation:
             )
         if (asked := expectations.ranks(item)) is not None:
             self._check_ranks(asked)
-        device = self._reported(model, computed, expectations.seat(item, rank))
+        device = self._reported(model, computed, expectations.requested_rank(item, rank))
         known = (*models[:1], selector.only_model, None)
         if not simulated and selector.real() and model not in known:
             pytest.skip(
@@ -115,11 +114,13 @@ class Preparation:
             pytrace=False,
         )
 
-    def _reported(self, model: str | None, computed: Computed, seat: Seat | None) -> Device:
+    def _reported(
+        self, model: str | None, computed: Computed, requested: RequestedRank | None
+    ) -> Device:
         if self._parts.settings.sim_values == "always":
             computed = Computed.ALL
         try:
-            return self._parts.selector.select(model, computed=computed, seat=seat)
+            return self._parts.selector.select(model, computed=computed, requested=requested)
         except DeviceError as error:
             problem = str(error)
         if problem in self._said:
@@ -129,9 +130,9 @@ class Preparation:
 
     def _quota(self, expectation: Expectation | None, device: Device) -> int | None:
         """Return the bytes that this process may reserve during the test, ``None`` for no limit."""
-        passage = self._parts.sharing.passage if self._parts.sharing else None
-        if passage is not None and passage.quota is not None:
-            return passage.quota
+        admissions = self._parts.sharing.admissions if self._parts.sharing else None
+        if admissions is not None and admissions.quota is not None:
+            return admissions.quota
         if expectation is not None and expectation.quota is not None:
             return expectation.quota
         workers = getattr(self._parts.config, "workerinput", {}).get("workercount", 1)

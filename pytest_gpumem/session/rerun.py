@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 from _pytest.tmpdir import tmppath_result_key
 
-from pytest_gpumem.device.computed import Computed
+from pytest_gpumem.device import Computed
+from pytest_gpumem.device.device import ComputingDevice
+from pytest_gpumem.simulated.distributed.worst import Taken, Worst
 
 if TYPE_CHECKING:
     from pytest_gpumem.options import Settings
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Measured(Protocol):
-    """The part of the course of tests that further runs need."""
+    """The part of the lifecycle of tests that further runs need."""
 
     settings: Settings
     current: MeasuredItem | None
@@ -41,12 +43,12 @@ class Rerun:
 
     def __init__(
         self,
-        course: Measured,
+        lifecycle: Measured,
         item: Any,
         begin: Callable[[], None],
         bounded: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._course = course
+        self._lifecycle = lifecycle
         self._item = item
         self._begin = begin
         self._bounded = bounded
@@ -62,20 +64,55 @@ class Rerun:
             self._item._excinfo.clear()
         with self._bounded():
             self._set_up()
-            assert self._course.current is not None
-            with self._course.current.calling():
+            assert self._lifecycle.current is not None
+            with self._lifecycle.current.calling():
                 self._item.runtest()
 
     def _set_up(self) -> None:
         item = self._item
         state = item.session._setupstate
-        _expect_results(item)
+        # The teardown of tmp_path reads and removes data that the reports of the test have left.
+        # Before this one, or where the user interrupts the second run, there has been no report.
+        item.stash.setdefault(tmppath_result_key, {})
         state.teardown_exact(item.parent)
-        _expect_results(item)
+        item.stash.setdefault(tmppath_result_key, {})
         item._initrequest()
-        self._course.end()
+        self._lifecycle.end()
         self._begin()
         state.setup(item)
+
+
+class WorstRank(Worst):
+    """The runs of a test that requests the worst of its ranks, one after the other.
+
+    The rank with the highest peak runs last, and is judged.
+    """
+
+    def next_run(
+        self, lifecycle: Measured, item: pytest.Item, error: BaseException | None
+    ) -> Rerun | None:
+        """Return the run of ``item`` as the next rank, ``None`` where the current one is the last.
+
+        An ``error`` about memory is the worst rank's; a body that fails is not run again.
+        """
+        current = lifecycle.current
+        if current is None or current.body_raised or current.measurement is None:
+            return None
+        failed = error is not None and not isinstance(error, pytest.fail.Exception)
+        if failed or not can_run_again(item):
+            return None
+        assert isinstance(current.device, ComputingDevice)
+        self.note(Taken(current.measurement.peak_allocated, current.device.events))
+        following = self.next()
+        if following is None:
+            current.note(self.sentence)
+            return None
+
+        def begin() -> None:
+            self.rank = following
+            lifecycle.begin(item)
+
+        return Rerun(lifecycle, item, begin)
 
 
 def collected_error(item: Any) -> BaseException | None:
@@ -88,12 +125,3 @@ def collected_error(item: Any) -> BaseException | None:
 def can_run_again(item: pytest.Item) -> bool:
     """Return whether ``item`` can be set up a second time: not a plugin's own kinds of items."""
     return hasattr(item, "_initrequest")
-
-
-def _expect_results(item: pytest.Item) -> None:
-    """Allow ``tmp_path`` to be torn down before a phase has been reported.
-
-    Its teardown reads and removes data that the reports of the test have left; after this one,
-    or where the user interrupts the second run, there has been none.
-    """
-    item.stash.setdefault(tmppath_result_key, {})

@@ -213,20 +213,20 @@ class Stopwatch:
             return record
         return replace(record, duration=round(seconds, 6), beside=self._beside.get(run))
 
-    def lessons(self, records: Mapping[Run, TestRecord]) -> Learned:
+    def costs(self, records: Mapping[Run, TestRecord]) -> Learned:
         """Return the data to keep of the tests that passed; ``records`` are of the measured."""
-        from pytest_gpumem.sharing.learned import NO_DEVICE, Learned, Lesson
+        from pytest_gpumem.sharing.learned import NO_DEVICE, Learned, TestCost
 
         learned = Learned()
         for run in self._passed:
             record = records.get(run)
             seconds = round(self._seconds[run], 3)
             if record is None:
-                learned.learn(NO_DEVICE, run[0], Lesson(seconds=seconds))
+                learned.learn(NO_DEVICE, run[0], TestCost(seconds=seconds))
             elif record.measurement is not None:
                 own = seconds if self._was_alone(run, record) else None
-                lesson = Lesson(seconds=own, reserved=reserved_by(record))
-                learned.learn(record.environment.key, run[0], lesson)
+                cost = TestCost(seconds=own, reserved=reserved_by(record))
+                learned.learn(record.environment.key, run[0], cost)
         return learned
 
     def _was_alone(self, run: Run, record: TestRecord) -> bool:

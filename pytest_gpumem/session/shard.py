@@ -9,8 +9,8 @@ import pytest
 
 from pytest_gpumem.baseline.store import BaselineError, read_folder
 from pytest_gpumem.report.pytest_reports import without_group
-from pytest_gpumem.session.learning import WEIGHTS, learned_of_whole_runs
 from pytest_gpumem.session.results import Results
+from pytest_gpumem.sharing.learned import WEIGHTS, learned_of_whole_runs
 from pytest_gpumem.sharing.weights import (
     OF_PYTEST_SPLIT,
     Shard,
@@ -153,11 +153,11 @@ def _weights(config: pytest.Config, settings: Settings) -> Weights:
             pass  # reported where tests are judged
     learned = learned_of_whole_runs(config)
     for _, nodeid, _ in learned:
-        lesson = learned.anywhere(nodeid)
-        if lesson.seconds is not None:
-            seconds[nodeid] = lesson.seconds
-        if lesson.reserved is not None:
-            bytes_[nodeid] = lesson.reserved
+        cost = learned.anywhere(nodeid)
+        if cost.seconds is not None:
+            seconds[nodeid] = cost.seconds
+        if cost.reserved is not None:
+            bytes_[nodeid] = cost.reserved
     return Weights(seconds, bytes_)
 
 

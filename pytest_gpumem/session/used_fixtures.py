@@ -76,8 +76,8 @@ def active_fixtures(request: pytest.FixtureRequest) -> dict[str, FixtureDef[Any]
 
 
 @contextmanager
-def fixtures_found(item: pytest.Item, tell: Callable[[], None]) -> Iterator[None]:
-    """Call ``tell`` after each ``request.getfixturevalue`` of the body, which runs inside.
+def noticing(item: pytest.Item, notice: Callable[[], None]) -> Iterator[None]:
+    """Call ``notice`` after each ``request.getfixturevalue`` of the body, which runs inside.
 
     A fixture that is set up has a hook, and one that an earlier test has set up has none.
     """
@@ -89,7 +89,7 @@ def fixtures_found(item: pytest.Item, tell: Callable[[], None]) -> Iterator[None
 
     def called(argname: str) -> Any:
         value = get(argname)
-        tell()
+        notice()
         return value
 
     request.getfixturevalue = called

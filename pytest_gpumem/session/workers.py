@@ -19,7 +19,7 @@ class Room(NamedTuple):
     free: int
     context: int
     """The bytes that each worker takes, whatever it runs."""
-    seats: int | None = None
+    most_workers: int | None = None
     """The most workers of the device; ``None`` for no limit."""
 
 
@@ -56,7 +56,7 @@ def fitting(rooms: Iterable[Room], needs: Iterable[float]) -> int:
         each = room.context + mean
         # Without known needs, only the number of cores limits workers.
         fit = int(room.free // each) if each else 2**16
-        total += fit if room.seats is None else min(fit, room.seats)
+        total += fit if room.most_workers is None else min(fit, room.most_workers)
     return max(total, 1)
 
 
@@ -65,14 +65,20 @@ def _rooms(settings: Settings) -> tuple[list[Room], str]:
     from pytest_gpumem.device.host_gpus import host_gpus
 
     if gpus := host_gpus(settings.device):
-        from pytest_gpumem.session.placement import spot_of
+        from pytest_gpumem.session.placement import candidate_of
         from pytest_gpumem.sharing.host import CONTEXT
         from pytest_gpumem.sharing.host import MARGIN as LEFT_FREE
 
-        spots = [spot_of(gpu) for gpu in (gpus if settings.device.index is None else gpus[:1])]
+        candidates = [
+            candidate_of(gpu) for gpu in (gpus if settings.device.index is None else gpus[:1])
+        ]
         rooms = [
-            Room(round(spot.room(()) - spot.total * LEFT_FREE), CONTEXT, spot.seats)
-            for spot in spots
+            Room(
+                round(candidate.room(()) - candidate.total * LEFT_FREE),
+                CONTEXT,
+                candidate.most_workers,
+            )
+            for candidate in candidates
         ]
         return rooms, f"cuda-{gpus[0].name}"
     if settings.device.kind not in ("sim", "auto"):

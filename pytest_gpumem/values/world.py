@@ -72,7 +72,7 @@ class World:
         }
 
 
-class Seat(NamedTuple):
+class RequestedRank(NamedTuple):
     """The rank that a test requests."""
 
     size: int

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_gpumem.session.hosts import Hosts, differing
-from pytest_gpumem.sharing.learned import Learned, Lesson
+from pytest_gpumem.sharing.learned import Learned, TestCost
 from pytest_gpumem.sharing.need import NOWHERE, Need
 from pytest_gpumem.values.environment import Environment
 
@@ -62,7 +62,7 @@ def test_what_is_to_be_kept_of_all_of_them() -> None:
     hosts = Hosts()
     for worker, nodeid in (("gw0", "a"), ("gw1", "b")):
         learned = Learned()
-        learned.learn("cuda", nodeid, Lesson(predicted=5))
+        learned.learn("cuda", nodeid, TestCost(predicted=5))
         hosts.take(worker, {"learned": learned.to_dict()})
     assert {nodeid for _, nodeid, _ in hosts.learned} == {"a", "b"}
 

@@ -1,4 +1,4 @@
-"""The course of each test of a process, as pytest's hooks tell it: docs/how_a_test_runs.md.
+"""The lifecycle of each test of a process, step by step: docs/how_a_test_runs.md.
 
 After an illegal access or an assertion on the device every CUDA call of the process fails
 (``device/cuda.py``), so tests that come later would fail for it, too: :class:`Faults` makes such a
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.device.computed import Computed
+from pytest_gpumem.device import Computed
 from pytest_gpumem.garbage import importing
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, LOST, of_builtin_types
 from pytest_gpumem.session.affinity import FixtureDevices
@@ -31,13 +31,12 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.item import MeasuredItem
     from pytest_gpumem.session.parts import Parts
     from pytest_gpumem.session.prepare import Preparation
-    from pytest_gpumem.session.ranks import WorstOfTest
-    from pytest_gpumem.session.rerun import Rerun
+    from pytest_gpumem.session.rerun import Rerun, WorstRank
     from pytest_gpumem.session.sharing import Sharing
     from pytest_gpumem.sharing.watched import Watched
 
 
-class Course:
+class TestLifecycle:
     """The tests of one process, one after the other; made for the first one that is measured."""
 
     def __init__(self, parts: Parts) -> None:
@@ -45,11 +44,9 @@ class Course:
         self.settings = parts.settings
         self.current: MeasuredItem | None = None
         """The test that is measured now."""
-        self._worst: WorstOfTest | None = None
+        self._worst: WorstRank | None = None
         self._fixture_devices = FixtureDevices()
         self._faults = Faults(parts.config)
-        self._preparation: Preparation | None = None
-        """The preparation of tests, once one of them is measured."""
 
     def admitted(self, item: pytest.Item) -> AbstractContextManager[None]:
         """Return the context in which ``item`` may run beside the tests of other processes."""
@@ -88,11 +85,10 @@ class Course:
         if problem := problem or expectations.problem(item):
             pytest.fail(problem, pytrace=False)
         if expectations.is_measured(item):
-            preparation = self._prepared
             rank = self._worst.rank if self._worst else 0
-            device = preparation.device_of(item, rank, computed=computed)
+            device = self._preparation.device_of(item, rank, computed=computed)
             self._fixture_devices.renew(item, self._machine(device))
-            self.current = preparation.begin(item, device)
+            self.current = self._preparation.begin(item, device)
             environment = device.environment
             self._watched.begins(item.nodeid, f"{environment.kind}{environment.gpu}")
         else:
@@ -129,20 +125,18 @@ class Course:
         """Drop the records of a fixture that has been torn down."""
         self._fixture_devices.forget(fixture)
         self._parts.selector.forget(fixture)
-        if self._preparation is not None:
+        if "_preparation" in vars(self):
             self._preparation.ledger.forget(fixture)
 
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Measure the current test's call inside."""
         measured, sharing = self.current, self._parts.sharing
-        if measured is None and not self._parts.results.any_marked:
-            yield
+        if measured is None:
+            with process_kept() if self._parts.results.any_marked else nullcontext():
+                yield
             return
-        with ExitStack() as inside:
-            inside.enter_context(measured.calling() if measured else process_kept())
-            if sharing is not None and measured:
-                inside.enter_context(sharing.interruptible())
+        with measured.calling(), sharing.interruptible() if sharing else nullcontext():
             yield
 
     @contextmanager
@@ -186,15 +180,13 @@ class Course:
             report.user_properties = of_builtin_types(report.user_properties)
             self.current.complete(report, raised=raised)
             record = getattr(report, ATTRIBUTE, None)
-            if record is not None and sharing is not None and sharing.passage:
-                record["sharing"] = sharing.passage.to_dict()
+            if record is not None and sharing is not None and sharing.admissions:
+                record["sharing"] = sharing.admissions.to_dict()
                 sharing.learn(record)
             if report.failed:
-                self._faults.look(item, report, self.current.device, sharing)
-        if report.when == "teardown" and sharing is not None:
-            beside = sharing.beside()
-            if beside is not None:
-                setattr(report, BESIDE, beside)
+                self._faults.check_context(item, report, self.current.device, sharing)
+        if report.when == "teardown" and sharing and (beside := sharing.beside()) is not None:
+            setattr(report, BESIDE, beside)
 
     @cached_property
     def _watched(self) -> Watched:
@@ -206,14 +198,12 @@ class Course:
         self._parts.closing.callback(watched.close)
         return watched
 
-    @property
-    def _prepared(self) -> Preparation:
-        if self._preparation is None:
-            with importing():
-                from pytest_gpumem.session.prepare import Preparation
+    @cached_property
+    def _preparation(self) -> Preparation:
+        with importing():
+            from pytest_gpumem.session.prepare import Preparation
 
-            self._preparation = Preparation(self._parts)
-        return self._preparation
+        return Preparation(self._parts)
 
     def _machine(self, device: Device | None) -> Device | None:
         """Return the simulated device that stands for a machine, ``None`` for the real one."""
@@ -232,12 +222,8 @@ class Faults:
         self._lost = ""
         """The test in which the context was lost."""
 
-    def look(
-        self,
-        item: pytest.Item,
-        report: pytest.TestReport,
-        device: Device,
-        sharing: Sharing | None,
+    def check_context(
+        self, item: pytest.Item, report: pytest.TestReport, device: Device, sharing: Sharing | None
     ) -> None:
         """Check after a failed test whether its process can run others.
 

@@ -37,7 +37,7 @@ class NextRun:
     """The bytes that it may reserve then, where that limit has grown."""
 
 
-class Passage:
+class DeviceAdmissions:
     """The entries of a test to its devices, and its exits.
 
     ``elastic`` is whether its quota may grow as long as the device has room; ``left`` is called at
