@@ -239,7 +239,7 @@ def pytest_configure_node(node: Any) -> None:
     from pytest_gpumem.report.commands import COMMAND, Command
 
     session = node.config.stash[SESSION]
-    session.controller.tell(node, session.sharding and session.sharding.weights)
+    session.controller.send_input(node, session.sharding and session.sharding.weights)
     node.workerinput[COMMAND] = Command.of(node.config).to_dict()
     node.workerinput[ARGUMENTS] = list(map(os.fspath, node.config.invocation_params.args))
 

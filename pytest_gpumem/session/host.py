@@ -44,13 +44,13 @@ class Host:
     def refusal(self) -> str | None:
         """The reason why tests cannot run on the GPUs, ``None`` where they can."""
         if hasattr(self._config, "workerinput"):
-            told: str | None = self._config.workerinput.get(REFUSAL)
-            return told
+            received: str | None = self._config.workerinput.get(REFUSAL)
+            return received
         from pytest_gpumem.device.host_gpus import refusal
 
         return refusal(self._gpus, _local_workers(self._config), placed=self._settings.share)
 
-    def tell(self, node: Any) -> None:
+    def send_refusal(self, node: Any) -> None:
         """Send a worker of this host, in its input, the reason for a refusal."""
         if node.gateway.spec.popen:
             node.workerinput[REFUSAL] = self.refusal

@@ -35,7 +35,7 @@ class Preparation:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._judge = Judge(parts.config, parts.settings)
-        self._said: set[str] = set()
+        self._problems: set[str] = set()
         """Reasons why there is no device, which are the same for every test."""
         self.ledger = FixtureLedger()
         """The memory of living fixtures."""
@@ -56,15 +56,19 @@ class Preparation:
             )
         if (asked := expectations.ranks(item)) is not None:
             self._check_ranks(asked)
-        device = self._reported(model, computed, expectations.requested_rank(item, rank))
+        device = self._select(model, computed, expectations.requested_rank(item, rank))
         known = (*models[:1], selector.only_model, None)
         if not simulated and selector.real() and model not in known:
             pytest.skip(
                 f"measured on a real GPU, once, as [{models[0]}]: {model} is for simulation"
             )
         expectation = expectations.of(item)
-        if expectation and expectation.min_memory is not None:
-            _skip_below(expectation.min_memory, device)
+        least = expectation.min_memory if expectation else None
+        if least is not None and device.total_memory < least:
+            _skip(
+                f"needs a GPU of {format_size(least)}, and {device.environment.gpu} has "
+                f"{format_size(device.total_memory)}"
+            )
         return device
 
     def begin(self, item: pytest.Item, device: Device) -> MeasuredItem:
@@ -86,7 +90,7 @@ class Preparation:
         else:
             runs_again = parts.sharing.runs_again if parts.sharing else None
             return MeasuredItem(run, self._judge, parts.hooks, runs_again)
-        pytest.fail(problem, pytrace=False)
+        pytest.fail(problem, pytrace=False)  # outside, so that no other exception precedes it
 
     def _check_ranks(self, asked: int) -> None:
         """Skip or fail a test that requests a number of ranks which this run does not have."""
@@ -114,7 +118,7 @@ class Preparation:
             pytrace=False,
         )
 
-    def _reported(
+    def _select(
         self, model: str | None, computed: Computed, requested: RequestedRank | None
     ) -> Device:
         if self._parts.settings.sim_values == "always":
@@ -123,9 +127,9 @@ class Preparation:
             return self._parts.selector.select(model, computed=computed, requested=requested)
         except DeviceError as error:
             problem = str(error)
-        if problem in self._said:
-            pytest.fail("there is no device to measure on, as the first test says", pytrace=False)
-        self._said.add(problem)
+        if problem in self._problems:
+            problem = "there is no device to measure on, as the first test says"
+        self._problems.add(problem)
         pytest.fail(problem, pytrace=False)
 
     def _quota(self, expectation: Expectation | None, device: Device) -> int | None:
@@ -135,9 +139,10 @@ class Preparation:
             return admissions.quota
         if expectation is not None and expectation.quota is not None:
             return expectation.quota
+        if (quota := self._parts.settings.quota) is None:
+            return None
         workers = getattr(self._parts.config, "workerinput", {}).get("workercount", 1)
-        quota = self._parts.settings.quota
-        return None if quota is None else quota.of(device.total_memory, workers)
+        return quota.of(device.total_memory, workers)
 
     def _predicted(
         self, item: pytest.Item, expectation: Expectation | None, device: Device
@@ -160,12 +165,3 @@ class Preparation:
 def _skip(reason: str) -> NoReturn:
     # As skipif does it: the report then names the test's line, not this one.
     raise pytest.skip.Exception(reason, _use_item_location=True)
-
-
-def _skip_below(size: int, device: Device) -> None:
-    total = device.total_memory
-    if total < size:
-        _skip(
-            f"needs a GPU of {format_size(size)}, and {device.environment.gpu} has "
-            f"{format_size(total)}"
-        )

@@ -39,7 +39,7 @@ class GpumemSession(Parts):
     def start(self) -> None:
         """Activate the simulated GPU, where the options require it."""
         if self.launched is not None:
-            self.launched.be_quiet()
+            self.launched.keep_output()
             self.closing.callback(self.launched.end)
         if self.settings.share and not self.runs_tests:
             self.controller.watch_waits()
@@ -92,8 +92,8 @@ class GpumemSession(Parts):
         if self.sharing is not None:
             self.results.usages = self.controller.usages() or self.sharing.usages()
             self.results.foreseen = self.controller.hosts.learned
-        speaks = self.launched is None or self.launched.speaks
-        fails = speaks and self._writes and not self.conclusion.finish(session.exitstatus)
+        writes = self._writes and (self.launched is None or self.launched.writes_output)
+        fails = writes and not self.conclusion.finish(session.exitstatus)
         if fails and session.exitstatus in HARMLESS:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.launched is not None:

@@ -6,18 +6,23 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import pytest
 
-from pytest_gpumem.baseline.store import BaselineError, BaselineStore, split_nodeid
+from pytest_gpumem.baseline.store import (
+    BaselineEntry,
+    BaselineError,
+    BaselineStore,
+    split_nodeid,
+)
 from pytest_gpumem.device.device import Device
 from pytest_gpumem.marker import GUARANTEED, Expectation
 from pytest_gpumem.options import Settings
 from pytest_gpumem.report.pytest_reports import without_group
 from pytest_gpumem.session.device_admissions import DeviceAdmissions, interruptible
-from pytest_gpumem.session.hosts import Line
+from pytest_gpumem.session.hosts import ControllerChannel
 from pytest_gpumem.session.predictions import Predictions
 from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again
 from pytest_gpumem.session.waiting import Waiting
@@ -49,7 +54,7 @@ class Sharing:
         self._settings = settings
         self._store = BaselineStore(settings.baselines)
         self._learned = learned_before(config)
-        self._line = Line(config)
+        self._channel = ControllerChannel(config)
         self._ledger: Ledger | None = None
         self._worker = 0
         self._gates: dict[Device, Gate] = {}
@@ -80,7 +85,7 @@ class Sharing:
             yield
             return
         self.admissions = DeviceAdmissions(
-            gate, item.nodeid, need, device, elastic=elastic, left=self._has_left
+            gate, item.nodeid, need, device, elastic=elastic, released=self._send_released
         )
         try:
             self.admissions.enter()
@@ -126,19 +131,15 @@ class Sharing:
         if admission is None or admission.need.guaranteed:
             yield
             return
-        ledger = Ledger(default_folder())  # a thread's own
+        with closing(Ledger(default_folder())) as ledger:  # a thread's own
 
-        def has_to_yield() -> bool:
-            try:
-                return ledger.has_to_yield(admission.test)
-            except SharingError:
+            def has_to_yield() -> bool:
+                with suppress(SharingError):
+                    return ledger.has_to_yield(admission.test)
                 return False
 
-        try:
             with interruptible(has_to_yield):
                 yield
-        finally:
-            ledger.close()
 
     def suspect(self) -> bool:
         """Mark the current test for a rerun alone, unless it ran so; return whether it was marked.
@@ -149,22 +150,21 @@ class Sharing:
         if admission is None or self._ledger is None or admission.need.exclusive:
             return False
         self._ledger.suspect(self._run, admission.nodeid)
-        self._line.tell(suspect=admission.nodeid)
+        self._channel.send(suspect=admission.nodeid)
         return True
 
     def plan(self, tests: Iterable[tuple[pytest.Item, Expectation | None, Device]]) -> None:
         """Send the needs of ``tests`` to the process that schedules them."""
         tests = list(tests)
-        needs = {}
-        name, capacity, real = "", 0, False
         self._foresee(tests)
-        for item, expectation, device in tests:
-            gate = self._gate(item, device)
-            capacity = max(capacity, gate.capacity)
-            needs[item.nodeid] = self._need(item, expectation, device)
-            name, real = name or gate.name, real or not device.environment.simulated
-        if needs:
-            self._line.will_need(name, capacity, needs, real)
+        gates = [self._gate(item, device) for item, _, device in tests]
+        if tests:
+            self._channel.send_needs(
+                gates[0].name,
+                max(gate.capacity for gate in gates),
+                {item.nodeid: self._need(item, *rest) for item, *rest in tests},
+                real=not all(device.environment.simulated for _, _, device in tests),
+            )
 
     def _foresee(self, tests: Sequence[tuple[pytest.Item, Expectation | None, Device]]) -> None:
         """Simulate unknown needs of tests on a real GPU, where that saves its time."""
@@ -183,16 +183,15 @@ class Sharing:
 
         def simulate() -> dict[str, int]:
             found = self._predictions().of_all([item for item, _ in unknown], device, PATIENCE)
-            return {nodeid: reserved_bytes(one.measurement) for nodeid, one in found.items()}
+            return {nodeid: _reserved(one.measurement) for nodeid, one in found.items()}
 
-        answer: Mapping[str, int] = {}
-        with suppress(OSError):  # for a folder that cannot be used, which the gate reports
-            answer = foreseen(default_folder(), self._run, simulate)
         learned = Learned()
-        for nodeid, size in answer.items():
-            learned.learn(device.environment.key, without_group(nodeid), TestCost(predicted=size))
+        with suppress(OSError):  # for a folder that cannot be used, which the gate reports
+            for nodeid, size in foreseen(default_folder(), self._run, simulate).items():
+                cost = TestCost(predicted=size)
+                learned.learn(device.environment.key, without_group(nodeid), cost)
         self._learned.merge(learned)
-        self._line.tell(learned=learned.to_dict())
+        self._channel.send(learned=learned.to_dict())
 
     def usages(self) -> list[Usage]:
         """Return the usage of the devices that this process shared."""
@@ -203,7 +202,7 @@ class Sharing:
         capacity = max(gate.capacity for gate in self._gates.values())
         return usages(self._ledger.log(), self._run, capacity)
 
-    def _has_left(self, admission: Admission) -> None:
+    def _send_released(self, admission: Admission) -> None:
         """Send the controller the bytes that a finished test had, and since when."""
         who = (self._run, self._name, os.getpid(), admission.nodeid)
         events = (admission.granted, "granted"), (time.time(), "released")
@@ -212,7 +211,7 @@ class Sharing:
             for device, size in admission.reserved.items()
             for event in events
         ]
-        self._line.tell(entries=entries)
+        self._channel.send(entries=entries)
 
     def beside(self) -> int | None:
         """Return the number of other tests that the current one has shared its devices with."""
@@ -251,7 +250,7 @@ class Sharing:
                 reach=self._device_counts.of,
                 tidy=lambda: item.session._setupstate.teardown_exact(None),
                 patience=self._settings.share_timeout,
-                waits=self._waiting.tell,
+                waits=self._waiting.report,
             )
         return self._gates[device]
 
@@ -287,7 +286,7 @@ class Sharing:
         except BaselineError:
             stored = None  # reported where the test is judged
         if stored is not None:
-            return max(stored.peak_reserved, round(stored.peak_allocated * MARGIN)), "baseline"
+            return _reserved(stored), "baseline"
         cost = self._cost(nodeid, device)
         if cost.reserved is not None:
             return cost.reserved, "earlier run"
@@ -299,8 +298,8 @@ class Sharing:
         return self._learned.of(device.environment.key, without_group(nodeid))
 
 
-def reserved_bytes(measured: Measurement | None) -> int:
-    """Return the bytes that a simulated test reserves, 0 where it was not measured."""
-    if measured is None:
+def _reserved(peaks: Measurement | BaselineEntry | None) -> int:
+    """Return the bytes that a test with these peaks reserves, 0 where it was not measured."""
+    if peaks is None:
         return 0
-    return max(measured.peak_reserved, round(measured.peak_allocated * MARGIN))
+    return max(peaks.peak_reserved, round(peaks.peak_allocated * MARGIN))

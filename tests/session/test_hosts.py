@@ -30,11 +30,11 @@ def test_a_place_is_one_device_of_one_host() -> None:
     hosts.take("gw0", will_need("one", "/tmp"))
     hosts.take("gw1", will_need("one", "/tmp"))
     hosts.take("gw2", will_need("other", "/tmp", capacity=80))
-    assert hosts.place("gw0") == hosts.place("gw1")
-    assert hosts.place("gw0").needs == {"a": Need(7, "max", 1.5)}
-    assert hosts.place("gw2").name != hosts.place("gw0").name
-    assert hosts.place("gw2").capacity == 80
-    assert hosts.place("gw3") == NOWHERE
+    assert hosts.place_of("gw0") == hosts.place_of("gw1")
+    assert hosts.place_of("gw0").needs == {"a": Need(7, "max", 1.5)}
+    assert hosts.place_of("gw2").name != hosts.place_of("gw0").name
+    assert hosts.place_of("gw2").capacity == 80
+    assert hosts.place_of("gw3") == NOWHERE
 
 
 def test_times_of_two_hosts_are_never_mixed() -> None:
