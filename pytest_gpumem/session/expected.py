@@ -6,6 +6,7 @@ need are local.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.device.select import DeviceSelector
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.options import Settings
-    from pytest_gpumem.session.rerun import WorstRank
     from pytest_gpumem.values.world import RequestedRank
 
 MARKER_NAME = "gpumem"
@@ -64,7 +64,7 @@ class Expectations:
         expectation, problem = self._read(item)
         if problem or self._selector.off or item.get_closest_marker("skip"):
             return False
-        return expectation is not None or self._measures_unmarked(_fixture_names(item))
+        return expectation is not None or self._measures_unmarked(getattr(item, "fixturenames", ()))
 
     def models(self, item: pytest.Item) -> tuple[str | None, tuple[str, ...]]:
         """Return the model that ``item`` runs on, ``None`` for any, and all that it names."""
@@ -94,18 +94,14 @@ class Expectations:
         expectation = self.of(item)
         if expectation is None or self._selector.off or item.get_closest_marker("skip"):
             return None
-        alone = 1 if expectation.isolate else None
         size = self.ranks(item)
-        if size is None or self._settings.share:
-            return alone
-        try:
-            if self._selector.real() is None:
-                return alone
-        except DeviceError:
-            return alone  # reported where the test begins
-        from pytest_gpumem.device.cuda import device_count
+        with suppress(DeviceError):  # reported where the test begins
+            if size is not None and not self._settings.share and self._selector.real() is not None:
+                from pytest_gpumem.device.cuda import device_count
 
-        return size if device_count() >= size else alone
+                if device_count() >= size:
+                    return size
+        return 1 if expectation.isolate else None
 
     def ranks(self, item: pytest.Item) -> int | None:
         """Return the number of ranks that ``item`` requests; ``None`` where it does not."""
@@ -113,15 +109,6 @@ class Expectations:
         if expectation is None or not expectation.ranks:
             return None
         return _parameter(item, RANKS_PARAMETER) or expectation.ranks[0]
-
-    def worst(self, item: pytest.Item) -> WorstRank | None:
-        """Return the search for the worst rank of ``item``, ``None`` where it is not requested."""
-        requested = self.requested_rank(item) if self.is_measured(item) else None
-        if requested is None or not requested.is_worst:
-            return None
-        from pytest_gpumem.session.rerun import WorstRank
-
-        return WorstRank(requested.size)
 
     def parametrize(self, metafunc: pytest.Metafunc) -> None:
         """Make one test id of each GPU model and number of ranks that a test names."""
@@ -143,11 +130,10 @@ class Expectations:
     @cached_property
     def torch_is_there(self) -> bool:
         """Whether torch is installed, so that tests without expectations can be measured."""
-        try:
+        with suppress(DeviceError):
             self._selector.check_torch()
-        except DeviceError:
-            return False
-        return True
+            return True
+        return False
 
     def _measures_unmarked(self, fixture_names: Iterable[str]) -> bool:
         if self._selector.off:
@@ -179,8 +165,3 @@ def model_of(item: pytest.Item) -> str | None:
 def _parameter(item: pytest.Item, name: str) -> Any:
     callspec = getattr(item, "callspec", None)
     return callspec.params.get(name) if callspec else None
-
-
-def _fixture_names(item: pytest.Item) -> Iterable[str]:
-    names: Iterable[str] = getattr(item, "fixturenames", ())
-    return names

@@ -224,7 +224,8 @@ class Launched:
             for rank, one in enumerate(others):
                 for nodeid, text in one["failures"].items():
                     if nodeid not in self._failures:
-                        results.note(f"{nodeid} failed on rank {rank}, and not on rank 0: {text}")
+                        note = f"{nodeid} failed on rank {rank}, and not on rank 0: {text}"
+                        results.notes.append(note)
             if session.exitstatus in HARMLESS:
                 bad = (one["status"] for one in others if one["status"] not in HARMLESS)
                 session.exitstatus = next(bad, session.exitstatus)

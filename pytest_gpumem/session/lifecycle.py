@@ -77,7 +77,8 @@ class TestLifecycle:
         """
         self.current = None
         parts, expectations = self._parts, self._parts.expectations
-        self._worst = expectations.worst(item) if first else self._worst
+        if first:
+            self._worst = self._worst_of(item)
         if parts.selector.off or item.get_closest_marker("skip"):
             return
         problem = parts.sharing.refusal if parts.sharing is not None else None
@@ -95,6 +96,16 @@ class TestLifecycle:
             self._fixture_devices.renew(item, self._machine(parts.ambient))
             if parts.ambient is not None:
                 parts.ambient.begin_unmeasured()
+
+    def _worst_of(self, item: pytest.Item) -> WorstRank | None:
+        """Return the search for the worst rank of ``item``, ``None`` where it is not requested."""
+        expectations = self._parts.expectations
+        requested = expectations.requested_rank(item) if expectations.is_measured(item) else None
+        if requested is None or not requested.is_worst:
+            return None
+        from pytest_gpumem.session.rerun import WorstRank
+
+        return WorstRank(requested.size)
 
     def end(self) -> None:
         """Stop measuring the current test."""

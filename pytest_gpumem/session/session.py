@@ -88,7 +88,9 @@ class GpumemSession(Parts):
         if self.config.getoption("collectonly", False):
             return
         if self.settings.all and not self.selector.off and not self.expectations.torch_is_there:
-            self.results.note("--gpumem-all measured no test, because torch is not installed")
+            self.results.notes.append(
+                "--gpumem-all measured no test, because torch is not installed"
+            )
         if self.sharing is not None:
             self.results.usages = self.controller.usages() or self.sharing.usages()
             self.results.foreseen = self.controller.hosts.learned
