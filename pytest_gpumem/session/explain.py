@@ -74,10 +74,10 @@ def out_of_memory(
             with run.body():
                 run.prepared.item.runtest()
         except torch.OutOfMemoryError:
-            found = _post_mortem(run, record)
+            explained = _post_mortem(run, record)
             if record is not None:
                 snapshot_of(run)
-            return found
+            return explained
     return record, []
 
 

@@ -78,11 +78,16 @@ class Hooks:
         if not hook.get_hookimpls():
             return None
 
+        def problem_of(answer: object) -> str:
+            if answer in CATEGORIES:
+                return ""
+            return f"returned {quoted(answer)}, which is none of {', '.join(CATEGORIES)}"
+
         def category(known: str, nbytes: int, origin: Origin) -> str:
             dtype = None if origin.dtype is None else str(origin.dtype).removeprefix("torch.")
             answer = self._first(
                 hook,
-                _problem_of_category,
+                problem_of,
                 item=item,
                 category=known,
                 nbytes=nbytes,
@@ -106,32 +111,29 @@ class Hooks:
 
         def site(origin: Origin) -> tuple[str, int, str] | None:
             frames = _frames(origin)
-            if not frames:
-                return origin.place
+
+            def problem_of(answer: object) -> str:
+                if isinstance(answer, int) and 0 <= answer < len(frames):
+                    return ""
+                return f"returned {quoted(answer)}, which is no index of {len(frames)} frames"
+
             stack = tuple((frame["filename"], frame["line"]) for frame in frames)
-            if stack not in known:
-                known[stack] = self._first(hook, _problem_of_index, item=item, frames=frames)
-            index = known[stack]
-            if index is None:
+            if frames and stack not in known:
+                known[stack] = self._first(hook, problem_of, item=item, frames=frames)
+            if (index := known.get(stack)) is None:
                 return origin.place
             frame = frames[index]
             return frame["filename"], frame["line"], frame["name"]
 
         return site
 
-    def _first(
-        self,
-        hook: HookCaller,
-        problem_of: Callable[[Any, Mapping[str, Any]], str],
-        **given: Any,
-    ) -> Any:
+    def _first(self, hook: HookCaller, problem_of: Callable[[object], str], **given: Any) -> Any:
         """Return the first valid answer, ``None`` without one."""
         for implementation, answer in self._answers(hook, **given):
-            if answer is None:
-                continue
-            if not (problem := problem_of(answer, given)):
-                return answer
-            self._note_problem(hook.name, implementation, problem)
+            if answer is not None:
+                if not (problem := problem_of(answer)):
+                    return answer
+                self._note_problem(hook.name, implementation, problem)
         return None
 
     def _answers(self, hook: HookCaller, **given: Any) -> Iterator[tuple[HookImpl, Any]]:
@@ -140,8 +142,8 @@ class Hooks:
                 answer = _called(implementation, given)
             except _FAILURES as error:
                 self._note_problem(hook.name, implementation, _failure(error))
-            else:
-                yield implementation, answer
+                continue
+            yield implementation, answer
 
     def _note_problem(self, hook: str, implementation: HookImpl, problem: str) -> None:
         sentence = _sentence(hook, implementation, problem)
@@ -179,19 +181,6 @@ def _problem_of_entries(answer: object, found: Mapping[str, str]) -> str:
         if found.get(name, word) != word:
             return f"returned {quoted(word)} for {name}, which is {quoted(found[name])} by another"
     return ""
-
-
-def _problem_of_category(answer: object, given: Mapping[str, Any]) -> str:
-    if answer in CATEGORIES:
-        return ""
-    return f"returned {quoted(answer)}, which is none of {', '.join(CATEGORIES)}"
-
-
-def _problem_of_index(answer: object, given: Mapping[str, Any]) -> str:
-    count = len(given["frames"])
-    if isinstance(answer, int) and 0 <= answer < count:
-        return ""
-    return f"returned {quoted(answer)}, which is no index of {count} frames"
 
 
 def _frames(origin: Origin) -> Frames:

@@ -77,18 +77,25 @@ class Sharding:
         return result
 
     def _parts(self, items: Sequence[pytest.Item]) -> list[list[str]]:
-        weights: dict[str, Weight] = {}
+        units: dict[str, list[pytest.Item]] = {}
         for item in items:
-            own = self._weight(item)
-            weights[own.name] = _together(weights.get(own.name), own)
+            units.setdefault(_unit(item), []).append(item)
+        weights = [self._weight(name, together) for name, together in units.items()]
         if self.weights.shards:
-            on_gpu = {_unit(item) for item in items if self._expectation(item)}
-            return planned(self.weights.shards, list(weights.values()), on_gpu)
-        return split(weights.values(), self._count)
+            on_gpu = {name for name, found in units.items() if any(map(self._expectation, found))}
+            return planned(self.weights.shards, weights, on_gpu)
+        return split(weights, self._count)
 
-    def _weight(self, item: pytest.Item) -> Weight:
-        nodeid = without_group(item.nodeid)
-        return Weight(_unit(item), self.weights.seconds.get(nodeid), self._size(item, nodeid))
+    def _weight(self, name: str, items: Sequence[pytest.Item]) -> Weight:
+        """Return the weight of tests that run one after the other."""
+        nodeids = [without_group(item.nodeid) for item in items]
+        seconds = [self.weights.seconds[one] for one in nodeids if one in self.weights.seconds]
+        sizes = [self._size(item, nodeid) for item, nodeid in zip(items, nodeids, strict=True)]
+        return Weight(
+            name,
+            sum(seconds) if seconds else None,
+            max((size for size in sizes if size is not None), default=None),
+        )
 
     def _size(self, item: pytest.Item, nodeid: str) -> int | None:
         """Return the bytes that count: those that tests of a shared device wait for."""
@@ -159,15 +166,6 @@ def _weights(config: pytest.Config, settings: Settings) -> Weights:
         if cost.reserved is not None:
             bytes_[nodeid] = cost.reserved
     return Weights(seconds, bytes_)
-
-
-def _together(one: Weight | None, other: Weight) -> Weight:
-    """Return the sum of two tests that run one after the other."""
-    if one is None:
-        return other
-    seconds = [known for known in (one.seconds, other.seconds) if known is not None]
-    sizes = [known for known in (one.bytes, other.bytes) if known is not None]
-    return Weight(one.name, sum(seconds) if seconds else None, max(sizes) if sizes else None)
 
 
 def _unit(item: Any) -> str:

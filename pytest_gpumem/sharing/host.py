@@ -55,11 +55,11 @@ class NvmlDevice:
         return round(self.total * (1 - MARGIN))
 
     def taken(self) -> Mapping[int, int]:
-        """Return the bytes that each process holds; :data:`UNKNOWN_PROCESS` stands for unknown ones.
+        """Return the bytes that each process holds, those of no process as :data:`UNKNOWN_PROCESS`.
 
-        These are bytes that NVML assigns to no process. All bytes are, where NVML's PIDs are those
-        of another PID namespace (host or container): it lists PIDs that do not exist in this one,
-        or omits this process though it uses the device.
+        All bytes are such, where NVML's PIDs are those of another PID namespace (host or
+        container): it lists PIDs that do not exist in this one, or omits this process though it
+        uses the device.
         """
         try:
             used, listed = self._memory.read()
