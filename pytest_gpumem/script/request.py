@@ -37,6 +37,18 @@ INTERRUPTED = "interrupted"
 """The ending by Ctrl-C."""
 
 
+LOAD = "load"
+"""The phase before a script's first forward."""
+ITERATION = "iteration"
+"""The phase of an iteration, numbered as its parts: ``iteration_1``, ``forward_1``."""
+
+
+def iteration_of(name: str) -> int | None:
+    """Return the iteration that the phase ``name`` belongs to, ``None`` for none."""
+    part, _, number = name.rpartition("_")
+    return int(number) if part and number.isdecimal() else None
+
+
 @dataclass(frozen=True)
 class Request(Plain):
     """The request for one run; ``gpu`` is a machine of the catalogue or :data:`MEASURED`."""
@@ -79,5 +91,4 @@ class Answer(Plain):
     @property
     def wants_values(self) -> bool:
         """Whether another run, with real values, may get further."""
-        failed = self.ending in (RAISED, EXITED) and self.made_up
-        return self.ending == UNKNOWN or failed
+        return self.ending == UNKNOWN or (self.ending in (RAISED, EXITED) and self.made_up)
