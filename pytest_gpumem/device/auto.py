@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,10 +65,9 @@ def _are_simulated(baselines: Path, release: str) -> bool:
 
     Those of the torch ``release`` decide, where it has any.
     """
-    try:
-        names = [each.name for each in baselines.iterdir()]
-    except OSError:
-        return False
+    names: list[str] = []
+    with suppress(OSError):
+        names += [each.name for each in baselines.iterdir()]
     of_release = re.compile(rf"-torch{'.'.join(release.split('.')[:2])}(-|$)")
     names = list(filter(of_release.search, names)) or names
     kinds = {name.partition("-")[0] for name in names}

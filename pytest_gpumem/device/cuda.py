@@ -17,7 +17,7 @@ from pytest_gpumem.device import DeviceError
 from pytest_gpumem.device.device import Device, Renewed
 from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.device.left_threads import LeftThreads, is_shared
-from pytest_gpumem.device.quota import RELAY, limited, reporting_to
+from pytest_gpumem.device.quota import limited, observers_of_torch, refusals
 from pytest_gpumem.dry import scope
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
 from pytest_gpumem.sharing.host import CONTEXT, NvmlDevice
@@ -35,26 +35,24 @@ def find_device(
     Raises :class:`DeviceError` where it is ``required``, or where there are fewer devices. CUDA is
     not initialised. ``of_rank`` is the rank that the index was derived from, not named by the user.
     """
+    name = "cuda" if index is None else f"cuda:{index}"
     if not torch.cuda.is_available():
         if not required:
             return None
         raise DeviceError(
-            f"--gpumem-device={_name(index)}, but torch {torch.__version__} sees no CUDA device; "
-            "write --gpumem-device=auto or sim to run on a simulated one"
+            f"--gpumem-device={name}, but torch {torch.__version__} sees no CUDA device; write "
+            "--gpumem-device=auto or sim to run on a simulated one"
         )
     count = torch.cuda.device_count()
-    if of_rank is not None and index is not None and index >= count:
+    if index is None or index < count:
+        return CudaDevice(index)
+    found = f"torch sees {count} CUDA device{'s' if count != 1 else ''}"
+    if of_rank is not None:
         raise DeviceError(
-            f"rank {of_rank} is to run on cuda:{index}, its LOCAL_RANK, but torch sees {count} "
-            f"CUDA device{'s' if count != 1 else ''}: start as many ranks as there are, or "
-            "simulate them with --gpumem-device=sim"
+            f"rank {of_rank} is to run on {name}, its LOCAL_RANK, but {found}: start as many ranks "
+            "as there are, or simulate them with --gpumem-device=sim"
         )
-    if index is not None and index >= count:
-        raise DeviceError(
-            f"--gpumem-device={_name(index)}, but torch sees {count} CUDA device"
-            f"{'s' if count != 1 else ''}; the last one is cuda:{count - 1}"
-        )
-    return CudaDevice(index)
+    raise DeviceError(f"--gpumem-device={name}, but {found}; the last one is cuda:{count - 1}")
 
 
 def device_count() -> int:
@@ -176,7 +174,7 @@ class CudaDevice(Device):
         if not torch.cuda.is_initialized():
             return estimate, 0
         reserved: int = torch.cuda.memory_reserved(index)
-        used = None if device is None else device.taken().get(os.getpid())
+        used = device.taken().get(os.getpid()) if device else None
         return estimate if used is None else max(used - reserved, 0), reserved
 
     def limited(self, size: int) -> AbstractContextManager[None]:
@@ -194,7 +192,7 @@ class CudaDevice(Device):
             context, reserved = self._held(index, next(shared, None))
             return Refusal(asked, reserved, free, self.total_memory, context)
 
-        return reporting_to(RELAY.attach, RELAY.detach, note)
+        return refusals(observers_of_torch(), note)
 
     def fault(self) -> str | None:
         """Return the sticky error of the CUDA context, ``None`` where it is sound."""
@@ -219,10 +217,6 @@ class CudaDevice(Device):
 def _uuid(properties: Any) -> str | None:
     uuid = getattr(properties, "uuid", None)
     return None if uuid is None else str(uuid)
-
-
-def _name(index: int | None) -> str:
-    return "cuda" if index is None else f"cuda:{index}"
 
 
 STICKY = (

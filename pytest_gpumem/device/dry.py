@@ -7,7 +7,7 @@ they are marked as exact, and there is neither a driver nor timing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from math import gcd
@@ -104,10 +104,8 @@ class DryDevice(CudaDevice, ComputingDevice):
             self._follower.active(),
             compiling.served(self._follower.following),
             stand_ins.announced(),
-            ExitStack() as inside,
+            self._membership.taken() if self._membership else nullcontext(),
         ):
-            if self._membership is not None:
-                inside.enter_context(self._membership.taken())
             yield
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import pytest
@@ -30,8 +32,6 @@ class DeviceSelector:
         """The rank that torchrun has started this process as."""
         self._simulated: dict[tuple[str, bool, RequestedRank | None], Device] = {}
         self._dry_devices: dict[tuple[Computed, RequestedRank | None], DryDevice] = {}
-        self._real: Device | None = None
-        self._decided = False
         self.extra: Callable[[Device], Mapping[str, str]] | None = None
         """The function returning the entries that other plugins add to a device's environment."""
         self._extended: set[Device] = set()
@@ -111,9 +111,7 @@ class DeviceSelector:
 
     def check_torch(self) -> None:
         """Raise ``DeviceError`` where torch is not installed."""
-        from importlib.util import find_spec
-
-        if find_spec("torch") is None:
+        if importlib.util.find_spec("torch") is None:
             raise DeviceError(
                 "the test's GPU memory cannot be measured because torch is not installed: install "
                 "torch, or run with --gpumem-device=off"
@@ -126,18 +124,27 @@ class DeviceSelector:
 
         There is one dry device for each way in which values are ``computed``, and for each rank.
         """
-        if not self._decided:
-            self.check_torch()
-            self._real = self._find_real()
-            self._decided = True
         if self._choice.kind == "dry":
             return self._dry(computed, requested if self.world is None else None)
         return self._real
+
+    @cached_property
+    def _real(self) -> Device | None:
+        self.check_torch()
+        if self._choice.kind not in ("auto", "cuda"):
+            return None
+        from pytest_gpumem.device.cuda import find_device
+
+        required = self._choice.kind == "cuda"
+        if self.world is not None and self._choice.index is None:
+            return find_device(self.world.local_rank, required=required, of_rank=self.world.rank)
+        return find_device(self._choice.index, required=required)
 
     def _dry(self, computed: Computed, requested: RequestedRank | None) -> DryDevice:
         """Return the dry device, or a rank's; that leaves the process groups of other ranks."""
         key = computed, requested
         if key not in self._dry_devices:
+            self.check_torch()
             from pytest_gpumem.device.dry import DryDevice
 
             if requested is not None:
@@ -156,18 +163,6 @@ class DeviceSelector:
         """Drop every device's records of a fixture that has been torn down."""
         for device in (*self._simulated.values(), *self._dry_devices.values()):
             device.forget(fixture)
-
-    def _find_real(self) -> Device | None:
-        if self._choice.kind == "dry":
-            return self._dry(Computed.AT_FIRST, None)
-        if self._choice.kind not in ("auto", "cuda"):
-            return None
-        from pytest_gpumem.device.cuda import find_device
-
-        required = self._choice.kind == "cuda"
-        if self.world is not None and self._choice.index is None:
-            return find_device(self.world.local_rank, required=required, of_rank=self.world.rank)
-        return find_device(self._choice.index, required=required)
 
     @property
     def _dry_gpus(self) -> int:

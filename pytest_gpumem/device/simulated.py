@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.collector import Collector
 from pytest_gpumem.device import Computed
 from pytest_gpumem.device.device import ComputingDevice
 from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.device.left_threads import is_set_up, is_shared
-from pytest_gpumem.device.quota import inherited, reporting_to
+from pytest_gpumem.device.quota import inherited, refusals
 from pytest_gpumem.dry import scope
 from pytest_gpumem.measurement.phases import Bytes
 from pytest_gpumem.measurement.simulated_recorder import SimulatedRecorder
@@ -114,12 +114,12 @@ class SimulatedDevice(ComputingDevice):
     @contextmanager
     def active(self) -> Iterator[None]:
         """Serve ``cuda`` from this device inside; abandon captures that are left open."""
-        with ExitStack() as inside:
-            # Where other tests run on the dry device, its functions would say that there is none.
-            inside.enter_context(scope.opened(to_children=False))
-            inside.enter_context(self._simulation.active())
-            if self._membership is not None:
-                inside.enter_context(self._membership.taken())
+        # Where other tests run on the dry device, its functions would say that there is none.
+        with (
+            scope.opened(to_children=False),
+            self._simulation.active(),
+            self._membership.taken() if self._membership else nullcontext(),
+        ):
             try:
                 yield
             finally:
@@ -159,7 +159,7 @@ class SimulatedDevice(ComputingDevice):
         self._stray = {str(gpu.torch_device): gpu.left_behind for gpu in self._gpus}
 
     def not_in_memory(self, fixtures: Iterable[object]) -> Sequence[object]:
-        """Return the fixtures that the body requested and an earlier test has set up."""
+        """Return those ``fixtures`` that an earlier test has set up: the body requested them."""
         return [one for one in fixtures if one in self._set_up and one not in self._present]
 
     def repeat_set_up(self, fixture: object) -> None:
@@ -344,8 +344,7 @@ class SimulatedDevice(ComputingDevice):
         def note(index: int, asked: int, free: int) -> Refusal:
             return Refusal(asked, gpu.allocator.reserved, free, gpu.model.total_memory)
 
-        observers = gpu.allocator.observers
-        return reporting_to(observers.append, observers.remove, note)
+        return refusals(gpu.allocator.observers, note)
 
     def empty_cache(self) -> None:
         """Release unused segments and the workspaces."""
@@ -354,8 +353,7 @@ class SimulatedDevice(ComputingDevice):
             gpu.allocator.empty_cache()
 
 
-@dataclass(frozen=True)
-class _SetUp:
+class _SetUp(NamedTuple):
     """The effect of a fixture's set-up on the machine."""
 
     logs: list[SetupLog]

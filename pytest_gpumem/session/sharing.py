@@ -162,7 +162,7 @@ class Sharing:
             self._channel.send_needs(
                 gates[0].name,
                 max(gate.capacity for gate in gates),
-                {item.nodeid: self._need(item, *rest) for item, *rest in tests},
+                {test[0].nodeid: self._need(*test) for test in tests},
                 real=not all(device.environment.simulated for _, _, device in tests),
             )
 

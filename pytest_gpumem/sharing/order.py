@@ -48,12 +48,7 @@ class MemoryScheduling(LoadScheduling):  # type: ignore[misc]  # untyped in pyte
     use a GPU go to workers that have a real one, if any has.
     """
 
-    def __init__(
-        self,
-        config: pytest.Config,
-        log: Any,
-        place_of: Callable[[str], Place],
-    ) -> None:
+    def __init__(self, config: pytest.Config, log: Any, place_of: Callable[[str], Place]) -> None:
         super().__init__(config, log)
         self.maxschedchunk = 1
         self._place_of = place_of
@@ -86,8 +81,7 @@ class MemoryScheduling(LoadScheduling):  # type: ignore[misc]  # untyped in pyte
         return place.needs.get(self.collection[index], NO_MEMORY)
 
     def _may_run(self, index: int, place: Place) -> bool:
-        """Return whether a test has its device there: a real one, where any worker has a real
-        one."""
+        """Return whether the test may run there: on a real device, if any worker has one."""
         assert self.collection is not None
         nodeid = self.collection[index]
         places = map(self._place, self.nodes)

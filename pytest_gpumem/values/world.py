@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from pytest_gpumem.echo import quoted
-from pytest_gpumem.marker import MOST_RANKS
+from pytest_gpumem.marker import MOST_RANKS, is_int
 
 MOST_LOCAL = 8
 """The most ranks in a machine whose number of GPUs is not given: an HGX board's."""
@@ -138,11 +138,11 @@ def world_of(size: int, rank: int = 0, *, per_machine: int | None = None) -> Wor
     Without a number they are the largest equal machines of at most eight GPUs. Raises
     :class:`WorldError`.
     """
-    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_RANKS:
+    if not is_int(size, 1, MOST_RANKS):
         raise WorldError(
             f"{quoted(size)} is not a number of ranks; write an int from 1 to {MOST_RANKS:,}"
         )
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < size:
+    if not is_int(rank, 0, size - 1):
         raise WorldError(
             f"{quoted(rank)} is not a rank of {size}; write an int from 0 to {size - 1}"
         )
