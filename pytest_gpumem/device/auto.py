@@ -20,10 +20,7 @@ REFUSED = "PYTEST_GPUMEM_AUTO_SIMULATED"
 
 
 def settled(choice: DeviceChoice, baselines: Path) -> DeviceChoice:
-    """Return ``choice``, or the dry device in place of ``auto`` if available; only reads files.
-
-    ``baselines`` is the folder of the project's baselines.
-    """
+    """Return ``choice``, or the dry device in place of ``auto`` if available; only reads files."""
     if choice.kind != "auto" or why_not(baselines) is not None:
         return choice
     return choice._replace(kind="dry", of_auto=True)

@@ -24,10 +24,7 @@ Renewed = Callable[[object, Mapping[int, Bytes], Mapping[int, Bytes]], None]
 
 
 class Device:
-    """A device that tests are measured on, real or simulated.
-
-    Methods that only some devices need do nothing here.
-    """
+    """A device that tests are measured on; methods that only some devices need do nothing here."""
 
     index: int
     """The device's index, as in ``cuda:0``."""
@@ -107,10 +104,7 @@ class Device:
         raise NotImplementedError
 
     def share(self, folder: Path) -> Sequence[HostDevice]:
-        """Share the device and the other GPUs with the processes that meet in ``folder``.
-
-        Returns them as the host sees them, the tests' own first.
-        """
+        """Share the GPUs with processes that meet in ``folder``; return them, its own first."""
         raise NotImplementedError
 
     def held(self, name: str) -> tuple[int, int]:
@@ -121,10 +115,7 @@ class Device:
         raise NotImplementedError
 
     def limited(self, size: int) -> AbstractContextManager[None]:
-        """Limit this process to reserving ``size`` bytes inside.
-
-        Raises ``QuotaError`` where that does not take effect.
-        """
+        """Limit this process to reserving ``size`` bytes inside; may raise ``QuotaError``."""
         raise NotImplementedError
 
     def refusals(self) -> AbstractContextManager[Sequence[Refusal]]:

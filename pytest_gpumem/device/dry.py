@@ -147,10 +147,7 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:
-        """Run the test ``name`` inside, from set-up to teardown.
-
-        The garbage collector runs at times that depend on the GPUs' blocks only.
-        """
+        """Run the test ``name`` inside; the collector runs by the GPUs' blocks only."""
         with (
             super().measuring(name),
             self._collector.in_charge(),

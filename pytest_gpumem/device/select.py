@@ -120,10 +120,7 @@ class DeviceSelector:
     def real(
         self, computed: Computed = Computed.AT_FIRST, requested: RequestedRank | None = None
     ) -> Device | None:
-        """Return the real or dry device to measure on, ``None`` where tests are simulated.
-
-        There is one dry device for each way in which values are ``computed``, and for each rank.
-        """
+        """Return the real or dry device to measure on, ``None`` where tests are simulated."""
         if self._choice.kind == "dry":
             return self._dry(computed, requested if self.world is None else None)
         return self._real

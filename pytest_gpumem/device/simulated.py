@@ -185,10 +185,7 @@ class SimulatedDevice(ComputingDevice):
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:
-        """Run the test ``name`` inside, from set-up to teardown.
-
-        The garbage collector runs at times that depend on the GPUs' blocks only.
-        """
+        """Run the test ``name`` inside; the collector runs by the GPUs' blocks only."""
         with (
             self._simulation.threads.owned_by(name),
             imports_watched(),

@@ -60,10 +60,7 @@ class Result:
 
 
 def run_on(script: Script, gpu: str, settings: Settings) -> Result:
-    """Run ``script`` on ``gpu``, a machine of the catalogue, ``"cuda"`` or ``"dry:H100"``.
-
-    Raises :class:`ScriptError` where it cannot be run there.
-    """
+    """Return the results of ``script`` on ``gpu``: a machine, ``"cuda"`` or ``"dry:H100"``."""
     request = Request(script, gpu, settings.steps, settings.seconds, Path())
     answer = _answered(request, quiet=settings.quiet)
     if answer.wants_values and answer.work <= settings.seconds:

@@ -42,10 +42,7 @@ AMBIENT = pytest.StashKey[Ambient]()
 
 
 def begin_early(config: pytest.Config) -> None:
-    """Choose the process's device, and activate a simulated one, where the options require it.
-
-    Errors in the options are reported when pytest configures itself.
-    """
+    """Choose the process's device, and activate a simulated one, where the options require it."""
     options = config.known_args_namespace
     is_started = SELECTOR in config.stash or "PYTEST_XDIST_WORKER" in os.environ
     if not is_started and (options.help or options.version):
@@ -56,7 +53,7 @@ def begin_early(config: pytest.Config) -> None:
     try:
         settings = settings_from(config, options)
     except pytest.UsageError:
-        return
+        return  # reported when pytest configures itself
     if settings.device.kind == "dry" and not _begin_dry(
         config, settings, controls=not will_run_tests
     ):
@@ -122,10 +119,7 @@ def selector_of(config: pytest.Config, settings: Settings) -> DeviceSelector:
 
 
 def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -> Ambient:
-    """Activate the ambient device until pytest is unconfigured.
-
-    Raises ``DeviceError`` where it is not available.
-    """
+    """Activate the ambient device until pytest is unconfigured; raises ``DeviceError``."""
     computed = Computed.ALL if settings.sim_values == "always" else Computed.AT_FIRST
     device = selector.select(None, computed=computed, requested=selector.launched_rank)
     ambient = config.stash[AMBIENT] = Ambient(selector, device, _variables(), ExitStack())
@@ -135,13 +129,9 @@ def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -
 
 
 def world_of_run(config: pytest.Config) -> World | None:
-    """Return the rank that torchrun has started this process as, ``None`` for any other.
-
-    A process that makes predictions counts as a process of its own. Raises
-    ``pytest.UsageError``.
-    """
+    """Return the rank that torchrun has started this process as, ``None`` for any other."""
     if "WORLD_SIZE" not in os.environ or SELECTOR in config.stash:
-        return None
+        return None  # a process that makes predictions is one of its own
     from pytest_gpumem.values.world import WorldError, world_of_process
 
     try:

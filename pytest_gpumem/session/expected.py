@@ -72,10 +72,7 @@ class Expectations:
         return model_of(item) or (models[0] if models else None), tuple(models)
 
     def requested_rank(self, item: pytest.Item, rank: int = 0) -> RequestedRank | None:
-        """Return the rank of ``item``, ``None`` where it is a process of its own.
-
-        For an item that runs as several ranks, it is ``rank``, the first one to begin with.
-        """
+        """Return the requested rank of ``item``, ``rank`` of several; ``None`` for no rank."""
         expectation, size = self.of(item), self.ranks(item)
         if expectation is None or size is None or self._selector.world is not None:
             return self._selector.launched_rank
@@ -87,10 +84,7 @@ class Expectations:
         return RequestedRank(size, int(expectation.rank or 0))
 
     def processes(self, item: pytest.Item) -> int | None:
-        """Return the number of processes of its own for ``item``, ``None`` for this process.
-
-        There are several where there is a GPU for each of its ranks.
-        """
+        """Return how many processes of its own ``item`` has, one for each rank; ``None``: none."""
         expectation = self.of(item)
         if expectation is None or self._selector.off or item.get_closest_marker("skip"):
             return None

@@ -30,10 +30,7 @@ def needs_second_run(run: Run) -> bool:
 
 
 def explained_again(run: Run, record: TestRecord) -> tuple[tuple[Measurement, ...], list[str]]:
-    """Return the measurements of ``record`` with sites from a second run; and notes.
-
-    No measurements where the body does not run twice.
-    """
+    """Return the measurements of ``record`` with sites, if a second run passes; and notes."""
     item = run.prepared.item
     recorder = RecordedHistory()
     try:

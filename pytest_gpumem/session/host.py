@@ -56,11 +56,7 @@ class Host:
             node.workerinput[REFUSAL] = self.refusal
 
     def refuse(self, report: pytest.CollectReport, why: str) -> None:
-        """End the run before its tests, because ``report`` has some on the GPU.
-
-        Raises ``pytest.UsageError``, in a worker of pytest-xdist through the process that has
-        started it.
-        """
+        """Raise ``pytest.UsageError`` before any test, in a worker by way of its controller."""
         if not hasattr(self._config, "workerinput"):
             raise pytest.UsageError(why)
         report.outcome = "failed"

@@ -91,10 +91,7 @@ class MeasuredItem:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Run the body inside, after its warm-up runs; then measure and judge it.
-
-        Raises pytest's ``Failed`` where the body passed and a verdict does not.
-        """
+        """Run the body inside, after its warm-up runs; then measure and judge it, or fail it."""
         run = self.run
         try:
             for _ in range(run.prepared.runs - 1):
@@ -119,10 +116,7 @@ class MeasuredItem:
         self._judged(self._finish)
 
     def judge(self, measured: Measurement, others: Sequence[Measurement], *, ranks: str) -> None:
-        """Judge the memory of one of several ranks, and by limits that of the ``others``.
-
-        ``ranks`` names that rank. Raises pytest's ``Failed`` where a verdict does not pass.
-        """
+        """Judge the memory of the rank named ``ranks``, and by limits that of the ``others``."""
         self._judged(lambda: self._take(measured, others, passed=True, ranks=ranks))
 
     def note(self, *sentences: str) -> None:

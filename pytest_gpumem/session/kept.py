@@ -22,10 +22,7 @@ _MEASURES_WITH = (
 
 @contextmanager
 def process_kept() -> Iterator[None]:
-    """Restore settings that code inside changes: collector, ``sys.path``, torch's defaults.
-
-    Entries that it adds to ``sys.path`` stay.
-    """
+    """Restore settings that code inside changes: collector, ``sys.path``, torch's defaults."""
     torch = sys.modules.get("torch")
     is_loaded = hasattr(torch, "set_default_device")
     path, before = sys.path, list(sys.path)
@@ -33,7 +30,7 @@ def process_kept() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.path = path
+            sys.path = path  # entries that the code has added stay
             path += [entry for entry in before if entry not in path]
 
 

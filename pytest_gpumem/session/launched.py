@@ -86,10 +86,7 @@ class Launched:
         return self.world.rank == 0 or not self._met
 
     def meet(self, items: Sequence[pytest.Item], expectations: Expectations) -> None:
-        """Meet the other ranks, if any of ``items`` is measured: all have to run the same.
-
-        Else the output that was kept is written.
-        """
+        """Meet the other ranks if any of ``items`` is measured, else write the kept output."""
         if not any(map(expectations.is_measured, items)):
             reporter = self._config.pluginmanager.getplugin("terminalreporter")
             if self._kept is not None and reporter is not None:

@@ -70,11 +70,7 @@ class TestLifecycle:
     def begin(
         self, item: pytest.Item, *, computed: Computed = Computed.AT_FIRST, first: bool = False
     ) -> None:
-        """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence.
-
-        The device computes the values that this or the options request. The ``first`` run may
-        request others.
-        """
+        """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence."""
         self.current = None
         parts, expectations = self._parts, self._parts.expectations
         if first:

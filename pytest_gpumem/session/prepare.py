@@ -41,11 +41,7 @@ class Preparation:
         """The memory of living fixtures."""
 
     def device_of(self, item: pytest.Item, rank: int, *, computed: Computed) -> Device:
-        """Return the device of ``item``; skip or fail it with a sentence where there is none.
-
-        A simulated or dry device computes the values that this or the options request. For a test
-        that runs as several ranks it is the device of ``rank``.
-        """
+        """Return the device of ``item`` as ``rank``; skip or fail it with a sentence if none."""
         expectations, selector = self._parts.expectations, self._parts.selector
         model, models = expectations.models(item)
         simulated = selector.simulates(model)

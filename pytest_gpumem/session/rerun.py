@@ -83,10 +83,7 @@ class Rerun:
 
 
 class WorstRank(Worst):
-    """The runs of a test that requests the worst of its ranks, one after the other.
-
-    The rank with the highest peak runs last, and is judged.
-    """
+    """The runs of a test that requests the worst of its ranks; that of the highest peak is last."""
 
     def next_run(
         self, lifecycle: Measured, item: pytest.Item, error: BaseException | None

@@ -182,10 +182,7 @@ class Run:
 
     @property
     def shortage(self) -> Refusal | None:
-        """The last allocation that the allocator refused, preferably one caused by a neighbour.
-
-        ``None`` where none was refused, or where refusals are not observed.
-        """
+        """The last allocation that the allocator refused, preferably one caused by a neighbour."""
         quota = self.prepared.quota
         crowded = [one for one in self._refusals if cause_of(one, quota) is Cause.NEIGHBOUR]
         found = crowded or self._refusals

@@ -85,10 +85,7 @@ class _RunWithValues:
 
 
 def second_run(lifecycle: Measured, item: pytest.Item, error: BaseException | None) -> Rerun | None:
-    """Return the run that ``item`` needs after ``error``, or after none that pytest would see.
-
-    ``None`` where the test's outcome stands.
-    """
+    """Return the run with values that ``item`` needs after ``error``, ``None`` for none."""
     current = lifecycle.current
     if current is None or not isinstance(current.device, ComputingDevice):
         return None

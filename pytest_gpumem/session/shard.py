@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 
 class Sharding:
-    """The deselection of other machines' tests, after all other deselection.
-
-    Raises ``pytest.UsageError`` where the given file has no needs of tests.
-    """
+    """The deselection of other machines' tests, after all other deselection."""
 
     def __init__(
         self,

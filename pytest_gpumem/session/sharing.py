@@ -101,10 +101,7 @@ class Sharing:
     def again(
         self, lifecycle: Measured, item: pytest.Item, error: BaseException | None
     ) -> Rerun | None:
-        """Return the run that the current test needs after ``error``, if it needs another.
-
-        Raises pytest's ``Failed`` for a test for which there was no room even alone.
-        """
+        """Return the run that the current test needs after ``error``; fail it without room."""
         admissions, current = self.admissions, lifecycle.current
         if admissions is None or current is None or not can_run_again(item):
             return None

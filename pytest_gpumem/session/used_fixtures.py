@@ -68,10 +68,7 @@ def _overridden(
 
 
 def active_fixtures(request: pytest.FixtureRequest) -> dict[str, FixtureDef[Any]]:
-    """Return the fixtures that a test has requested so far, by name.
-
-    Not public: pytest records only there which ones a test requested while it ran.
-    """
+    """Return the fixtures that a test has requested so far, which pytest records only there."""
     return dict(getattr(request, "_fixture_defs", {}))
 
 

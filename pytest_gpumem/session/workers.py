@@ -24,10 +24,7 @@ class Room(NamedTuple):
 
 
 def workers_by_memory(config: pytest.Config) -> int | None:
-    """Return how many workers ``-n auto`` stands for, ``None`` where pytest-xdist decides.
-
-    Raises ``pytest.UsageError`` for wrong options.
-    """
+    """Return how many workers ``-n auto`` stands for, ``None`` where pytest-xdist decides."""
     settings = settings_from(config)
     if not settings.share or os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
         return None

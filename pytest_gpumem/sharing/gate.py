@@ -116,10 +116,7 @@ class Gate:
 
     @contextmanager
     def admitted(self, nodeid: str, need: Need) -> Iterator[Admission]:
-        """Wait until the test may run, run it inside the context, then release its memory.
-
-        Raises :class:`NotAdmittedError`.
-        """
+        """Run the test inside, once there is memory for it; raises :class:`NotAdmittedError`."""
         test = self._ledger.ask(
             self._worker,
             nodeid,

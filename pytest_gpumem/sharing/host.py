@@ -20,10 +20,7 @@ MARGIN = 0.02
 
 
 class NvmlDevice:
-    """A GPU or MIG instance; ``name`` is its UUID.
-
-    Raises :class:`SharingError` where NVML cannot read it.
-    """
+    """A GPU or MIG instance, as NVML reads it; ``name`` is its UUID."""
 
     def __init__(
         self,

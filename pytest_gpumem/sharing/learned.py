@@ -121,10 +121,7 @@ class Learned:
 
 
 def read_learned(folder: Path, name: str = FILE_NAME) -> Learned:
-    """Return the costs of a file in ``folder``, none where it is missing or damaged.
-
-    Like everything in a cache, they can be produced again.
-    """
+    """Return the costs of a file in ``folder``, none where it is missing or damaged."""
     with suppress(OSError, ValueError, RecursionError):
         data = json.loads((folder / name).read_bytes())
         if isinstance(data, dict) and data.get("schema_version") == SCHEMA_VERSION:
@@ -152,10 +149,7 @@ def add_learned(folder: Path, newer: Learned, name: str = FILE_NAME) -> None:
 
 
 def learned_before(config: pytest.Config) -> Learned:
-    """Return the data of earlier runs; a worker receives it from the controller.
-
-    All workers, on whatever host, then have the same data.
-    """
+    """Return the data of earlier runs; all workers receive it from the controller."""
     worker = getattr(config, "workerinput", None)
     if worker is not None:
         return Learned.from_dict(worker.get(INPUT))

@@ -206,10 +206,7 @@ class Ledger(Database):
             self.execute("DELETE FROM test WHERE id = ?", (test,))
 
     def beside(self, worker: int) -> int | None:
-        """Return how many other tests have used the devices of the test that ``worker`` runs.
-
-        ``None`` where it runs none.
-        """
+        """Return how many other tests have used the devices of ``worker``'s running test, if any."""
         with self.transaction():
             running = [one for one in self._leases() if one.is_running]
             own = next((one for one in running if one.request.owner == worker), None)
@@ -248,10 +245,7 @@ class Ledger(Database):
         return found.fetchone() is not None
 
     def owners(self) -> dict[int, Process]:
-        """Return the processes of all workers, by worker number.
-
-        Some may be dead; those hold nothing any more.
-        """
+        """Return the processes of all workers, dead ones too, by worker number."""
         rows = self.execute("SELECT id, pid, started FROM worker")
         return {worker: Process(pid, started) for worker, pid, started in rows}
 

@@ -38,10 +38,7 @@ class CandidateDevice:
     """Whether further workers cannot use it: in exclusive-process mode."""
 
     def room(self, workers: Sequence[Process]) -> float:
-        """Return the bytes for one more worker, if it shares with ``workers``.
-
-        Memory of ``workers`` counts as shared; memory of other processes as unavailable.
-        """
+        """Return the bytes for one more worker, that shares what others leave with ``workers``."""
         pids = {process.pid for process in workers}
         foreign = sum(size for pid, size in self.taken.items() if pid not in pids)
         return (self.total - foreign) / (len(workers) + 1)

@@ -24,10 +24,7 @@ CREATE TABLE IF NOT EXISTS taken (
 
 
 class SharedSimulatedDevice(Database):
-    """A process's account with the simulated device ``name``, which has ``capacity`` bytes.
-
-    Raises ``SharingError`` where the folder or the file cannot be used.
-    """
+    """A process's account with the simulated device ``name``, which has ``capacity`` bytes."""
 
     def __init__(self, folder: Path, name: str, capacity: int) -> None:
         super().__init__(folder / FILE_NAME, _SCHEMA)

@@ -117,10 +117,7 @@ class Address(NamedTuple):
 
 
 def address_of_process(variables: Mapping[str, str]) -> Address:
-    """Return the meeting address of this process, which :func:`world_of_process` calls a rank.
-
-    Raises :class:`WorldError`.
-    """
+    """Return the meeting address of this process, a rank; raises :class:`WorldError`."""
     served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     port = _number("MASTER_PORT", variables["MASTER_PORT"])
     return Address(variables["MASTER_ADDR"], port, served)
