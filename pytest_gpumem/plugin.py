@@ -20,7 +20,6 @@ from pytest_gpumem.report.pytest_reports import (
     status_of,
 )
 from pytest_gpumem.session.early import begin_early
-from pytest_gpumem.session.expected import MODEL_PARAMETER, RANKS_PARAMETER
 from pytest_gpumem.session.host import leave_if_refused
 from pytest_gpumem.session.session import GpumemSession
 
@@ -312,17 +311,3 @@ class ReportHooks:
 def gpumem(request: pytest.FixtureRequest) -> Gpumem | IdleGpumem:
     """The phases, device and numbers of the test's GPU memory."""
     return request.config.stash[SESSION].fixture()
-
-
-@pytest.fixture(name=MODEL_PARAMETER)
-def gpu_model(request: pytest.FixtureRequest) -> str:
-    """Return the GPU model of the test's id."""
-    model: str = request.param
-    return model
-
-
-@pytest.fixture(name=RANKS_PARAMETER)
-def number_of_ranks(request: pytest.FixtureRequest) -> int:
-    """Return the number of ranks of the test's id."""
-    size: int = request.param
-    return size

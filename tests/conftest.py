@@ -66,7 +66,7 @@ _OF_EVERY_RUN = """
     pytest_gpumem.session.affinity pytest_gpumem.session.prepare pytest_gpumem.session.lifecycle
     pytest_gpumem.session.hooks pytest_gpumem.session.item pytest_gpumem.session.judge
     pytest_gpumem.sharing.learned
-    pytest_gpumem.session.rerun pytest_gpumem.session.second_run pytest_gpumem.sharing.watched
+    pytest_gpumem.session.rerun pytest_gpumem.sharing.watched
 """
 
 

@@ -153,7 +153,7 @@ class CudaDevice(Device):
         return replace(measurement, notes=measurement.notes + self._notes)
 
     def share(self, folder: Path) -> Sequence[NvmlDevice]:
-        """Return the visible devices as NVML sees them, its own first; or raise ``SharingError``."""
+        """Return the visible devices as NVML sees them, its own first; raises ``SharingError``."""
         others = [index for index in range(torch.cuda.device_count()) if index != self.index]
         for index in (self.index, *others):
             has_context = torch.cuda.is_initialized if index == self.index else lambda: False

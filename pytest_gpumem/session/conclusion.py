@@ -97,7 +97,10 @@ class Conclusion:
         if not self._settings.all:
             notes += unmarked(records)
 
-        verbosity = self._config.get_verbosity()
+        verbosity, option = self._config.get_verbosity(), self._config.option
+        failures_are_shown = (
+            not getattr(option, "no_summary", False) and getattr(option, "tbstyle", "") != "no"
+        )
         lines = section(
             records,
             verbosity=verbosity,
@@ -105,7 +108,7 @@ class Conclusion:
             update=self._update,
             notes=notes,
             command=Command.of(self._config),
-            told_above=self._failures_are_shown,
+            told_above=failures_are_shown,
             missing=self._missing,
             rows=self._settings.rows,
             sort=self._settings.sort,
@@ -142,12 +145,6 @@ class Conclusion:
         from pytest_gpumem.session.hosts import differing
 
         return differing(self._results.environments)
-
-    @property
-    def _failures_are_shown(self) -> bool:
-        option = self._config.option
-        hidden = getattr(option, "no_summary", False) or getattr(option, "tbstyle", "") == "no"
-        return not hidden
 
     def _write_baselines(self, *, prune: bool) -> Iterator[str]:
         settings = self._settings

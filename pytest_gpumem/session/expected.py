@@ -26,9 +26,9 @@ MARKER_NAME = "gpumem"
 FIXTURE_NAME = "gpumem"
 
 MODEL_PARAMETER = "_gpumem_model"
-"""The private fixture that a list of GPU models parametrizes."""
+"""The parameter of each test of a list of GPU models."""
 RANKS_PARAMETER = "_gpumem_ranks"
-"""The private fixture that a list of numbers of ranks parametrizes."""
+"""The parameter of each test of a list of numbers of ranks."""
 
 
 class Expectations:
@@ -112,14 +112,14 @@ class Expectations:
         if expectation is None and not self._measures_unmarked(metafunc.fixturenames):
             return
         models = self._selector.models(expectation)
-        if len(models) > 1:
-            metafunc.fixturenames.append(MODEL_PARAMETER)
-            metafunc.parametrize(MODEL_PARAMETER, models, indirect=True, ids=models)
         ranks = expectation.ranks if expectation else ()
-        if len(ranks) > 1:
-            metafunc.fixturenames.append(RANKS_PARAMETER)
-            ids = [f"{size}ranks" for size in ranks]
-            metafunc.parametrize(RANKS_PARAMETER, ranks, indirect=True, ids=ids)
+        for parameter, values, ids in (
+            (MODEL_PARAMETER, models, models),
+            (RANKS_PARAMETER, ranks, [f"{size}ranks" for size in ranks]),
+        ):
+            if len(values) > 1:
+                metafunc.fixturenames.append(parameter)
+                metafunc.parametrize(parameter, values, ids=ids)
 
     @cached_property
     def torch_is_there(self) -> bool:

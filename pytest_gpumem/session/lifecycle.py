@@ -163,9 +163,9 @@ class TestLifecycle:
         sharing = self._parts.sharing
         if sharing is not None and (shared := sharing.again(self, item, error)):
             return shared
-        from pytest_gpumem.session.second_run import second_run
+        from pytest_gpumem.session.rerun import run_with_values
 
-        again = second_run(self, item, error)
+        again = run_with_values(self, item, error)
         return self._worst.next_run(self, item, error) if self._worst and not again else again
 
     def repeat(self, item: pytest.Item, again: Rerun, run: Callable[[Rerun], None]) -> None:

@@ -16,13 +16,13 @@ from pytest_gpumem.device import DeviceError
 from pytest_gpumem.options import settings_from
 from pytest_gpumem.session.early import selector_of, world_of_run
 from pytest_gpumem.session.expected import Expectations
+from pytest_gpumem.session.host import Host
 from pytest_gpumem.session.results import Results
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.session.hooks import Hooks
-    from pytest_gpumem.session.host import Host
     from pytest_gpumem.session.isolated import Isolation
     from pytest_gpumem.session.launched import Launched
     from pytest_gpumem.session.predictions import Predictions
@@ -40,6 +40,7 @@ class Parts:
         self.settings = settings = settings_from(config)
         self.selector = selector_of(config, settings)
         self.selector.extra = lambda device: self.hooks.environment(device)
+        self.host = Host(config, settings)
         self.results = Results(config, settings)
         self.expectations = Expectations(settings, self.selector)
         self.launched = self._launched()
@@ -77,13 +78,6 @@ class Parts:
     def runs_tests(self) -> bool:
         """Whether tests run in this process: not in the controller of pytest-xdist."""
         return self.is_worker or self.config.getoption("dist", "no") == "no"
-
-    @cached_property
-    def host(self) -> Host:
-        """The GPUs of this host, and whether as many processes as there are can use them."""
-        from pytest_gpumem.session.host import Host
-
-        return Host(self.config, self.settings)
 
     @cached_property
     def hooks(self) -> Hooks:

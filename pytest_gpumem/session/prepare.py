@@ -14,7 +14,7 @@ from pytest_gpumem.device.quota import QuotaError
 from pytest_gpumem.marker import Expectation
 from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.report import json_report, record, terminal
-from pytest_gpumem.session import affinity, conclusion, second_run
+from pytest_gpumem.session import affinity, conclusion, rerun
 from pytest_gpumem.session.expected import model_of
 from pytest_gpumem.session.item import MeasuredItem
 from pytest_gpumem.session.judge import Judge
@@ -24,7 +24,7 @@ from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.prediction import PredictedTest
 from pytest_gpumem.values.world import RequestedRank
 
-USED_AFTERWARDS = (affinity, conclusion, json_report, record, second_run, store, terminal, update)
+USED_AFTERWARDS = (affinity, conclusion, json_report, record, rerun, store, terminal, update)
 """Modules used after bodies, imported before: a body may empty ``sys.path``, or leave a folder that
 is deleted, and must not cost the reports of the tests that are over."""
 

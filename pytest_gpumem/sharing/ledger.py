@@ -206,7 +206,7 @@ class Ledger(Database):
             self.execute("DELETE FROM test WHERE id = ?", (test,))
 
     def beside(self, worker: int) -> int | None:
-        """Return how many other tests have used the devices of ``worker``'s running test, if any."""
+        """Return how many other tests have used the devices of ``worker``'s running test."""
         with self.transaction():
             running = [one for one in self._leases() if one.is_running]
             own = next((one for one in running if one.request.owner == worker), None)
