@@ -18,10 +18,8 @@ GITLAB_FILE = "gpumem.md"
 """The report in GitLab's project folder where no other one is requested."""
 
 DEFAULT_GPU = "A100-40GB"
-"""The catalogue name that is simulated by default."""
 
 DEVICE_FORMS = "auto|cuda|cuda:N|dry|dry:MODEL[*N][,MODEL...]|sim|sim:MODEL[*N][,MODEL...]|off"
-"""The forms that ``--gpumem-device`` accepts."""
 
 REPORT_KINDS = {"json": True, "html": True, "markdown": True, "github": False}
 """The reports that can be requested, and whether a path has to follow."""

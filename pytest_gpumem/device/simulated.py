@@ -354,7 +354,6 @@ class _SetUp(NamedTuple):
     """The effect of a fixture's set-up on the machine."""
 
     logs: list[SetupLog]
-    """The logs, one for each GPU."""
     current_index: int | None
     """The device that it made the current one, ``None`` if it did not change it."""
     workspace_sizes: dict[str, int]

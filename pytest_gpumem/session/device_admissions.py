@@ -71,7 +71,6 @@ class DeviceAdmissions:
         self.refusal: str | None = None
         """The reason why the test may not run at all."""
         self.admission: Admission | None = None
-        """The current admission of the test."""
 
     def enter(self) -> None:
         """Wait until the test may run; :attr:`refusal` is set if it may not."""

@@ -34,7 +34,6 @@ class Ambient(NamedTuple):
     selector: DeviceSelector
     device: Device
     variables: Mapping[str, str]
-    """The variables by which the device was made."""
     resources: ExitStack
 
 

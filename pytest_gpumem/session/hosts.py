@@ -61,11 +61,9 @@ class Hosts:
         self._places: dict[str, Place] = {}
         self._hosts: dict[str, _Host] = {}
         self._entries: dict[str, list[Entry]] = {}
-        """The ledger entries by worker."""
         self.suspects: set[str] = set()
         """Tests in which their worker left because of a fault that others shared."""
         self.learned = Learned()
-        """The data that is to be kept for later runs."""
 
     def connect(self, node: Any) -> None:
         """Open the channel of a worker that is about to start."""

@@ -47,6 +47,7 @@ class TestLifecycle:
         self._worst: WorstRank | None = None
         self._fixture_devices = FixtureDevices()
         self._faults = Faults(parts.config)
+        self._preparation: Preparation | None = None
 
     def admitted(self, item: pytest.Item) -> AbstractContextManager[None]:
         """Return the context in which ``item`` may run beside the tests of other processes."""
@@ -83,9 +84,10 @@ class TestLifecycle:
             pytest.fail(problem, pytrace=False)
         if expectations.is_measured(item):
             rank = self._worst.rank if self._worst else 0
-            device = self._preparation.device_of(item, rank, computed=computed)
+            preparation = self._prepare()
+            device = preparation.device_of(item, rank, computed=computed)
             self._fixture_devices.renew(item, self._machine(device))
-            self.current = self._preparation.begin(item, device)
+            self.current = preparation.begin(item, device)
             environment = device.environment
             self._watched.begins(item.nodeid, f"{environment.kind}{environment.gpu}")
         else:
@@ -132,7 +134,7 @@ class TestLifecycle:
         """Drop the records of a fixture that has been torn down."""
         self._fixture_devices.forget(fixture)
         self._parts.selector.forget(fixture)
-        if "_preparation" in vars(self):
+        if self._preparation is not None:
             self._preparation.ledger.forget(fixture)
 
     @contextmanager
@@ -205,12 +207,13 @@ class TestLifecycle:
         self._parts.closing.callback(watched.close)
         return watched
 
-    @cached_property
-    def _preparation(self) -> Preparation:
-        with importing():
-            from pytest_gpumem.session.prepare import Preparation
+    def _prepare(self) -> Preparation:
+        if self._preparation is None:
+            with importing():
+                from pytest_gpumem.session.prepare import Preparation
 
-        return Preparation(self._parts)
+            self._preparation = Preparation(self._parts)
+        return self._preparation
 
     def _machine(self, device: Device | None) -> Device | None:
         """Return the simulated device that stands for a machine, ``None`` for the real one."""

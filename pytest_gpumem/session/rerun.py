@@ -40,7 +40,6 @@ class Measured(Protocol):
 
     settings: Settings
     current: MeasuredItem | None
-    """The test that is measured now."""
 
     def begin(self, item: pytest.Item, *, computed: Computed = Computed.AT_FIRST) -> None:
         """Start measuring ``item`` on a device with the ``computed`` values."""

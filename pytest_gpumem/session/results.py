@@ -71,13 +71,11 @@ class Results:
         """The environments of measurements, by worker of pytest-xdist."""
         self.stopwatch = Stopwatch()
         self.usages: Sequence[Usage] = ()
-        """The usage of the devices that tests of the run shared."""
         self.foreseen: Learned | None = None
         """The simulated needs of tests, as far as they were requested."""
         self.shard = ""
         """The sentence on the part of the tests that this run was."""
         self.any_marked = False
-        """Whether any collected test is marked."""
 
     @property
     def records(self) -> list[TestRecord]:

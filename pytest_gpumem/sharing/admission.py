@@ -25,7 +25,6 @@ class Request:
     id: int
     """Ascending in the order in which tests asked."""
     owner: int
-    """The worker that runs it."""
     needs: Mapping[str, int]
     """Bytes by device, above what its worker holds for longer."""
     since: float
@@ -33,7 +32,6 @@ class Request:
     duration: float | None = None
     """Expected duration in seconds; ``None`` if unknown."""
     exclusive: bool = False
-    """Nothing else may run on its devices."""
     priority: int = 0
     guaranteed: bool = True
     """``False`` for an opportunistic test: it goes last."""

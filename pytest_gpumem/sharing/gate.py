@@ -41,7 +41,6 @@ class Admission:
 
     nodeid: str
     test: int
-    """Its number in the ledger."""
     need: Need
     waited: float
     """Seconds."""
