@@ -86,7 +86,11 @@ class Predictions:
         except PredictionError as error:
             unknown = PredictedTest(machine.model.name, None, f"it was not simulated: {error}")
             return dict.fromkeys(items, unknown)
-        return dict(_by_test(items, answers, machine.model.name))
+        known = {answer.nodeid: answer for answer in answers}
+        return {
+            nodeid: _predicted(known.get(without_group(nodeid)), machine.model.name)
+            for nodeid in items
+        }
 
 
 def _by_path(item: pytest.Item) -> str:
@@ -95,19 +99,13 @@ def _by_path(item: pytest.Item) -> str:
     return f"{item.path}{separator}{name}"
 
 
-def _by_test(
-    nodeids: Iterable[str], answers: Iterable[Answer], gpu: str
-) -> Iterable[tuple[str, PredictedTest]]:
-    known = {answer.nodeid: answer for answer in answers}
-    for nodeid in nodeids:
-        answer = known.get(without_group(nodeid))
-        if answer is None:
-            yield nodeid, PredictedTest(gpu, None, "the simulation did not run it")
-        elif not answer.measured or answer.record is None:
-            why = answer.problem or "it allocates nothing there"
-            yield nodeid, PredictedTest(gpu, None, f"on a simulated {gpu}: {why}")
-        else:
-            yield nodeid, PredictedTest(gpu, answer.record.measurement)
+def _predicted(answer: Answer | None, gpu: str) -> PredictedTest:
+    if answer is None:
+        return PredictedTest(gpu, None, "the simulation did not run it")
+    if answer.measured and answer.record is not None:
+        return PredictedTest(gpu, answer.record.measurement)
+    why = answer.problem or "it allocates nothing there"
+    return PredictedTest(gpu, None, f"on a simulated {gpu}: {why}")
 
 
 def is_worth_it(unknown: int, workers: int) -> bool:

@@ -49,12 +49,11 @@ class Sharding:
             )
         except WeightsError as error:
             raise pytest.UsageError(str(error)) from None
-        shards = self.weights.shards
-        if shards and len(shards) != self._count:
+        count = len(self.weights.shards)
+        if count and count != self._count:
             raise pytest.UsageError(
-                f"--gpumem-shard={self._number}/{self._count}: {settings.shard_by} has "
-                f"{len(shards)} shards; write {min(self._number, len(shards))}/{len(shards)} or "
-                "plan anew"
+                f"--gpumem-shard={self._number}/{self._count}: {settings.shard_by} has {count} "
+                f"shards; write {min(self._number, count)}/{count} or plan anew"
             )
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -127,12 +126,12 @@ def planned(
     known = {name for part in parts for name in part}
     most = max(shard.memory for shard in shards)
     least = min(shard.price for shard in shards)
-    for kind, takes in (
-        (True, [shard.memory == most for shard in shards]),
-        (False, [shard.price == least for shard in shards]),
+    pairs = list(zip(shards, parts, strict=True))
+    for is_on_gpu, takers in (
+        (True, [part for shard, part in pairs if shard.memory == most]),
+        (False, [part for shard, part in pairs if shard.price == least]),
     ):
-        missing = [t for t in tests if t.name not in known and (t.name in on_gpu) == kind]
-        takers = [part for part, taken in zip(parts, takes, strict=True) if taken]
+        missing = [t for t in tests if t.name not in known and (t.name in on_gpu) == is_on_gpu]
         for part, further in zip(takers, split(missing, len(takers)), strict=True):
             part += further
     return parts

@@ -45,11 +45,11 @@ class Waiting:
                 reporter.flush()
 
 
-class WaitWatch:
+class WaitWatch(Waiting):
     """A thread of pytest-xdist's controller that watches the waits of its workers."""
 
     def __init__(self, config: pytest.Config, run: Callable[[], str]) -> None:
-        self._waiting = Waiting(config)
+        super().__init__(config)
         self._run = run
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="gpumem-waiting", daemon=True)
@@ -67,17 +67,16 @@ class WaitWatch:
                 if ledger is None and (default_folder() / FILE_NAME).exists():
                     ledger = Ledger(default_folder())
                 if ledger is not None:
-                    self._report(ledger.state({}))
+                    self._report_all(ledger.state({}))
             except SharingError:
                 break  # its workers report that
         if ledger is not None:
             ledger.close()
 
-    def _report(self, state: State) -> None:
-        now = time.time()
+    def _report_all(self, state: State) -> None:
+        holders = ", ".join(holding(state)) or "tests before it wait too"
         for lease in state.waiting:
-            if lease.run != self._run():
-                continue
-            amount = format_size(sum(lease.request.needs.values()))
-            holders = ", ".join(holding(state)) or "tests before it wait too"
-            self._waiting.report(lease.nodeid, now - lease.request.since, f"{amount}: {holders}")
+            if lease.run == self._run():
+                amount = format_size(sum(lease.request.needs.values()))
+                waited = time.time() - lease.request.since
+                self.report(lease.nodeid, waited, f"{amount}: {holders}")

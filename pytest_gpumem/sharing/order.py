@@ -31,14 +31,14 @@ def next_test(pending: Sequence[Need], beside: Sequence[Need], capacity: int) ->
     """
     taken = sum(test.on(capacity) for test in beside)
 
-    def worth(position: int) -> tuple[bool, int, bool, float]:
-        test = pending[position]
+    def worth(test: Need) -> tuple[bool, int, bool, float]:
         size = test.on(capacity)
         fits = taken + size <= capacity
         duration = USUAL_DURATION if test.duration is None else test.duration
         return (fits, test.priority, test.guaranteed, size * duration if fits else -size)
 
-    return max(range(len(pending)), key=worth)
+    worths = list(map(worth, pending))
+    return worths.index(max(worths))
 
 
 class MemoryScheduling(LoadScheduling):  # type: ignore[misc]  # untyped in pytest-xdist

@@ -51,7 +51,6 @@ class World:
         Source: torch/distributed/elastic/agent/server/local_elastic_agent.py
         (``LocalElasticAgent._start_workers``), torch 2.6 to 2.15; 29500 is torchrun's own port.
         """
-        machines = self.size // self.local_size
         return {
             "LOCAL_RANK": str(self.local_rank),
             "RANK": str(self.rank),
@@ -60,7 +59,7 @@ class World:
             "ROLE_NAME": "default",
             "LOCAL_WORLD_SIZE": str(self.local_size),
             "WORLD_SIZE": str(self.size),
-            "GROUP_WORLD_SIZE": str(machines),
+            "GROUP_WORLD_SIZE": str(self.size // self.local_size),
             "ROLE_WORLD_SIZE": str(self.size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29500",
