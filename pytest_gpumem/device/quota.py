@@ -113,10 +113,7 @@ def observers_of_torch() -> list[Observer]:
 def refusals(
     observers: list[Observer], note: Callable[[int, int, int], Refusal | None]
 ) -> Iterator[list[Refusal]]:
-    """Yield the list that refusals inside are added to.
-
-    ``note`` is called with the device's index, the requested bytes and the free bytes.
-    """
+    """Yield a list of what ``note`` makes of each refusal: device, requested and free bytes."""
     found: list[Refusal] = []
 
     def observe(device: int, asked: int, allowed: int, free: int) -> None:

@@ -126,10 +126,7 @@ def process_as_it_was() -> Iterator[None]:
 
 
 def show_traceback(error: BaseException) -> None:
-    """Print ``error`` as Python does, from the script's first line on and without our frames.
-
-    A hook that the script has set for that is used.
-    """
+    """Print ``error`` without our frames, by the script's hook or as Python does."""
     error.__traceback__ = own_frames(error.__traceback__)  # which hooks read, whatever they get
     sys.excepthook(type(error), error, error.__traceback__)
 

@@ -257,15 +257,15 @@ class Sharing:
         if quota is not None and (size is None or size > quota):
             size, source = int(quota), "quota"
         duration = self._cost(item.nodeid, device).seconds
-        alone = self._ledger is not None and self._ledger.is_suspect(self._run, item.nodeid)
+        suspect = self._ledger is not None and self._ledger.is_suspect(self._run, item.nodeid)
         if expectation is None:
-            return Need(size, source, duration, exclusive=alone)
+            return Need(size, source, duration, exclusive=suspect)
         self._device_counts.declare(item.nodeid, expectation.gpu)
         return Need(
             size,
             source,
             duration,
-            exclusive=expectation.exclusive or alone,
+            exclusive=expectation.exclusive or suspect,
             priority=expectation.priority,
             guaranteed=expectation.qos == GUARANTEED,
         )

@@ -37,10 +37,7 @@ class NvmlDevice:
 
     @classmethod
     def find(cls, index: int, has_context: Callable[[], bool]) -> NvmlDevice:
-        """Return the device with CUDA's index ``index``.
-
-        ``has_context`` returns whether this process uses it, so that NVML should list it.
-        """
+        """Return CUDA's device ``index``; ``has_context`` returns whether this process uses it."""
         reading = read_device(index)
         if isinstance(reading, NvmlAbsent):
             raise _blind(reading.reason)

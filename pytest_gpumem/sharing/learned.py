@@ -130,10 +130,7 @@ def read_learned(folder: Path, name: str = FILE_NAME) -> Learned:
 
 
 def add_learned(folder: Path, newer: Learned, name: str = FILE_NAME) -> None:
-    """Add the costs of ``newer`` to a file in ``folder``; existing ones are kept.
-
-    Other runs may do so at the same time. Raises :class:`LearnedError`.
-    """
+    """Add the costs of ``newer`` to a file in ``folder``; raises :class:`LearnedError`."""
     from pytest_gpumem.baseline.locks import LockError, Locks
     from pytest_gpumem.jsonfile import replace_file
 

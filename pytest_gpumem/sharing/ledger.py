@@ -99,10 +99,7 @@ class Answer:
 
 
 class Ledger(Database):
-    """A process's connection to the ledger in ``folder``.
-
-    Every call is one transaction. Raises ``SharingError`` where the file cannot be used.
-    """
+    """A process's connection to the ledger in ``folder``; every call is one transaction."""
 
     def __init__(self, folder: Path, *, clock: Clock = time.time) -> None:
         super().__init__(folder / FILE_NAME, _SCHEMA)
