@@ -17,9 +17,7 @@ def printable(text: str, most: int | None = None) -> str:
     """
     if most is not None and len(text) > most:
         text = shortened(text, most)
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else _escaped(char) for char in text)
+    return text if text.isprintable() else "".join(map(_printable, text))
 
 
 def quoted_for_shell(text: str) -> str:
@@ -55,5 +53,5 @@ def shortened(text: str, most: int) -> str:
     return f"{text[: head - tail]}{gap}{text[len(text) - tail :]}"
 
 
-def _escaped(char: str) -> str:
-    return char.encode("unicode_escape").decode("ascii")
+def _printable(char: str) -> str:
+    return char if char.isprintable() else char.encode("unicode_escape").decode("ascii")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from pytest_gpumem.echo import MOST, printable, quoted
-from pytest_gpumem.sizes import SizeError, Tolerance, parse_size, parse_tolerance, written_size
+from pytest_gpumem.sizes import (
+    Size,
+    SizeError,
+    Tolerance,
+    parse_size,
+    parse_tolerance,
+    written_size,
+)
 
 if TYPE_CHECKING:
     import pytest
@@ -81,32 +89,28 @@ class Expectation:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form: builtin types only, tolerances as text."""
-        return {
-            "max": _plain(self.max),
-            "max_reserved": _plain(self.max_reserved),
-            "max_leak": _plain(self.max_leak),
-            "phases": {name: int(limit) for name, limit in self.phases.items()},
-            "baseline": self.baseline,
-            "predict": None if self.predict is None else str(self.predict),
-            "tolerance": None if self.tolerance is None else str(self.tolerance),
-            "warmup": self.warmup,
-            "repeat": self.repeat,
-            "gpu": list(self.gpu),
-            "min_memory": self.min_memory,
-            "quota": self.quota,
-            "elastic": self.elastic,
-            "exclusive": self.exclusive,
-            "qos": self.qos,
-            "priority": self.priority,
-            "isolate": self.isolate,
-            **({"ranks": list(self.ranks), "rank": self.rank or 0} if self.ranks else {}),
-        }
+        """Return the JSON form: builtin types only, tolerances as text, ranks where there are."""
+        data = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+        if not self.ranks:
+            del data["ranks"], data["rank"]
+        elif self.rank is None:
+            data["rank"] = 0
+        return data
 
 
-def _plain(size: int | None) -> int | None:
-    """Return ``size`` as a plain int, without the text that it was written as."""
-    return None if size is None else int(size)
+def _plain(value: Any) -> Any:
+    """Return a field's value as builtin types: a size without the text that it was written as."""
+    match value:
+        case Size():
+            return int(value)
+        case Tolerance():
+            return str(value)
+        case tuple():
+            return list(value)
+        case Mapping():
+            return {name: int(limit) for name, limit in value.items()}
+        case _:
+            return value
 
 
 def expectation_of(
@@ -122,11 +126,6 @@ def expectation_of(
     for mark in reversed(list(markers)):
         merged.update(_keywords_of(mark))
     expectation = Expectation(**{key: value for key, value in merged.items() if value is not None})
-    _check_rank(expectation)
-    return expectation
-
-
-def _check_rank(expectation: Expectation) -> None:
     rank, ranks = expectation.rank, expectation.ranks
     if rank and not ranks:
         raise MarkerError(f"gpumem marker: rank={rank!r} is one of how many? give ranks=, too")
@@ -135,6 +134,7 @@ def _check_rank(expectation: Expectation) -> None:
             f"gpumem marker: rank={rank} is none of {min(ranks)}; write an int from 0 to "
             f"{min(ranks) - 1}, or {WORST!r}"
         )
+    return expectation
 
 
 def parse_keyword(keyword: str, value: object) -> Any:
@@ -164,23 +164,18 @@ def _keywords_of(mark: pytest.Mark) -> dict[str, Any]:
 
 def _parse_named(keyword: str, value: object) -> Any:
     if keyword not in _PARSERS:
+        from difflib import get_close_matches
+
+        close = get_close_matches(keyword, _PARSERS, n=1)
+        suggestion = f"did you mean {close[0]}? " if close else ""
         raise MarkerError(
             f"gpumem marker: unknown keyword {printable(keyword, MOST)}={quoted(value)}; "
-            f"{_suggestion(keyword)}accepted: {', '.join(_PARSERS)}"
+            f"{suggestion}accepted: {', '.join(_PARSERS)}"
         )
-    if value is None:
-        return None
     try:
-        return parse_keyword(keyword, value)
+        return None if value is None else parse_keyword(keyword, value)
     except ValueError as error:
         raise MarkerError(f"gpumem marker: {keyword}={error}") from None
-
-
-def _suggestion(keyword: str) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(keyword, _PARSERS, n=1)
-    return f"did you mean {close[0]}? " if close else ""
 
 
 def _size(value: object) -> int:
@@ -232,20 +227,23 @@ def _qos(value: object) -> str:
     return str(value)
 
 
+def is_int(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
+    """Return whether ``value`` is an int within these bounds, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
 def _priority(value: object) -> int:
     """An int."""
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not is_int(value):
         raise MarkerError(f"{value!r} is not a priority; write an int, 0 where none is given")
     return value
 
 
 def _count(least: int) -> Callable[[object], int]:
     def parse(value: object) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise MarkerError(
-                f"{quoted(value)} is not a number of runs; write an int from {least} up"
-            )
-        return value
+        if is_int(value, least):
+            return value
+        raise MarkerError(f"{quoted(value)} is not a number of runs; write an int from {least} up")
 
     parse.__doc__ = f"An int from {least} up."
     return parse
@@ -257,11 +255,8 @@ def _gpus(value: object) -> tuple[str, ...]:
     from pytest_gpumem.simulated.gpu.catalogue import GpuError, find_machine
 
     names = [value] if isinstance(value, str) else value
-    if (
-        not isinstance(names, list | tuple)
-        or not names
-        or not all(isinstance(name, str) for name in names)
-    ):
+    names = names if isinstance(names, list | tuple) else ()
+    if not names or not all(isinstance(name, str) for name in names):
         raise MarkerError(
             f'{quoted(value)} is not a GPU model; write one like "A100-40GB", or a list'
         )
@@ -275,10 +270,7 @@ def _gpus(value: object) -> tuple[str, ...]:
 def _ranks(value: object) -> tuple[int, ...]:
     """A number of ranks, or a list of them: `8`."""
     numbers = value if isinstance(value, list | tuple) else [value]
-    if not numbers or not all(
-        isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= MOST_RANKS
-        for number in numbers
-    ):
+    if not numbers or not all(is_int(number, 1, MOST_RANKS) for number in numbers):
         raise MarkerError(
             f"{quoted(value)} is not a number of ranks; write an int from 1 to {MOST_RANKS:,}, or "
             "a list of them"
@@ -290,7 +282,7 @@ def _ranks(value: object) -> tuple[int, ...]:
 
 def _rank(value: object) -> int | str:
     """A rank: an int from 0 up, or `"worst"`."""
-    if value == WORST or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+    if value == WORST or is_int(value, 0):
         return value
     raise MarkerError(f"{quoted(value)} is not a rank; write an int from 0 up, or {WORST!r}")
 

@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,10 +18,8 @@ GITLAB_FILE = "gpumem.md"
 """The report in GitLab's project folder where no other one is requested."""
 
 DEFAULT_GPU = "A100-40GB"
-"""The catalogue name that is simulated by default."""
 
 DEVICE_FORMS = "auto|cuda|cuda:N|dry|dry:MODEL[*N][,MODEL...]|sim|sim:MODEL[*N][,MODEL...]|off"
-"""The forms that ``--gpumem-device`` accepts."""
 
 REPORT_KINDS = {"json": True, "html": True, "markdown": True, "github": False}
 """The reports that can be requested, and whether a path has to follow."""
@@ -132,16 +131,16 @@ def process_quota(value: str) -> Quota:
     """Return the quota: a size, a share or ``auto``."""
     from pytest_gpumem.sizes import SizeError, parse_size
 
-    share = value.strip().removesuffix("%")
-    try:
-        if value.strip() == "auto":
+    text = value.strip()
+    with suppress(SizeError, ValueError):
+        if text == "auto":
             return Quota(auto=True)
-        if share != value.strip() and 0 < float(share) <= 100:
-            return Quota(share=float(share) / 100)
-        if share == value.strip() and (size := parse_size(value)) > 0:
+        if text.endswith("%"):
+            share = float(text[:-1])
+            if 0 < share <= 100:
+                return Quota(share=share / 100)
+        elif (size := parse_size(value)) > 0:
             return Quota(bytes=size)
-    except (SizeError, ValueError):
-        pass
     raise ValueError(
         f"{_quoted(value)} is not a quota; write a size like 8GiB, a share like 25% or auto"
     )
@@ -168,13 +167,10 @@ def one_of(*choices: Any) -> Callable[[str], Any]:
 def row_count(value: str) -> int:
     """Return a number of rows; ``all`` is more than there can be."""
     if value.strip() == "all":
-        return _EVERY_ROW
+        return 10**9
     if not re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
         raise ValueError(f"{_quoted(value)} is not a number of rows; write one like 50, or all")
     return int(value)
-
-
-_EVERY_ROW = 10**9
 
 
 def seconds(value: str) -> float:
@@ -190,24 +186,18 @@ def seconds(value: str) -> float:
 
 def device_choice(value: str) -> DeviceChoice:
     """Return the device that marked tests run on."""
-    if value == "auto":
-        return DeviceChoice("auto", models=(DEFAULT_GPU,))
-    if value == "sim":
-        return DeviceChoice("sim", models=(DEFAULT_GPU,))
-    if value == "dry":
-        return DeviceChoice("dry", models=(DEFAULT_GPU,))
-    if value == "cuda":
-        return DeviceChoice("cuda")
-    if value == "off":
-        return DeviceChoice("off")
-    kind, _, rest = value.partition(":")
-    if kind == "cuda" and re.fullmatch(r"[0-9]{1,4}", rest):
-        return DeviceChoice("cuda", index=int(rest))
-    if kind in ("sim", "dry") and rest:
-        try:
-            return DeviceChoice("sim" if kind == "sim" else "dry", models=gpu_models(rest))
-        except ValueError as error:
-            raise ValueError(f"{_quoted(value)}: {error}") from None
+    match value.partition(":"):
+        case ("auto" | "sim" | "dry" as kind, "", ""):
+            return DeviceChoice(kind, models=(DEFAULT_GPU,))
+        case ("cuda" | "off" as kind, "", ""):
+            return DeviceChoice(kind)
+        case ("cuda", _, index) if re.fullmatch(r"[0-9]{1,4}", index):
+            return DeviceChoice("cuda", index=int(index))
+        case ("sim" | "dry" as kind, _, models) if models:
+            try:
+                return DeviceChoice(kind, models=gpu_models(models))
+            except ValueError as error:
+                raise ValueError(f"{_quoted(value)}: {error}") from None
     raise ValueError(f"{_quoted(value)} is not a device; write {DEVICE_FORMS}")
 
 

@@ -137,17 +137,17 @@ _REPORT = (
     "write a report; may be given several times (on GitHub and GitLab one is written by itself; "
     "off: none but those given)",
 )
-_MARKER_DEFAULTS = {
-    "gpumem_max": "default of the marker's max",
-    "gpumem_max_reserved": "default of the marker's max_reserved",
-    "gpumem_max_leak": "default of the marker's max_leak",
-    "gpumem_predict": "default of the marker's predict",
-    "gpumem_warmup": "default of the marker's warmup",
-    "gpumem_repeat": "default of the marker's repeat",
-    "gpumem_gpu": "default of the marker's gpu, models separated by commas",
-    "gpumem_min_memory": "default of the marker's min_memory",
+_MARKER_DEFAULTS: Mapping[str, Callable[[Any], Any]] = {
+    "gpumem_max": as_marker("max"),
+    "gpumem_max_reserved": as_marker("max_reserved"),
+    "gpumem_max_leak": as_marker("max_leak"),
+    "gpumem_predict": as_marker("predict"),
+    "gpumem_warmup": run_count("warmup"),
+    "gpumem_repeat": run_count("repeat"),
+    "gpumem_gpu": gpu_models,
+    "gpumem_min_memory": as_marker("min_memory"),
 }
-
+"""Ini names that set a default of the marker's keyword, and how their value is parsed."""
 
 _FURTHER = ("gpumem_report", "gpumem_baseline", "gpumem_phases")
 """Settings that are registered one by one."""
@@ -200,18 +200,11 @@ def add_options(parser: pytest.Parser, given: Sequence[str] = ()) -> None:
     """Register every option and its ini twin; ``given`` is the command line."""
     group = parser.getgroup("gpumem", "GPU memory (pytest-gpumem)")
     for name, (form, help_text) in _VALUES.items():
-        group.addoption(_option(name), metavar=form, default=None, dest=name, help=help_text)
+        group.addoption(_option(name), metavar=form, dest=name, help=help_text)
         parser.addini(name, f"{form}: {help_text}".replace("%%", "%"), default=None)
-    form, help_text = _REPORT
-    group.addoption(
-        "--gpumem-report",
-        action="append",
-        metavar=form,
-        default=None,
-        dest="gpumem_report",
-        help=help_text,
-    )
-    parser.addini("gpumem_report", f"{form}: {help_text}", type="linelist", default=None)
+    name, (form, help_text) = "gpumem_report", _REPORT
+    group.addoption(_option(name), action="append", metavar=form, dest=name, help=help_text)
+    parser.addini(name, f"{form}: {help_text}", type="linelist", default=None)
     for name, help_text in _FLAGS.items():
         group.addoption(_option(name), action="store_true", default=None, dest=name, help=help_text)
         parser.addini(name, help_text, type="bool", default=None)
@@ -225,15 +218,13 @@ def add_options(parser: pytest.Parser, given: Sequence[str] = ()) -> None:
             *strings, action=_ValueFlag, const=choices[0], default=None, dest=name, help=help_text
         )
         parser.addini(name, f"{'|'.join(choices)}: {help_text}", default=None)
-    for name, help_text in _MARKER_DEFAULTS.items():
+    for name in _MARKER_DEFAULTS:
+        form = ", models separated by commas" if name == "gpumem_gpu" else ""
+        help_text = f"default of the marker's {name.removeprefix(_PREFIX)}{form}"
         parser.addini(name, help_text, default=None)
     parser.addini("gpumem_baseline", "default of the marker's baseline", type="bool", default=None)
-    parser.addini(
-        "gpumem_phases",
-        "defaults of the marker's phases, one NAME = SIZE a line",
-        type="linelist",
-        default=None,
-    )
+    help_text = "defaults of the marker's phases, one NAME = SIZE a line"
+    parser.addini("gpumem_phases", help_text, type="linelist", default=None)
 
 
 def settings_from(config: pytest.Config, options: argparse.Namespace | None = None) -> Settings:
@@ -306,20 +297,13 @@ def _check_names(config: pytest.Config, known: Collection[str]) -> None:
 
 def _marker_defaults(reader: _Reader, tolerance: Tolerance | None) -> Mapping[str, Any]:
     values = {
-        "max": reader.one("gpumem_max", as_marker("max")),
-        "max_reserved": reader.one("gpumem_max_reserved", as_marker("max_reserved")),
-        "max_leak": reader.one("gpumem_max_leak", as_marker("max_leak")),
-        "phases": reader.one("gpumem_phases", phase_limits),
-        "baseline": reader.flag("gpumem_baseline"),
-        "predict": reader.one("gpumem_predict", as_marker("predict")),
-        "tolerance": tolerance,
-        "warmup": reader.one("gpumem_warmup", run_count("warmup")),
-        "repeat": reader.one("gpumem_repeat", run_count("repeat")),
-        "gpu": reader.one("gpumem_gpu", gpu_models),
-        "min_memory": reader.one("gpumem_min_memory", as_marker("min_memory")),
+        **{name: reader.one(name, parse) for name, parse in _MARKER_DEFAULTS.items()},
+        "gpumem_phases": reader.one("gpumem_phases", phase_limits),
+        "gpumem_baseline": reader.flag("gpumem_baseline"),
+        "gpumem_tolerance": tolerance,
     }
-    given = {keyword: value for keyword, value in values.items() if value is not None}
-    return MappingProxyType(given)
+    given = {name: value for name, value in values.items() if value is not None}
+    return MappingProxyType({name.removeprefix(_PREFIX): given[name] for name in given})
 
 
 class _ValueFlag(argparse.Action):
@@ -353,9 +337,7 @@ class _Reader:
 
     def one(self, name: str, parse: Callable[[Any], T]) -> T | None:
         label, value = self._given(name)
-        if value is None:
-            return None
-        return _parsed(label, value, parse)
+        return None if value is None else _parsed(label, value, parse)
 
     def flag(self, name: str) -> bool | None:
         value: bool | None = self._given(name, "; write true or false")[1]

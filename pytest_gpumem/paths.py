@@ -8,10 +8,7 @@ from pathlib import Path
 
 
 def relative(path: str | Path, folder: str | Path) -> str:
-    """Return ``path`` relative to ``folder``, or unchanged where that is impossible.
-
-    Under Windows it is so from one drive to another.
-    """
+    """Return ``path`` relative to ``folder``, or unchanged on another drive of Windows."""
     try:
         return os.path.relpath(path, folder)
     except ValueError:
@@ -36,8 +33,8 @@ def git(folder: Path, *arguments: str) -> bytes:
     except FileNotFoundError:
         raise GitError("git is not installed, and what was committed is read by it") from None
     if ran.returncode:
-        said = ran.stderr.decode(errors="replace").strip().splitlines() or ["it failed"]
-        raise GitError(f"git: {said[0].removeprefix('fatal: ')}")
+        lines = ran.stderr.decode(errors="replace").strip().splitlines() or ["it failed"]
+        raise GitError(f"git: {lines[0].removeprefix('fatal: ')}")
     return ran.stdout
 
 

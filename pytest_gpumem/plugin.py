@@ -20,7 +20,6 @@ from pytest_gpumem.report.pytest_reports import (
     status_of,
 )
 from pytest_gpumem.session.early import begin_early
-from pytest_gpumem.session.expected import MODEL_PARAMETER, RANKS_PARAMETER
 from pytest_gpumem.session.host import leave_if_refused
 from pytest_gpumem.session.session import GpumemSession
 
@@ -135,8 +134,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | Non
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Wait for memory on a shared device."""
-    course = item.config.stash[SESSION].course_of(item)
-    with nullcontext() if course is None else course.admitted(item):
+    lifecycle = item.config.stash[SESSION].lifecycle_of(item)
+    with nullcontext() if lifecycle is None else lifecycle.admitted(item):
         return (yield)
 
 
@@ -146,18 +145,18 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
 
     This is the innermost wrapper, because it may skip: the set-up of outer ones has run by then.
     """
-    course = item.config.stash[SESSION].course_of(item)
-    if course is None:
+    lifecycle = item.config.stash[SESSION].lifecycle_of(item)
+    if lifecycle is None:
         return (yield)
-    with course.settling(item, called=False):
-        course.begin(item, first=True)
+    with lifecycle.settling(item, called=False):
+        lifecycle.begin(item, first=True)
         try:
             return (yield)
         except BaseException as error:
-            again = course.again(item, error)
+            again = lifecycle.again(item, error)
             if again is None:
                 raise
-        return course.repeat(item, again, lambda again: again.set_up())
+        return lifecycle.repeat(item, again, lambda again: again.set_up())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -165,8 +164,8 @@ def pytest_fixture_setup(
     fixturedef: FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Generator[None, object, object]:
     """Meter the memory of the fixture."""
-    course = request.config.stash[SESSION].course
-    with nullcontext() if course is None else course.setting_up(fixturedef, request):
+    lifecycle = request.config.stash[SESSION].lifecycle
+    with nullcontext() if lifecycle is None else lifecycle.setting_up(fixturedef, request):
         return (yield)
 
 
@@ -174,27 +173,27 @@ def pytest_fixture_post_finalizer(
     fixturedef: FixtureDef[Any], request: pytest.FixtureRequest
 ) -> None:
     """Drop the records of the fixture."""
-    if (course := request.config.stash[SESSION].course) is not None:
-        course.forget(fixturedef)
+    if (lifecycle := request.config.stash[SESSION].lifecycle) is not None:
+        lifecycle.forget(fixturedef)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Measure and judge the body."""
-    course = item.config.stash[SESSION].course
-    if course is None:
+    lifecycle = item.config.stash[SESSION].lifecycle
+    if lifecycle is None:
         return (yield)
-    with course.settling(item, called=True):
+    with lifecycle.settling(item, called=True):
         try:
-            with course.calling():
+            with lifecycle.calling():
                 yield
-            again = course.again(item)
+            again = lifecycle.again(item)
         except BaseException as error:
-            again = course.again(item, error)
+            again = lifecycle.again(item, error)
             if again is None:
                 raise
         if again is not None:
-            course.repeat(item, again, lambda again: again.call())
+            lifecycle.repeat(item, again, lambda again: again.call())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -203,8 +202,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     try:
         return (yield)
     finally:
-        if (course := item.config.stash[SESSION].course) is not None:
-            course.end()
+        if (lifecycle := item.config.stash[SESSION].lifecycle) is not None:
+            lifecycle.end()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -216,14 +215,14 @@ def pytest_runtest_makereport(
         hide_own_frames()
     report = yield
     session = item.config.stash[SESSION]
-    course = session.course
+    lifecycle = session.lifecycle
     if call.excinfo is not None:
-        unmeasured = course is None or course.current is None
+        unmeasured = lifecycle is None or lifecycle.current is None
         skip_unsimulated(item, report, call.excinfo.value, unmeasured=unmeasured)
         leave_the_sentence(report, call.excinfo.value)
     session.collection.note_skip(item, report)
-    if course is not None:
-        course.complete(item, report, raised=call.excinfo is not None)
+    if lifecycle is not None:
+        lifecycle.complete(item, report, raised=call.excinfo is not None)
     return report
 
 
@@ -239,7 +238,7 @@ def pytest_configure_node(node: Any) -> None:
     from pytest_gpumem.report.commands import COMMAND, Command
 
     session = node.config.stash[SESSION]
-    session.controller.tell(node, session.sharding and session.sharding.weights)
+    session.controller.send_input(node, session.sharding and session.sharding.weights)
     node.workerinput[COMMAND] = Command.of(node.config).to_dict()
     node.workerinput[ARGUMENTS] = list(map(os.fspath, node.config.invocation_params.args))
 
@@ -284,8 +283,8 @@ class IsolationHooks:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
         """Run the test in its own process."""
-        course = item.config.stash[SESSION].course
-        return (course is not None and course.isolated(item, nextitem)) or None
+        lifecycle = item.config.stash[SESSION].lifecycle
+        return (lifecycle is not None and lifecycle.isolated(item, nextitem)) or None
 
 
 class ReportHooks:
@@ -312,17 +311,3 @@ class ReportHooks:
 def gpumem(request: pytest.FixtureRequest) -> Gpumem | IdleGpumem:
     """The phases, device and numbers of the test's GPU memory."""
     return request.config.stash[SESSION].fixture()
-
-
-@pytest.fixture(name=MODEL_PARAMETER)
-def gpu_model(request: pytest.FixtureRequest) -> str:
-    """Return the GPU model of the test's id."""
-    model: str = request.param
-    return model
-
-
-@pytest.fixture(name=RANKS_PARAMETER)
-def number_of_ranks(request: pytest.FixtureRequest) -> int:
-    """Return the number of ranks of the test's id."""
-    size: int = request.param
-    return size

@@ -55,18 +55,18 @@ def progress(name: str) -> Iterator[Progress]:
 
     with tqdm(desc=name, delay=DELAY, leave=False, file=sys.stderr, bar_format=_TIME) as bar:
         done = Event()
-        ticking = Thread(target=_tick, args=(bar, done), daemon=True)
+
+        def tick() -> None:
+            """Update the time while no step is done."""
+            wait = DELAY
+            while not done.wait(wait):
+                bar.refresh()
+                wait = INTERVAL
+
+        ticking = Thread(target=tick, daemon=True)
         ticking.start()
         try:
             yield Progress(bar)
         finally:
             done.set()
             ticking.join()
-
-
-def _tick(bar: tqdm[None], done: Event) -> None:
-    """Update the time while no step is done."""
-    wait = DELAY
-    while not done.wait(wait):
-        bar.refresh()
-        wait = INTERVAL

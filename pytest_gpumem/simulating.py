@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from pytest_gpumem.simulated.common.callsite import running
 from pytest_gpumem.simulated.compiled.entry import AUTO
 from pytest_gpumem.simulated.distributed.nccl import sentence
 from pytest_gpumem.simulated.distributed.worst import imbalance
-from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_machine
+from pytest_gpumem.simulated.gpu.catalogue import GpuModel, find_machine
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 from pytest_gpumem.values.measurement import PhaseRecord
 from pytest_gpumem.values.world import (
@@ -52,7 +52,7 @@ class SimulatedRun:
     ) -> None:
         self._gpu = gpu
         self._statistics = statistics
-        self._statistics.listeners.append(self._reach)
+        self._statistics.listeners.append(self._raise_peaks)
         self._peak_allocated = 0
         self._peak_reserved = 0
         self._tracker = tracker
@@ -162,7 +162,7 @@ class SimulatedRun:
         """Take the last reading, after which the numbers are final."""
         self._statistics.harvest()
 
-    def tell(self, world: World) -> None:
+    def gather_peaks(self, world: World) -> None:
         """Send rank 0 of ``world`` the peaks of this rank; rank 0 receives those of all.
 
         Raises ``MeetingError`` where a rank has ended before.
@@ -171,13 +171,13 @@ class SimulatedRun:
         from pytest_gpumem.simulated.distributed.meeting import meeting_of
 
         meeting = meeting_of(world, address_of_process(os.environ))
-        told = meeting.gather("what it took", [self.peak_allocated, self.peak_reserved])
-        self._of_ranks = tuple(RankPeaks(*peaks) for peaks in told)
+        rows = meeting.gather("what it took", [self.peak_allocated, self.peak_reserved])
+        self._of_ranks = tuple(RankPeaks(*peaks) for peaks in rows)
         if world.rank == 0:
             peaks = {rank: one.peak_allocated for rank, one in enumerate(self._of_ranks)}
             self._gpu.simulation.note(imbalance(peaks))
 
-    def _reach(self, readings: Readings) -> None:
+    def _raise_peaks(self, readings: Readings) -> None:
         reading = readings.get(self._gpu.index)
         if reading is not None:
             self._peak_allocated = max(self._peak_allocated, reading.peak_allocated)
@@ -213,8 +213,14 @@ def simulate(
     a rank that torchrun has started has ended before it sent its peaks.
     """
     machine = find_machine(model)
-    started = _started(machine) if world_size is None and not rank else None
-    world = started or _world(machine, world_size, rank)
+    started = None
+    if world_size is None and rank:
+        raise WorldError(f"rank={rank} is one of how many? write world_size=, too")
+    if world_size is None and (started := world_of_process(os.environ)) and machine.per_machine:
+        started = world_of(started.size, started.rank, per_machine=machine.per_machine)
+    world = started
+    if world_size is not None:
+        world = world_of(world_size, rank, per_machine=machine.per_machine)
     gpus = SimulatedGPU.machine(
         model,
         world=world,
@@ -247,35 +253,16 @@ def simulate(
         with statistics.screened():
             try:
                 if world is not None:
-                    inside.enter_context(_joined(world))
+                    # torch.distributed is slow to import.
+                    from pytest_gpumem.simulated.distributed.process_groups import Membership
+
+                    inside.enter_context(Membership(world).for_good())
                 yield runs[own.index]
                 own.simulation.threads.raise_failures()
             finally:
                 runs[0].finish()
     if started is not None:
-        runs[own.index].tell(started)
-
-
-def _started(machine: Machine) -> World | None:
-    world = world_of_process(os.environ)
-    if world is None or machine.per_machine is None:
-        return world
-    return world_of(world.size, world.rank, per_machine=machine.per_machine)
-
-
-def _world(machine: Machine, size: int | None, rank: int) -> World | None:
-    if size is None:
-        if rank:
-            raise WorldError(f"rank={rank} is one of how many? write world_size=, too")
-        return None
-    return world_of(size, rank, per_machine=machine.per_machine)
-
-
-def _joined(world: World) -> AbstractContextManager[None]:
-    # Most simulations are of one process, and torch.distributed is slow to import.
-    from pytest_gpumem.simulated.distributed.process_groups import Membership
-
-    return Membership(world).for_good()
+        runs[own.index].gather_peaks(started)
 
 
 def hash_of_events(gpu: SimulatedGPU) -> int:

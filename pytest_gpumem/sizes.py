@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pytest_gpumem.echo import quoted
@@ -195,9 +196,16 @@ class Tolerance:
 
     def __str__(self) -> str:
         """Return the written form, ``1% + 1MiB``, which :func:`parse_tolerance` reads."""
-        parts = [f"{_plain(self.percent)}%"] if self.percent else []
-        if self.floor:
-            parts.append(_compact(self.floor))
+        from decimal import Decimal
+
+        percent = format(Decimal(repr(self.percent)), "f")
+        if "." in percent:
+            percent = percent.rstrip("0").rstrip(".")
+        # The floor exactly, in the largest unit of which it is a whole number.
+        units = ("TiB", "GiB", "MiB", "KiB", "TB", "GB", "MB", "KB", "B")
+        unit = next(unit for unit in units if self.floor % _UNITS[unit.lower()] == 0)
+        floor = f"{self.floor // _UNITS[unit.lower()]}{unit}"
+        parts = [f"{percent}%"] * bool(self.percent) + [floor] * bool(self.floor)
         return " + ".join(parts) or "0"
 
 
@@ -206,7 +214,7 @@ def parse_tolerance(value: int | str) -> Tolerance:
 
     Raises :class:`SizeError` for anything else.
     """
-    try:
+    with suppress(SizeError):
         if not isinstance(value, str):
             return Tolerance(0.0, parse_size(value))
         parts = value.split("+")
@@ -215,22 +223,4 @@ def parse_tolerance(value: int | str) -> Tolerance:
         if len(percents) <= 1 and len(sizes) <= 1:
             percent = float(".".join(percents[0].groups(default="0"))) if percents else 0.0
             return Tolerance(percent, parse_size(sizes[0]) if sizes else 0)
-    except SizeError:
-        pass
-    raise SizeError(f"{quoted(value)} is not a tolerance; write {TOLERANCE_FORM}") from None
-
-
-def _plain(number: float) -> str:
-    from decimal import Decimal
-
-    text = format(Decimal(repr(number)), "f")
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def _compact(size: int) -> str:
-    """Return ``size`` bytes exactly, in the largest unit of which it is a whole number."""
-    for unit in ("TiB", "GiB", "MiB", "KiB", "TB", "GB", "MB", "KB"):
-        factor = _UNITS[unit.lower()]
-        if size % factor == 0:
-            return f"{size // factor}{unit}"
-    return f"{size}B"
+    raise SizeError(f"{quoted(value)} is not a tolerance; write {TOLERANCE_FORM}")

@@ -61,10 +61,8 @@ def write_lines(writer: Writer, lines: Iterable[Line]) -> None:
     """Write ``lines`` in their styles; the writer omits colours where there are none."""
     for line in lines:
         for span in line.spans:
-            writer.write(
-                printable(span.text),
-                **{MARKUP.get(word, word): True for word in span.style.split()},
-            )
+            markup = {MARKUP.get(word, word): True for word in span.style.split()}
+            writer.write(printable(span.text), **markup)
         writer.line()
 
 

@@ -25,6 +25,7 @@ from pytest_gpumem.cli.target import (
     find_target,
     refusing,
 )
+from pytest_gpumem.device import DeviceError
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.marker import parse_keyword
 from pytest_gpumem.option_values import DEFAULT_GPU
@@ -114,7 +115,6 @@ def _measured(arguments: argparse.Namespace, kind: str, gpus: Sequence[str]) -> 
 
 
 def _measured_here(text: str) -> Prediction:
-    from pytest_gpumem.device.errors import DeviceError
     from pytest_gpumem.prediction.measured import device_here, predict_measured
 
     try:

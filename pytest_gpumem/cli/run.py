@@ -19,9 +19,9 @@ from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.report.rows import parents_first
 from pytest_gpumem.script import request as endings
 from pytest_gpumem.script.entry import Script
-from pytest_gpumem.script.iterations import iteration_of
 from pytest_gpumem.script.kept import kept_test
 from pytest_gpumem.script.process import Result, Settings, run_on
+from pytest_gpumem.script.request import iteration_of
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import counted, wrap
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     results: list[Result] = []
     for name in dict.fromkeys(names):
         result = run_on(script, name, settings)
-        if result.told.ending in _NO_RESULT:
+        if result.reported_answer.ending in _NO_RESULT:
             return _failed(script, result)
         results.append(result)
     test = _test(script, results, settings)
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
 
 def _failed(script: Script, result: Result) -> int:
     """Report how the script failed, below its own output."""
-    answer = result.told
+    answer = result.reported_answer
     ended = f"ended with exit code {answer.sentence}"
     how = ended if answer.ending == endings.EXITED else f"raised {answer.sentence}"
     made_up = "; it had read a value that is not computed" if answer.made_up else ""
@@ -91,21 +91,21 @@ def _test(script: Script, results: Sequence[Result], settings: Settings) -> str 
 
 
 def _prediction(result: Result) -> Prediction:
-    told = result.told
+    answer = result.reported_answer
     total = result.answer.total_memory
-    return Prediction.of(told.measurements[0], told.gpu, total, fits=result.fits)
+    return Prediction.of(answer.measurements[0], answer.gpu, total, fits=result.fits)
 
 
 def _to_dict(result: Result) -> dict[str, Any]:
-    told = result.told
+    answer = result.reported_answer
     return {
         **_prediction(result).to_dict(),
-        "simulated": told.measurements[0].simulated,
-        "torch": told.torch,
-        "ending": told.ending,
-        "steps": told.steps,
-        "seconds": told.seconds,
-        "measurements": [one.to_dict() for one in told.measurements],
+        "simulated": answer.measurements[0].simulated,
+        "torch": answer.torch,
+        "ending": answer.ending,
+        "steps": answer.steps,
+        "seconds": answer.seconds,
+        "measurements": [one.to_dict() for one in answer.measurements],
         "out_of_memory": result.answer.out_of_memory,
     }
 
@@ -114,7 +114,7 @@ def lines(
     script: Script, results: Sequence[Result], test: str | None, width: int = UNLIMITED
 ) -> Iterator[str]:
     """Yield the lines of output: phases and holders on the first GPU, then what fits which."""
-    first = results[0].told
+    first = results[0].reported_answer
     measured = first.measurements[0]
     kind = "a simulated" if measured.simulated else "a dry" if measured.dry else "the"
     ended = {
@@ -139,9 +139,10 @@ def lines(
     yield from fit_table([_prediction(result) for result in results], (), width)
     yield ""
     yield CONTEXT
-    notes = (note for result in results for one in result.told.measurements for note in one.notes)
+    answers = [result.reported_answer for result in results]
+    notes = (note for answer in answers for one in answer.measurements for note in one.notes)
     yield from dict.fromkeys(f"note: {note}" for note in notes)
-    if any(result.told.ending == endings.TIME for result in results):
+    if any(answer.ending == endings.TIME for answer in answers):
         yield "note: its time was over, so its peak may be still to come: give more --seconds"
     if test is not None:
         yield from ("", "a test that keeps the number:", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +20,7 @@ REFUSED = "PYTEST_GPUMEM_AUTO_SIMULATED"
 
 
 def settled(choice: DeviceChoice, baselines: Path) -> DeviceChoice:
-    """Return ``choice``, or the dry device in place of ``auto`` if available; only reads files.
-
-    ``baselines`` is the folder of the project's baselines.
-    """
+    """Return ``choice``, or the dry device in place of ``auto`` if available; only reads files."""
     if choice.kind != "auto" or why_not(baselines) is not None:
         return choice
     return choice._replace(kind="dry", of_auto=True)
@@ -69,10 +67,9 @@ def _are_simulated(baselines: Path, release: str) -> bool:
 
     Those of the torch ``release`` decide, where it has any.
     """
-    try:
-        names = [each.name for each in baselines.iterdir()]
-    except OSError:
-        return False
+    names: list[str] = []
+    with suppress(OSError):
+        names += [each.name for each in baselines.iterdir()]
     of_release = re.compile(rf"-torch{'.'.join(release.split('.')[:2])}(-|$)")
     names = list(filter(of_release.search, names)) or names
     kinds = {name.partition("-")[0] for name in names}

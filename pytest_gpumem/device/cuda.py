@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from pytest_gpumem.collector import collect_young
-from pytest_gpumem.device.device import Renewed
-from pytest_gpumem.device.errors import DeviceError
+from pytest_gpumem.device import DeviceError
+from pytest_gpumem.device.device import Device, Renewed
 from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.device.left_threads import LeftThreads, is_shared
-from pytest_gpumem.device.quota import RELAY, limited, reporting_to
+from pytest_gpumem.device.quota import limited, observers_of_torch, refusals
 from pytest_gpumem.dry import scope
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
-from pytest_gpumem.measurement.statistics import Recorder
 from pytest_gpumem.sharing.host import CONTEXT, NvmlDevice
 from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuModel, Machine
@@ -36,26 +35,24 @@ def find_device(
     Raises :class:`DeviceError` where it is ``required``, or where there are fewer devices. CUDA is
     not initialised. ``of_rank`` is the rank that the index was derived from, not named by the user.
     """
+    name = "cuda" if index is None else f"cuda:{index}"
     if not torch.cuda.is_available():
         if not required:
             return None
         raise DeviceError(
-            f"--gpumem-device={_name(index)}, but torch {torch.__version__} sees no CUDA device; "
-            "write --gpumem-device=auto or sim to run on a simulated one"
+            f"--gpumem-device={name}, but torch {torch.__version__} sees no CUDA device; write "
+            "--gpumem-device=auto or sim to run on a simulated one"
         )
     count = torch.cuda.device_count()
-    if of_rank is not None and index is not None and index >= count:
+    if index is None or index < count:
+        return CudaDevice(index)
+    found = f"torch sees {count} CUDA device{'s' if count != 1 else ''}"
+    if of_rank is not None:
         raise DeviceError(
-            f"rank {of_rank} is to run on cuda:{index}, its LOCAL_RANK, but torch sees {count} "
-            f"CUDA device{'s' if count != 1 else ''}: start as many ranks as there are, or "
-            "simulate them with --gpumem-device=sim"
+            f"rank {of_rank} is to run on {name}, its LOCAL_RANK, but {found}: start as many ranks "
+            "as there are, or simulate them with --gpumem-device=sim"
         )
-    if index is not None and index >= count:
-        raise DeviceError(
-            f"--gpumem-device={_name(index)}, but torch sees {count} CUDA device"
-            f"{'s' if count != 1 else ''}; the last one is cuda:{count - 1}"
-        )
-    return CudaDevice(index)
+    raise DeviceError(f"--gpumem-device={name}, but {found}; the last one is cuda:{count - 1}")
 
 
 def device_count() -> int:
@@ -64,7 +61,7 @@ def device_count() -> int:
         return torch.cuda.device_count()
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """The CUDA device that tests run on; ``None`` is the one that ``"cuda"`` selects."""
 
     context = CONTEXT
@@ -77,7 +74,6 @@ class CudaDevice:
         self._notes: tuple[str, ...] = ()
         self._shared: dict[str, tuple[int, NvmlDevice]] = {}
         """The devices shared with other processes, by name, with this process's CUDA index."""
-        self.extra: Mapping[str, str] = {}
 
     @property
     def environment(self) -> Environment:
@@ -127,15 +123,6 @@ class CudaDevice:
         )
         return Machine(model, torch.cuda.device_count())
 
-    @property
-    def recorder(self) -> Recorder | None:
-        """No recorder: nothing is recorded."""
-        return None
-
-    @property
-    def workspaces(self) -> None:
-        """No workspaces: torch does not distinguish them from other blocks."""
-
     def active(self) -> AbstractContextManager[object]:
         """Make the device the current one if it was named; else keep CUDA's own choice."""
         return torch.cuda.device(self.index) if self._chosen else nullcontext()
@@ -143,16 +130,6 @@ class CudaDevice:
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
         """Note which threads still run; the memory of a real device cannot be rearranged."""
         self._notes = self._threads.notes
-
-    def absent(self, fixtures: Iterable[object]) -> Sequence[object]:
-        """Return an empty sequence: all tests share one memory."""
-        return ()
-
-    def bring(self, fixture: object) -> None:
-        """Do nothing: the fixture is in memory already."""
-
-    def begin_body(self) -> None:
-        """Do nothing: fixtures stay where their set-up put them."""
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:
@@ -163,45 +140,24 @@ class CudaDevice:
         with self._threads.started_by(name), imports_watched():
             yield
 
-    def unmeasured(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: the device itself adds no notes."""
-        return nullcontext()
-
-    @property
-    def apart(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """None: torch compiles in the test's own memory."""
-        return None
-
     def restart_collector(self) -> None:
         """Collect the young generations of Python's garbage."""
         collect_young()
 
-    def begin_unmeasured(self) -> None:
-        """Do nothing: a real device keeps no records."""
-
-    def end_body(self) -> None:
-        """Do nothing: a real device runs every operation."""
-
     def setting_up(self, fixture: object) -> AbstractContextManager[object]:
         """Count threads that start inside as those of ``fixture`` if tests share it."""
         return self._threads.started_by(None) if is_shared(fixture) else nullcontext()
-
-    def forget(self, fixture: object) -> None:
-        """Do nothing: there is nothing to drop."""
 
     def complete(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` with notes about threads of earlier tests that it may include."""
         return replace(measurement, notes=measurement.notes + self._notes)
 
     def share(self, folder: Path) -> Sequence[NvmlDevice]:
-        """Return the device and the other visible ones as NVML sees them.
-
-        Raises ``SharingError`` where NVML does not see one.
-        """
+        """Return the visible devices as NVML sees them, its own first; raises ``SharingError``."""
         others = [index for index in range(torch.cuda.device_count()) if index != self.index]
         for index in (self.index, *others):
             has_context = torch.cuda.is_initialized if index == self.index else lambda: False
-            device = NvmlDevice.find(index, has_context=has_context)
+            device = NvmlDevice.find(index, has_context)
             self._shared[device.name] = index, device
         return [device for _, device in self._shared.values()]
 
@@ -215,7 +171,7 @@ class CudaDevice:
         if not torch.cuda.is_initialized():
             return estimate, 0
         reserved: int = torch.cuda.memory_reserved(index)
-        used = None if device is None else device.taken().get(os.getpid())
+        used = device.taken().get(os.getpid()) if device else None
         return estimate if used is None else max(used - reserved, 0), reserved
 
     def limited(self, size: int) -> AbstractContextManager[None]:
@@ -233,7 +189,7 @@ class CudaDevice:
             context, reserved = self._held(index, next(shared, None))
             return Refusal(asked, reserved, free, self.total_memory, context)
 
-        return reporting_to(RELAY.attach, RELAY.detach, note)
+        return refusals(observers_of_torch(), note)
 
     def fault(self) -> str | None:
         """Return the sticky error of the CUDA context, ``None`` where it is sound."""
@@ -258,10 +214,6 @@ class CudaDevice:
 def _uuid(properties: Any) -> str | None:
     uuid = getattr(properties, "uuid", None)
     return None if uuid is None else str(uuid)
-
-
-def _name(index: int | None) -> str:
-    return "cuda" if index is None else f"cuda:{index}"
 
 
 STICKY = (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.device.computed import Computed
+from pytest_gpumem.device import Computed
 from pytest_gpumem.measurement.phases import Bytes
 from pytest_gpumem.measurement.statistics import Block, Recorder
 from pytest_gpumem.values.environment import Environment
@@ -22,34 +23,37 @@ Renewed = Callable[[object, Mapping[int, Bytes], Mapping[int, Bytes]], None]
 """A callback: fixture, and by device the bytes its set-up holds and its peak above the start."""
 
 
-class Device(Protocol):
-    """A device that tests are measured on, real or simulated."""
+class Device:
+    """A device that tests are measured on; methods that only some devices need do nothing here."""
 
-    @property
-    def index(self) -> int:
-        """The device's index, as in ``cuda:0``."""
+    index: int
+    """The device's index, as in ``cuda:0``."""
+    extra: Mapping[str, str] = MappingProxyType({})
+    """The entries that other plugins add to the environment."""
+    workspaces: Callable[[], frozenset[Block]] | None = None
+    """The function returning live cuBLAS and cuBLASLt workspaces, ``None`` if unknown."""
+    compile_context: Callable[[], AbstractContextManager[object]] | None = None
+    """A function returning a context in which torch compiles, and leaves nothing reserved;
+    ``None`` where it compiles in the test's own memory."""
 
     @property
     def environment(self) -> Environment:
         """The environment that its numbers depend on; on a real device this initialises CUDA."""
-
-    extra: Mapping[str, str]
-    """The entries that other plugins add to the environment."""
+        raise NotImplementedError
 
     @property
     def total_memory(self) -> int:
         """The bytes of the device's memory; on a real device this initialises CUDA."""
+        raise NotImplementedError
 
     @property
     def recorder(self) -> Recorder | None:
         """The recorder of every block, ``None`` where nothing is recorded."""
-
-    @property
-    def workspaces(self) -> Callable[[], frozenset[Block]] | None:
-        """The function returning live cuBLAS and cuBLASLt workspaces, ``None`` if unknown."""
+        return None
 
     def active(self) -> AbstractContextManager[object]:
         """Serve ``cuda`` from this device inside."""
+        raise NotImplementedError
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
         """Begin the test ``name``: forget earlier ones, except the memory of its ``fixtures``.
@@ -58,10 +62,11 @@ class Device(Protocol):
         ``renewed`` is called for each one whose set-up the device repeats.
         """
 
-    def absent(self, fixtures: Iterable[object]) -> Sequence[object]:
+    def not_in_memory(self, fixtures: Iterable[object]) -> Sequence[object]:
         """Return those ``fixtures`` whose blocks are not in the memory of the current test."""
+        return ()
 
-    def bring(self, fixture: object) -> None:
+    def repeat_set_up(self, fixture: object) -> None:
         """Repeat the set-up of such a fixture in the memory of the current test."""
 
     def begin_body(self) -> None:
@@ -72,16 +77,11 @@ class Device(Protocol):
 
         Threads that start there belong to it; the garbage collector runs so that numbers repeat.
         """
+        raise NotImplementedError
 
     def unmeasured(self) -> AbstractContextManager[None]:
         """Keep code inside from adding notes to the test's numbers."""
-
-    @property
-    def apart(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """A function returning a context in which torch compiles, and leaves nothing reserved.
-
-        ``None`` where it compiles in the test's own memory.
-        """
+        return nullcontext()
 
     def restart_collector(self) -> None:
         """Clear the garbage collector's state of earlier code."""
@@ -94,70 +94,79 @@ class Device(Protocol):
 
     def setting_up(self, fixture: object) -> AbstractContextManager[object]:
         """Set up ``fixture``, which tests share, inside."""
+        raise NotImplementedError
 
     def forget(self, fixture: object) -> None:
         """Drop the records of a fixture that has been torn down."""
 
     def complete(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` with the fields that only this kind of device fills."""
+        raise NotImplementedError
 
     def share(self, folder: Path) -> Sequence[HostDevice]:
-        """Share the device and the other GPUs with the processes that meet in ``folder``.
-
-        Returns them as the host sees them, the tests' own first.
-        """
+        """Share the GPUs with processes that meet in ``folder``; return them, its own first."""
+        raise NotImplementedError
 
     def held(self, name: str) -> tuple[int, int]:
         """Return the bytes that this process holds on the shared device ``name`` between two tests.
 
         They are those of its CUDA context, and those that the allocator has reserved.
         """
+        raise NotImplementedError
 
     def limited(self, size: int) -> AbstractContextManager[None]:
-        """Limit this process to reserving ``size`` bytes inside.
-
-        Raises ``QuotaError`` where that does not take effect.
-        """
+        """Limit this process to reserving ``size`` bytes inside; may raise ``QuotaError``."""
+        raise NotImplementedError
 
     def refusals(self) -> AbstractContextManager[Sequence[Refusal]]:
         """Return the list that collects the allocator's refusals inside, in order."""
+        raise NotImplementedError
 
     def fault(self) -> str | None:
         """Return the error that every further use of the device raises, ``None`` for none."""
+        return None
 
     @property
     def shares_faults(self) -> bool:
         """Whether a fault in another process on the device is also a fault in this process."""
+        return False
 
     def empty_cache(self) -> None:
         """Return unused segments to the driver, if the device has been used at all."""
 
     def nvml(self) -> Mapping[str, Any] | None:
         """Return a device-level reading as builtin types, ``None`` where there is no device."""
+        return None
 
 
-class ComputingDevice(Device, Protocol):
+class ComputingDevice(Device):
     """A simulated or dry device, on which the CPU can compute values of tensors."""
 
     @property
     def following(self) -> Computed | None:
         """The values that a further run computes, ``None`` where this one computes all."""
+        raise NotImplementedError
 
     @property
     def decided(self) -> str | None:
         """Why a further run is needed though nothing failed; ``None`` where it is not."""
+        return None
 
     @property
     def made_up(self) -> bool:
         """Whether the current test has read a value that was not computed."""
+        raise NotImplementedError
 
     @property
     def work(self) -> Work:
         """The work of computing the values of the current test."""
+        raise NotImplementedError
 
     @property
     def events(self) -> int:
         """A hash of the events of the tests' own allocator in the current test."""
+        raise NotImplementedError
 
     def note(self, sentence: str) -> None:
         """Add ``sentence`` to the notes of the current test."""
+        raise NotImplementedError

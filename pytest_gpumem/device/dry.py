@@ -6,16 +6,17 @@ they are marked as exact, and there is neither a driver nor timing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from math import gcd
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.collector import GROWTH, Collector
-from pytest_gpumem.device.computed import Computed
+from pytest_gpumem.device import Computed
 from pytest_gpumem.device.cuda import CudaDevice
+from pytest_gpumem.device.device import ComputingDevice
 from pytest_gpumem.device.left_threads import is_set_up
 from pytest_gpumem.dry import autograd, compiling, scope, workspaces
 from pytest_gpumem.dry.blocks import Blocks, LeftoverBlocks
@@ -29,29 +30,31 @@ from pytest_gpumem.simulated.stand_ins import imports as stand_ins
 from pytest_gpumem.simulated.surface import compilers
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
-from pytest_gpumem.values.world import Seat, world_of
+from pytest_gpumem.values.world import RequestedRank, world_of
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Renewed
     from pytest_gpumem.dry.ranks import Membership
 
 
-class DryDevice(CudaDevice):
+class DryDevice(CudaDevice, ComputingDevice):
     """The first of the process's dry GPUs: of the model ``name``, or of several, ``"H100*2"``.
 
-    ``computed`` selects the values that the CPU computes. With a ``seat`` the process is a rank of
-    several. As many of them share a machine as there are ``gpus``, and the GPU of the rank is the
-    tests' own. ``index`` is that of a rank that torchrun has started.
+    ``computed`` selects the values that the CPU computes. With ``requested`` the process is a rank
+    of several. As many of them share a machine as there are ``gpus``, and the GPU of the rank is
+    the tests' own. ``index`` is that of a rank that torchrun has started.
     """
 
     context = 0
+    compile_context = staticmethod(compiling.separate_pool)
+    """A pool of its own: a cache on disk changes what compilers allocate."""
 
     def __init__(
         self,
         name: str,
         computed: Computed = Computed.AT_FIRST,
         *,
-        seat: Seat | None = None,
+        requested: RequestedRank | None = None,
         gpus: int = 1,
         index: int | None = None,
     ) -> None:
@@ -66,19 +69,19 @@ class DryDevice(CudaDevice):
             follows=computed > Computed.AT_FIRST, everything=computed is Computed.ALL
         )
         self._fixtures = Fixtures(self._blocks, self._leftover, self._follower.moving)
-        self._seat = seat
+        self._requested = requested
         self._membership: Membership | None = None
-        if seat is not None:
+        if requested is not None:
             # torch.distributed is slow to import.
             from pytest_gpumem.dry.ranks import Membership
 
-            world = world_of(seat.size, seat.rank, per_machine=gcd(gpus, seat.size))
+            world = world_of(requested.size, requested.rank, per_machine=gcd(gpus, requested.size))
             self.index = world.local_rank
             self._membership = Membership(world)
 
     @cached_property
     def _environment(self) -> Environment:
-        ranks = "" if self._seat is None else self._seat.name
+        ranks = "" if self._requested is None else self._requested.name
         return replace(
             super()._environment, gpu=self._name, driver=None, partition="", ranks=ranks, dry=True
         )
@@ -101,10 +104,8 @@ class DryDevice(CudaDevice):
             self._follower.active(),
             compiling.served(self._follower.following),
             stand_ins.announced(),
-            ExitStack() as inside,
+            self._membership.taken() if self._membership else nullcontext(),
         ):
-            if self._membership is not None:
-                inside.enter_context(self._membership.taken())
             yield
 
     def close(self) -> None:
@@ -146,10 +147,7 @@ class DryDevice(CudaDevice):
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:
-        """Run the test ``name`` inside, from set-up to teardown.
-
-        The garbage collector runs at times that depend on the GPUs' blocks only.
-        """
+        """Run the test ``name`` inside; the collector runs by the GPUs' blocks only."""
         with (
             super().measuring(name),
             self._collector.in_charge(),
@@ -159,11 +157,6 @@ class DryDevice(CudaDevice):
                 yield
             finally:
                 self._leftover.release()
-
-    @property
-    def apart(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """A pool of its own: a cache on disk changes what compilers allocate."""
-        return compiling.apart
 
     def restart_collector(self) -> None:
         """Reset state that depends on all earlier code: the collector, autograd's numbering."""

@@ -38,8 +38,14 @@ def describe(gpus: Sequence[NvmlReading]) -> list[str]:
         for (model, words), count in kinds.items()
         if words
     ]
-    if any(_is_numbered_elsewhere(gpu) for gpu in gpus):
-        clauses.append("NVML numbers processes as the host does: whose memory it is stays unknown")
+    pids = [process.pid for gpu in gpus for process in gpu.others or ()]
+    if pids:
+        import psutil
+
+        if not all(map(psutil.pid_exists, pids)):
+            clauses.append(
+                "NVML numbers processes as the host does: whose memory it is stays unknown"
+            )
     return clauses
 
 
@@ -59,18 +65,11 @@ def refusal(gpus: Sequence[NvmlReading], workers: int, *, placed: bool) -> str |
         )
     if workers <= len(usable) or not all(gpu.mode.is_exclusive for gpu in usable):
         return None
-    if len(usable) == 1:
-        trouble = (
-            f"{_model(usable[0])} is in exclusive-process mode, in which one process at a time "
-            "can use it"
-        )
-    else:
-        trouble = (
-            f"{len(usable)} GPUs are in exclusive-process mode, in which one process at a time can "
-            "use each"
-        )
+    one = len(usable) == 1
     return (
-        f"-n {workers}: {trouble}, and MPS does not run; write -n {len(usable)}, start MPS "
+        f"-n {workers}: {_model(usable[0]) if one else f'{len(usable)} GPUs'} "
+        f"{'is' if one else 'are'} in exclusive-process mode, in which one process at a time can "
+        f"use {'it' if one else 'each'}, and MPS does not run; write -n {len(usable)}, start MPS "
         "(nvidia-cuda-mps-control -d), or let an administrator set the mode (nvidia-smi -c "
         "DEFAULT)"
     )
@@ -78,9 +77,3 @@ def refusal(gpus: Sequence[NvmlReading], workers: int, *, placed: bool) -> str |
 
 def _model(gpu: NvmlReading) -> str:
     return gpu.name.partition(" MIG")[0]
-
-
-def _is_numbered_elsewhere(gpu: NvmlReading) -> bool:
-    import psutil
-
-    return not all(psutil.pid_exists(process.pid) for process in gpu.others or ())

@@ -48,10 +48,9 @@ def _is_of_library(thread: threading.Thread) -> bool:
     Inductor's compile workers and tqdm's monitor keep such threads permanently, and the queues of a
     ``DataLoader``'s workers for a moment.
     """
-    if isinstance(thread, threading._DummyThread):
-        return True
     found = getattr(thread, "_target", None) or type(thread)
-    return str(getattr(found, "__module__", "")).partition(".")[0] in _LIBRARIES
+    package = str(getattr(found, "__module__", "")).partition(".")[0]
+    return isinstance(thread, threading._DummyThread) or package in _LIBRARIES
 
 
 def is_set_up(fixture: object) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
 
+import pytest
 import torch
 
 from pytest_gpumem.sharing.refusal import Refusal
@@ -57,21 +58,13 @@ def inherited(fraction: float) -> Iterator[None]:
     This sets the allocator's ``per_process_memory_fraction``, which torch has since 2.10
     (c10/cuda/CUDAAllocatorConfig.h); earlier releases have no setting that a child inherits.
     """
-    major, minor = torch.__version__.split(".")[:2]
-    release = int(major), int(minor)
-    if release < INHERITED_SINCE:
+    major, minor = map(int, torch.__version__.split(".")[:2])
+    with pytest.MonkeyPatch.context() as patches:
+        if (major, minor) >= INHERITED_SINCE:
+            setting = f"{SETTING}:{fraction:.12f}"
+            name = alloc_conf_variable((major, minor))
+            patches.setenv(name, ",".join(filter(None, (os.environ.get(name), setting))))
         yield
-        return
-    name = alloc_conf_variable(release)
-    found = os.environ.get(name)
-    os.environ[name] = ",".join(filter(None, (found, f"{SETTING}:{fraction:.12f}")))
-    try:
-        yield
-    finally:
-        if found is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = found
 
 
 def _try_out(index: int, size: int) -> None:
@@ -102,52 +95,33 @@ Observer = Callable[[int, int, int, int], object]
 c10/core/CachingDeviceAllocator.h), after the allocator has let go of its lock."""
 
 
-class _Relay:
-    """The one observer of this process: torch has no call that removes an observer."""
+@cache
+def observers_of_torch() -> list[Observer]:
+    """Return the list of observers that torch's allocator calls: it has no call to remove one."""
+    observers: list[Observer] = []
 
-    def __init__(self) -> None:
-        self._present: list[Observer] = []
-        self._attached = False
-
-    def attach(self, observer: Observer) -> None:
-        """Call ``observer`` from now on."""
-        if not self._attached:
-            attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]  # undeclared
-            attach(self._tell)
-            self._attached = True
-        self._present.append(observer)
-
-    def detach(self, observer: Observer) -> None:
-        """Stop calling ``observer``."""
-        self._present.remove(observer)
-
-    def _tell(self, device: int, asked: int, allowed: int, free: int) -> None:
-        for observer in tuple(self._present):
+    def observe(device: int, asked: int, allowed: int, free: int) -> None:
+        for observer in tuple(observers):
             observer(device, asked, allowed, free)
 
-
-RELAY = _Relay()
+    attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]  # undeclared
+    attach(observe)
+    return observers
 
 
 @contextmanager
-def reporting_to(
-    attach: Callable[[Observer], Any],
-    detach: Callable[[Observer], Any],
-    note: Callable[[int, int, int], Refusal | None],
+def refusals(
+    observers: list[Observer], note: Callable[[int, int, int], Refusal | None]
 ) -> Iterator[list[Refusal]]:
-    """Yield the list that refusals inside are added to.
-
-    ``note`` is called with the device's index, the requested bytes and the free bytes.
-    """
+    """Yield a list of what ``note`` makes of each refusal: device, requested and free bytes."""
     found: list[Refusal] = []
 
     def observe(device: int, asked: int, allowed: int, free: int) -> None:
-        refusal = note(device, asked, free)
-        if refusal is not None:
+        if refusal := note(device, asked, free):
             found.append(refusal)
 
-    attach(observe)
+    observers.append(observe)
     try:
         yield found
     finally:
-        detach(observe)
+        observers.remove(observe)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.device.computed import Computed
+from pytest_gpumem.device import Computed, DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.device.dry import DryDevice
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.option_values import DeviceChoice
-    from pytest_gpumem.values.world import Seat, World
+    from pytest_gpumem.values.world import RequestedRank, World
 
 
 class DeviceSelector:
@@ -28,22 +30,20 @@ class DeviceSelector:
         self.compile = "auto"
         self.world: World | None = None
         """The rank that torchrun has started this process as."""
-        self._simulated: dict[tuple[str, bool, Seat | None], Device] = {}
-        self._dry_devices: dict[tuple[Computed, Seat | None], DryDevice] = {}
-        self._real: Device | None = None
-        self._decided = False
+        self._simulated: dict[tuple[str, bool, RequestedRank | None], Device] = {}
+        self._dry_devices: dict[tuple[Computed, RequestedRank | None], DryDevice] = {}
         self.extra: Callable[[Device], Mapping[str, str]] | None = None
         """The function returning the entries that other plugins add to a device's environment."""
         self._extended: set[Device] = set()
 
     @property
-    def seat(self) -> Seat | None:
+    def launched_rank(self) -> RequestedRank | None:
         """The rank that torchrun has started this process as, ``None`` for any other process."""
         if self.world is None:
             return None
-        from pytest_gpumem.values.world import Seat
+        from pytest_gpumem.values.world import RequestedRank
 
-        return Seat(self.world.size, self.world.rank, per_machine=self.world.local_size)
+        return RequestedRank(self.world.size, self.world.rank, per_machine=self.world.local_size)
 
     @property
     def off(self) -> bool:
@@ -91,7 +91,7 @@ class DeviceSelector:
         model: str | None,
         *,
         computed: Computed = Computed.AT_FIRST,
-        seat: Seat | None = None,
+        requested: RequestedRank | None = None,
     ) -> Device:
         """Return the real device, or a simulated one of ``model`` (``None``: as the options say).
 
@@ -100,10 +100,10 @@ class DeviceSelector:
         Raises ``DeviceError`` where the options ask for a CUDA device that is not there, the
         environment has allocator settings that no device takes, or a plugin that adds to it fails.
         """
-        device = None if self.simulates(model) else self.real(computed, seat)
+        device = None if self.simulates(model) else self.real(computed, requested)
         if device is None:
             everything = computed is Computed.ALL
-            device = self._simulate(model or self._choice.models[0], everything, seat)
+            device = self._simulate(model or self._choice.models[0], everything, requested)
         if self.extra is not None and device not in self._extended:
             device.extra = self.extra(device)
             self._extended.add(device)
@@ -111,53 +111,23 @@ class DeviceSelector:
 
     def check_torch(self) -> None:
         """Raise ``DeviceError`` where torch is not installed."""
-        from importlib.util import find_spec
-
-        from pytest_gpumem.device.errors import DeviceError
-
-        if find_spec("torch") is None:
+        if importlib.util.find_spec("torch") is None:
             raise DeviceError(
                 "the test's GPU memory cannot be measured because torch is not installed: install "
                 "torch, or run with --gpumem-device=off"
             )
 
     def real(
-        self, computed: Computed = Computed.AT_FIRST, seat: Seat | None = None
+        self, computed: Computed = Computed.AT_FIRST, requested: RequestedRank | None = None
     ) -> Device | None:
-        """Return the real or dry device to measure on, ``None`` where tests are simulated.
-
-        There is one dry device for each way in which values are ``computed``, and for each rank.
-        """
-        if not self._decided:
-            self.check_torch()
-            self._real = self._find_real()
-            self._decided = True
+        """Return the real or dry device to measure on, ``None`` where tests are simulated."""
         if self._choice.kind == "dry":
-            return self._dry(computed, seat if self.world is None else None)
+            return self._dry(computed, requested if self.world is None else None)
         return self._real
 
-    def _dry(self, computed: Computed, seat: Seat | None) -> DryDevice:
-        """Return the dry device, or a rank's; that leaves the process groups of other ranks."""
-        key = computed, seat
-        if key not in self._dry_devices:
-            from pytest_gpumem.device.dry import DryDevice
-
-            if seat is not None:
-                self.close()
-            own = None if self.world is None else self.world.local_rank
-            self._dry_devices[key] = DryDevice(
-                self._choice.models[0], computed, seat=seat, gpus=self._dry_gpus, index=own
-            )
-        return self._dry_devices[key]
-
-    def forget(self, fixture: object) -> None:
-        """Drop every device's records of a fixture that has been torn down."""
-        for device in (*self._simulated.values(), *self._dry_devices.values()):
-            device.forget(fixture)
-
-    def _find_real(self) -> Device | None:
-        if self._choice.kind == "dry":
-            return self._dry(Computed.AT_FIRST, None)
+    @cached_property
+    def _real(self) -> Device | None:
+        self.check_torch()
         if self._choice.kind not in ("auto", "cuda"):
             return None
         from pytest_gpumem.device.cuda import find_device
@@ -166,6 +136,30 @@ class DeviceSelector:
         if self.world is not None and self._choice.index is None:
             return find_device(self.world.local_rank, required=required, of_rank=self.world.rank)
         return find_device(self._choice.index, required=required)
+
+    def _dry(self, computed: Computed, requested: RequestedRank | None) -> DryDevice:
+        """Return the dry device, or a rank's; that leaves the process groups of other ranks."""
+        key = computed, requested
+        if key not in self._dry_devices:
+            self.check_torch()
+            from pytest_gpumem.device.dry import DryDevice
+
+            if requested is not None:
+                self.close()
+            own = None if self.world is None else self.world.local_rank
+            self._dry_devices[key] = DryDevice(
+                self._choice.models[0],
+                computed,
+                requested=requested,
+                gpus=self._dry_gpus,
+                index=own,
+            )
+        return self._dry_devices[key]
+
+    def forget(self, fixture: object) -> None:
+        """Drop every device's records of a fixture that has been torn down."""
+        for device in (*self._simulated.values(), *self._dry_devices.values()):
+            device.forget(fixture)
 
     @property
     def _dry_gpus(self) -> int:
@@ -182,11 +176,10 @@ class DeviceSelector:
         for key in [each for each in self._dry_devices if each[1] is not None]:
             self._dry_devices.pop(key).close()
 
-    def _simulate(self, model: str, real_values: bool, seat: Seat | None) -> Device:
-        key = model, real_values, seat
+    def _simulate(self, model: str, real_values: bool, requested: RequestedRank | None) -> Device:
+        key = model, real_values, requested
         if key not in self._simulated:
             from pytest_gpumem.allocator import AllocatorError
-            from pytest_gpumem.device.errors import DeviceError
             from pytest_gpumem.device.simulated import SimulatedDevice
             from pytest_gpumem.values.world import WorldError
 
@@ -196,7 +189,7 @@ class DeviceSelector:
                     real_values=real_values,
                     stand_ins=self.stand_ins,
                     compile=self.compile,
-                    seat=seat,
+                    requested=requested,
                 )
             except (AllocatorError, WorldError) as error:
                 raise DeviceError(str(error)) from error

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.collector import Collector
-from pytest_gpumem.device.computed import Computed
+from pytest_gpumem.device import Computed
+from pytest_gpumem.device.device import ComputingDevice
 from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.device.left_threads import is_set_up, is_shared
-from pytest_gpumem.device.quota import inherited, reporting_to
+from pytest_gpumem.device.quota import inherited, refusals
 from pytest_gpumem.dry import scope
 from pytest_gpumem.measurement.phases import Bytes
 from pytest_gpumem.measurement.simulated_recorder import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block, Recorder
-from pytest_gpumem.sharing.placement import Spot, take_place
+from pytest_gpumem.sharing.placement import CandidateDevice, take_place
 from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
 from pytest_gpumem.simulated.common.callsite import running
@@ -29,21 +29,21 @@ from pytest_gpumem.simulated.simulation import SimulatedGPU
 from pytest_gpumem.simulating import hash_of_events, workspaces_of
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
-from pytest_gpumem.values.world import Seat, world_of
+from pytest_gpumem.values.world import RequestedRank, world_of
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Renewed
     from pytest_gpumem.simulated.distributed.process_groups import Membership
 
 
-class SimulatedDevice:
+class SimulatedDevice(ComputingDevice):
     """The simulated machine of one name; it serves all tests of the process, as a real one does.
 
     ``name`` is a model or several of it, ``"A100-80GB*2"``; the first GPU is the tests' own. With
     ``real_values`` the CPU computes all values, so that tests can read them.
     With ``stand_ins`` tests may import flash-attn where it is not installed. ``compile`` selects
-    the treatment of compiled code, as in ``simulate``. With a ``seat`` the process is one rank of
-    several, whose GPU is the tests' own.
+    the treatment of compiled code, as in ``simulate``. With ``requested`` the process is one rank
+    of several, whose GPU is the tests' own.
     """
 
     def __init__(
@@ -53,25 +53,26 @@ class SimulatedDevice:
         real_values: bool = False,
         stand_ins: bool = True,
         compile: str = "auto",
-        seat: Seat | None = None,
+        requested: RequestedRank | None = None,
     ) -> None:
         machine = find_machine(name)
-        self._seat = seat
+        self._requested = requested
         self._membership: Membership | None = None
         world = None
-        if seat is not None:
+        if requested is not None:
             # torch.distributed is slow to import.
             from pytest_gpumem.simulated.distributed.process_groups import Membership
 
-            per_machine = machine.per_machine or seat.per_machine
-            world = world_of(seat.size, seat.rank, per_machine=per_machine)
+            per_machine = machine.per_machine or requested.per_machine
+            world = world_of(requested.size, requested.rank, per_machine=per_machine)
             self._membership = Membership(world)
         self._name = machine.name
         self._gpus = SimulatedGPU.machine(
             machine, world=world, real_values=real_values, stand_ins=stand_ins, compile=compile
         )
         self._simulation = self._gpus[0].simulation
-        self._own = self._gpus[self._simulation.first_index]
+        self.index = self._simulation.first_index
+        self._own = self._gpus[self.index]
         self._set_up: dict[object, _SetUp] = {}
         self._expected: list[object] = []
         """The fixtures of the current test whose memory is not allocated yet, in order."""
@@ -82,19 +83,13 @@ class SimulatedDevice:
         self._shared: dict[str, SimulatedGPU] = {}
         """The GPUs whose memory other processes share, by name."""
         self._collector = Collector()
-        self.extra: Mapping[str, str] = {}
-
-    @property
-    def index(self) -> int:
-        """The device's index, as in ``cuda:0``."""
-        return self._own.index
 
     @property
     def environment(self) -> Environment:
         """The environment that its numbers depend on."""
         own = self._own.environment
-        if self._seat is not None:
-            own = replace(own, gpu=self._name, ranks=self._seat.name)
+        if self._requested is not None:
+            own = replace(own, gpu=self._name, ranks=self._requested.name)
         return own.with_extra(self.extra)
 
     @property
@@ -119,12 +114,12 @@ class SimulatedDevice:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Serve ``cuda`` from this device inside; abandon captures that are left open."""
-        with ExitStack() as inside:
-            # Where other tests run on the dry device, its functions would say that there is none.
-            inside.enter_context(scope.opened(to_children=False))
-            inside.enter_context(self._simulation.active())
-            if self._membership is not None:
-                inside.enter_context(self._membership.taken())
+        # Where other tests run on the dry device, its functions would say that there is none.
+        with (
+            scope.opened(to_children=False),
+            self._simulation.active(),
+            self._membership.taken() if self._membership else nullcontext(),
+        ):
             try:
                 yield
             finally:
@@ -163,11 +158,11 @@ class SimulatedDevice:
             gpu.allocator.reset_peak_stats()
         self._stray = {str(gpu.torch_device): gpu.left_behind for gpu in self._gpus}
 
-    def absent(self, fixtures: Iterable[object]) -> Sequence[object]:
-        """Return the fixtures that the body requested and an earlier test has set up."""
+    def not_in_memory(self, fixtures: Iterable[object]) -> Sequence[object]:
+        """Return those ``fixtures`` that an earlier test has set up: the body requested them."""
         return [one for one in fixtures if one in self._set_up and one not in self._present]
 
-    def bring(self, fixture: object) -> None:
+    def repeat_set_up(self, fixture: object) -> None:
         """Repeat the set-up of ``fixture`` in the memory of the current test."""
         self._present.add(fixture)
         logs = self._set_up[fixture].logs
@@ -186,14 +181,11 @@ class SimulatedDevice:
     def _repeat(self) -> None:
         """Repeat the set-ups that are next, as far as their logs exist."""
         while self._expected and self._expected[0] in self._set_up:
-            self.bring(self._expected.pop(0))
+            self.repeat_set_up(self._expected.pop(0))
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:
-        """Run the test ``name`` inside, from set-up to teardown.
-
-        The garbage collector runs at times that depend on the GPUs' blocks only.
-        """
+        """Run the test ``name`` inside; the collector runs by the GPUs' blocks only."""
         with (
             self._simulation.threads.owned_by(name),
             imports_watched(),
@@ -208,11 +200,6 @@ class SimulatedDevice:
             for gpu in self._gpus:
                 paused.enter_context(gpu.estimates.unmeasured())
             yield
-
-    @property
-    def apart(self) -> Callable[[], AbstractContextManager[object]] | None:
-        """None: torch's compilers allocate nothing on a simulated device."""
-        return None
 
     def restart_collector(self) -> None:
         """Reset state that depends on all earlier code: the collector, autograd's numbering."""
@@ -292,10 +279,6 @@ class SimulatedDevice:
         return None if self.has_values else Computed.ALL
 
     @property
-    def decided(self) -> None:
-        """Nothing: a test whose control flow uses an unknown value is stopped."""
-
-    @property
     def made_up(self) -> bool:
         """Whether the current test used a value that was not computed."""
         return self._simulation.granted or bool(self._simulation.neutral_reads)
@@ -321,8 +304,10 @@ class SimulatedDevice:
             )
             for index in range(count)
         ]
-        spots = [Spot(device.name, device.capacity, device.taken()) for device in devices]
-        first = take_place(folder, spots, os.environ.get("PYTEST_XDIST_TESTRUNUID", ""))
+        candidates = [
+            CandidateDevice(device.name, device.capacity, device.taken()) for device in devices
+        ]
+        first = take_place(folder, candidates)
         shared = [devices[(first + index) % count] for index in range(count)]
         for gpu, device in zip(self._gpus, shared, strict=True):
             gpu.share(device)
@@ -356,17 +341,7 @@ class SimulatedDevice:
         def note(index: int, asked: int, free: int) -> Refusal:
             return Refusal(asked, gpu.allocator.reserved, free, gpu.model.total_memory)
 
-        observers = gpu.allocator.observers
-        return reporting_to(observers.append, observers.remove, note)
-
-    def fault(self) -> str | None:
-        """Return ``None``: a simulation has no kernels that could fail."""
-        return None
-
-    @property
-    def shares_faults(self) -> bool:
-        """False: a simulated device belongs to one process."""
-        return False
+        return refusals(gpu.allocator.observers, note)
 
     def empty_cache(self) -> None:
         """Release unused segments and the workspaces."""
@@ -374,16 +349,11 @@ class SimulatedDevice:
             gpu.workspaces.clear()
             gpu.allocator.empty_cache()
 
-    def nvml(self) -> None:
-        """Return ``None``: there is no device to read."""
 
-
-@dataclass(frozen=True)
-class _SetUp:
+class _SetUp(NamedTuple):
     """The effect of a fixture's set-up on the machine."""
 
     logs: list[SetupLog]
-    """The logs, one for each GPU."""
     current_index: int | None
     """The device that it made the current one, ``None`` if it did not change it."""
     workspace_sizes: dict[str, int]

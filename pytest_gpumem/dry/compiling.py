@@ -1,4 +1,4 @@
-"""Compilers on the dry device: no kernel is timed, constants have their values, memory is apart.
+"""Compilers on the dry device: no kernel is timed, constants are known, memory is in its own pool.
 
 A compiler that finds its results in a cache of an earlier run allocates less than one that does
 not. So no number may depend on what it allocates, reserved bytes included.
@@ -52,16 +52,12 @@ def served(following: Context) -> Iterator[None]:
                 patches.undo()
 
 
-def apart() -> AbstractContextManager[None]:
-    """Return a context whose allocations are made in a pool of their own.
+@contextmanager
+def separate_pool() -> Iterator[None]:
+    """Make the allocations inside in a pool of their own.
 
     The pool's segments are gone at the end, but for those of blocks that are still in use.
     """
-    return _in_a_pool()
-
-
-@contextmanager
-def _in_a_pool() -> Iterator[None]:
     if torch.cuda.get_allocator_backend() != "native":  # others have no pools
         yield
         return

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.device.computed import Computed
+from pytest_gpumem.device import Computed
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.option_values import DEFAULT_GPU, DeviceChoice
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE
@@ -28,7 +28,7 @@ from pytest_gpumem.values.plain import Plain
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device
-    from pytest_gpumem.values.world import Seat
+    from pytest_gpumem.values.world import RequestedRank
 
 REQUEST = "PYTEST_GPUMEM_REQUEST"
 """The environment variable with the path of a :class:`Request`."""
@@ -126,9 +126,11 @@ class Simulations(DeviceSelector):
         super().__init__(DeviceChoice("auto", models=(DEFAULT_GPU,)))
         self.machine = machine
         self._is_dry = dry
-        self._devices: dict[tuple[Machine, Computed, Seat | None], Device] = {}
+        self._devices: dict[tuple[Machine, Computed, RequestedRank | None], Device] = {}
 
-    def real(self, computed: Computed = Computed.AT_FIRST, seat: Seat | None = None) -> None:
+    def real(
+        self, computed: Computed = Computed.AT_FIRST, requested: RequestedRank | None = None
+    ) -> None:
         """Return nothing: no test is measured."""
 
     def select(
@@ -136,16 +138,16 @@ class Simulations(DeviceSelector):
         model: str | None,
         *,
         computed: Computed = Computed.AT_FIRST,
-        seat: Seat | None = None,
+        requested: RequestedRank | None = None,
     ) -> Device:
         """Return the device of the present machine."""
-        key = self.machine, computed, seat
+        key = self.machine, computed, requested
         if key in self._devices:
             return self._devices[key]
         if self._is_dry:
             from pytest_gpumem.device.dry import DryDevice
 
-            self._devices[key] = DryDevice(self.machine.model.name, computed, seat=seat)
+            self._devices[key] = DryDevice(self.machine.model.name, computed, requested=requested)
         else:
             from pytest_gpumem.device.simulated import SimulatedDevice
 
@@ -155,7 +157,7 @@ class Simulations(DeviceSelector):
                 real_values=computed is Computed.ALL,
                 stand_ins=self.stand_ins,
                 compile=self.compile,
-                seat=seat,
+                requested=requested,
             )
         return self._devices[key]
 

@@ -222,9 +222,9 @@ def _durations(
     learned = Learned()
     for name in (IN_SHARDS, FILE_NAME):
         learned.merge(read_learned(CACHE, name))
-    for key, nodeid, lesson in learned:
-        if lesson.seconds is not None:
-            known[key][nodeid] = lesson.seconds
+    for key, nodeid, cost in learned:
+        if cost.seconds is not None:
+            known[key][nodeid] = cost.seconds
     if known:
         return known, "of earlier runs, by pytest's cache"
     if Path(OF_PYTEST_SPLIT).is_file():

@@ -54,8 +54,12 @@ def main(path: str) -> None:
         pass  # it runs again: the error depends on values
     elif answer.ending == endings.RAISED:
         show_traceback(run.error or AssertionError())
-    elif answer.ending in (endings.EXITED, endings.ENDED) and run.error is not None:
-        _say_why(run.error)
+    elif (
+        answer.ending == endings.EXITED
+        and isinstance(run.error, SystemExit)
+        and not isinstance(run.error.code, int)
+    ):
+        print(run.error.code, file=sys.stderr)  # as Python does for sys.exit("why")
     answer.to_file(request.answer)
 
 
@@ -76,7 +80,9 @@ def _device(request: Request) -> Device:
 
 def _answer(run: Run, device: Device) -> Answer:
     ending, sentence = _ending(run)
-    simulated = device if isinstance(device, SimulatedDevice) else None
+    without_values = None
+    if isinstance(device, SimulatedDevice) and not device.has_values:
+        without_values = device
     found = run.out_of_memory
     return Answer(
         ending,
@@ -86,11 +92,11 @@ def _answer(run: Run, device: Device) -> Answer:
         device.environment.gpu,
         device.total_memory,
         torch.__version__.partition("+")[0],
-        (run.measurement, *run.others),
+        run.measurements,
         found.to_dict() if found else None,
         tuple(found.lines()) if found else (),
-        made_up=simulated is not None and not simulated.has_values and simulated.made_up,
-        work=simulated.work.seconds if simulated and not simulated.has_values else 0.0,
+        made_up=without_values is not None and without_values.made_up,
+        work=without_values.work.seconds if without_values else 0.0,
     )
 
 
@@ -109,24 +115,12 @@ def _ending(run: Run) -> tuple[str, str]:
     if is_out_of_memory(error):
         return endings.OUT_OF_MEMORY, ""
     if isinstance(error, SystemExit):
-        return (endings.EXITED, _code(error)) if _code(error) != "0" else (endings.ENDED, "")
+        given = 0 if error.code is None else error.code
+        code = given & 0xFF if isinstance(given, int) else 1  # as a shell sees it
+        return (endings.EXITED, str(code)) if code else (endings.ENDED, "")
     if isinstance(error, ScriptError):
         return endings.NOT_RUN, str(error)
     if isinstance(error, KeyboardInterrupt):
         return endings.INTERRUPTED, ""
-    said = str(error).strip().partition("\n")[0]
-    return endings.RAISED, f"{type(error).__name__}: {said}" if said else type(error).__name__
-
-
-def _code(ended: SystemExit) -> str:
-    """Return a shell's exit code of ``sys.exit(code)``: any other object is 1."""
-    if ended.code is None:
-        return "0"
-    return str(ended.code & 0xFF) if isinstance(ended.code, int) else "1"
-
-
-def _say_why(ended: BaseException) -> None:
-    """Print what Python prints of ``sys.exit("why")``."""
-    code = getattr(ended, "code", None)
-    if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
+    text = str(error).strip().partition("\n")[0]
+    return endings.RAISED, f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -7,13 +7,12 @@ import runpy
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import Any
 
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.values.plain import Plain
@@ -77,7 +76,7 @@ class Script(Plain):
         sys.argv = [self.name, *self.arguments]
         if self.is_module:
             self._search(os.getcwd())  # noqa: PTH109 - as Python has it
-            if find_spec_of(self.name) is None:
+            if not is_module(self.name):
                 raise ScriptError(f"there is no module {quoted(self.name)}")
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         elif Path(self.name).is_dir():
@@ -85,31 +84,25 @@ class Script(Plain):
         else:
             self._search(str(Path(self.name).resolve().parent))
             code = self._compiled()
-            sys.modules["__main__"] = main = self._main()
+            sys.modules["__main__"] = main = ModuleType("__main__")
+            vars(main).update(
+                __file__=self._file,
+                __cached__=None,
+                __builtins__=sys.modules["builtins"],
+                __loader__=SourceFileLoader("__main__", self._file),
+            )
             exec(code, vars(main))
 
     def _search(self, folder: str) -> None:
         if not getattr(sys.flags, "safe_path", False):
             sys.path.insert(0, folder)
 
-    def _main(self) -> ModuleType:
-        main = ModuleType("__main__")
-        values: dict[str, Any] = vars(main)
-        values.update(
-            __file__=self._file,
-            __cached__=None,
-            __builtins__=sys.modules["builtins"],
-            __loader__=SourceFileLoader("__main__", self._file),
-        )
-        return main
 
-
-def find_spec_of(module: str) -> object:
-    """Return the spec of ``module``, found without running it; ``None`` where there is none."""
-    try:
-        return find_spec(module)
-    except (ImportError, ValueError):
-        return None
+def is_module(name: str) -> bool:
+    """Return whether there is a module ``name``, without running it."""
+    with suppress(ImportError, ValueError):
+        return find_spec(name) is not None
+    return False
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -133,33 +126,21 @@ def process_as_it_was() -> Iterator[None]:
 
 
 def show_traceback(error: BaseException) -> None:
-    """Print ``error`` as Python does, from the script's first line on and without our frames.
-
-    A hook that the script has set for that is used.
-    """
+    """Print ``error`` without our frames, by the script's hook or as Python does."""
     error.__traceback__ = own_frames(error.__traceback__)  # which hooks read, whatever they get
     sys.excepthook(type(error), error, error.__traceback__)
 
 
 def own_frames(traceback: TracebackType | None) -> TracebackType | None:
     """Return ``traceback`` without the frames of this package and of the script's starter."""
-    if traceback is None:
-        return None
-    following = own_frames_of(traceback)
-    found: TracebackType | None = None
-    for each in reversed(following):
-        found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return found
-
-
-def own_frames_of(traceback: TracebackType) -> list[TracebackType]:
-    """Return the entries of ``traceback`` that are the script's and its libraries', in order."""
-    found: list[TracebackType] = []
-    each: TracebackType | None = traceback
-    while each is not None:
-        file = each.tb_frame.f_code.co_filename
-        starts = not found and file in _STARTERS
+    own: list[TracebackType] = []
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        starts = not own and file in _STARTERS
         if not starts and not file.startswith(_PACKAGE):
-            found.append(each)
-        each = each.tb_next
+            own.append(traceback)
+        traceback = traceback.tb_next
+    found: TracebackType | None = None
+    for each in reversed(own):
+        found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return found

@@ -61,21 +61,14 @@ def kept_test(script: Script, gpu: str, measured: Measurement, steps: int) -> st
     limit = peak if measured.simulated else math.ceil(peak * 1.01) + MIB
     marker = [f"max={limit:_}", *([f'gpu="{gpu}"'] if measured.simulated else [])]
     call = [
-        *map(_literal, (script.name, *script.arguments)),
+        # JSON, which Python reads as it is meant.
+        *(json.dumps(text, ensure_ascii=False) for text in (script.name, *script.arguments)),
         f"steps={steps}",
         *(["module=True"] if script.is_module else []),
     ]
+    last = script.name.rpartition(".")[2] if script.is_module else Path(script.name).stem
     return _TEST.format(
-        stem=_identifier(script.name, is_module=script.is_module),
-        marker=f"{', '.join(marker)}",
+        stem=re.sub(r"\W", "_", last) or "script",
+        marker=", ".join(marker),
         call=", ".join(call),
     ).replace(")\ndef", f")  # {format_size(limit)}\ndef")
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)  # which Python reads as it is meant
-
-
-def _identifier(name: str, *, is_module: bool) -> str:
-    last = name.rpartition(".")[2] if is_module else Path(name).stem
-    return re.sub(r"\W", "_", last) or "script"

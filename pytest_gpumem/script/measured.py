@@ -27,9 +27,9 @@ from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.measurement.meter import Meter
 from pytest_gpumem.measurement.phases import Phase, PhaseTracker
 from pytest_gpumem.measurement.recorded import RecordedHistory
-from pytest_gpumem.measurement.statistics import CudaStatistics, Recorder
+from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.script.entry import Script, chain
-from pytest_gpumem.script.iterations import ITERATION, LOAD, numbered
+from pytest_gpumem.script.request import ITERATION, LOAD
 from pytest_gpumem.script.stopping import Alarm, Steps
 from pytest_gpumem.simulated.common.callsite import callers_line, user_line
 from pytest_gpumem.simulated.surface.checkpoints import gives_no_values, restore_unknown
@@ -48,10 +48,8 @@ class Run:
     steps: int
     time_is_over: bool
     seconds: float
-    measurement: Measurement
-    """The measurement of the requested device."""
-    others: tuple[Measurement, ...]
-    """The measurements of other devices that the script used."""
+    measurements: tuple[Measurement, ...]
+    """The measurement of the requested device, then of others that the script used."""
     out_of_memory: OutOfMemory | None
 
 
@@ -83,17 +81,24 @@ def run_measured(
     resources.enter_context(device.measuring(script.name))
     statistics = CudaStatistics(device.workspaces)
     resources.enter_context(statistics.screened())
-    account = Account(_recorder(device, resources), os.getcwd())  # noqa: PTH109 - a string
+    recorder = device.recorder
+    if recorder is None:
+        recorder = RecordedHistory()
+        resources.enter_context(recorder.during(STACKS))
+    account = Account(recorder, os.getcwd())  # noqa: PTH109 - a string
     meter = _Meter(statistics, FixtureLedger(), account)
     device.begin_test(script.name, (), lambda *_: None)
     counter = Steps(steps, lambda more: meter.tracker.iterated(more=more))
     alarm = Alarm(seconds)
+    kept: AbstractContextManager[None] = nullcontext()
+    if isinstance(device, SimulatedDevice) and not device.has_values:
+        kept = checkpoints_kept(device.note)
     begin = time.monotonic()
     error: BaseException | None = None
     with meter.running(()):
         meter.tracker.load()
         try:
-            with _files_kept(device), meter.watching(), counter.counted(), alarm.set():
+            with kept, meter.watching(), counter.counted(), alarm.set():
                 device.restart_collector()
                 script.run()
             device.end_body()
@@ -102,43 +107,19 @@ def run_measured(
         meter.tracker.iterated(more=False)
     taken = time.monotonic() - begin
     found = meter.measurements((), (), device=device.index, passed=False)
-    done = counter.count
-    measured = {index: _completed(one, device, done, note) for index, one in found.items()}
+    measured = {}
+    for index, one in found.items():
+        phases = {phase.name: phase for phase in _shown(one.phases, counter.count)}
+        one = device.complete(replace(one, phases=phases))
+        measured[index] = replace(one, notes=(*filter(None, [note]), *one.notes))
     own = measured.pop(device.index)
-    return Run(
-        error,
-        done,
-        alarm.rang,
-        taken,
-        own,
-        tuple(one for one in measured.values() if one.peak_allocated > 0),
-        _post_mortem(meter, device) if is_out_of_memory(error) else None,
-    )
-
-
-def _recorder(device: Device, resources: ExitStack) -> Recorder:
-    if device.recorder is not None:
-        return device.recorder
-    recorder = RecordedHistory()
-    resources.enter_context(recorder.during(STACKS))
-    return recorder
-
-
-def _files_kept(device: Device) -> AbstractContextManager[None]:
-    if isinstance(device, SimulatedDevice) and not device.has_values:
-        return checkpoints_kept(device.note)
-    return nullcontext()
-
-
-def _completed(measurement: Measurement, device: Device, steps: int, note: str) -> Measurement:
-    phases = shown_phases(measurement.phases, steps)
-    completed = device.complete(replace(measurement, phases=phases))
-    return replace(completed, notes=(note, *completed.notes)) if note else completed
-
-
-def _post_mortem(meter: Meter, device: Device) -> OutOfMemory | None:
-    major, minor = (int(part) for part in device.environment.torch.split(".")[:2])
-    return meter.out_of_memory(device.index, total=device.total_memory, version=(major, minor))
+    others = (one for one in measured.values() if one.peak_allocated > 0)
+    post_mortem = None
+    if is_out_of_memory(error):
+        major, minor = map(int, device.environment.torch.split("."))
+        total = device.total_memory
+        post_mortem = meter.out_of_memory(device.index, total=total, version=(major, minor))
+    return Run(error, counter.count, alarm.rang, taken, (own, *others), post_mortem)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -167,15 +148,18 @@ def checkpoints_kept(note: Callable[[str], None]) -> Iterator[None]:
     prepare = FileSystemWriter.prepare_local_plan
     elsewhere: list[tempfile.TemporaryDirectory[str]] = []
 
+    def note_kept(writer: str, path: Path) -> None:
+        note(
+            f"{writer} has left {path.name} as it was: a simulated GPU has shapes to write, and no "
+            "values"
+        )
+
     def preparing(writer: FileSystemWriter, plan: Any) -> Any:
         folder = Path(writer.path)
         if any(not _has_no_values(part) for part in folder.glob("*.distcp")):
             elsewhere.append(tempfile.TemporaryDirectory())
             writer.path = Path(elsewhere[-1].name)
-            note(
-                f"a distributed checkpoint at {user_line()} has left {folder.name} as it was: a "
-                "simulated GPU has shapes to write, and no values"
-            )
+            note_kept(f"a distributed checkpoint at {user_line()}", folder)
         return prepare(writer, plan)
 
     @functools.wraps(save)
@@ -190,10 +174,7 @@ def checkpoints_kept(note: Callable[[str], None]) -> Iterator[None]:
             if not _has_no_values(new):
                 new.replace(path)
                 return
-        note(
-            f"torch.save at {user_line()} has left {path.name} as it was: a simulated GPU has "
-            "shapes to write, and no values"
-        )
+        note_kept(f"torch.save at {user_line()}", path)
 
     def serializing(serialize: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(serialize)
@@ -205,10 +186,7 @@ def checkpoints_kept(note: Callable[[str], None]) -> Iterator[None]:
             if not path.is_file() or _has_no_values(path):
                 serialize(tensors, filename, metadata={**(metadata or {}), **_METADATA})
                 return
-            note(
-                f"safetensors at {callers_line()} has left {path.name} as it was: a simulated GPU "
-                "has shapes to write, and no values"
-            )
+            note_kept(f"safetensors at {callers_line()}", path)
 
         return call
 
@@ -256,7 +234,7 @@ class Iterations(PhaseTracker):
             return None
         if not self._count:
             self.iterated(more=True)
-        return super().enter(numbered(name, self._count))
+        return super().enter(f"{name}_{self._count}")
 
     def iterated(self, *, more: bool) -> None:
         """End the current phase, and begin another iteration if there are ``more``."""
@@ -266,18 +244,14 @@ class Iterations(PhaseTracker):
         self._is_over = not more
         if more:
             self._count += 1
-            self._present = super().enter(numbered(ITERATION, self._count))
-
-
-def shown_phases(found: Mapping[str, PhaseRecord], steps: int) -> dict[str, PhaseRecord]:
-    """Return the informative ones of ``found``, in order.
-
-    Without an optimizer's step there are no iterations: inference has one ``forward``.
-    """
-    return {phase.name: phase for phase in _shown(found, steps)}
+            self._present = super().enter(f"{ITERATION}_{self._count}")
 
 
 def _shown(found: Mapping[str, PhaseRecord], steps: int) -> Iterator[PhaseRecord]:
+    """Yield the informative ones of ``found``, in order.
+
+    Without an optimizer's step there are no iterations: inference has one ``forward``.
+    """
     for name, phase in found.items():
         if name in (SETUP, CALL):
             continue

@@ -54,35 +54,32 @@ class Result:
     """The answer of a second run with unlimited memory, if the script does not fit."""
 
     @property
-    def told(self) -> Answer:
+    def reported_answer(self) -> Answer:
         """The answer whose numbers are the script's."""
         return self.larger or self.answer
 
 
 def run_on(script: Script, gpu: str, settings: Settings) -> Result:
-    """Run ``script`` on ``gpu``, a machine of the catalogue, ``"cuda"`` or ``"dry:H100"``.
-
-    Raises :class:`ScriptError` where it cannot be run there.
-    """
+    """Return the results of ``script`` on ``gpu``: a machine, ``"cuda"`` or ``"dry:H100"``."""
     request = Request(script, gpu, settings.steps, settings.seconds, Path())
     answer = _answered(request, quiet=settings.quiet)
     if answer.wants_values and answer.work <= settings.seconds:
-        said = answer.sentence if answer.ending == endings.UNKNOWN else _MADE_UP
-        why = said.partition(", which")[0]
-        _say(f"{script.name} runs again, with real values on the CPU: {why}")
+        sentence = answer.sentence if answer.ending == endings.UNKNOWN else _MADE_UP
+        why = sentence.partition(", which")[0]
+        _print(f"{script.name} runs again, with real values on the CPU: {why}")
         request = replace(request, again=why)
         answer = _answered(request, quiet=settings.quiet)
     _check(answer, request)
-    simulated = gpu != endings.MEASURED and not gpu.startswith(endings.DRY)
-    if answer.ending != endings.OUT_OF_MEMORY or not simulated:
-        return Result(answer, fits=answer.ending != endings.OUT_OF_MEMORY)
-    _say(f"{script.name} ran out of memory on {answer.gpu}: again, with as much as it wants")
+    fits = answer.ending != endings.OUT_OF_MEMORY
+    if fits or gpu == endings.MEASURED or gpu.startswith(endings.DRY):
+        return Result(answer, fits)
+    _print(f"{script.name} ran out of memory on {answer.gpu}: again, with as much as it wants")
     larger = _answered(replace(request, unbounded=True), quiet=settings.quiet)
     _check(larger, request)
-    return Result(answer, fits=False, larger=larger)
+    return Result(answer, fits, larger)
 
 
-def _say(sentence: str) -> None:
+def _print(sentence: str) -> None:
     print(f"gpumem: {sentence}", file=sys.stderr, flush=True)
 
 
@@ -96,9 +93,9 @@ def _answered(request: Request, *, quiet: bool) -> Answer:
         environment = {**os.environ, **_variables(request.gpu)}
         output = STDERR if quiet else None
         with subprocess.Popen(command, stdout=output, env=environment) as process:
-            code = _waited(process, request)
+            ending = _waited(process, request)
         if not request.answer.is_file():
-            raise ScriptError(_without_answer(request, code))
+            raise ScriptError(f"{request.script.name} {ending}")
         answer = Answer.from_file(request.answer)
     if answer.ending == endings.INTERRUPTED:
         raise KeyboardInterrupt
@@ -136,27 +133,20 @@ def _check(answer: Answer, request: Request) -> None:
         )
 
 
-def _waited(process: subprocess.Popen[bytes], request: Request) -> int | None:
-    """Return the exit code, ``None`` where the process had to be killed."""
+def _waited(process: subprocess.Popen[bytes], request: Request) -> str:
+    """Wait for the process; return the predicate of a sentence on its end without an answer."""
     try:
-        return process.wait(request.seconds + GRACE)
+        code = process.wait(request.seconds + GRACE)
     except subprocess.TimeoutExpired:
         process.kill()
-        return None
+        return (
+            f"did not end {GRACE:.0f} s after it was stopped, and was killed: does it catch what "
+            "ends a process?"
+        )
     except KeyboardInterrupt:  # which the process has received, too
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(5)
         process.kill()
         raise
-
-
-def _without_answer(request: Request, code: int | None) -> str:
-    name = request.script.name
-    if code is None:
-        return (
-            f"{name} did not end {GRACE:.0f} s after it was stopped, and was killed: does it "
-            "catch what ends a process?"
-        )
-    if code < 0:
-        return f"{name} was killed by signal {-code}, so nothing is known of its memory"
-    return f"{name} ended its process with code {code}, so nothing is known of its memory"
+    how = f"was killed by signal {-code}" if code < 0 else f"ended its process with code {code}"
+    return f"{how}, so nothing is known of its memory"

@@ -19,22 +19,30 @@ DRY = "dry:"
 STOPPED = "stopped"
 """The ending after the requested number of steps."""
 TIME = "time"
-"""The ending after the requested time."""
 ENDED = "ended"
 """The ending of a script that ran to its last line."""
 EXITED = "exited"
 """The ending with an exit code other than 0."""
 OUT_OF_MEMORY = "out of memory"
 RAISED = "raised"
-"""The ending with any other exception."""
 UNKNOWN = "unknown value"
 """The ending of a script that read a value which a simulated device does not have."""
 REFUSED = "refused"
 """The ending of a script that used something a simulated device cannot do."""
 NOT_RUN = "not run"
-"""The ending where there was nothing to run."""
 INTERRUPTED = "interrupted"
-"""The ending by Ctrl-C."""
+
+
+LOAD = "load"
+"""The phase before a script's first forward."""
+ITERATION = "iteration"
+"""The phase of an iteration, numbered as its parts: ``iteration_1``, ``forward_1``."""
+
+
+def iteration_of(name: str) -> int | None:
+    """Return the iteration that the phase ``name`` belongs to, ``None`` for none."""
+    part, _, number = name.rpartition("_")
+    return int(number) if part and number.isdecimal() else None
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,6 @@ class Request(Plain):
     seconds: float
     answer: Path
     unbounded: bool = False
-    """Whether the simulated device has unlimited memory."""
     again: str = ""
     """The reason why the CPU computes values; empty where it does not."""
 
@@ -57,7 +64,6 @@ class Answer(Plain):
     """The result of one run; sizes in bytes."""
 
     ending: str
-    """The ending, one of the constants above."""
     sentence: str = ""
     """The message of its exception, or the reason of its refusal."""
     steps: int = 0
@@ -70,7 +76,6 @@ class Answer(Plain):
     out_of_memory: Mapping[str, Any] | None = None
     """The reason why the last allocation that failed did so."""
     post_mortem: tuple[str, ...] = ()
-    """The reason as lines of text."""
     made_up: bool = False
     """Whether the run used a value that was not computed."""
     work: float = 0.0
@@ -79,5 +84,4 @@ class Answer(Plain):
     @property
     def wants_values(self) -> bool:
         """Whether another run, with real values, may get further."""
-        failed = self.ending in (RAISED, EXITED) and self.made_up
-        return self.ending == UNKNOWN or failed
+        return self.ending == UNKNOWN or (self.ending in (RAISED, EXITED) and self.made_up)

@@ -25,6 +25,9 @@ PATIENCE = 0.01
 """Seconds before a further attempt to stop a script that was inside an operator."""
 
 
+_HAS_TIMER = hasattr(signal, "setitimer")
+"""Whether the system has a timer that sends a signal; Windows does not."""
+
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _DEVICE = f"{_PACKAGE}simulated{os.sep}"
 
@@ -48,8 +51,8 @@ class Steps:
         self._most = most
         self._over = over
         """The function called at the end of each iteration with whether there are more."""
-        self._leader: Callable[[], Optimizer | None] = _nobody
-        self._last: Callable[[], Optimizer | None] = _nobody
+        self._leader: Callable[[], Optimizer | None] = lambda: None
+        self._last: Callable[[], Optimizer | None] = lambda: None
         """The last optimizer to step in one iteration, if it is not the leader."""
         self.count = 0
 
@@ -70,7 +73,7 @@ class Steps:
 
     def _ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._leader() is None:  # the first one, or the first after that is gone
-            self._leader, self._last = ref(optimizer), _nobody
+            self._leader, self._last = ref(optimizer), lambda: None
         if optimizer is self._leader():
             self.count += 1
             if self._last() is None:
@@ -90,10 +93,6 @@ class Steps:
         return self.count >= self._most
 
 
-def _nobody() -> None:
-    return None
-
-
 class Alarm:
     """A timer that raises :class:`StopError` in the main thread after a number of seconds."""
 
@@ -104,37 +103,28 @@ class Alarm:
     @contextmanager
     def set(self) -> Iterator[None]:
         """Run the timer inside."""
-        if not hasattr(signal, "setitimer"):  # Windows
-            with self._interrupting():
-                yield
-            return
-        before = signal.signal(signal.SIGALRM, self._ring)
-        signal.setitimer(signal.ITIMER_REAL, self._seconds)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-
-    @contextmanager
-    def _interrupting(self) -> Iterator[None]:
         timer = threading.Timer(self._seconds, interrupt_main)
         timer.daemon = True
-        before = signal.signal(signal.SIGINT, self._ring)
-        timer.start()
+        number = signal.SIGALRM if _HAS_TIMER else signal.SIGINT
+        before = signal.signal(number, self._ring)
+        if _HAS_TIMER:
+            signal.setitimer(signal.ITIMER_REAL, self._seconds)
+        else:
+            timer.start()
         try:
             yield
         finally:
+            if _HAS_TIMER:
+                signal.setitimer(signal.ITIMER_REAL, 0)
             timer.cancel()
-            signal.signal(signal.SIGINT, before)
+            signal.signal(number, before)
 
     def _ring(self, number: int, frame: FrameType | None) -> None:
-        if _computes(frame):
-            if hasattr(signal, "setitimer"):
-                signal.setitimer(signal.ITIMER_REAL, PATIENCE)
-            return
-        self.rang = True
-        raise StopError
+        if not _computes(frame):
+            self.rang = True
+            raise StopError
+        if _HAS_TIMER:
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE)
 
 
 def _computes(frame: FrameType | None) -> bool:

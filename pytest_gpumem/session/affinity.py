@@ -35,6 +35,15 @@ class _Origin:
     asked: bool = False
     """Whether the set-up called torch's functions on CUDA devices."""
 
+    def noticing(self, question: Callable[[], Any]) -> Callable[[], Any]:
+        """Return ``question`` as a function that also records that it is called."""
+
+        def noticed() -> Any:
+            self.asked = True
+            return question()
+
+        return noticed
+
 
 class FixtureDevices:
     """A record of the devices that shared fixtures were set up on."""
@@ -49,7 +58,10 @@ class FixtureDevices:
             yield
             return
         origin = self._origins[fixture] = _Origin(device)
-        with _noticing(lambda: setattr(origin, "asked", True)):
+        cuda = getattr(sys.modules.get("torch"), "cuda", None)
+        with pytest.MonkeyPatch.context() as patches:
+            for name in _QUESTIONS if cuda else ():
+                patches.setattr(cuda, name, origin.noticing(getattr(cuda, name)))
             yield
 
     def forget(self, fixture: FixtureDef[Any]) -> None:
@@ -58,7 +70,9 @@ class FixtureDevices:
 
     def renew(self, item: pytest.Item, device: Device | None) -> None:
         """Tear down fixtures that ``item`` shares with earlier tests of another device."""
-        for fixture in self._origins.keys() & _shared_with(item):
+        info = getattr(item, "_fixtureinfo", None)
+        definitions = info.name2fixturedefs.values() if info else ()
+        for fixture in self._origins.keys() & {one for same in definitions for one in same}:
             origin = self._origins.get(fixture)  # finishing one finishes those that depend on it
             if origin is None or origin.device is device or fixture.cached_result is None:
                 continue
@@ -66,32 +80,6 @@ class FixtureDevices:
             if failed or origin.asked or _depends_on_device(fixture.cached_result[0]):
                 with origin.device.active() if origin.device else nullcontext():
                     fixture.finish(item._request)  # type: ignore[attr-defined]  # as pytest itself
-
-
-def _shared_with(item: pytest.Item) -> set[FixtureDef[Any]]:
-    info = getattr(item, "_fixtureinfo", None)
-    definitions = info.name2fixturedefs.values() if info else ()
-    return {fixture for same_name in definitions for fixture in same_name}
-
-
-@contextmanager
-def _noticing(notice: Callable[[], None]) -> Iterator[None]:
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "cuda"):
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patches:
-        for name in _QUESTIONS:
-            patches.setattr(torch.cuda, name, _announced(getattr(torch.cuda, name), notice))
-        yield
-
-
-def _announced(function: Callable[[], Any], notice: Callable[[], None]) -> Callable[[], Any]:
-    def announced() -> Any:
-        notice()
-        return function()
-
-    return announced
 
 
 def _depends_on_device(value: Any) -> bool:

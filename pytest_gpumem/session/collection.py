@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.device import DeviceError
 from pytest_gpumem.report.pytest_reports import SKIPPED_AT_IMPORT
 from pytest_gpumem.session.expected import MARKER_NAME
 
@@ -37,12 +38,10 @@ class Collection:
             report.longrepr = "\n".join(errors)
             report.result = []
         # A question that imports torch is asked only where its answer matters.
-        elif items and (why := host.refusal) and any(map(self._runs_on_gpu, items)):
-            host.refuse(report, why)
-
-    def _runs_on_gpu(self, item: pytest.Item) -> bool:
-        shares = self._parts.shares(item)
-        return shares is not None and shares[1] is self._parts.selector.real()
+        elif items and (why := host.refusal):
+            found = (self._parts.shares(item) for item in items)
+            if any(shares and shares[1] is self._parts.selector.real() for shares in found):
+                host.refuse(report, why)
 
     def note_module(self, collector: pytest.Collector, report: pytest.CollectReport) -> None:
         """Record a module that skipped itself by a condition on the device."""
@@ -50,11 +49,11 @@ class Collection:
             report.skipped
             and self._imports_without_gpu
             and isinstance(collector, pytest.Module)
-            and skipped_for_its_device(
+            and _skipped_for_its_device(
                 collector.path, report.longrepr, everything=self._parts.settings.all
             )
         ):
-            self._parts.results.module_skipped(report.nodeid)
+            self._parts.results.skipped_modules.add(report.nodeid)
 
     def note_skip(self, item: pytest.Item, report: pytest.TestReport) -> None:
         """Record a marked test that a condition skipped when its module was imported."""
@@ -63,7 +62,7 @@ class Collection:
             and report.when != "teardown"
             and self._imports_without_gpu
             and (self._parts.settings.all or item.get_closest_marker(MARKER_NAME))
-            and is_skipped_at_import(item)
+            and _is_skipped_at_import(item)
         ):
             setattr(report, SKIPPED_AT_IMPORT, True)
 
@@ -82,8 +81,8 @@ class Collection:
         parts = self._parts
         self._check_device(items)
         if not (parts.selector.off or parts.is_one_of_several):
-            asks = (found for item in items if (found := parts.expectations.of(item)))
-            if any(expectation.isolate for expectation in asks):
+            expectations = map(parts.expectations.of, items)
+            if any(expectation and expectation.isolate for expectation in expectations):
                 parts.isolation.prepare()
         if parts.launched is not None:
             parts.launched.meet(items, parts.expectations)
@@ -96,24 +95,19 @@ class Collection:
 
         A worker of pytest-xdist cannot end a run: in it the first test fails instead.
         """
-        config, selector = self._parts.config, self._parts.selector
+        parts = self._parts
         if (
-            self._parts.settings.device.kind != "cuda"
-            or self._parts.is_worker
-            or config.option.collectonly
-            or selector.world is not None
-            or not any(item.get_closest_marker(MARKER_NAME) for item in items)
+            parts.settings.device.kind == "cuda"
+            and not (parts.is_worker or parts.config.option.collectonly or parts.selector.world)
+            and any(item.get_closest_marker(MARKER_NAME) for item in items)
         ):
-            return
-        from pytest_gpumem.device.errors import DeviceError
-
-        try:
-            selector.real()
-        except DeviceError as error:
-            raise pytest.UsageError(str(error)) from None
+            try:
+                parts.selector.real()
+            except DeviceError as error:
+                raise pytest.UsageError(str(error)) from None
 
 
-def skipped_for_its_device(path: Path, longrepr: object, *, everything: bool) -> bool:
+def _skipped_for_its_device(path: Path, longrepr: object, *, everything: bool) -> bool:
     """Return whether ``pytest.skip()`` skipped the module at ``path`` for want of a CUDA device.
 
     ``longrepr`` is that of its report. A module without the word gpumem would not be measured,
@@ -129,17 +123,15 @@ def skipped_for_its_device(path: Path, longrepr: object, *, everything: bool) ->
         return False
     if not everything and "gpumem" not in source:
         return False
-    return any(re.search(_DEVICE, text) for text in (str(reason), *_conditions(tree, int(line))))
+    conditions = (
+        ast.unparse(node.test)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and node.lineno <= int(line) <= (node.end_lineno or 0)
+    )
+    return any(re.search(_DEVICE, text) for text in (str(reason), *conditions))
 
 
-def _conditions(tree: ast.AST, line: int) -> Iterator[str]:
-    """Yield the conditions under which ``line`` runs."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and node.lineno <= line <= (node.end_lineno or 0):
-            yield ast.unparse(node.test)
-
-
-def is_skipped_at_import(item: pytest.Item) -> bool:
+def _is_skipped_at_import(item: pytest.Item) -> bool:
     """Return whether a condition evaluated when the module was imported skips ``item``."""
     if any(mark.args[:1] == (True,) for mark in item.iter_markers("skipif")):
         return True

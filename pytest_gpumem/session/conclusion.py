@@ -49,61 +49,65 @@ class Conclusion:
             pytest.ExitCode.INTERNAL_ERROR,
             pytest.ExitCode.USAGE_ERROR,
         )
+        results, settings = self._results, self._settings
         errors = [*self._write_baselines(prune=complete), *self._write_reports()]
         if complete:
             errors += self._look_for_missing()
-        self._results.notes += errors
-        if self._results.by_run or self._settings.share or self._settings.shard:
-            from pytest_gpumem.session.learning import keep
+        results.notes += errors
+        if results.by_run or settings.share or settings.shard:
+            from pytest_gpumem.sharing.learned import keep
 
-            lessons = self._results.stopwatch.lessons(self._results.by_run)
-            if self._results.foreseen is not None:
-                lessons.merge(self._results.foreseen)
-            in_shard = self._settings.shard is not None
-            self._results.notes += filter(None, [keep(self._config, lessons, in_shard=in_shard)])
+            costs = results.stopwatch.costs(results.by_run)
+            if results.foreseen is not None:
+                costs.merge(results.foreseen)
+            if problem := keep(self._config, costs, in_shard=settings.shard is not None):
+                results.notes.append(problem)
         return not errors
 
     def summarize(self) -> None:
         """Write the terminal's section, after the lines that the CI system reads."""
+        results, writer = self._results, self._config.get_terminal_writer()
         for line in self._annotations:
-            self._config.get_terminal_writer().line(line)
+            writer.line(line)
         notes = [
-            *self._results.notes,
-            *self._results.broken_plugins,
-            *filter(None, [self._results.shard]),
+            *results.notes,
+            *results.broken_plugins,
+            *filter(None, [results.shard]),
             *self._hosts(),
             *self._uses(),
-            *self._waits(),
             *self._skips(),
         ]
-        if count := self._results.skipped_at_import:
+        if count := results.skipped_at_import:
             notes.append(
                 f"{count} test{'s' * (count > 1)} that would be measured {_were(count)} skipped by "
                 f"a condition that was evaluated at import: {AT_IMPORT}"
             )
-        if count := len(self._results.skipped_modules):
+        if count := len(results.skipped_modules):
             notes.append(
                 f"{count} module{'s' * (count > 1)} {_were(count)} skipped by pytest.skip() as "
                 f"{'they were' if count > 1 else 'it was'} imported: {AT_IMPORT}"
             )
-        if self._settings.device.kind == "off" and self._results.any_marked:
+        if self._settings.device.kind == "off" and results.any_marked:
             notes.append("--gpumem-device=off: marked tests ran without being measured")
-        if not self._results.by_run and not notes and self._update is None:
+        records = results.records
+        if not records and not notes and self._update is None:
             return
-        notes += leaks(self._results.records)
+        notes += leaks(records)
         if not self._settings.all:
-            notes += unmarked(self._results.records)
+            notes += unmarked(records)
 
-        writer = self._config.get_terminal_writer()
-        verbosity = self._config.get_verbosity()
+        verbosity, option = self._config.get_verbosity(), self._config.option
+        failures_are_shown = (
+            not getattr(option, "no_summary", False) and getattr(option, "tbstyle", "") != "no"
+        )
         lines = section(
-            self._results.records,
+            records,
             verbosity=verbosity,
             width=writer.fullwidth,
             update=self._update,
             notes=notes,
             command=Command.of(self._config),
-            told_above=self._failures_are_shown,
+            told_above=failures_are_shown,
             missing=self._missing,
             rows=self._settings.rows,
             sort=self._settings.sort,
@@ -117,32 +121,22 @@ class Conclusion:
             cause = self._results.undescribed.get(nodeid, why)
             causes.setdefault(cause, []).append(nodeid)
         verbose = self._config.get_verbosity() > 0
-        for first, *others in causes.values():
-            told = [first, *others] if verbose else [first]
-            for nodeid in told:
-                more = 0 if verbose else len(others)
-                also = f" and {more} more test{'s' * (more > 1)}" if more else ""
+        for tests in causes.values():
+            more = 0 if verbose else len(tests) - 1
+            also = f" and {more} more test{'s' * (more > 1)}" if more else ""
+            for nodeid in tests if verbose else tests[:1]:
                 why = self._results.unsimulated[nodeid]
                 yield f"{nodeid}{also} {_were(more + 1)} skipped: {why}"
 
     def _uses(self) -> list[str]:
-        """Return the lines on the usage of the devices that tests shared."""
-        if not self._results.usages:
+        """Return the lines on the devices that tests shared, and on waits for them."""
+        usages = self._results.usages
+        tests = {one.nodeid: one.sharing for one in self._results.records if one.sharing}
+        if not usages and not tests:
             return []
-        from pytest_gpumem.sharing.usage import lines
+        from pytest_gpumem.sharing.usage import lines, waits
 
-        return lines(self._results.usages)
-
-    def _waits(self) -> list[str]:
-        """Return the lines on tests' waits for shared devices."""
-        tests = {
-            record.nodeid: record.sharing for record in self._results.records if record.sharing
-        }
-        if not tests:
-            return []
-        from pytest_gpumem.sharing.usage import waits
-
-        return waits(tests)
+        return [*lines(usages), *waits(tests)]
 
     def _hosts(self) -> Iterable[str]:
         if len(self._results.environments) < 2:
@@ -150,12 +144,6 @@ class Conclusion:
         from pytest_gpumem.session.hosts import differing
 
         return differing(self._results.environments)
-
-    @property
-    def _failures_are_shown(self) -> bool:
-        option = self._config.option
-        hidden = getattr(option, "no_summary", False) or getattr(option, "tbstyle", "") == "no"
-        return not hidden
 
     def _write_baselines(self, *, prune: bool) -> Iterator[str]:
         settings = self._settings
@@ -205,64 +193,49 @@ class Conclusion:
 
     def _collection(self) -> Collected:
         """Return the tests that exist, as far as this session can determine."""
-        option = self._config.option
-        root = self._config.rootpath
+        config, option, root = self._config, self._config.option, self._config.rootpath
         if getattr(option, "lf", False):  # it leaves tests out while a module is collected
             return Collected.of(root, (), partial="--lf was given")
         given = getattr(option, "override_ini", None) or ()
         overridden = {setting.partition("=")[0] for setting in given}
         narrowed = next((f"-o {name} was given" for name in _COLLECTING if name in overridden), "")
         partial = ""
-        if self._config.args_source is pytest.Config.ArgsSource.ARGS:
+        if config.args_source is pytest.Config.ArgsSource.ARGS:
             partial = "paths were given"
         elif getattr(option, "ignore", None) or getattr(option, "ignore_glob", None):
             partial = "--ignore was given"
-        incomplete = {**self._results.incomplete, **dict(self._given_by_id())}
+        incomplete = dict(self._results.incomplete)
+        for path in (arg.partition("::")[0] for arg in config.args if "::" in arg):
+            module = relative((config.invocation_params.dir / path).resolve(), root)
+            incomplete[module.replace(os.sep, "/")] = "tests of it were given by id"
         return Collected.of(root, self._results.existing, incomplete, partial, narrowed)
 
-    def _given_by_id(self) -> Iterator[tuple[str, str]]:
-        for arg in self._config.args:
-            path, separator, _ = arg.partition("::")
-            if separator:
-                full = (self._config.invocation_params.dir / path).resolve()
-                module = relative(full, self._config.rootpath).replace(os.sep, "/")
-                yield module, "tests of it were given by id"
-
     def _write_reports(self) -> Iterator[str]:
-        records, thinned = self._results.records, False
-        for target in self._settings.reports:
-            if target.unasked and not records:
-                continue
-            if target.path is not None and not target.unasked and not target.path.parent.exists():
-                folder = target.path.parent
-                self._results.notes.append(
-                    f"{folder} did not exist and was made for the report in it"
-                )
-            from pytest_gpumem.report.json_report import thin
-            from pytest_gpumem.report.record import ReportedRun
-            from pytest_gpumem.report.written import write
+        results = self._results
+        targets = [one for one in self._settings.reports if results.by_run or not one.unasked]
+        if not targets:
+            return
+        from pytest_gpumem.report.json_report import thin
+        from pytest_gpumem.report.record import ReportedRun
+        from pytest_gpumem.report.written import write
 
-            if not thinned:
-                records, thinned = thin(records), True
-
-            run = ReportedRun(
-                records,
-                root=self._config.rootpath,
-                lines=self._results.lines,
-                skipped=self._results.unsimulated,
-                usage=[usage.to_dict() for usage in self._results.usages],
-                command=_from_anywhere(self._config),
-            )
+        device = self._config.getoption("gpumem_device", None)
+        run = ReportedRun(
+            thin(results.records),
+            root=self._config.rootpath,
+            lines=results.lines,
+            skipped=results.unsimulated,
+            usage=[usage.to_dict() for usage in results.usages],
+            # A report is read at the rootdir, on another machine.
+            command=f"pytest --gpumem-device={device}" if device else "pytest",
+        )
+        for target in targets:
+            if target.path and not target.unasked and not (folder := target.path.parent).exists():
+                results.notes.append(f"{folder} did not exist and was made for the report in it")
             try:
                 self._annotations += write(target, run)
             except ValueError as error:
                 yield str(error)
-
-
-def _from_anywhere(config: pytest.Config) -> str:
-    """Return the command of pytest where a report is read: at the rootdir, on another machine."""
-    device = config.getoption("gpumem_device", None)
-    return f"pytest --gpumem-device={device}" if device else "pytest"
 
 
 def _were(count: int) -> str:

@@ -1,4 +1,4 @@
-"""The process that has started workers of pytest-xdist: what it tells them and hears of them."""
+"""The process that has started workers of pytest-xdist: the data that it sends and receives."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.report.pytest_reports import LOST, RESCHEDULED
+from pytest_gpumem.session.host import REFUSAL
 
 if TYPE_CHECKING:
     import pytest
@@ -38,23 +39,22 @@ class Controller:
         from pytest_gpumem.session.waiting import WaitWatch
 
         watch = WaitWatch(self._parts.config, lambda: self._run_id)
-        watch.start()
         self._parts.closing.callback(watch.stop)
 
-    def tell(self, node: Any, weights: Weights | None) -> None:
+    def send_input(self, node: Any, weights: Weights | None) -> None:
         """Send this process's data to a worker, which may be on another host."""
-        given = node.workerinput
-        self._run_id = given["testrunuid"]
-        self._parts.host.tell(node)
-        if weights is not None:
-            from pytest_gpumem.session.learning import WEIGHTS
+        self._run_id = node.workerinput["testrunuid"]
+        if node.gateway.spec.popen:  # a worker of this host
+            node.workerinput[REFUSAL] = self._parts.host.refusal
+        if weights is None and not self._parts.settings.share:
+            return
+        from pytest_gpumem.sharing.learned import INPUT, WEIGHTS, learned_before
 
-            given[WEIGHTS] = weights.to_dict()
+        if weights is not None:
+            node.workerinput[WEIGHTS] = weights.to_dict()
         if self._parts.settings.share:
             self.hosts.connect(node)
-            from pytest_gpumem.session.learning import INPUT, learned_before
-
-            given[INPUT] = learned_before(self._parts.config).to_dict()
+            node.workerinput[INPUT] = learned_before(self._parts.config).to_dict()
 
     def scheduler(self, config: pytest.Config, log: Any) -> object | None:
         """Return the scheduler of tests to workers, ``None`` for pytest-xdist's own."""
@@ -62,7 +62,7 @@ class Controller:
             return None
         from pytest_gpumem.sharing.order import MemoryScheduling
 
-        return MemoryScheduling(config, log, self.hosts.place)
+        return MemoryScheduling(config, log, self.hosts.place_of)
 
     def usages(self) -> list[Usage]:
         """Return the usage of each host's devices; none where there are no workers."""

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
 from pytest_gpumem.cached_answers import watch
+from pytest_gpumem.device import Computed, DeviceError
 from pytest_gpumem.device.auto import has_driver, refuse
-from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
 
 if TYPE_CHECKING:
-    import argparse
+    from collections.abc import Mapping
 
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.options import Settings
@@ -29,41 +29,35 @@ _OF_TORCH = ("PYTORCH_", "CUBLAS", "TORCH_")
 """Prefixes of variables that a device reads when it is made."""
 
 
-class Ambient:
+class Ambient(NamedTuple):
     """The device of code that is not measured, active until its resources are closed."""
 
-    def __init__(self, selector: DeviceSelector, device: Device) -> None:
-        self.selector = selector
-        self.device = device
-        self.resources = ExitStack()
-        self._variables = _variables()
-
-    @property
-    def is_current(self) -> bool:
-        """Whether a device made now would be the same: a conftest may have set variables."""
-        return self._variables == _variables()
+    selector: DeviceSelector
+    device: Device
+    variables: Mapping[str, str]
+    resources: ExitStack
 
 
 AMBIENT = pytest.StashKey[Ambient]()
 
 
 def begin_early(config: pytest.Config) -> None:
-    """Choose the process's device, and activate a simulated one, where the options require it.
-
-    Errors in the options are reported when pytest configures itself.
-    """
+    """Choose the process's device, and activate a simulated one, where the options require it."""
     options = config.known_args_namespace
-    will_run_tests = _will_run_tests(config, options)
-    if not will_run_tests and (options.help or options.version):
+    is_started = SELECTOR in config.stash or "PYTEST_XDIST_WORKER" in os.environ
+    if not is_started and (options.help or options.version):
         return
+    workers = getattr(options, "numprocesses", None) or getattr(options, "tx", None)
+    controls = bool(workers) or getattr(options, "dist", "no") != "no"
+    will_run_tests = is_started or not controls
     try:
         settings = settings_from(config, options)
     except pytest.UsageError:
-        return
+        return  # reported when pytest configures itself
     if settings.device.kind == "dry" and not _begin_dry(
         config, settings, controls=not will_run_tests
     ):
-        settings = settings_from(config, options)
+        settings = settings_from(config, options)  # auto is a simulated device then
     if not will_run_tests:
         return
     if settings.device.kind in ("auto", "sim") and not has_driver():
@@ -72,10 +66,9 @@ def begin_early(config: pytest.Config) -> None:
         from pytest_gpumem.session.placement import place
 
         config.add_cleanup(place(settings))
-    asked = settings.sim_scope == "session" or SELECTOR in config.stash
-    if not asked or settings.device.kind == "off":
+    is_requested = settings.sim_scope == "session" or SELECTOR in config.stash
+    if not is_requested or settings.device.kind == "off":
         return
-    from pytest_gpumem.device.errors import DeviceError
 
     selector = selector_of(config, settings)
     with suppress(pytest.UsageError):  # reported when pytest configures itself
@@ -110,7 +103,7 @@ def _begin_dry(config: pytest.Config, settings: Settings, *, controls: bool) -> 
 def current_ambient(config: pytest.Config) -> Ambient | None:
     """Return the device that exists already, ``None`` where it would not be the same now."""
     ambient = config.stash.get(AMBIENT, None)
-    if ambient is None or ambient.is_current:
+    if ambient is None or ambient.variables == _variables():  # a conftest may have set some
         return ambient
     ambient.resources.close()
     del config.stash[AMBIENT]
@@ -128,27 +121,19 @@ def selector_of(config: pytest.Config, settings: Settings) -> DeviceSelector:
 
 
 def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -> Ambient:
-    """Activate the ambient device until pytest is unconfigured.
-
-    Raises ``DeviceError`` where it is not available.
-    """
+    """Activate the ambient device until pytest is unconfigured; raises ``DeviceError``."""
     computed = Computed.ALL if settings.sim_values == "always" else Computed.AT_FIRST
-    device = selector.select(None, computed=computed, seat=selector.seat)
-    ambient = Ambient(selector, device)
-    config.stash[AMBIENT] = ambient
+    device = selector.select(None, computed=computed, requested=selector.launched_rank)
+    ambient = config.stash[AMBIENT] = Ambient(selector, device, _variables(), ExitStack())
     config.add_cleanup(ambient.resources.close)
     ambient.resources.enter_context(device.active())
     return ambient
 
 
 def world_of_run(config: pytest.Config) -> World | None:
-    """Return the rank that torchrun has started this process as, ``None`` for any other.
-
-    A process that makes predictions counts as a process of its own. Raises
-    ``pytest.UsageError``.
-    """
+    """Return the rank that torchrun has started this process as, ``None`` for any other."""
     if "WORLD_SIZE" not in os.environ or SELECTOR in config.stash:
-        return None
+        return None  # a process that makes predictions is one of its own
     from pytest_gpumem.values.world import WorldError, world_of_process
 
     try:
@@ -159,13 +144,3 @@ def world_of_run(config: pytest.Config) -> World | None:
 
 def _variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(_OF_TORCH)}
-
-
-def _will_run_tests(config: pytest.Config, options: argparse.Namespace) -> bool:
-    """Return whether tests run in this process: not in the controller of pytest-xdist."""
-    if SELECTOR in config.stash or "PYTEST_XDIST_WORKER" in os.environ:
-        return True
-    if options.help or options.version:
-        return False
-    workers = getattr(options, "numprocesses", None) or getattr(options, "tx", None)
-    return not workers and getattr(options, "dist", "no") == "no"

@@ -6,10 +6,13 @@ need are local.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from pytest_gpumem.device import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,16 +20,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.device.select import DeviceSelector
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.options import Settings
-    from pytest_gpumem.session.ranks import WorstOfTest
-    from pytest_gpumem.values.world import Seat
+    from pytest_gpumem.values.world import RequestedRank
 
 MARKER_NAME = "gpumem"
 FIXTURE_NAME = "gpumem"
 
 MODEL_PARAMETER = "_gpumem_model"
-"""The private fixture that a list of GPU models parametrizes."""
+"""The parameter of each test of a list of GPU models."""
 RANKS_PARAMETER = "_gpumem_ranks"
-"""The private fixture that a list of numbers of ranks parametrizes."""
+"""The parameter of each test of a list of numbers of ranks."""
 
 
 class Expectations:
@@ -62,50 +64,38 @@ class Expectations:
         expectation, problem = self._read(item)
         if problem or self._selector.off or item.get_closest_marker("skip"):
             return False
-        return expectation is not None or self._measures_unmarked(_fixture_names(item))
+        return expectation is not None or self._measures_unmarked(getattr(item, "fixturenames", ()))
 
     def models(self, item: pytest.Item) -> tuple[str | None, tuple[str, ...]]:
         """Return the model that ``item`` runs on, ``None`` for any, and all that it names."""
         models = self._selector.models(self.of(item))
         return model_of(item) or (models[0] if models else None), tuple(models)
 
-    def seat(self, item: pytest.Item, rank: int = 0) -> Seat | None:
-        """Return the rank of ``item``, ``None`` where it is a process of its own.
-
-        For an item that runs as several ranks, it is ``rank``, the first one to begin with.
-        """
+    def requested_rank(self, item: pytest.Item, rank: int = 0) -> RequestedRank | None:
+        """Return the requested rank of ``item``, ``rank`` of several; ``None`` for no rank."""
         expectation, size = self.of(item), self.ranks(item)
         if expectation is None or size is None or self._selector.world is not None:
-            return self._selector.seat
+            return self._selector.launched_rank
         from pytest_gpumem.marker import WORST
-        from pytest_gpumem.values.world import Seat
+        from pytest_gpumem.values.world import RequestedRank
 
         if expectation.rank == WORST:
-            return Seat(size, rank, is_worst=True)
-        return Seat(size, int(expectation.rank or 0))
+            return RequestedRank(size, rank, is_worst=True)
+        return RequestedRank(size, int(expectation.rank or 0))
 
     def processes(self, item: pytest.Item) -> int | None:
-        """Return the number of processes of its own for ``item``, ``None`` for this process.
-
-        There are several where there is a GPU for each of its ranks.
-        """
+        """Return how many processes of its own ``item`` has, one for each rank; ``None``: none."""
         expectation = self.of(item)
         if expectation is None or self._selector.off or item.get_closest_marker("skip"):
             return None
-        alone = 1 if expectation.isolate else None
         size = self.ranks(item)
-        if size is None or self._settings.share:
-            return alone
-        from pytest_gpumem.device.errors import DeviceError
+        with suppress(DeviceError):  # reported where the test begins
+            if size is not None and not self._settings.share and self._selector.real() is not None:
+                from pytest_gpumem.device.cuda import device_count
 
-        try:
-            if self._selector.real() is None:
-                return alone
-        except DeviceError:
-            return alone  # reported where the test begins
-        from pytest_gpumem.device.cuda import device_count
-
-        return size if device_count() >= size else alone
+                if device_count() >= size:
+                    return size
+        return 1 if expectation.isolate else None
 
     def ranks(self, item: pytest.Item) -> int | None:
         """Return the number of ranks that ``item`` requests; ``None`` where it does not."""
@@ -113,15 +103,6 @@ class Expectations:
         if expectation is None or not expectation.ranks:
             return None
         return _parameter(item, RANKS_PARAMETER) or expectation.ranks[0]
-
-    def worst(self, item: pytest.Item) -> WorstOfTest | None:
-        """Return the search for the worst rank of ``item``, ``None`` where it is not requested."""
-        seat = self.seat(item) if self.is_measured(item) else None
-        if seat is None or not seat.is_worst:
-            return None
-        from pytest_gpumem.session.ranks import WorstOfTest
-
-        return WorstOfTest(seat.size)
 
     def parametrize(self, metafunc: pytest.Metafunc) -> None:
         """Make one test id of each GPU model and number of ranks that a test names."""
@@ -131,25 +112,22 @@ class Expectations:
         if expectation is None and not self._measures_unmarked(metafunc.fixturenames):
             return
         models = self._selector.models(expectation)
-        if len(models) > 1:
-            metafunc.fixturenames.append(MODEL_PARAMETER)
-            metafunc.parametrize(MODEL_PARAMETER, models, indirect=True, ids=models)
         ranks = expectation.ranks if expectation else ()
-        if len(ranks) > 1:
-            metafunc.fixturenames.append(RANKS_PARAMETER)
-            ids = [f"{size}ranks" for size in ranks]
-            metafunc.parametrize(RANKS_PARAMETER, ranks, indirect=True, ids=ids)
+        for parameter, values, ids in (
+            (MODEL_PARAMETER, models, models),
+            (RANKS_PARAMETER, ranks, [f"{size}ranks" for size in ranks]),
+        ):
+            if len(values) > 1:
+                metafunc.fixturenames.append(parameter)
+                metafunc.parametrize(parameter, values, ids=ids)
 
     @cached_property
     def torch_is_there(self) -> bool:
         """Whether torch is installed, so that tests without expectations can be measured."""
-        from pytest_gpumem.device.errors import DeviceError
-
-        try:
+        with suppress(DeviceError):
             self._selector.check_torch()
-        except DeviceError:
-            return False
-        return True
+            return True
+        return False
 
     def _measures_unmarked(self, fixture_names: Iterable[str]) -> bool:
         if self._selector.off:
@@ -181,8 +159,3 @@ def model_of(item: pytest.Item) -> str | None:
 def _parameter(item: pytest.Item, name: str) -> Any:
     callspec = getattr(item, "callspec", None)
     return callspec.params.get(name) if callspec else None
-
-
-def _fixture_names(item: pytest.Item) -> Iterable[str]:
-    names: Iterable[str] = getattr(item, "fixturenames", ())
-    return names

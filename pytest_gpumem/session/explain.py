@@ -6,15 +6,12 @@ The numbers of the earlier run count.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
 
-from pytest_gpumem.attribution.out_of_memory import OutOfMemory
-from pytest_gpumem.marker import Expectation
 from pytest_gpumem.measurement.composition import explained_by
 from pytest_gpumem.measurement.recorded import RecordedHistory, write_snapshot
 from pytest_gpumem.report.record import TestRecord
@@ -33,10 +30,7 @@ def needs_second_run(run: Run) -> bool:
 
 
 def explained_again(run: Run, record: TestRecord) -> tuple[tuple[Measurement, ...], list[str]]:
-    """Return the measurements of ``record`` with sites from a second run; and notes.
-
-    No measurements where the body does not run twice.
-    """
+    """Return the measurements of ``record`` with sites, if a second run passes; and notes."""
     item = run.prepared.item
     recorder = RecordedHistory()
     try:
@@ -77,10 +71,10 @@ def out_of_memory(
             with run.body():
                 run.prepared.item.runtest()
         except torch.OutOfMemoryError:
-            found = _post_mortem(run, record)
+            explained = _post_mortem(run, record)
             if record is not None:
                 snapshot_of(run)
-            return found
+            return explained
     return record, []
 
 
@@ -100,17 +94,14 @@ def snapshot_of(run: Run) -> list[str]:
 
 def _post_mortem(run: Run, record: TestRecord | None) -> tuple[TestRecord | None, list[str]]:
     found, shortage = run.out_of_memory(), run.shortage
-    cause = [] if shortage is None else [sentence_of(shortage, run.prepared.quota)]
+    lines = [] if shortage is None else [sentence_of(shortage, run.prepared.quota)]
     if found is None or record is None:
-        return record, cause
-    lines = [*cause, *found.lines(), *_passed_its_limit(run.prepared.expectation, found)]
-    return replace(record, out_of_memory=found.to_dict()), ["\n".join(lines)]
-
-
-def _passed_its_limit(expectation: Expectation | None, found: OutOfMemory) -> Iterator[str]:
-    """Yield the sentence that the test exceeded its own limit before it ran out of memory."""
+        return record, lines
+    lines += found.lines()
+    expectation = run.prepared.expectation
     limit = expectation.max if expectation else None
     if limit is not None and found.allocated > limit:
         written = in_words(limit) or format_size(limit)
         text = format_size(found.allocated)
-        yield f"  its limit max={written} was passed before: {text} were allocated"
+        lines.append(f"  its limit max={written} was passed before: {text} were allocated")
+    return replace(record, out_of_memory=found.to_dict()), ["\n".join(lines)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.attribution.history import CATEGORIES
-from pytest_gpumem.device.errors import DeviceError
+from pytest_gpumem.device import DeviceError
 from pytest_gpumem.device.select import SELECTOR
 from pytest_gpumem.echo import printable, quoted
 
@@ -39,19 +39,16 @@ class Hooks:
         self.broken: dict[tuple[str, str], str] = {}
         """The sentence on a plugin's first error, by hook and plugin."""
 
-    def tell(self, item: pytest.Item, record: TestRecord) -> None:
+    def call_with(self, item: pytest.Item, record: TestRecord) -> None:
         """Call the hooks with ``item``'s numbers and verdicts; a prediction is no measurement."""
         if SELECTOR in self._config.stash:
             return
-        measured = item.ihook.pytest_gpumem_measured
-        for measurement in record.measurements:
-            for _ in self._answers(
-                measured, item=item, measurement=measurement, outcome=record.outcome
-            ):
-                pass
+        hook, outcome = item.ihook, record.outcome
+        for each in record.measurements:
+            given: dict[str, Any] = {"item": item, "measurement": each, "outcome": outcome}
+            list(self._answers(hook.pytest_gpumem_measured, **given))
         for verdict in record.verdicts:
-            for _ in self._answers(item.ihook.pytest_gpumem_verdict, item=item, verdict=verdict):
-                pass
+            list(self._answers(hook.pytest_gpumem_verdict, item=item, verdict=verdict))
 
     def environment(self, device: Device) -> Mapping[str, str]:
         """Return the plugins' entries in the environment of ``device``.
@@ -81,11 +78,16 @@ class Hooks:
         if not hook.get_hookimpls():
             return None
 
+        def problem_of(answer: object) -> str:
+            if answer in CATEGORIES:
+                return ""
+            return f"returned {quoted(answer)}, which is none of {', '.join(CATEGORIES)}"
+
         def category(known: str, nbytes: int, origin: Origin) -> str:
             dtype = None if origin.dtype is None else str(origin.dtype).removeprefix("torch.")
             answer = self._first(
                 hook,
-                _problem_of_category,
+                problem_of,
                 item=item,
                 category=known,
                 nbytes=nbytes,
@@ -107,34 +109,31 @@ class Hooks:
             return None
         known: dict[tuple[tuple[str, int], ...], int | None] = {}
 
-        def place(origin: Origin) -> tuple[str, int, str] | None:
+        def site(origin: Origin) -> tuple[str, int, str] | None:
             frames = _frames(origin)
-            if not frames:
-                return origin.place
+
+            def problem_of(answer: object) -> str:
+                if isinstance(answer, int) and 0 <= answer < len(frames):
+                    return ""
+                return f"returned {quoted(answer)}, which is no index of {len(frames)} frames"
+
             stack = tuple((frame["filename"], frame["line"]) for frame in frames)
-            if stack not in known:
-                known[stack] = self._first(hook, _problem_of_index, item=item, frames=frames)
-            index = known[stack]
-            if index is None:
+            if frames and stack not in known:
+                known[stack] = self._first(hook, problem_of, item=item, frames=frames)
+            if (index := known.get(stack)) is None:
                 return origin.place
             frame = frames[index]
             return frame["filename"], frame["line"], frame["name"]
 
-        return place
+        return site
 
-    def _first(
-        self,
-        hook: HookCaller,
-        problem_of: Callable[[Any, Mapping[str, Any]], str],
-        **given: Any,
-    ) -> Any:
+    def _first(self, hook: HookCaller, problem_of: Callable[[object], str], **given: Any) -> Any:
         """Return the first valid answer, ``None`` without one."""
         for implementation, answer in self._answers(hook, **given):
-            if answer is None:
-                continue
-            if not (problem := problem_of(answer, given)):
-                return answer
-            self._say(hook.name, implementation, problem)
+            if answer is not None:
+                if not (problem := problem_of(answer)):
+                    return answer
+                self._note_problem(hook.name, implementation, problem)
         return None
 
     def _answers(self, hook: HookCaller, **given: Any) -> Iterator[tuple[HookImpl, Any]]:
@@ -142,11 +141,11 @@ class Hooks:
             try:
                 answer = _called(implementation, given)
             except _FAILURES as error:
-                self._say(hook.name, implementation, _failure(error))
-            else:
-                yield implementation, answer
+                self._note_problem(hook.name, implementation, _failure(error))
+                continue
+            yield implementation, answer
 
-    def _say(self, hook: str, implementation: HookImpl, problem: str) -> None:
+    def _note_problem(self, hook: str, implementation: HookImpl, problem: str) -> None:
         sentence = _sentence(hook, implementation, problem)
         self.broken.setdefault((hook, str(implementation.plugin_name)), sentence)
 
@@ -172,11 +171,9 @@ def _sentence(hook: str, implementation: HookImpl, problem: str) -> str:
 
 
 def _problem_of_entries(answer: object, found: Mapping[str, str]) -> str:
-    if answer is None:
-        return ""
-    if not isinstance(answer, Mapping):
+    if answer is not None and not isinstance(answer, Mapping):
         return f"returned {quoted(answer)}, not words by name"
-    for name, word in answer.items():
+    for name, word in (answer or {}).items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             return f"returned the name {quoted(name)}; one is made of a-z, 0-9 and _"
         if not isinstance(word, str) or not word:
@@ -184,19 +181,6 @@ def _problem_of_entries(answer: object, found: Mapping[str, str]) -> str:
         if found.get(name, word) != word:
             return f"returned {quoted(word)} for {name}, which is {quoted(found[name])} by another"
     return ""
-
-
-def _problem_of_category(answer: object, given: Mapping[str, Any]) -> str:
-    if answer in CATEGORIES:
-        return ""
-    return f"returned {quoted(answer)}, which is none of {', '.join(CATEGORIES)}"
-
-
-def _problem_of_index(answer: object, given: Mapping[str, Any]) -> str:
-    count = len(given["frames"])
-    if isinstance(answer, int) and 0 <= answer < count:
-        return ""
-    return f"returned {quoted(answer)}, which is no index of {count} frames"
 
 
 def _frames(origin: Origin) -> Frames:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -44,23 +44,19 @@ class Host:
     def refusal(self) -> str | None:
         """The reason why tests cannot run on the GPUs, ``None`` where they can."""
         if hasattr(self._config, "workerinput"):
-            told: str | None = self._config.workerinput.get(REFUSAL)
-            return told
+            received: str | None = self._config.workerinput.get(REFUSAL)
+            return received
         from pytest_gpumem.device.host_gpus import refusal
 
-        return refusal(self._gpus, _local_workers(self._config), placed=self._settings.share)
-
-    def tell(self, node: Any) -> None:
-        """Send a worker of this host, in its input, the reason for a refusal."""
-        if node.gateway.spec.popen:
-            node.workerinput[REFUSAL] = self.refusal
+        workers = 1
+        if self._config.getoption("dist", "no") != "no":
+            specs = self._config.getoption("tx", [])
+            local = [re.fullmatch(r"(?:(\d+)\*)?popen\b.*", spec) for spec in specs]
+            workers = max(sum(int(one[1] or 1) for one in local if one), 1)
+        return refusal(self._gpus, workers, placed=self._settings.share)
 
     def refuse(self, report: pytest.CollectReport, why: str) -> None:
-        """End the run before its tests, because ``report`` has some on the GPU.
-
-        Raises ``pytest.UsageError``, in a worker of pytest-xdist through the process that has
-        started it.
-        """
+        """Raise ``pytest.UsageError`` before any test, in a worker by way of its controller."""
         if not hasattr(self._config, "workerinput"):
             raise pytest.UsageError(why)
         report.outcome = "failed"
@@ -79,11 +75,3 @@ def leave_if_refused(report: pytest.CollectReport) -> None:
     """Raise ``pytest.UsageError`` where a worker reports that its tests cannot run on the GPU."""
     if hasattr(report, REFUSAL) and "PYTEST_XDIST_WORKER" not in os.environ:
         raise pytest.UsageError(str(report.longrepr))
-
-
-def _local_workers(config: pytest.Config) -> int:
-    """Return the number of processes of this host that run tests."""
-    if config.getoption("dist", "no") == "no":
-        return 1
-    found = [re.fullmatch(r"(?:(\d+)\*)?popen\b.*", spec) for spec in config.getoption("tx", [])]
-    return max(sum(int(one[1] or 1) for one in found if one), 1)

@@ -7,10 +7,10 @@ needs goes through the gateway: a channel of execnet's that travels with the wor
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import astuple, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_gpumem.sharing.database import default_folder
 from pytest_gpumem.sharing.learned import Learned
@@ -23,31 +23,32 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.values.environment import Environment
 
-LINE = "gpumem_line"
+CHANNEL = "gpumem_channel"
 """Key of a pytest-xdist worker's input: its channel to :class:`Hosts`."""
 
 
-class Line:
+class ControllerChannel:
     """A worker's channel to the controller; without one, messages are dropped."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._channel: Any = getattr(config, "workerinput", {}).get(LINE)
+        self._channel: Any = getattr(config, "workerinput", {}).get(CHANNEL)
 
-    def will_need(self, device: str, capacity: int, needs: Mapping[str, Need], real: bool) -> None:
+    def send_needs(
+        self, device: str, capacity: int, needs: Mapping[str, Need], *, real: bool
+    ) -> None:
         """Send the needs of the worker's tests on ``device``, which has ``capacity`` bytes."""
-        told = {nodeid: list(astuple(need)) for nodeid, need in needs.items()}
+        rows = {nodeid: list(astuple(need)) for nodeid, need in needs.items()}
         host = [socket.gethostname(), str(default_folder())]
-        self.tell(host=host, device=device, capacity=capacity, needs=told, real=real)
+        self.send(host=host, device=device, capacity=capacity, needs=rows, real=real)
 
-    def tell(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Send ``entries`` of the ledger, a ``suspect`` or what is ``learned``: builtin types."""
         if self._channel is not None:
             with suppress(OSError):  # of a controller that is gone
                 self._channel.send(message)
 
 
-@dataclass(frozen=True)
-class _Host:
+class _Host(NamedTuple):
     name: str
     folder: str
     """The folder of the ledger: two hosts may have one name."""
@@ -60,62 +61,53 @@ class Hosts:
         self._places: dict[str, Place] = {}
         self._hosts: dict[str, _Host] = {}
         self._entries: dict[str, list[Entry]] = {}
-        """The ledger entries by worker."""
         self.suspects: set[str] = set()
         """Tests in which their worker left because of a fault that others shared."""
         self.learned = Learned()
-        """The data that is to be kept for later runs."""
 
     def connect(self, node: Any) -> None:
         """Open the channel of a worker that is about to start."""
         worker: str = node.gateway.id
         channel = node.gateway.newchannel()
         channel.setcallback(lambda message: self.take(worker, message))
-        node.workerinput[LINE] = channel
+        node.workerinput[CHANNEL] = channel
 
     def take(self, worker: str, message: Mapping[str, Any]) -> None:
         """Take in a worker's message; they arrive in the order of sending."""
-        if "entries" in message:
-            self._entries.setdefault(worker, []).extend(Entry(*row) for row in message["entries"])
-            return
-        if "suspect" in message:
-            self.suspects.add(message["suspect"])
-            return
-        if "learned" in message:
-            self.learned.merge(Learned.from_dict(message["learned"]))
-            return
-        host = self._hosts[worker] = _Host(*message["host"])
-        self._places[worker] = Place(
-            name=f"{host.name} {host.folder} {message['device']}",
-            capacity=message["capacity"],
-            needs={nodeid: Need(*row) for nodeid, row in message["needs"].items()},
-            real=message["real"],
-        )
+        match message:
+            case {"entries": rows}:
+                self._entries.setdefault(worker, []).extend(Entry(*row) for row in rows)
+            case {"suspect": nodeid}:
+                self.suspects.add(nodeid)
+            case {"learned": data}:
+                self.learned.merge(Learned.from_dict(data))
+            case {"host": host, "device": device, "capacity": capacity, "needs": rows}:
+                name, folder = self._hosts[worker] = _Host(*host)
+                needs = {nodeid: Need(*row) for nodeid, row in rows.items()}
+                self._places[worker] = Place(
+                    f"{name} {folder} {device}", capacity, needs, real=message["real"]
+                )
 
-    def place(self, worker: str) -> Place:
+    def place_of(self, worker: str) -> Place:
         """Return the device that a worker's tests run on."""
         return self._places.get(worker, NOWHERE)
 
     def usages(self, run: str) -> list[Usage]:
         """Return the usage of each host's devices by tests."""
-        hosts = sorted(set(self._hosts.values()), key=lambda host: (host.name, host.folder))
+        hosts = sorted(set(self._hosts.values()))
+        names = [host.name for host in hosts]
         found = []
         for host in hosts:
             workers = [worker for worker, its in self._hosts.items() if its == host]
             entries = [entry for worker in workers for entry in self._entries.get(worker, ())]
             entries.sort(key=lambda entry: entry.time)
             capacity = max(self._places[worker].capacity for worker in workers)
-            label = f"{_label(host, hosts)} " if len(hosts) > 1 else ""
+            label = host.name if names.count(host.name) == 1 else f"{host.name} ({host.folder})"
             found += [
-                replace(usage, device=f"{label}{usage.device}")
+                replace(usage, device=f"{label} {usage.device}") if len(hosts) > 1 else usage
                 for usage in usages(entries, run, capacity)
             ]
         return found
-
-
-def _label(host: _Host, hosts: Sequence[_Host]) -> str:
-    alike = [one for one in hosts if one.name == host.name]
-    return host.name if len(alike) == 1 else f"{host.name} ({host.folder})"
 
 
 def differing(environments: Mapping[str, Iterable[Environment]]) -> Iterator[str]:

@@ -18,11 +18,10 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -33,7 +32,7 @@ PRELOADED = ("pytest", "torch", "pytest_gpumem.session.isolated", "pytest_gpumem
 _GRACE = 10.0
 """Seconds that a process has to end when another has ended during the test."""
 
-_ALONE: Mapping[str, Any] = {
+_OPTIONS_OF_ONE_TEST: Mapping[str, Any] = {
     "collectonly": False,
     "deselect": None,
     "dist": "no",
@@ -54,8 +53,7 @@ _ALONE: Mapping[str, Any] = {
 """Options that the process of a single test does not share."""
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A test for another process."""
 
     test: str
@@ -102,12 +100,13 @@ class Isolation:
         started = _Started()
         try:
             for rank, environment in enumerate(environments):
-                here, there = self._context.Pipe(duplex=False)
-                arguments = there, self._job(item, environment, rank)
+                receiver, sender = self._context.Pipe(duplex=False)
+                arguments = sender, self._job(item, environment, rank)
                 process = self._context.Process(target=_serve, args=arguments)
                 process.start()
-                there.close()
-                started.add(here, process)
+                sender.close()
+                started.connections.append(receiver)
+                started.processes.append(process)
             data, problem = started.answers()
         finally:
             started.end()
@@ -116,7 +115,10 @@ class Isolation:
         if not reports or problem:
             text = problem or "it has no such test: what is collected there differs"
             name = "" if len(environments) > 1 else "the process of its own: "
-            reports = [*reports[:1], _failed(item, f"{name}{text}")]
+            failure = pytest.TestReport(
+                item.nodeid, item.location, {}, "failed", f"{name}{text}", "call"
+            )
+            reports = [*reports[:1], failure]
         return reports
 
     @property
@@ -124,16 +126,16 @@ class Isolation:
         """The input that a worker of pytest-xdist would receive."""
         config = self._config
         if hasattr(config, "workerinput"):
-            told: Mapping[str, Any] = config.workerinput
-            return told
-        alone: dict[str, Any] = {"workerid": "master", "workercount": 1}
-        node = SimpleNamespace(config=config, workerinput=alone)
+            received: Mapping[str, Any] = config.workerinput
+            return received
+        own: dict[str, Any] = {"workerid": "master", "workercount": 1}
+        node = SimpleNamespace(config=config, workerinput=own)
         hook = getattr(config.hook, "pytest_configure_node", None)
         for implementation in hook.get_hookimpls() if hook is not None else ():
             # Only this plugin's pytest_configure reads, in a worker, values that this hook sets.
             if type(implementation.plugin).__module__ == "pytest_rerunfailures":
                 implementation.function(node)
-        return alone
+        return own
 
     def _job(self, item: pytest.Item, environment: Mapping[str, str], rank: int) -> Job:
         config = self._config
@@ -149,7 +151,7 @@ class Isolation:
             test=f"{config.rootpath / path}{separator}{name}",
             options={
                 **options,
-                **_ALONE,
+                **_OPTIONS_OF_ONE_TEST,
                 "basetemp": str(base / f"isolated-{self._count}-{rank}"),
                 "inifilename": str(config.inipath) if config.inipath else None,
                 "plugins": [*options.get("plugins", ()), "no:terminal"],
@@ -165,12 +167,8 @@ class _Started:
     """The processes of one test, by rank."""
 
     def __init__(self) -> None:
-        self._connections: list[Connection] = []
-        self._processes: list[Any] = []
-
-    def add(self, connection: Connection, process: Any) -> None:
-        self._connections.append(connection)
-        self._processes.append(process)
+        self.connections: list[Connection] = []
+        self.processes: list[Any] = []
 
     def answers(self) -> tuple[Sequence[Mapping[str, Any]], str]:
         """Return the reports of the first process, and the error of any.
@@ -179,9 +177,9 @@ class _Started:
         time to report.
         """
         data: Sequence[Mapping[str, Any]] = ()
-        ended: dict[int, str] = {}
+        ended: list[str] = []
         problem = ""
-        pending = list(self._connections)
+        count, pending = len(self.processes), list(self.connections)
         until: float | None = None
         while pending:
             rest = None if until is None else max(until - time.monotonic(), 0.0)
@@ -190,32 +188,26 @@ class _Started:
                 break
             for connection in ready:
                 assert isinstance(connection, Connection)
-                rank = self._connections.index(connection)
+                rank = self.connections.index(connection)
                 pending.remove(connection)
                 try:
-                    told, wrong = connection.recv()
+                    reports, wrong = connection.recv()
                 except EOFError:
-                    process = self._processes[rank]
+                    process = self.processes[rank]
                     process.join()
-                    ended[rank] = _ended(process.exitcode)
+                    name = f"rank {rank} of {count}: " if count > 1 else ""
+                    ended.append(f"{name}{_ended(process.exitcode)}")
                     until = until or time.monotonic() + _GRACE
                     continue
-                data = told if rank == 0 else data
+                data = reports if rank == 0 else data
                 problem = problem or wrong
-        return data, self._said(ended) or problem
-
-    def _said(self, ended: Mapping[int, str]) -> str:
-        if len(self._processes) == 1:
-            return ended.get(0, "")
-        return "; ".join(
-            f"rank {rank} of {len(self._processes)}: {text}" for rank, text in ended.items()
-        )
+        return data, "; ".join(ended) or problem
 
     def end(self) -> None:
         """End all processes."""
-        for connection in self._connections:
+        for connection in self.connections:
             connection.close()
-        for process in self._processes:
+        for process in self.processes:
             process.join(_GRACE)
             if process.is_alive():
                 process.kill()
@@ -275,17 +267,6 @@ def _served(processes: int) -> Iterator[Sequence[Mapping[str, str]]]:
     worlds = [World(processes, rank, local_size=processes) for rank in range(processes)]
     yield [{**world.environment, **served} for world in worlds]
     del store
-
-
-def _failed(item: pytest.Item, text: str) -> pytest.TestReport:
-    return pytest.TestReport(
-        nodeid=item.nodeid,
-        location=item.location,
-        keywords={},
-        outcome="failed",
-        longrepr=text,
-        when="call",
-    )
 
 
 def _ended(exitcode: int | None) -> str:

@@ -78,25 +78,20 @@ class MeasuredItem:
         elif report.when == "call" and self._sentence:
             setattr(report, SENTENCE, self._sentence)
         elif report.when == "call" and self._record is not None:
-            measurement = self._record.measurement
-            if report.failed and measurement:
-                # A failure may come from a value that was made up.
-                sections = [*self._sections, *measurement.notes]
-                if sections:
-                    report.sections.append(("gpumem", "\n".join(sections)))
+            # A failure may come from a value that was made up, which the notes say.
+            notes = self.measurement.notes if self.measurement else ()
+            if report.failed and (sections := [*self._sections, *notes]):
+                report.sections.append(("gpumem", "\n".join(sections)))
             record = with_outcome(self._record, report)
             if record is not None:
                 setattr(report, ATTRIBUTE, record.to_dict())
-                self._hooks.tell(self._item, record)
+                self._hooks.call_with(self._item, record)
                 if self._hooks.broken:
                     setattr(report, BROKEN_PLUGINS, list(self._hooks.broken.values()))
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Run the body inside, after its warm-up runs; then measure and judge it.
-
-        Raises pytest's ``Failed`` where the body passed and a verdict does not.
-        """
+        """Run the body inside, after its warm-up runs; then measure and judge it, or fail it."""
         run = self.run
         try:
             for _ in range(run.prepared.runs - 1):
@@ -110,28 +105,19 @@ class MeasuredItem:
             self.body_raised = True
             with suppress(BaselineError):  # the body's own failure is more important
                 self._finish()
-            if isinstance(error, torch.OutOfMemoryError) and not self._will_run_again(error):
+            if isinstance(error, torch.OutOfMemoryError) and not (
+                self._runs_again and self._runs_again(run.shortage, run.prepared.quota, error)
+            ):
                 self._record, lines = out_of_memory(run, self._record, error)
                 self._sections += lines
             raise
         # unittest's failures do not reach pytest as exceptions: the item collects them.
         self.body_raised = self._subtest_failed or bool(getattr(self._item, "_excinfo", None))
-        try:
-            self._finish()
-        except BaselineError as error:
-            self._sentence = str(error)
-        self._fail_if_broken()
+        self._judged(self._finish)
 
     def judge(self, measured: Measurement, others: Sequence[Measurement], *, ranks: str) -> None:
-        """Judge the memory of one of several ranks, and by limits that of the ``others``.
-
-        ``ranks`` names that rank. Raises pytest's ``Failed`` where a verdict does not pass.
-        """
-        try:
-            self._take(measured, others, passed=True, ranks=ranks)
-        except BaselineError as error:
-            self._sentence = str(error)
-        self._fail_if_broken()
+        """Judge the memory of the rank named ``ranks``, and by limits that of the ``others``."""
+        self._judged(lambda: self._take(measured, others, passed=True, ranks=ranks))
 
     def note(self, *sentences: str) -> None:
         """Add ``sentences`` to the notes of the measurement."""
@@ -139,11 +125,6 @@ class MeasuredItem:
         if sentences and record is not None and record.measurement is not None:
             notes = (*record.measurement.notes, *sentences)
             self._record = replace(record, measurement=replace(record.measurement, notes=notes))
-
-    def _will_run_again(self, error: Exception) -> bool:
-        run = self.run
-        asked = self._runs_again
-        return asked is not None and asked(run.shortage, run.prepared.quota, error)
 
     def _finish(self) -> None:
         """Measure the last run, and judge it unless it is for all ranks to judge."""
@@ -163,7 +144,12 @@ class MeasuredItem:
         if self._record is not None:
             set_user_properties(self._item.user_properties, self._record)
 
-    def _fail_if_broken(self) -> None:
+    def _judged(self, judge: Callable[[], None]) -> None:
+        """Call ``judge``; then fail the test where a verdict does not pass."""
+        try:
+            judge()
+        except BaselineError as error:
+            self._sentence = str(error)
         if self._sentence:  # outside of handlers, so that no other exception precedes it
             pytest.fail(self._sentence, pytrace=False)
         record = self._record

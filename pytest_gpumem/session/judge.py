@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -71,14 +71,17 @@ class Judge:
     def failure_text(self, record: TestRecord) -> str:
         """Return the text that a test fails with."""
         update = Command.of(self._config).records(record.nodeid)
-        every = self._config.get_verbosity() > 1
-        return failure_text(record.broken, update, every=every)
+        return failure_text(record.broken, update, every=self._config.get_verbosity() > 1)
 
     def _with_verdicts(
         self, record: TestRecord, expectation: Expectation, predicted: PredictedTest | None
     ) -> TestRecord:
         assert record.measurement is not None
-        baseline = self._baseline(record.nodeid, record.environment, expectation)
+        # While baselines are replaced nothing is compared, and the update itself reports a file
+        # that cannot be read.
+        baseline = None
+        if expectation.baseline is not False and self._settings.update != "all":
+            baseline = self._store.entry(record.environment, *split_nodeid(record.nodeid))
         judgement = self._compared(
             record,
             expectation,
@@ -112,34 +115,20 @@ class Judge:
         *,
         used_elsewhere: bool,
     ) -> Judgement:
-        settings = self._settings
-        module, test_id = split_nodeid(record.nodeid)
-        needs_others = baseline is None and expectation.baseline is not False
-        phases: Mapping[str, int] = settings.defaults.get("phases", {})
+        elsewhere: Sequence[tuple[Environment, BaselineEntry]] = ()
+        if baseline is None and expectation.baseline is not False:
+            module, test_id = split_nodeid(record.nodeid)
+            elsewhere = self._store.elsewhere(module, test_id, record.environment)
+        # If CI turned the option on by itself it is for tests with baseline=True.
+        name = "gpumem_require_baselines"
         return judge(
             expectation,
             measurement,
             baseline=baseline,
             environment=record.environment,
-            require_baseline=self._baselines_required(),
-            update=settings.update,
-            elsewhere=self._store.elsewhere(module, test_id, record.environment)
-            if needs_others
-            else (),
+            require_baseline=bool(self._config.getoption(name, None) or self._config.getini(name)),
+            update=self._settings.update,
+            elsewhere=elsewhere,
             used_elsewhere=used_elsewhere,
-            default_phases=phases,
+            default_phases=self._settings.defaults.get("phases", {}),
         )
-
-    def _baseline(
-        self, nodeid: str, environment: Environment, expectation: Expectation
-    ) -> BaselineEntry | None:
-        # While baselines are replaced nothing is compared, and the update itself reports a file
-        # that cannot be read.
-        if expectation.baseline is False or self._settings.update == "all":
-            return None
-        return self._store.entry(environment, *split_nodeid(nodeid))
-
-    def _baselines_required(self) -> bool:
-        # If CI turned the option on by itself it is for tests with baseline=True.
-        name = "gpumem_require_baselines"
-        return bool(self._config.getoption(name, None) or self._config.getini(name))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from pytest_gpumem.collector import settings_kept
@@ -23,24 +23,15 @@ _MEASURES_WITH = (
 @contextmanager
 def process_kept() -> Iterator[None]:
     """Restore settings that code inside changes: collector, ``sys.path``, torch's defaults."""
-    with ExitStack() as kept:
-        kept.enter_context(settings_kept())
-        kept.enter_context(_path_kept())
-        torch = sys.modules.get("torch")
-        if torch is not None and hasattr(torch, "set_default_device"):
-            kept.enter_context(_torch_kept(torch))
-        yield
-
-
-@contextmanager
-def _path_kept() -> Iterator[None]:
-    """Restore entries of ``sys.path`` that code inside removes; entries that it adds stay."""
+    torch = sys.modules.get("torch")
+    is_loaded = hasattr(torch, "set_default_device")
     path, before = sys.path, list(sys.path)
-    try:
-        yield
-    finally:
-        sys.path = path
-        path += [entry for entry in before if entry not in path]
+    with settings_kept(), _torch_kept(torch) if is_loaded else nullcontext():
+        try:
+            yield
+        finally:
+            sys.path = path  # entries that the code has added stay
+            path += [entry for entry in before if entry not in path]
 
 
 @contextmanager

@@ -15,8 +15,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 from _pytest.config import create_terminal_writer
 
-from pytest_gpumem.device.errors import DeviceError
+from pytest_gpumem.device import DeviceError
 from pytest_gpumem.dry import scope
 from pytest_gpumem.report.pytest_reports import HARMLESS
 from pytest_gpumem.session.rerun import collected_error
@@ -73,29 +73,25 @@ class Launched:
             if config.option.basetemp:
                 config.option.basetemp = f"{config.option.basetemp}-rank{world.rank}"
 
-    def be_quiet(self) -> None:
+    def keep_output(self) -> None:
         """Keep pytest's output off the terminal: only the first rank writes."""
         reporter = self._config.pluginmanager.getplugin("terminalreporter")
         if self.world.rank and reporter is not None:
             self._kept = io.StringIO()
             reporter._tw = create_terminal_writer(self._config, self._kept)
 
-    def _speak(self) -> None:
-        reporter = self._config.pluginmanager.getplugin("terminalreporter")
-        if self._kept is not None and reporter is not None:
-            reporter._tw = create_terminal_writer(self._config, sys.stdout)
-            reporter._tw.write(self._kept.getvalue(), flush=True)
-            self._kept = None
-
     @property
-    def speaks(self) -> bool:
+    def writes_output(self) -> bool:
         """Whether this process writes the output of the run."""
         return self.world.rank == 0 or not self._met
 
     def meet(self, items: Sequence[pytest.Item], expectations: Expectations) -> None:
-        """Meet the other ranks, if any of ``items`` is measured: all have to run the same."""
+        """Meet the other ranks if any of ``items`` is measured, else write the kept output."""
         if not any(map(expectations.is_measured, items)):
-            self._speak()
+            reporter = self._config.pluginmanager.getplugin("terminalreporter")
+            if self._kept is not None and reporter is not None:
+                reporter._tw = create_terminal_writer(self._config, sys.stdout)
+                reporter._tw.write(self._kept.getvalue(), flush=True)
             return
         # Nothing else in a run has to import torch before a test needs it.
         from pytest_gpumem.simulated.distributed.meeting import meeting_of
@@ -106,9 +102,14 @@ class Launched:
             if self.world.rank == 0 and _is_main_thread():
                 self._terminate = signal.signal(signal.SIGTERM, self._terminated)
             own = sha256("\n".join(item.nodeid for item in items).encode()).hexdigest()
-            told = meeting.gather("its tests", own)
-            odd = next((rank for rank, one in enumerate(told) if one != own), None)
-            problem = meeting.hear("its tests", None if odd is None else _other_tests(odd))
+            hashes = meeting.gather("its tests", own)
+            problems = [
+                f"rank {rank} would run other tests than rank 0, or in another order: start all of "
+                "them alike, with -p no:randomly, or one seed, where a plugin shuffles tests"
+                for rank, one in enumerate(hashes)
+                if one != own
+            ]
+            problem = meeting.hear("its tests", problems[0] if problems else None)
         if problem:
             self._leave(problem, pytest.ExitCode.USAGE_ERROR)
 
@@ -116,34 +117,31 @@ class Launched:
     def settling(
         self,
         item: pytest.Item,
-        course: Measured,
+        lifecycle: Measured,
         expectation: Expectation | None,
         *,
         called: bool,
     ) -> Iterator[None]:
         """Set up ``item`` inside, or call it if ``called``, with one outcome on all ranks."""
         try:
-            if not called:
-                self._ensure_group()
+            # A device that cannot be had is reported when the test begins.
+            with suppress(DeviceError):
+                if not called and self._meeting is not None and self._selector.real() is not None:
+                    self._ensure_group(self._meeting)
             yield
         except BaseException as error:
-            self._settle(item, course.current, expectation, error)
+            self._settle(item, lifecycle.current, expectation, error)
             raise
         if called:
-            self._settle(item, course.current, expectation, collected_error(item))
+            self._settle(item, lifecycle.current, expectation, collected_error(item))
 
-    def _ensure_group(self) -> None:
+    def _ensure_group(self, meeting: Meeting) -> None:
         """Initialise ``torch.distributed``, as is automatic in a simulated rank."""
-        try:
-            if self._meeting is None or self._selector.real() is None:
-                return
-        except DeviceError:
-            return  # reported when the test begins
         if self._group is None:
             # Needed by a run on GPUs only.
             from pytest_gpumem.session.own_group import OwnGroup
 
-            self._group = OwnGroup(self._meeting.store, self.world)
+            self._group = OwnGroup(meeting.store, self.world)
         with scope.opened():  # no device is active yet
             self._group.ensure()
 
@@ -160,28 +158,30 @@ class Launched:
         """
         if self._meeting is None or isinstance(error, _ENDING):
             return
-        topic = f"{item.nodeid}"
         with self._in_company():
-            told = self._meeting.gather(topic, _told(item, current, error))
-        verdict: BaseException | None = error
+            outcomes = self._meeting.gather(item.nodeid, _outcome(item, current, error))
+        verdict = error
         if self.world.rank == 0 and error is None:
-            verdict = _caught(lambda: self._judge(current, expectation, told))
+            try:
+                self._judge(current, expectation, outcomes)
+            except (Exception, pytest.fail.Exception) as failure:
+                verdict = failure
         with self._in_company():
-            heard = self._meeting.hear(topic, _text(item, verdict))
+            failure_of_first = self._meeting.hear(item.nodeid, _text(item, verdict))
         if error is not None:
             return
         if verdict is not None:
             raise verdict
-        if heard is not None and self.world.rank:
-            pytest.fail(f"rank 0: {heard}", pytrace=False)
+        if failure_of_first is not None and self.world.rank:
+            pytest.fail(f"rank 0: {failure_of_first}", pytrace=False)
 
     def _judge(
         self,
         current: MeasuredItem | None,
         expectation: Expectation | None,
-        told: Sequence[Mapping[str, Any]],
+        outcomes: Sequence[Mapping[str, Any]],
     ) -> None:
-        for rank, one in enumerate(told):
+        for rank, one in enumerate(outcomes):
             if one["outcome"] == "failed":
                 pytest.fail(f"rank {rank} failed: {one['text']}", pytrace=False)
         if current is None:
@@ -191,12 +191,12 @@ class Launched:
 
         measured = {
             rank: Measurement.from_dict(one["measurement"])
-            for rank, one in enumerate(told)
+            for rank, one in enumerate(outcomes)
             if one["measurement"] is not None
         }
         if 0 not in measured:
             return  # an unmarked test that used no device
-        skipped = [f"rank {rank}" for rank, one in enumerate(told) if one["outcome"] == "skipped"]
+        skipped = [f"rank {n}" for n, one in enumerate(outcomes) if one["outcome"] == "skipped"]
         named = expectation.rank if expectation is not None else None
         peaks = {rank: one.peak_allocated for rank, one in measured.items()}
         judged = named if isinstance(named, int) and named in measured else worst_of(peaks)
@@ -217,14 +217,14 @@ class Launched:
             return
         with self._in_company():
             own = {"status": int(session.exitstatus), "failures": self._failures}
-            told = self._meeting.gather("the end of its tests", own)
-            for rank, one in enumerate(told):
+            others = self._meeting.gather("the end of its tests", own)
+            for rank, one in enumerate(others):
                 for nodeid, text in one["failures"].items():
                     if nodeid not in self._failures:
-                        results.note(f"{nodeid} failed on rank {rank}, and not on rank 0: {text}")
+                        note = f"{nodeid} failed on rank {rank}, and not on rank 0: {text}"
+                        results.notes.append(note)
             if session.exitstatus in HARMLESS:
-                statuses = [one["status"] for one in told]
-                bad = (status for status in statuses if status not in HARMLESS)
+                bad = (one["status"] for one in others if one["status"] not in HARMLESS)
                 session.exitstatus = next(bad, session.exitstatus)
             status: int = self._meeting.hear("its exit status", int(session.exitstatus))
         session.exitstatus = self._status = status
@@ -242,22 +242,21 @@ class Launched:
         if self._status not in HARMLESS and _is_main_thread():
             # torchrun terminates remaining ranks of a failed run, and would report that instead.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with _lost_no_more():
+        from pytest_gpumem.simulated.distributed.meeting import MeetingError
+
+        with suppress(MeetingError):  # rank 0 has left already
             meeting.hear("the end", None)
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         """Record a failure, which another rank may not have."""
-        self._note(report)
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Record a collection error, which another rank may not have."""
-        self._note(report)
-
-    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             lines = (crash.message if crash else report.longreprtext).splitlines()
             self._failures.setdefault(report.nodeid, lines[0] if lines else "")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Record a collection error, which another rank may not have."""
+        self.pytest_runtest_logreport(report)
 
     @contextmanager
     def _in_company(self) -> Iterator[None]:
@@ -284,23 +283,14 @@ _ENDING = (KeyboardInterrupt, pytest.exit.Exception)
 """Exceptions that end a run, and not only a test."""
 
 
-def _other_tests(rank: int) -> str:
-    return (
-        f"rank {rank} would run other tests than rank 0, or in another order: start all of them "
-        "alike, with -p no:randomly, or one seed, where a plugin shuffles tests"
-    )
-
-
-def _told(
+def _outcome(
     item: pytest.Item, current: MeasuredItem | None, error: BaseException | None
 ) -> Mapping[str, Any]:
+    """Return what the other ranks need to know of a test that ended with ``error``."""
     measurement = current.measurement if current is not None and error is None else None
-    if error is None:
-        outcome = "passed"
-    else:
-        outcome = "skipped" if isinstance(error, _skipping()) else "failed"
+    failed = "skipped" if isinstance(error, _skipping()) else "failed"
     return {
-        "outcome": outcome,
+        "outcome": "passed" if error is None else failed,
         "text": _text(item, error),
         "measurement": measurement and measurement.to_dict(),
     }
@@ -325,21 +315,3 @@ def _skipping() -> tuple[type[BaseException], ...]:
 def _is_main_thread() -> bool:
     """Return whether this is the main thread, which alone may set signal handlers."""
     return threading.current_thread() is threading.main_thread()
-
-
-def _caught(call: Callable[[], None]) -> BaseException | None:
-    try:
-        call()
-    except (Exception, pytest.fail.Exception) as error:
-        return error
-    return None
-
-
-@contextmanager
-def _lost_no_more() -> Iterator[None]:
-    from pytest_gpumem.simulated.distributed.meeting import MeetingError
-
-    try:
-        yield
-    except MeetingError:
-        return  # rank 0 has left already

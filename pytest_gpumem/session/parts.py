@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.device import DeviceError
 from pytest_gpumem.options import settings_from
 from pytest_gpumem.session.early import selector_of, world_of_run
 from pytest_gpumem.session.expected import Expectations
+from pytest_gpumem.session.host import Host
 from pytest_gpumem.session.results import Results
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.session.hooks import Hooks
-    from pytest_gpumem.session.host import Host
     from pytest_gpumem.session.isolated import Isolation
     from pytest_gpumem.session.launched import Launched
     from pytest_gpumem.session.predictions import Predictions
@@ -39,6 +40,7 @@ class Parts:
         self.settings = settings = settings_from(config)
         self.selector = selector_of(config, settings)
         self.selector.extra = lambda device: self.hooks.environment(device)
+        self.host = Host(config, settings)
         self.results = Results(config, settings)
         self.expectations = Expectations(settings, self.selector)
         self.launched = self._launched()
@@ -78,13 +80,6 @@ class Parts:
         return self.is_worker or self.config.getoption("dist", "no") == "no"
 
     @cached_property
-    def host(self) -> Host:
-        """The GPUs of this host, and whether as many processes as there are can use them."""
-        from pytest_gpumem.session.host import Host
-
-        return Host(self.config, self.settings)
-
-    @cached_property
     def hooks(self) -> Hooks:
         """The hook calls to other plugins."""
         from pytest_gpumem.session.hooks import Hooks
@@ -120,11 +115,9 @@ class Parts:
         """Return the expectation and device of ``item``, ``None`` if it is not measured."""
         if not self.expectations.is_measured(item):
             return None
-        from pytest_gpumem.device.errors import DeviceError
-
         try:
             model = self.expectations.models(item)[0]
-            device = self.selector.select(model, seat=self.expectations.seat(item))
+            device = self.selector.select(model, requested=self.expectations.requested_rank(item))
         except DeviceError:
             return None  # reported where the test begins
         return self.expectations.of(item), device

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import TYPE_CHECKING
 
+import pytest
+
 from pytest_gpumem.device.host_gpus import host_gpus
 from pytest_gpumem.sharing.database import SharingError, default_folder
 from pytest_gpumem.sharing.host import CONTEXT
-from pytest_gpumem.sharing.placement import Spot, take_place
+from pytest_gpumem.sharing.placement import CandidateDevice, take_place
 from pytest_gpumem.sizes import MIB
 
 if TYPE_CHECKING:
@@ -29,41 +31,36 @@ def place(settings: Settings) -> Callable[[], None]:
     Does nothing where tests are simulated, and to a variable that the user has set for MPS. Raises
     ``pytest.UsageError`` where the table of places cannot be used.
     """
+    patches = pytest.MonkeyPatch()
     gpus = host_gpus(settings.device)
     if not gpus:
-        return lambda: None
+        return patches.undo
     own = gpus[0]
-    chosen = {}
     if settings.share and settings.device.index is None and len(gpus) > 1:
-        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
         try:
-            own = gpus[take_place(default_folder(), [spot_of(gpu) for gpu in gpus], run)]
+            own = gpus[take_place(default_folder(), [candidate_of(gpu) for gpu in gpus])]
         except SharingError as error:
-            import pytest
-
             raise pytest.UsageError(str(error)) from None
-        chosen[VISIBLE] = visible(own, gpus)
+        patches.setenv(VISIBLE, visible(own, gpus))
     if settings.quota is not None and own.mode.mps:
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-        part = part_of_mps(settings.quota, own.total, workers)
-        chosen |= {name: value for name, value in part.items() if name not in os.environ}
-    before = {name: os.environ.get(name) for name in chosen}
-    os.environ.update(chosen)
-    return lambda: _restore(before)
+        for name, value in part_of_mps(settings.quota, own.total, workers).items():
+            if name not in os.environ:
+                patches.setenv(name, value)
+    return patches.undo
 
 
-def spot_of(gpu: NvmlReading) -> Spot:
+def candidate_of(gpu: NvmlReading) -> CandidateDevice:
     """Return the room for a worker on ``gpu``."""
     taken = {process.pid: process.used or 0 for process in gpu.others or ()}
     taken[0] = max(gpu.used - sum(taken.values()), 0)
     is_exclusive = gpu.mode.is_exclusive or gpu.mode.prohibited
-    return Spot(
+    is_for_one = is_exclusive or gpu.mode.mig_profile is not None
+    return CandidateDevice(
         name=gpu.uuid,
         total=min(gpu.total, gpu.mode.limit or gpu.total),
         taken=taken,
-        seats=(0 if gpu.mode.prohibited else 1)
-        if is_exclusive or gpu.mode.mig_profile is not None
-        else None,
+        most_workers=int(not gpu.mode.prohibited) if is_for_one else None,
         strict=is_exclusive,
     )
 
@@ -89,11 +86,3 @@ def part_of_mps(quota: Quota, total: int, workers: int) -> Mapping[str, str]:
     size = quota.of(total, workers)
     threads = min(max(round(100 * size / total), 1), 100)
     return {MPS_THREADS: str(threads), MPS_MEMORY: f"0={ceil((size + CONTEXT) / MIB)}M"}
-
-
-def _restore(before: Mapping[str, str | None]) -> None:
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

@@ -70,33 +70,27 @@ class Predictions:
     ) -> dict[str, PredictedTest]:
         from pytest_gpumem.prediction.process import PredictionError, run_tests
 
-        machine = device.machine
+        config, machine = self._config, device.machine
+        # A worker receives pytest's arguments from the controller.
+        given = getattr(config, "workerinput", {}).get(ARGUMENTS, config.invocation_params.args)
+        seed = getattr(config.option, "randomly_seed", None)  # chosen by pytest-randomly
         try:
             answers = run_tests(
                 list(map(_by_path, items.values())),
                 [machine],
-                arguments=self._arguments(),
-                folder=self._config.invocation_params.dir,
-                options=self._options(),
+                arguments=list(map(os.fspath, given)),
+                folder=config.invocation_params.dir,
+                options={"randomly_seed": seed} if isinstance(seed, int) else {},
                 seconds=seconds,
             )
         except PredictionError as error:
             unknown = PredictedTest(machine.model.name, None, f"it was not simulated: {error}")
             return dict.fromkeys(items, unknown)
-        return dict(_by_test(items, answers, machine.model.name))
-
-    def _arguments(self) -> list[str]:
-        """Return the arguments of pytest; a worker receives them from the controller."""
-        worker = getattr(self._config, "workerinput", {})
-        given: Iterable[str | os.PathLike[str]] = worker.get(
-            ARGUMENTS, self._config.invocation_params.args
-        )
-        return [os.fspath(argument) for argument in given]
-
-    def _options(self) -> dict[str, int]:
-        """Return options that pytest chose by itself: the seed of pytest-randomly."""
-        seed = getattr(self._config.option, "randomly_seed", None)
-        return {"randomly_seed": seed} if isinstance(seed, int) else {}
+        known = {answer.nodeid: answer for answer in answers}
+        return {
+            nodeid: _predicted(known.get(without_group(nodeid)), machine.model.name)
+            for nodeid in items
+        }
 
 
 def _by_path(item: pytest.Item) -> str:
@@ -105,19 +99,13 @@ def _by_path(item: pytest.Item) -> str:
     return f"{item.path}{separator}{name}"
 
 
-def _by_test(
-    nodeids: Iterable[str], answers: Iterable[Answer], gpu: str
-) -> Iterable[tuple[str, PredictedTest]]:
-    told = {answer.nodeid: answer for answer in answers}
-    for nodeid in nodeids:
-        answer = told.get(without_group(nodeid))
-        if answer is None:
-            yield nodeid, PredictedTest(gpu, None, "the simulation did not run it")
-        elif not answer.measured or answer.record is None:
-            why = answer.problem or "it allocates nothing there"
-            yield nodeid, PredictedTest(gpu, None, f"on a simulated {gpu}: {why}")
-        else:
-            yield nodeid, PredictedTest(gpu, answer.record.measurement)
+def _predicted(answer: Answer | None, gpu: str) -> PredictedTest:
+    if answer is None:
+        return PredictedTest(gpu, None, "the simulation did not run it")
+    if answer.measured and answer.record is not None:
+        return PredictedTest(gpu, answer.record.measurement)
+    why = answer.problem or "it allocates nothing there"
+    return PredictedTest(gpu, None, f"on a simulated {gpu}: {why}")
 
 
 def is_worth_it(unknown: int, workers: int) -> bool:
@@ -139,15 +127,10 @@ def foreseen(folder: Path, run: str, simulate: Callable[[], Mapping[str, int]]) 
         with suppress(OSError, ValueError):
             found: dict[str, int] = json.loads(answer.read_bytes())
             return found
-        _clear(folder)
+        for path in folder.glob(f"{_PREFIX}*"):  # of runs of earlier days
+            with suppress(OSError):
+                if path.stat().st_mtime < time.time() - KEPT:
+                    path.unlink()
         found = dict(simulate())
         replace_file(answer, json.dumps(found).encode("ascii"))
     return found
-
-
-def _clear(folder: Path) -> None:
-    """Remove the files that runs of earlier days have left."""
-    for path in folder.glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            if path.stat().st_mtime < time.time() - KEPT:
-                path.unlink()

@@ -7,15 +7,14 @@ from typing import NoReturn
 import pytest
 
 from pytest_gpumem.baseline import store, update
-from pytest_gpumem.device.computed import Computed
+from pytest_gpumem.device import Computed, DeviceError
 from pytest_gpumem.device.cuda import CudaDevice, device_count
 from pytest_gpumem.device.device import Device
-from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.device.quota import QuotaError
 from pytest_gpumem.marker import Expectation
 from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.report import json_report, record, terminal
-from pytest_gpumem.session import affinity, conclusion, second_run
+from pytest_gpumem.session import affinity, conclusion, rerun
 from pytest_gpumem.session.expected import model_of
 from pytest_gpumem.session.item import MeasuredItem
 from pytest_gpumem.session.judge import Judge
@@ -23,9 +22,9 @@ from pytest_gpumem.session.parts import Parts
 from pytest_gpumem.session.run import Prepared, Run
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.prediction import PredictedTest
-from pytest_gpumem.values.world import Seat
+from pytest_gpumem.values.world import RequestedRank
 
-USED_AFTERWARDS = (affinity, conclusion, json_report, record, second_run, store, terminal, update)
+USED_AFTERWARDS = (affinity, conclusion, json_report, record, rerun, store, terminal, update)
 """Modules used after bodies, imported before: a body may empty ``sys.path``, or leave a folder that
 is deleted, and must not cost the reports of the tests that are over."""
 
@@ -36,17 +35,13 @@ class Preparation:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._judge = Judge(parts.config, parts.settings)
-        self._said: set[str] = set()
+        self._problems: set[str] = set()
         """Reasons why there is no device, which are the same for every test."""
         self.ledger = FixtureLedger()
         """The memory of living fixtures."""
 
     def device_of(self, item: pytest.Item, rank: int, *, computed: Computed) -> Device:
-        """Return the device of ``item``; skip or fail it with a sentence where there is none.
-
-        A simulated or dry device computes the values that this or the options request. For a test
-        that runs as several ranks it is the device of ``rank``.
-        """
+        """Return the device of ``item`` as ``rank``; skip or fail it with a sentence if none."""
         expectations, selector = self._parts.expectations, self._parts.selector
         model, models = expectations.models(item)
         simulated = selector.simulates(model)
@@ -57,15 +52,19 @@ class Preparation:
             )
         if (asked := expectations.ranks(item)) is not None:
             self._check_ranks(asked)
-        device = self._reported(model, computed, expectations.seat(item, rank))
+        device = self._select(model, computed, expectations.requested_rank(item, rank))
         known = (*models[:1], selector.only_model, None)
         if not simulated and selector.real() and model not in known:
             pytest.skip(
                 f"measured on a real GPU, once, as [{models[0]}]: {model} is for simulation"
             )
         expectation = expectations.of(item)
-        if expectation and expectation.min_memory is not None:
-            _skip_below(expectation.min_memory, device)
+        least = expectation.min_memory if expectation else None
+        if least is not None and device.total_memory < least:
+            _skip(
+                f"needs a GPU of {format_size(least)}, and {device.environment.gpu} has "
+                f"{format_size(device.total_memory)}"
+            )
         return device
 
     def begin(self, item: pytest.Item, device: Device) -> MeasuredItem:
@@ -87,7 +86,7 @@ class Preparation:
         else:
             runs_again = parts.sharing.runs_again if parts.sharing else None
             return MeasuredItem(run, self._judge, parts.hooks, runs_again)
-        pytest.fail(problem, pytrace=False)
+        pytest.fail(problem, pytrace=False)  # outside, so that no other exception precedes it
 
     def _check_ranks(self, asked: int) -> None:
         """Skip or fail a test that requests a number of ranks which this run does not have."""
@@ -115,28 +114,31 @@ class Preparation:
             pytrace=False,
         )
 
-    def _reported(self, model: str | None, computed: Computed, seat: Seat | None) -> Device:
+    def _select(
+        self, model: str | None, computed: Computed, requested: RequestedRank | None
+    ) -> Device:
         if self._parts.settings.sim_values == "always":
             computed = Computed.ALL
         try:
-            return self._parts.selector.select(model, computed=computed, seat=seat)
+            return self._parts.selector.select(model, computed=computed, requested=requested)
         except DeviceError as error:
             problem = str(error)
-        if problem in self._said:
-            pytest.fail("there is no device to measure on, as the first test says", pytrace=False)
-        self._said.add(problem)
+        if problem in self._problems:
+            problem = "there is no device to measure on, as the first test says"
+        self._problems.add(problem)
         pytest.fail(problem, pytrace=False)
 
     def _quota(self, expectation: Expectation | None, device: Device) -> int | None:
         """Return the bytes that this process may reserve during the test, ``None`` for no limit."""
-        passage = self._parts.sharing.passage if self._parts.sharing else None
-        if passage is not None and passage.quota is not None:
-            return passage.quota
+        admissions = self._parts.sharing.admissions if self._parts.sharing else None
+        if admissions is not None and admissions.quota is not None:
+            return admissions.quota
         if expectation is not None and expectation.quota is not None:
             return expectation.quota
+        if (quota := self._parts.settings.quota) is None:
+            return None
         workers = getattr(self._parts.config, "workerinput", {}).get("workercount", 1)
-        quota = self._parts.settings.quota
-        return None if quota is None else quota.of(device.total_memory, workers)
+        return quota.of(device.total_memory, workers)
 
     def _predicted(
         self, item: pytest.Item, expectation: Expectation | None, device: Device
@@ -159,12 +161,3 @@ class Preparation:
 def _skip(reason: str) -> NoReturn:
     # As skipif does it: the report then names the test's line, not this one.
     raise pytest.skip.Exception(reason, _use_item_location=True)
-
-
-def _skip_below(size: int, device: Device) -> None:
-    total = device.total_memory
-    if total < size:
-        _skip(
-            f"needs a GPU of {format_size(size)}, and {device.environment.gpu} has "
-            f"{format_size(total)}"
-        )

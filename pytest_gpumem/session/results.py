@@ -71,13 +71,11 @@ class Results:
         """The environments of measurements, by worker of pytest-xdist."""
         self.stopwatch = Stopwatch()
         self.usages: Sequence[Usage] = ()
-        """The usage of the devices that tests of the run shared."""
         self.foreseen: Learned | None = None
         """The simulated needs of tests, as far as they were requested."""
         self.shard = ""
         """The sentence on the part of the tests that this run was."""
         self.any_marked = False
-        """Whether any collected test is marked."""
 
     @property
     def records(self) -> list[TestRecord]:
@@ -88,24 +86,26 @@ class Results:
         """Take in one report of a test."""
         if hasattr(report, RESCHEDULED):
             return
-        nodeid, run = without_group(report.nodeid), self._run_of(report)
+        nodeid = without_group(report.nodeid)
+        each = self.config.getoption("dist", "no") == "each"  # on each worker, one run of a test
+        run = nodeid, getattr(report, "worker_id", "") if each else ""
         outcome: str = report.outcome
         if outcome == "rerun":  # by pytest-rerunfailures: this attempt does not count
             self.reruns.add(run)
             return
         self.stopwatch.take(run, report)
         self.broken_plugins.update(dict.fromkeys(getattr(report, BROKEN_PLUGINS, ())))
-        if getattr(report, SKIPPED_AT_IMPORT, False):
-            self.skipped_at_import += 1
-        if sentence := getattr(report, UNSIMULATED, None):
-            self.unsimulated[nodeid] = sentence
-        if kernel := getattr(report, UNDESCRIBED, None):
-            self.undescribed[nodeid] = kernel
-        if sentence := getattr(report, SENTENCE, None):
-            self.sentences[nodeid] = sentence
+        self.skipped_at_import += getattr(report, SKIPPED_AT_IMPORT, False)
+        for attribute, texts in (
+            (UNSIMULATED, self.unsimulated),
+            (UNDESCRIBED, self.undescribed),
+            (SENTENCE, self.sentences),
+        ):
+            if text := getattr(report, attribute, None):
+                texts[nodeid] = text
+        is_subtest = hasattr(report, "context")
         if report.failed:
-            subtest = hasattr(report, "context")
-            (self.subtest_failed if subtest else self.failed).add(run)
+            (self.subtest_failed if is_subtest else self.failed).add(run)
         if data := getattr(report, ATTRIBUTE, None):
             from pytest_gpumem.report.record import TestRecord
 
@@ -114,33 +114,20 @@ class Results:
             self.lines[nodeid] = (report.location[0], (report.location[1] or 0) + 1)
             if worker := getattr(report, "worker_id", None):
                 self.environments.setdefault(worker, set()).add(record.environment)
-        if report.failed and run in self.by_run and not hasattr(report, "context"):
+        if report.failed and run in self.by_run and not is_subtest:
             # Not yet known when the record was made: a failed subtest, an error of the teardown.
             outcome = "failed" if report.when == "call" else "error"
             self.by_run[run] = replace(self.by_run[run], outcome=outcome)
-
-    def _run_of(self, report: pytest.TestReport) -> Run:
-        """Return a report's run of a test: ``--dist each`` has one on each worker."""
-        each = self.config.getoption("dist", "no") == "each"
-        return without_group(report.nodeid), getattr(report, "worker_id", "") if each else ""
 
     def collected(self, nodeids: Iterable[str], *, marked: bool) -> None:
         """Take in the ids of all collected tests, and whether any of them is marked."""
         self.existing.update(map(without_group, nodeids))
         self.any_marked |= marked
 
-    def note(self, sentence: str) -> None:
-        """Add a sentence for the run's reader."""
-        self.notes.append(sentence)
-
     def not_collected(self, nodeid: str) -> None:
         """Record a collection error: the module's tests may well exist."""
         module = nodeid.partition("::")[0]
         self.incomplete[module] = f"{module} could not be collected"
-
-    def module_skipped(self, nodeid: str) -> None:
-        """Count a module that a condition on the device skipped when it was imported."""
-        self.skipped_modules.add(nodeid)
 
     def output(self) -> dict[str, Any]:
         """Return this worker's data for the controller, as builtin types."""
@@ -208,25 +195,25 @@ class Stopwatch:
 
     def timed(self, run: Run, record: TestRecord) -> TestRecord:
         """Return ``record`` with the whole test's duration, and the number of others beside it."""
-        seconds = self._seconds.get(run)
-        if seconds is None:
+        if run not in self._seconds:
             return record
-        return replace(record, duration=round(seconds, 6), beside=self._beside.get(run))
+        duration = round(self._seconds[run], 6)
+        return replace(record, duration=duration, beside=self._beside.get(run))
 
-    def lessons(self, records: Mapping[Run, TestRecord]) -> Learned:
+    def costs(self, records: Mapping[Run, TestRecord]) -> Learned:
         """Return the data to keep of the tests that passed; ``records`` are of the measured."""
-        from pytest_gpumem.sharing.learned import NO_DEVICE, Learned, Lesson
+        from pytest_gpumem.sharing.learned import NO_DEVICE, Learned, TestCost
 
         learned = Learned()
         for run in self._passed:
             record = records.get(run)
             seconds = round(self._seconds[run], 3)
             if record is None:
-                learned.learn(NO_DEVICE, run[0], Lesson(seconds=seconds))
-            elif record.measurement is not None:
+                learned.learn(NO_DEVICE, run[0], TestCost(seconds=seconds))
+            elif (measured := record.measurement) is not None:
                 own = seconds if self._was_alone(run, record) else None
-                lesson = Lesson(seconds=own, reserved=reserved_by(record))
-                learned.learn(record.environment.key, run[0], lesson)
+                reserved = max(measured.peak_reserved, measured.peak_allocated, 0)
+                learned.learn(record.environment.key, run[0], TestCost(own, reserved))
         return learned
 
     def _was_alone(self, run: Run, record: TestRecord) -> bool:
@@ -236,9 +223,3 @@ class Stopwatch:
             return not beside
         # Several workers without a shared gate may each have been beside the others.
         return len(self._workers) < 2 and (record.nvml or {}).get("alone") is not False
-
-
-def reserved_by(record: TestRecord) -> int | None:
-    """Return the most bytes that a test reserved of its device."""
-    measured = record.measurement
-    return None if measured is None else max(measured.peak_reserved, measured.peak_allocated, 0)

@@ -84,7 +84,9 @@ class Run:
             self.is_recorded = recorder is not None
             account = None if recorder is None else self._account(recorder)
             numbered = settings.loop_phases == "numbered"
-            self._meter = Meter(statistics, ledger, account, numbered=numbered, apart=device.apart)
+            self._meter = Meter(
+                statistics, ledger, account, numbered=numbered, apart=device.compile_context
+            )
             starting.enter_context(pausable(self._meter.unmeasured))
             starting.enter_context(pausable(device.unmeasured))
             fixtures = ledger.with_nested(used_fixtures.expected_fixtures(item))
@@ -110,7 +112,7 @@ class Run:
         """Meter the set-up of one fixture."""
         found = set(used_fixtures.active_fixtures(request).values())
         if self.in_body:
-            self._bring_fixtures()
+            self._repeat_set_ups()
         else:
             self.prepared.device.restart_collector()
         with self._meter.setting_up(fixture) as nested:
@@ -120,11 +122,11 @@ class Run:
                 asked_for = set(used_fixtures.active_fixtures(request).values()) - found - {fixture}
                 nested.extend(asked_for - set(nested))
 
-    def _bring_fixtures(self) -> None:
+    def _repeat_set_ups(self) -> None:
         """Put fixtures into this test's memory that its body requests and earlier tests set up."""
         device = self.prepared.device
-        for fixture in device.absent(used_fixtures.fixtures_of(self.prepared.item)):
-            self._meter.found(fixture, partial(device.bring, fixture))
+        for fixture in device.not_in_memory(used_fixtures.fixtures_of(self.prepared.item)):
+            self._meter.found(fixture, partial(device.repeat_set_up, fixture))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -150,10 +152,7 @@ class Run:
             self.in_body = True
             self._expected = Expected(self._expected_before)
             try:
-                with (
-                    self._meter.watching(),
-                    used_fixtures.fixtures_found(item, self._bring_fixtures),
-                ):
+                with self._meter.watching(), used_fixtures.noticing(item, self._repeat_set_ups):
                     device.restart_collector()
                     with process_kept():
                         yield
@@ -183,10 +182,7 @@ class Run:
 
     @property
     def shortage(self) -> Refusal | None:
-        """The last allocation that the allocator refused, preferably one caused by a neighbour.
-
-        ``None`` where none was refused, or where refusals are not observed.
-        """
+        """The last allocation that the allocator refused, preferably one caused by a neighbour."""
         quota = self.prepared.quota
         crowded = [one for one in self._refusals if cause_of(one, quota) is Cause.NEIGHBOUR]
         found = crowded or self._refusals
@@ -195,11 +191,9 @@ class Run:
     def out_of_memory(self) -> OutOfMemory | None:
         """Return who held the memory when it ran out, ``None`` where that is not known."""
         device = self.prepared.device
-        release = device.environment.torch.split(".")
+        major, minor = map(int, device.environment.torch.split("."))
         return self._meter.out_of_memory(
-            device.index,
-            total=device.total_memory,
-            version=(int(release[0]), int(release[1])),
+            device.index, total=device.total_memory, version=(major, minor)
         )
 
     def _account(self, recorder: Recorder) -> Account:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.device import DeviceError
 from pytest_gpumem.paths import relative
 from pytest_gpumem.report.pytest_reports import HARMLESS
 from pytest_gpumem.session.early import begin, current_ambient
@@ -24,21 +25,21 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.collection import Collection
     from pytest_gpumem.session.conclusion import Conclusion
     from pytest_gpumem.session.controller import Controller
-    from pytest_gpumem.session.course import Course
     from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
+    from pytest_gpumem.session.lifecycle import TestLifecycle
     from pytest_gpumem.session.shard import Sharding
 
 
 class GpumemSession(Parts):
     """The plugin's state in one process, which may be a pytest-xdist worker or controller."""
 
-    course: Course | None = None
-    """The course of this process's tests; ``None`` while none of them is measured."""
+    lifecycle: TestLifecycle | None = None
+    """The lifecycle of this process's tests; ``None`` while none of them is measured."""
 
     def start(self) -> None:
         """Activate the simulated GPU, where the options require it."""
         if self.launched is not None:
-            self.launched.be_quiet()
+            self.launched.keep_output()
             self.closing.callback(self.launched.end)
         if self.settings.share and not self.runs_tests:
             self.controller.watch_waits()
@@ -46,8 +47,6 @@ class GpumemSession(Parts):
             return
         early = current_ambient(self.config)
         if early is None:
-            from pytest_gpumem.device.errors import DeviceError
-
             try:
                 early = begin(self.config, self.settings, self.selector)
             except DeviceError as error:
@@ -56,8 +55,8 @@ class GpumemSession(Parts):
 
     def stop(self) -> None:
         """Restore the state of the process, also where a test was interrupted."""
-        if self.course is not None:
-            self.course.end()
+        if self.lifecycle is not None:
+            self.lifecycle.end()
         if ambient := current_ambient(self.config):
             ambient.resources.close()
         self.closing.close()
@@ -89,12 +88,14 @@ class GpumemSession(Parts):
         if self.config.getoption("collectonly", False):
             return
         if self.settings.all and not self.selector.off and not self.expectations.torch_is_there:
-            self.results.note("--gpumem-all measured no test, because torch is not installed")
+            self.results.notes.append(
+                "--gpumem-all measured no test, because torch is not installed"
+            )
         if self.sharing is not None:
             self.results.usages = self.controller.usages() or self.sharing.usages()
             self.results.foreseen = self.controller.hosts.learned
-        speaks = self.launched is None or self.launched.speaks
-        fails = speaks and self._writes and not self.conclusion.finish(session.exitstatus)
+        writes = self._writes and (self.launched is None or self.launched.writes_output)
+        fails = writes and not self.conclusion.finish(session.exitstatus)
         if fails and session.exitstatus in HARMLESS:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.launched is not None:
@@ -117,22 +118,22 @@ class GpumemSession(Parts):
         """Return the value of the ``gpumem`` fixture for the current test."""
         from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
 
-        if self.course is not None and self.course.current is not None:
-            return Gpumem(self.course.current.run)
+        if self.lifecycle is not None and self.lifecycle.current is not None:
+            return Gpumem(self.lifecycle.current.run)
         return IdleGpumem(off=self.selector.off)
 
-    def course_of(self, item: pytest.Item) -> Course | None:
-        """Return the course of tests, ``None`` where neither ``item`` nor others are measured."""
-        if self.course is None and (
+    def lifecycle_of(self, item: pytest.Item) -> TestLifecycle | None:
+        """Return the lifecycle of tests, ``None`` where no test is measured so far nor ``item``."""
+        if self.lifecycle is None and (
             self.results.any_marked
             or self.ambient is not None
             or item.get_closest_marker(MARKER_NAME)
             or self.expectations.is_measured(item)
         ):
-            from pytest_gpumem.session.course import Course
+            from pytest_gpumem.session.lifecycle import TestLifecycle
 
-            self.course = Course(self)
-        return self.course
+            self.lifecycle = TestLifecycle(self)
+        return self.lifecycle
 
     @cached_property
     def collection(self) -> Collection:

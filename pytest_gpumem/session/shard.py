@@ -9,8 +9,8 @@ import pytest
 
 from pytest_gpumem.baseline.store import BaselineError, read_folder
 from pytest_gpumem.report.pytest_reports import without_group
-from pytest_gpumem.session.learning import WEIGHTS, learned_of_whole_runs
 from pytest_gpumem.session.results import Results
+from pytest_gpumem.sharing.learned import WEIGHTS, learned_of_whole_runs
 from pytest_gpumem.sharing.weights import (
     OF_PYTEST_SPLIT,
     Shard,
@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 
 class Sharding:
-    """The deselection of other machines' tests, after all other deselection.
-
-    Raises ``pytest.UsageError`` where the given file has no needs of tests.
-    """
+    """The deselection of other machines' tests, after all other deselection."""
 
     def __init__(
         self,
@@ -52,12 +49,11 @@ class Sharding:
             )
         except WeightsError as error:
             raise pytest.UsageError(str(error)) from None
-        shards = self.weights.shards
-        if shards and len(shards) != self._count:
+        count = len(self.weights.shards)
+        if count and count != self._count:
             raise pytest.UsageError(
-                f"--gpumem-shard={self._number}/{self._count}: {settings.shard_by} has "
-                f"{len(shards)} shards; write {min(self._number, len(shards))}/{len(shards)} or "
-                "plan anew"
+                f"--gpumem-shard={self._number}/{self._count}: {settings.shard_by} has {count} "
+                f"shards; write {min(self._number, count)}/{count} or plan anew"
             )
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -77,18 +73,25 @@ class Sharding:
         return result
 
     def _parts(self, items: Sequence[pytest.Item]) -> list[list[str]]:
-        weights: dict[str, Weight] = {}
+        units: dict[str, list[pytest.Item]] = {}
         for item in items:
-            own = self._weight(item)
-            weights[own.name] = _together(weights.get(own.name), own)
+            units.setdefault(_unit(item), []).append(item)
+        weights = [self._weight(name, together) for name, together in units.items()]
         if self.weights.shards:
-            on_gpu = {_unit(item) for item in items if self._expectation(item)}
-            return planned(self.weights.shards, list(weights.values()), on_gpu)
-        return split(weights.values(), self._count)
+            on_gpu = {name for name, found in units.items() if any(map(self._expectation, found))}
+            return planned(self.weights.shards, weights, on_gpu)
+        return split(weights, self._count)
 
-    def _weight(self, item: pytest.Item) -> Weight:
-        nodeid = without_group(item.nodeid)
-        return Weight(_unit(item), self.weights.seconds.get(nodeid), self._size(item, nodeid))
+    def _weight(self, name: str, items: Sequence[pytest.Item]) -> Weight:
+        """Return the weight of tests that run one after the other."""
+        nodeids = [without_group(item.nodeid) for item in items]
+        seconds = [self.weights.seconds[one] for one in nodeids if one in self.weights.seconds]
+        sizes = [self._size(item, nodeid) for item, nodeid in zip(items, nodeids, strict=True)]
+        return Weight(
+            name,
+            sum(seconds) if seconds else None,
+            max((size for size in sizes if size is not None), default=None),
+        )
 
     def _size(self, item: pytest.Item, nodeid: str) -> int | None:
         """Return the bytes that count: those that tests of a shared device wait for."""
@@ -123,12 +126,12 @@ def planned(
     known = {name for part in parts for name in part}
     most = max(shard.memory for shard in shards)
     least = min(shard.price for shard in shards)
-    for kind, takes in (
-        (True, [shard.memory == most for shard in shards]),
-        (False, [shard.price == least for shard in shards]),
+    pairs = list(zip(shards, parts, strict=True))
+    for is_on_gpu, takers in (
+        (True, [part for shard, part in pairs if shard.memory == most]),
+        (False, [part for shard, part in pairs if shard.price == least]),
     ):
-        missing = [t for t in tests if t.name not in known and (t.name in on_gpu) == kind]
-        takers = [part for part, taken in zip(parts, takes, strict=True) if taken]
+        missing = [t for t in tests if t.name not in known and (t.name in on_gpu) == is_on_gpu]
         for part, further in zip(takers, split(missing, len(takers)), strict=True):
             part += further
     return parts
@@ -153,21 +156,12 @@ def _weights(config: pytest.Config, settings: Settings) -> Weights:
             pass  # reported where tests are judged
     learned = learned_of_whole_runs(config)
     for _, nodeid, _ in learned:
-        lesson = learned.anywhere(nodeid)
-        if lesson.seconds is not None:
-            seconds[nodeid] = lesson.seconds
-        if lesson.reserved is not None:
-            bytes_[nodeid] = lesson.reserved
+        cost = learned.anywhere(nodeid)
+        if cost.seconds is not None:
+            seconds[nodeid] = cost.seconds
+        if cost.reserved is not None:
+            bytes_[nodeid] = cost.reserved
     return Weights(seconds, bytes_)
-
-
-def _together(one: Weight | None, other: Weight) -> Weight:
-    """Return the sum of two tests that run one after the other."""
-    if one is None:
-        return other
-    seconds = [known for known in (one.seconds, other.seconds) if known is not None]
-    sizes = [known for known in (one.bytes, other.bytes) if known is not None]
-    return Weight(one.name, sum(seconds) if seconds else None, max(sizes) if sizes else None)
 
 
 def _unit(item: Any) -> str:

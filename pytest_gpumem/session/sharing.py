@@ -6,28 +6,32 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import pytest
 
-from pytest_gpumem.baseline.store import BaselineError, BaselineStore, split_nodeid
+from pytest_gpumem.baseline.store import (
+    BaselineEntry,
+    BaselineError,
+    BaselineStore,
+    split_nodeid,
+)
 from pytest_gpumem.device.device import Device
 from pytest_gpumem.marker import GUARANTEED, Expectation
 from pytest_gpumem.options import Settings
 from pytest_gpumem.report.pytest_reports import without_group
-from pytest_gpumem.session.hosts import Line
-from pytest_gpumem.session.learning import learned_before
-from pytest_gpumem.session.passage import Passage, interruptible
+from pytest_gpumem.session.device_admissions import DeviceAdmissions, interruptible
+from pytest_gpumem.session.hosts import ControllerChannel
 from pytest_gpumem.session.predictions import Predictions
 from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again
 from pytest_gpumem.session.waiting import Waiting
 from pytest_gpumem.sharing.database import SharingError, default_folder
+from pytest_gpumem.sharing.device_counts import DeviceCounts
 from pytest_gpumem.sharing.gate import Admission, Gate
-from pytest_gpumem.sharing.learned import Learned, Lesson
+from pytest_gpumem.sharing.learned import Learned, TestCost, learned_before
 from pytest_gpumem.sharing.ledger import Ledger
 from pytest_gpumem.sharing.need import Need
-from pytest_gpumem.sharing.reach import Reach
 from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.sharing.usage import Usage
 from pytest_gpumem.values.measurement import Measurement
@@ -50,21 +54,21 @@ class Sharing:
         self._settings = settings
         self._store = BaselineStore(settings.baselines)
         self._learned = learned_before(config)
-        self._line = Line(config)
+        self._channel = ControllerChannel(config)
         self._ledger: Ledger | None = None
         self._worker = 0
         self._gates: dict[Device, Gate] = {}
         self._waiting = Waiting(config)
-        self._reach = Reach(config.rootpath)
+        self._device_counts = DeviceCounts(config.rootpath)
         self._unusable: str | None = None
         """The reason why there is no gate for the current test."""
-        self.passage: Passage | None = None
+        self.admissions: DeviceAdmissions | None = None
         """The current test's entries and exits, ``None`` for one that does not share."""
 
     @property
     def refusal(self) -> str | None:
         """The reason why the current test may not run at all."""
-        return self.passage.refusal if self.passage is not None else self._unusable
+        return self.admissions.refusal if self.admissions is not None else self._unusable
 
     @contextmanager
     def admitted(
@@ -80,92 +84,84 @@ class Sharing:
             self._unusable = str(error)
             yield
             return
-        self.passage = Passage(
-            gate, item.nodeid, need, device, elastic=elastic, left=self._has_left
+        self.admissions = DeviceAdmissions(
+            gate, item.nodeid, need, device, elastic=elastic, released=self._send_released
         )
         try:
-            self.passage.enter()
+            self.admissions.enter()
             yield
         finally:
-            self.passage.leave()
-            self.passage = None
+            self.admissions.leave()
+            self.admissions = None
 
     def runs_again(self, refusal: Refusal | None, quota: int | None, error: Exception) -> bool:
         """Return whether the current test, which ``error`` ended, will run once more."""
-        return self.passage is not None and bool(self.passage.next_run(error, refusal, quota))
+        return self.admissions is not None and bool(self.admissions.next_run(error, refusal, quota))
 
     def again(
-        self, course: Measured, item: pytest.Item, error: BaseException | None
+        self, lifecycle: Measured, item: pytest.Item, error: BaseException | None
     ) -> Rerun | None:
-        """Return the run that the current test needs after ``error``, if it needs another.
-
-        Raises pytest's ``Failed`` for a test for which there was no room even alone.
-        """
-        passage, current = self.passage, course.current
-        if passage is None or current is None or not can_run_again(item):
+        """Return the run that the current test needs after ``error``; fail it without room."""
+        admissions, current = self.admissions, lifecycle.current
+        if admissions is None or current is None or not can_run_again(item):
             return None
         refused = current.run.shortage, current.run.prepared.quota
-        following = passage.next_run(error, *refused)
+        following = admissions.next_run(error, *refused)
         if following is not None:
             if error is not None:
                 # Memory that the frames hold would be missing from the device.
                 traceback.clear_frames(error.__traceback__)
 
             def begin() -> None:
-                passage.enter_again(following)
-                course.begin(item)
+                admissions.enter_again(following)
+                lifecycle.begin(item)
 
-            return Rerun(course, item, begin)
-        if error is not None and (problem := passage.crowded_out(*refused)):
+            return Rerun(lifecycle, item, begin)
+        if error is not None and (problem := admissions.crowded_out(*refused)):
             pytest.fail(problem, pytrace=False)
         return None
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Run the current test's body inside; an opportunistic one makes room for others."""
-        admission = self.passage.admission if self.passage else None
+        admission = self.admissions.admission if self.admissions else None
         if admission is None or admission.need.guaranteed:
             yield
             return
-        ledger = Ledger(default_folder())  # a thread's own
+        with closing(Ledger(default_folder())) as ledger:  # a thread's own
 
-        def has_to_yield() -> bool:
-            try:
-                return ledger.has_to_yield(admission.test)
-            except SharingError:
+            def has_to_yield() -> bool:
+                with suppress(SharingError):
+                    return ledger.has_to_yield(admission.test)
                 return False
 
-        try:
             with interruptible(has_to_yield):
                 yield
-        finally:
-            ledger.close()
 
     def suspect(self) -> bool:
         """Mark the current test for a rerun alone, unless it ran so; return whether it was marked.
 
         Others may have come after it began, so it is rerun unless it was meant to run alone.
         """
-        admission = self.passage.admission if self.passage else None
+        admission = self.admissions.admission if self.admissions else None
         if admission is None or self._ledger is None or admission.need.exclusive:
             return False
         self._ledger.suspect(self._run, admission.nodeid)
-        self._line.tell(suspect=admission.nodeid)
+        self._channel.send(suspect=admission.nodeid)
         return True
 
     def plan(self, tests: Iterable[tuple[pytest.Item, Expectation | None, Device]]) -> None:
         """Send the needs of ``tests`` to the process that schedules them."""
         tests = list(tests)
-        needs = {}
-        name, capacity, real = "", 0, False
         self._foresee(tests)
-        for item, expectation, device in tests:
-            gate = self._gate(item, device)
-            capacity = max(capacity, gate.capacity)
-            needs[item.nodeid] = self._need(item, expectation, device)
-            name, real = name or gate.name, real or not device.environment.simulated
-        if needs:
-            self._line.will_need(name, capacity, needs, real)
+        gates = [self._gate(item, device) for item, _, device in tests]
+        if tests:
+            self._channel.send_needs(
+                gates[0].name,
+                max(gate.capacity for gate in gates),
+                {test[0].nodeid: self._need(*test) for test in tests},
+                real=not all(device.environment.simulated for _, _, device in tests),
+            )
 
     def _foresee(self, tests: Sequence[tuple[pytest.Item, Expectation | None, Device]]) -> None:
         """Simulate unknown needs of tests on a real GPU, where that saves its time."""
@@ -175,7 +171,7 @@ class Sharing:
             (item, device)
             for item, expectation, device in tests
             if not device.environment.simulated
-            and self._lesson(item.nodeid, device).predicted is None
+            and self._cost(item.nodeid, device).predicted is None
             and self._known(item.nodeid, expectation, device)[0] is None
         ]
         if not is_worth_it(len(unknown), self._workers):
@@ -184,16 +180,15 @@ class Sharing:
 
         def simulate() -> dict[str, int]:
             found = self._predictions().of_all([item for item, _ in unknown], device, PATIENCE)
-            return {nodeid: reserved_bytes(one.measurement) for nodeid, one in found.items()}
+            return {nodeid: _reserved(one.measurement) for nodeid, one in found.items()}
 
-        answer: Mapping[str, int] = {}
-        with suppress(OSError):  # for a folder that cannot be used, which the gate reports
-            answer = foreseen(default_folder(), self._run, simulate)
         learned = Learned()
-        for nodeid, size in answer.items():
-            learned.learn(device.environment.key, without_group(nodeid), Lesson(predicted=size))
+        with suppress(OSError):  # for a folder that cannot be used, which the gate reports
+            for nodeid, size in foreseen(default_folder(), self._run, simulate).items():
+                cost = TestCost(predicted=size)
+                learned.learn(device.environment.key, without_group(nodeid), cost)
         self._learned.merge(learned)
-        self._line.tell(learned=learned.to_dict())
+        self._channel.send(learned=learned.to_dict())
 
     def usages(self) -> list[Usage]:
         """Return the usage of the devices that this process shared."""
@@ -204,7 +199,7 @@ class Sharing:
         capacity = max(gate.capacity for gate in self._gates.values())
         return usages(self._ledger.log(), self._run, capacity)
 
-    def _has_left(self, admission: Admission) -> None:
+    def _send_released(self, admission: Admission) -> None:
         """Send the controller the bytes that a finished test had, and since when."""
         who = (self._run, self._name, os.getpid(), admission.nodeid)
         events = (admission.granted, "granted"), (time.time(), "released")
@@ -213,11 +208,11 @@ class Sharing:
             for device, size in admission.reserved.items()
             for event in events
         ]
-        self._line.tell(entries=entries)
+        self._channel.send(entries=entries)
 
     def beside(self) -> int | None:
         """Return the number of other tests that the current one has shared its devices with."""
-        if self._ledger is None or self.passage is None or self.passage.admission is None:
+        if self._ledger is None or self.admissions is None or self.admissions.admission is None:
             return None
         with suppress(SharingError):
             return self._ledger.beside(self._worker)
@@ -226,11 +221,11 @@ class Sharing:
     def learn(self, record: Mapping[str, Any]) -> None:
         """Record how many devices the test of ``record`` uses."""
         with suppress(SharingError):
-            self._reach.learn(record)
+            self._device_counts.learn(record)
 
     def close(self) -> None:
         """Leave the ledger."""
-        self._reach.close()
+        self._device_counts.close()
         if self._ledger is not None:
             self._ledger.leave(self._worker)
             self._ledger.close()
@@ -243,16 +238,16 @@ class Sharing:
                 self._ledger = Ledger(folder)
                 self._worker = self._ledger.join(self._run, self._name)
             shared = device.share(folder)
-            self._reach.remember(len(shared))
+            self._device_counts.remember(len(shared))
             self._gates[device] = Gate(
                 self._ledger,
                 self._worker,
                 shared,
                 held=device.held,
-                reach=self._reach.of,
+                reach=self._device_counts.of,
                 tidy=lambda: item.session._setupstate.teardown_exact(None),
                 patience=self._settings.share_timeout,
-                waits=self._waiting.tell,
+                waits=self._waiting.report,
             )
         return self._gates[device]
 
@@ -261,16 +256,16 @@ class Sharing:
         quota = expectation.quota if expectation else None
         if quota is not None and (size is None or size > quota):
             size, source = int(quota), "quota"
-        duration = self._lesson(item.nodeid, device).seconds
-        alone = self._ledger is not None and self._ledger.is_suspect(self._run, item.nodeid)
+        duration = self._cost(item.nodeid, device).seconds
+        suspect = self._ledger is not None and self._ledger.is_suspect(self._run, item.nodeid)
         if expectation is None:
-            return Need(size, source, duration, exclusive=alone)
-        self._reach.declare(item.nodeid, expectation.gpu)
+            return Need(size, source, duration, exclusive=suspect)
+        self._device_counts.declare(item.nodeid, expectation.gpu)
         return Need(
             size,
             source,
             duration,
-            exclusive=expectation.exclusive or alone,
+            exclusive=expectation.exclusive or suspect,
             priority=expectation.priority,
             guaranteed=expectation.qos == GUARANTEED,
         )
@@ -288,20 +283,20 @@ class Sharing:
         except BaselineError:
             stored = None  # reported where the test is judged
         if stored is not None:
-            return max(stored.peak_reserved, round(stored.peak_allocated * MARGIN)), "baseline"
-        lesson = self._lesson(nodeid, device)
-        if lesson.reserved is not None:
-            return lesson.reserved, "earlier run"
-        if lesson.predicted:
-            return lesson.predicted, "prediction"
+            return _reserved(stored), "baseline"
+        cost = self._cost(nodeid, device)
+        if cost.reserved is not None:
+            return cost.reserved, "earlier run"
+        if cost.predicted:
+            return cost.predicted, "prediction"
         return None, "unknown"
 
-    def _lesson(self, nodeid: str, device: Device) -> Lesson:
+    def _cost(self, nodeid: str, device: Device) -> TestCost:
         return self._learned.of(device.environment.key, without_group(nodeid))
 
 
-def reserved_bytes(measured: Measurement | None) -> int:
-    """Return the bytes that a simulated test reserves, 0 where it was not measured."""
-    if measured is None:
+def _reserved(peaks: Measurement | BaselineEntry | None) -> int:
+    """Return the bytes that a test with these peaks reserves, 0 where it was not measured."""
+    if peaks is None:
         return 0
-    return max(measured.peak_reserved, round(measured.peak_allocated * MARGIN))
+    return max(peaks.peak_reserved, round(peaks.peak_allocated * MARGIN))

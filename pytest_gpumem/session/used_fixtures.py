@@ -68,16 +68,13 @@ def _overridden(
 
 
 def active_fixtures(request: pytest.FixtureRequest) -> dict[str, FixtureDef[Any]]:
-    """Return the fixtures that a test has requested so far, by name.
-
-    Not public: pytest records only there which ones a test requested while it ran.
-    """
+    """Return the fixtures that a test has requested so far, which pytest records only there."""
     return dict(getattr(request, "_fixture_defs", {}))
 
 
 @contextmanager
-def fixtures_found(item: pytest.Item, tell: Callable[[], None]) -> Iterator[None]:
-    """Call ``tell`` after each ``request.getfixturevalue`` of the body, which runs inside.
+def noticing(item: pytest.Item, notice: Callable[[], None]) -> Iterator[None]:
+    """Call ``notice`` after each ``request.getfixturevalue`` of the body, which runs inside.
 
     A fixture that is set up has a hook, and one that an earlier test has set up has none.
     """
@@ -89,7 +86,7 @@ def fixtures_found(item: pytest.Item, tell: Callable[[], None]) -> Iterator[None
 
     def called(argname: str) -> Any:
         value = get(argname)
-        tell()
+        notice()
         return value
 
     request.getfixturevalue = called

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -19,15 +19,12 @@ class Room(NamedTuple):
     free: int
     context: int
     """The bytes that each worker takes, whatever it runs."""
-    seats: int | None = None
+    most_workers: int | None = None
     """The most workers of the device; ``None`` for no limit."""
 
 
 def workers_by_memory(config: pytest.Config) -> int | None:
-    """Return how many workers ``-n auto`` stands for, ``None`` where pytest-xdist decides.
-
-    Raises ``pytest.UsageError`` for wrong options.
-    """
+    """Return how many workers ``-n auto`` stands for, ``None`` where pytest-xdist decides."""
     settings = settings_from(config)
     if not settings.share or os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
         return None
@@ -37,26 +34,29 @@ def workers_by_memory(config: pytest.Config) -> int | None:
     if not rooms:
         return None
     cores: int = pytest_xdist_auto_num_workers(config)
-    known = _limited(_needs(settings, gpu), settings, max(room.free for room in rooms))
-    found = min(fitting(rooms, known), cores)
+    needs = list(_needs(settings, gpu))
+    if settings.quota is not None and not settings.quota.auto:
+        most = settings.quota.of(max(room.free for room in rooms), 1)
+        # The quota is itself used where no need is known.
+        needs = [min(need, most) for need in needs] or [most]
+    found = min(fitting(rooms, needs), cores)
     config.stash[SIZED] = f"-n auto: {found} of {cores} cores' workers fit the memory"
     return found
 
 
-def fitting(rooms: Iterable[Room], needs: Iterable[float]) -> int:
+def fitting(rooms: Iterable[Room], needs: Sequence[float]) -> int:
     """Return the number of workers that can run tests at once: at least one.
 
     Each holds its context and a test of the mean need; ``needs`` are bytes, of the tests whose
     needs are known. More workers would only wait, and hold their contexts.
     """
-    needs = list(needs)
     mean = sum(needs) / len(needs) if needs else 0.0
     total = 0
     for room in rooms:
         each = room.context + mean
         # Without known needs, only the number of cores limits workers.
         fit = int(room.free // each) if each else 2**16
-        total += fit if room.seats is None else min(fit, room.seats)
+        total += fit if room.most_workers is None else min(fit, room.most_workers)
     return max(total, 1)
 
 
@@ -65,14 +65,14 @@ def _rooms(settings: Settings) -> tuple[list[Room], str]:
     from pytest_gpumem.device.host_gpus import host_gpus
 
     if gpus := host_gpus(settings.device):
-        from pytest_gpumem.session.placement import spot_of
+        from pytest_gpumem.session.placement import candidate_of
         from pytest_gpumem.sharing.host import CONTEXT
         from pytest_gpumem.sharing.host import MARGIN as LEFT_FREE
 
-        spots = [spot_of(gpu) for gpu in (gpus if settings.device.index is None else gpus[:1])]
+        used = gpus if settings.device.index is None else gpus[:1]
         rooms = [
-            Room(round(spot.room(()) - spot.total * LEFT_FREE), CONTEXT, spot.seats)
-            for spot in spots
+            Room(round(one.room(()) - one.total * LEFT_FREE), CONTEXT, one.most_workers)
+            for one in map(candidate_of, used)
         ]
         return rooms, f"cuda-{gpus[0].name}"
     if settings.device.kind not in ("sim", "auto"):
@@ -105,12 +105,3 @@ def _needs(settings: Settings, gpu: str) -> Iterator[float]:
             continue  # reported where a baseline is needed
         for entry in content.tests.values() if content else ():
             yield max(entry.peak_reserved, entry.peak_allocated * MARGIN)
-
-
-def _limited(needs: Iterable[float], settings: Settings, free: int) -> list[float]:
-    """Return the needs of tests under the quota, which is itself used where none is known."""
-    quota = settings.quota
-    if quota is None or quota.auto:
-        return list(needs)
-    most = quota.of(free, 1)
-    return [min(need, most) for need in needs] or [most]

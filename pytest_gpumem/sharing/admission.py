@@ -25,7 +25,6 @@ class Request:
     id: int
     """Ascending in the order in which tests asked."""
     owner: int
-    """The worker that runs it."""
     needs: Mapping[str, int]
     """Bytes by device, above what its worker holds for longer."""
     since: float
@@ -33,7 +32,6 @@ class Request:
     duration: float | None = None
     """Expected duration in seconds; ``None`` if unknown."""
     exclusive: bool = False
-    """Nothing else may run on its devices."""
     priority: int = 0
     guaranteed: bool = True
     """``False`` for an opportunistic test: it goes last."""
@@ -57,11 +55,6 @@ class Device:
         taken = sum(request.needs.get(name, 0) for request in running)
         held = sum(self.contexts.values()) + sum(self.fixtures.values())
         return self.capacity - self.foreign - held - taken
-
-    def tidied(self, workers: Container[int]) -> Device:
-        """Return the device once ``workers`` have torn their fixtures down."""
-        kept = {owner: held for owner, held in self.fixtures.items() if owner not in workers}
-        return replace(self, fixtures=kept)
 
 
 Devices = Mapping[str, Device]
@@ -98,8 +91,7 @@ def to_tidy(
     returned tear them down before they go on to wait.
     """
     order = in_order(waiting, now)
-    busy = list(running)
-    blocked: list[Request] = []
+    busy, blocked = list(running), list[Request]()
     tidying: set[int] = set()
     for request in order:
         if _shares(request, blocked):
@@ -153,7 +145,7 @@ def in_order(waiting: Iterable[Request], now: float) -> list[Request]:
 
     def rank(request: Request) -> tuple[float, int]:
         waited = max(now - request.since, 0.0) // PATIENCE
-        return (-(request.priority + waited + (1 if request.guaranteed else 0)), request.id)
+        return -(request.priority + waited + request.guaranteed), request.id
 
     return sorted(waiting, key=rank)
 
@@ -165,10 +157,10 @@ def _shares(request: Request, others: Iterable[Request]) -> bool:
 def _fits(request: Request, running: Iterable[Request], devices: Devices) -> bool:
     beside = list(running)
     for name, need in request.needs.items():
-        here = [other for other in beside if name in other.needs]
-        if here and (request.exclusive or any(other.exclusive for other in here)):
+        sharing = [other for other in beside if name in other.needs]
+        if sharing and (request.exclusive or any(other.exclusive for other in sharing)):
             return False
-        if name not in devices or need > devices[name].free(name, here):
+        if name not in devices or need > devices[name].free(name, sharing):
             return False
     return True
 
@@ -181,7 +173,12 @@ def _can_fit(request: Request, running: Sequence[Request], devices: Devices) -> 
 
 
 def _tidied(devices: Devices, workers: Container[int]) -> Devices:
-    return {name: device.tidied(workers) for name, device in devices.items()}
+    """Return the devices once ``workers`` have torn their fixtures down."""
+    tidied = {}
+    for name, device in devices.items():
+        kept = {owner: held for owner, held in device.fixtures.items() if owner not in workers}
+        tidied[name] = replace(device, fixtures=kept)
+    return tidied
 
 
 def _may_pass(

@@ -19,21 +19,16 @@ class SharingError(Exception):
 
 
 def default_folder() -> Path:
-    """Return the folder shared by this user's runs on this host: ``GPUMEM_SHARE_DIR`` or a default.
-
-    Not in the home directory, which several hosts may share.
-    """
+    """Return the folder shared by this user's runs on this host."""
     if given := os.environ.get(FOLDER_VARIABLE):
         return Path(given)
     user = str(os.getuid()) if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    # Not in the home directory, which several hosts may share.
     return Path(tempfile.gettempdir()) / f"pytest-gpumem-{user}"
 
 
 class Database:
-    """A connection to the database ``path``, created from ``schema`` where it is new.
-
-    Raises :class:`SharingError` where it cannot be used.
-    """
+    """A connection to the database ``path``, created from ``schema`` where it is new."""
 
     def __init__(self, path: Path, schema: str) -> None:
         self.path = path

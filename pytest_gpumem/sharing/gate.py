@@ -10,9 +10,9 @@ from typing import Protocol
 
 from pytest_gpumem.sharing.admission import Device
 from pytest_gpumem.sharing.database import SharingError
-from pytest_gpumem.sharing.ledger import Answer, Ledger, State
+from pytest_gpumem.sharing.ledger import Ledger, State
 from pytest_gpumem.sharing.need import Need
-from pytest_gpumem.sharing.processes import NOBODY, Process, descends_from, name_of
+from pytest_gpumem.sharing.processes import UNKNOWN_PROCESS, Process, descends_from, name_of
 from pytest_gpumem.sizes import format_size
 
 FIRST_PAUSE = 0.005
@@ -41,7 +41,6 @@ class Admission:
 
     nodeid: str
     test: int
-    """Its number in the ledger."""
     need: Need
     waited: float
     """Seconds."""
@@ -57,10 +56,6 @@ class Admission:
 
 class NotAdmittedError(SharingError):
     """A test waited too long, or needs more than the empty device has; one sentence on it."""
-
-
-def _say_nothing(nodeid: str, waited: float, holders: str) -> None:
-    """Report nothing."""
 
 
 class Gate:
@@ -87,7 +82,7 @@ class Gate:
         reach: Callable[[str], int | None] = lambda nodeid: 1,
         tidy: Callable[[], None],
         patience: float,
-        waits: Callable[[str, float, str], None] = _say_nothing,
+        waits: Callable[[str, float, str], None] = lambda *waiting: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -120,10 +115,7 @@ class Gate:
 
     @contextmanager
     def admitted(self, nodeid: str, need: Need) -> Iterator[Admission]:
-        """Wait until the test may run, run it inside the context, then release its memory.
-
-        Raises :class:`NotAdmittedError`.
-        """
+        """Run the test inside, once there is memory for it; raises :class:`NotAdmittedError`."""
         test = self._ledger.ask(
             self._worker,
             nodeid,
@@ -151,15 +143,21 @@ class Gate:
             view = self.view()
             now = self._clock()
             waited = now - began
-            if not _has_room(view[self.name], need):
-                crowded = now
+            if view[self.name].capacity - view[self.name].foreign < (need.bytes or 0):
+                crowded = now  # other processes do not leave enough memory for the test
             elif now - crowded < need.calm and waited <= self._patience:
                 self._waits(nodeid, waited, f"{_amount(need)} to stay free for {need.calm:.0f} s")
                 self._sleep(LONGEST_PAUSE)
                 continue
             answer = self._ledger.try_grant(test, view)
             if answer.granted:
-                return self._admission(answer, test, nodeid, need, waited, holders)
+                request = next(
+                    one.request for one in answer.state.waiting if one.request.id == test
+                )
+                alone = not any(
+                    one.request.needs.keys() & request.needs.keys() for one in answer.state.running
+                )
+                return Admission(nodeid, test, need, waited, holders, request.needs, alone)
             if answer.tidy and not is_tidy:
                 # Only once: what is left after that is a leak, which no teardown frees.
                 is_tidy = True
@@ -180,36 +178,37 @@ class Gate:
     def view(self) -> dict[str, Device]:
         """Return the memory of each device, and what other processes hold of it."""
         return {
-            name: Device(capacity=device.capacity, foreign=sum(self._strangers(device).values()))
+            name: Device(device.capacity, foreign=sum(self._held_by_others(device).values()))
             for name, device in self._devices.items()
         }
 
-    def strangers(self) -> str:
+    def foreign_processes(self) -> str:
         """Return which other processes hold memory, as a clause; empty where none does."""
-        return _strangers_of(
-            {name: self._strangers(device) for name, device in self._devices.items()}
+        return ", ".join(
+            f"{name_of(pid) if pid else 'an unnamed process'} holds {format_size(size)} of {name}"
+            for name, device in self._devices.items()
+            for pid, size in self._held_by_others(device).items()
         )
 
-    def _strangers(self, device: HostDevice) -> dict[int, int]:
-        """Return the bytes of ``device`` by process, without workers and their descendants."""
+    def _held_by_others(self, device: HostDevice) -> dict[int, int]:
+        """Return the bytes of ``device`` by process, without workers and their descendants.
+
+        Of those that the driver assigns to no process, only as many as no worker may hold.
+        """
         workers = {process.pid for process in self._ledger.owners().values()}
+        taken = device.taken()
+        if taken.get(UNKNOWN_PROCESS):
+            state = self._ledger.state({device.name: Device(device.capacity)})
+            taken = without_hidden(taken, claims_of(state, device.name, self._ledger.owners()))
         return {
             pid: size
-            for pid, size in self._taken(device).items()
+            for pid, size in taken.items()
             if size and pid not in workers and not descends_from(pid, workers)
         }
 
-    def _taken(self, device: HostDevice) -> Mapping[int, int]:
-        """Return the bytes of ``device`` by process, less unassigned ones that workers may hold."""
-        taken = device.taken()
-        if not taken.get(NOBODY):
-            return taken
-        state = self._ledger.state({device.name: Device(device.capacity)})
-        return without_hidden(taken, claims_of(state, device.name, self._ledger.owners()))
-
     def _holders(self, state: State) -> str:
         """Return the holders of the memory that a test waits for, as a clause."""
-        parts = [*holding(state), *filter(None, [self.strangers()])]
+        parts = [*holding(state), *filter(None, [self.foreign_processes()])]
         return ", ".join(parts) or "no process holds memory, and tests before it wait too"
 
     def _above_held(self, nodeid: str, need: Need) -> dict[str, int]:
@@ -223,30 +222,14 @@ class Gate:
         names = list(self._devices)[: self._reach(nodeid)]
         return {name: max(need.bytes - self._held(name)[1], 0) for name in names}
 
-    def _admission(
-        self, answer: Answer, test: int, nodeid: str, need: Need, waited: float, holders: str
-    ) -> Admission:
-        request = next(one.request for one in answer.state.waiting if one.request.id == test)
-        beside = [
-            one for one in answer.state.running if one.request.needs.keys() & request.needs.keys()
-        ]
-        return Admission(nodeid, test, need, waited, holders, request.needs, alone=not beside)
-
     def _refuse_too_large(self, state: State, nodeid: str, need: Need) -> None:
-        if need.bytes is None:
-            return
         name, device = next(iter(state.devices.items()))
-        contexts = sum(device.contexts.values())
-        if need.bytes > device.capacity - contexts:
+        most = device.capacity - sum(device.contexts.values())
+        if need.bytes is not None and need.bytes > most:
             raise NotAdmittedError(
                 f"{nodeid} needs {format_size(need.bytes)} by its {need.source}, and {name} has "
-                f"{format_size(device.capacity - contexts)} for tests"
+                f"{format_size(most)} for tests"
             )
-
-
-def _has_room(device: Device, need: Need) -> bool:
-    """Return whether other processes leave enough memory for the test."""
-    return device.capacity - device.foreign >= (need.bytes or 0)
 
 
 def holding(state: State) -> list[str]:
@@ -264,28 +247,18 @@ def holding(state: State) -> list[str]:
     return parts
 
 
-def _strangers_of(found: Mapping[str, Mapping[int, int]]) -> str:
-    return ", ".join(
-        f"{name_of(pid) if pid else 'an unnamed process'} holds {format_size(size)} of {name}"
-        for name, processes in found.items()
-        for pid, size in processes.items()
-    )
-
-
 def _amount(need: Need) -> str:
     return "a device alone" if need.bytes is None else format_size(need.bytes)
 
 
 def without_hidden(taken: Mapping[int, int], claims: Mapping[int, int]) -> dict[int, int]:
-    """Return ``taken`` without those of :data:`NOBODY`'s bytes that may be the workers'.
+    """Return ``taken`` without unassigned bytes that may be the workers'.
 
-    Args:
-        taken: bytes by process, from the driver.
-        claims: bytes by process that each worker may hold, by its own account. Workers that the
-            driver does not list may hold as many of :data:`NOBODY`'s.
+    ``taken`` are bytes by process, from the driver; ``claims`` those that each worker may hold, by
+    its own account. Workers that the driver does not list may hold as many unassigned ones.
     """
     hidden = sum(claim for pid, claim in claims.items() if not taken.get(pid))
-    return {**taken, NOBODY: max(taken.get(NOBODY, 0) - hidden, 0)}
+    return {**taken, UNKNOWN_PROCESS: max(taken.get(UNKNOWN_PROCESS, 0) - hidden, 0)}
 
 
 def claims_of(state: State, device: str, owners: Mapping[int, Process]) -> dict[int, int]:

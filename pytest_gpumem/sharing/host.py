@@ -10,7 +10,7 @@ import psutil
 from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlMemory, NvmlReading, read_device
 from pytest_gpumem.measurement.nvml_library import Nvml
 from pytest_gpumem.sharing.database import SharingError
-from pytest_gpumem.sharing.processes import NOBODY
+from pytest_gpumem.sharing.processes import UNKNOWN_PROCESS
 
 CONTEXT = 600 * 2**20
 """Bytes of a CUDA context that has not been measured: 300 to 600 MB are usual."""
@@ -20,10 +20,7 @@ MARGIN = 0.02
 
 
 class NvmlDevice:
-    """A GPU or MIG instance; ``name`` is its UUID.
-
-    Raises :class:`SharingError` where NVML cannot read it.
-    """
+    """A GPU or MIG instance, as NVML reads it; ``name`` is its UUID."""
 
     def __init__(
         self,
@@ -39,11 +36,8 @@ class NvmlDevice:
         self._has_context = has_context
 
     @classmethod
-    def find(cls, index: int, *, has_context: Callable[[], bool] = lambda: False) -> NvmlDevice:
-        """Return the device with CUDA's index ``index``.
-
-        ``has_context`` returns whether this process uses it, so that NVML should list it.
-        """
+    def find(cls, index: int, has_context: Callable[[], bool]) -> NvmlDevice:
+        """Return CUDA's device ``index``; ``has_context`` returns whether this process uses it."""
         reading = read_device(index)
         if isinstance(reading, NvmlAbsent):
             raise _blind(reading.reason)
@@ -55,11 +49,11 @@ class NvmlDevice:
         return round(self.total * (1 - MARGIN))
 
     def taken(self) -> Mapping[int, int]:
-        """Return the bytes that each process holds; :data:`NOBODY` stands for unknown ones.
+        """Return the bytes that each process holds, those of no process as :data:`UNKNOWN_PROCESS`.
 
-        These are bytes that NVML assigns to no process. All bytes are, where NVML's PIDs are those
-        of another PID namespace (host or container): it lists PIDs that do not exist in this one,
-        or omits this process though it uses the device.
+        All bytes are such, where NVML's PIDs are those of another PID namespace (host or
+        container): it lists PIDs that do not exist in this one, or omits this process though it
+        uses the device.
         """
         try:
             used, listed = self._memory.read()
@@ -67,10 +61,10 @@ class NvmlDevice:
             raise _blind(str(error)) from error
         is_missed = self._has_context() and os.getpid() not in listed
         if is_missed or not all(psutil.pid_exists(pid) for pid in listed):
-            return {NOBODY: used}
+            return {UNKNOWN_PROCESS: used}
         known = {pid: size for pid, size in listed.items() if size}
         rest = used - sum(known.values())
-        return {**known, NOBODY: rest} if rest > 0 else known
+        return {**known, UNKNOWN_PROCESS: rest} if rest > 0 else known
 
 
 def _blind(reason: str) -> SharingError:

@@ -13,15 +13,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_gpumem.values.plain import OMITTED, Plain
+
+if TYPE_CHECKING:
+    import pytest
 
 FILE_NAME = "learned.json"
 
 IN_SHARDS = "learned-in-shards.json"
-"""Lessons from runs of one shard of the suite. Shards are cut only by the other file: a machine
-that starts late has to cut as the earlier ones did, though it may see their lessons."""
+"""Costs from runs of one shard of the suite. Shards are cut only by the other file: a machine
+that starts late has to cut as the earlier ones did, though it may see their costs."""
 
 SCHEMA_VERSION = 1
 
@@ -29,16 +32,24 @@ NO_DEVICE = ""
 """Placeholder of the environment, for tests that use no GPU."""
 
 PATIENCE = 10.0
-"""Seconds to wait for another run that writes; lessons not written are learned again."""
+"""Seconds to wait for another run that writes; costs not written are learned again."""
+
+INPUT = "gpumem_learned"
+"""Key of a pytest-xdist worker's input: the data of earlier runs."""
+
+WEIGHTS = "gpumem_weights"
+"""Key of a pytest-xdist worker's input: the weights of shards, so that all workers agree."""
 
 
 class LearnedError(Exception):
-    """A failure to store lessons; the message is one sentence for the user."""
+    """A failure to store costs; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
-class Lesson(Plain):
+class TestCost(Plain):
     """The measurements of one test in one environment."""
+
+    __test__: ClassVar[bool] = False  # pytest would take the name for a test class
 
     seconds: float | None = field(default=None, metadata=OMITTED)
     """Set-up, call and teardown, with nothing else on its device."""
@@ -47,59 +58,55 @@ class Lesson(Plain):
     predicted: int | None = field(default=None, metadata=OMITTED)
     """Peak reserved bytes by simulation; 0 where the test cannot be simulated."""
 
-    def updated(self, newer: Lesson) -> Lesson:
-        """Return a copy with the values of ``newer`` in place of its own."""
-        return replace(self, **newer.to_dict())
-
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Lesson:
+    def from_dict(cls, data: Mapping[str, Any]) -> TestCost:
         """Rebuild what :meth:`to_dict` returned; values that are no numbers are left out."""
         numbers = {name: data.get(name) for name in ("seconds", "reserved", "predicted")}
         return cls(**{name: value for name, value in numbers.items() if _is_amount(value)})
 
 
 class Learned:
-    """Lessons by environment key and node id."""
+    """Costs of tests by environment key and node id."""
 
     def __init__(self) -> None:
-        self._lessons: dict[str, dict[str, Lesson]] = {}
+        self._costs: dict[str, dict[str, TestCost]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._lessons)
+        return bool(self._costs)
 
-    def __iter__(self) -> Iterator[tuple[str, str, Lesson]]:
-        for key, tests in self._lessons.items():
-            for nodeid, lesson in tests.items():
-                yield key, nodeid, lesson
+    def __iter__(self) -> Iterator[tuple[str, str, TestCost]]:
+        for key, tests in self._costs.items():
+            for nodeid, cost in tests.items():
+                yield key, nodeid, cost
 
-    def of(self, key: str, nodeid: str) -> Lesson:
-        """Return the lesson of a test in the environment ``key``."""
-        return self._lessons.get(key, {}).get(nodeid, Lesson())
+    def of(self, key: str, nodeid: str) -> TestCost:
+        """Return the cost of a test in the environment ``key``."""
+        return self._costs.get(key, {}).get(nodeid, TestCost())
 
-    def anywhere(self, nodeid: str) -> Lesson:
+    def anywhere(self, nodeid: str) -> TestCost:
         """Return the most that a test took in any environment."""
-        found = [tests[nodeid] for tests in self._lessons.values() if nodeid in tests]
-        return Lesson(
+        found = [tests[nodeid] for tests in self._costs.values() if nodeid in tests]
+        return TestCost(
             seconds=max((one.seconds for one in found if one.seconds is not None), default=None),
             reserved=max((one.reserved for one in found if one.reserved is not None), default=None),
         )
 
-    def learn(self, key: str, nodeid: str, lesson: Lesson) -> None:
-        """Add a lesson; its values replace older ones."""
-        if lesson != Lesson():
-            tests = self._lessons.setdefault(key, {})
-            tests[nodeid] = tests.get(nodeid, Lesson()).updated(lesson)
+    def learn(self, key: str, nodeid: str, cost: TestCost) -> None:
+        """Add a cost; its values replace older ones."""
+        if cost != TestCost():
+            known = replace(self.of(key, nodeid), **cost.to_dict())
+            self._costs.setdefault(key, {})[nodeid] = known
 
     def merge(self, newer: Learned) -> None:
-        """Add all lessons of ``newer``; lessons that it lacks stay."""
-        for key, nodeid, lesson in newer:
-            self.learn(key, nodeid, lesson)
+        """Add all costs of ``newer``; costs that it lacks stay."""
+        for key, nodeid, cost in newer:
+            self.learn(key, nodeid, cost)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form: builtin types only, sorted."""
         return {
             key: {nodeid: tests[nodeid].to_dict() for nodeid in sorted(tests)}
-            for key, tests in sorted(self._lessons.items())
+            for key, tests in sorted(self._costs.items())
         }
 
     @classmethod
@@ -107,17 +114,14 @@ class Learned:
         """Rebuild what :meth:`to_dict` returned; malformed data are left out."""
         learned = cls()
         for key, tests in data.items() if isinstance(data, dict) else ():
-            for nodeid, lesson in tests.items() if isinstance(tests, dict) else ():
-                if isinstance(lesson, dict):
-                    learned.learn(key, nodeid, Lesson.from_dict(lesson))
+            for nodeid, cost in tests.items() if isinstance(tests, dict) else ():
+                if isinstance(cost, dict):
+                    learned.learn(key, nodeid, TestCost.from_dict(cost))
         return learned
 
 
 def read_learned(folder: Path, name: str = FILE_NAME) -> Learned:
-    """Return the lessons of a file in ``folder``, none where it is missing or damaged.
-
-    Like everything in a cache, they can be produced again.
-    """
+    """Return the costs of a file in ``folder``, none where it is missing or damaged."""
     with suppress(OSError, ValueError, RecursionError):
         data = json.loads((folder / name).read_bytes())
         if isinstance(data, dict) and data.get("schema_version") == SCHEMA_VERSION:
@@ -126,10 +130,7 @@ def read_learned(folder: Path, name: str = FILE_NAME) -> Learned:
 
 
 def add_learned(folder: Path, newer: Learned, name: str = FILE_NAME) -> None:
-    """Add the lessons of ``newer`` to a file in ``folder``; existing ones are kept.
-
-    Other runs may do so at the same time. Raises :class:`LearnedError`.
-    """
+    """Add the costs of ``newer`` to a file in ``folder``; raises :class:`LearnedError`."""
     from pytest_gpumem.baseline.locks import LockError, Locks
     from pytest_gpumem.jsonfile import replace_file
 
@@ -142,6 +143,40 @@ def add_learned(folder: Path, newer: Learned, name: str = FILE_NAME) -> None:
             replace_file(path, f"{json.dumps(data, indent=1)}\n".encode("ascii"), draft)
     except (LockError, OSError) as error:
         raise LearnedError(f"{path} was not written: {error}") from error
+
+
+def learned_before(config: pytest.Config) -> Learned:
+    """Return the data of earlier runs; all workers receive it from the controller."""
+    worker = getattr(config, "workerinput", None)
+    if worker is not None:
+        return Learned.from_dict(worker.get(INPUT))
+    learned = learned_of_whole_runs(config)
+    if (folder := _cache_folder(config)) is not None:
+        learned.merge(read_learned(folder, IN_SHARDS))
+    return learned
+
+
+def learned_of_whole_runs(config: pytest.Config) -> Learned:
+    """Return the data of runs without ``--gpumem-shard``, which determine shards."""
+    folder = _cache_folder(config)
+    return Learned() if folder is None else read_learned(folder)
+
+
+def keep(config: pytest.Config, learned: Learned, *, in_shard: bool) -> str | None:
+    """Keep ``learned`` for later runs; return the sentence on the reason why it was not kept."""
+    try:
+        if learned and (folder := _cache_folder(config)) is not None:
+            add_learned(folder, learned, IN_SHARDS if in_shard else FILE_NAME)
+    except (LearnedError, OSError) as error:
+        return f"what tests took is not remembered: {error}"
+    return None
+
+
+def _cache_folder(config: pytest.Config) -> Path | None:
+    """Return the plugin's folder in pytest's cache, ``None`` where pytest has no cache."""
+    cache: Any = getattr(config, "cache", None)
+    folder: Path | None = cache and cache.mkdir("gpumem")
+    return folder
 
 
 def _is_amount(value: object) -> bool:

@@ -98,47 +98,37 @@ class Answer:
     """The state from which the answer was found."""
 
 
-class Ledger:
-    """A process's connection to the ledger in ``folder``.
-
-    Every call is one transaction. Raises ``SharingError`` where the file cannot be used.
-    """
+class Ledger(Database):
+    """A process's connection to the ledger in ``folder``; every call is one transaction."""
 
     def __init__(self, folder: Path, *, clock: Clock = time.time) -> None:
-        self._database = Database(folder / FILE_NAME, _SCHEMA)
+        super().__init__(folder / FILE_NAME, _SCHEMA)
         self._clock = clock
         self._own: Process | None = None
         """This process, once it has joined; it need not be looked up."""
-
-    def close(self) -> None:
-        """Close the file."""
-        self._database.close()
 
     def join(self, run: str, name: str, process: Process | None = None) -> int:
         """Enter a worker, which is this process unless another is given; return its number."""
         if process is None:
             process = self._own = this_process()
-        with self._database.transaction():
+        with self.transaction():
             self._void_dead()
             for table in ("log", "suspect"):
-                outdated = (self._clock() - KEPT,)
-                self._database.execute(f"DELETE FROM {table} WHERE time < ?", outdated)
-            entered = self._database.execute(
+                self.execute(f"DELETE FROM {table} WHERE time < ?", (self._clock() - KEPT,))
+            return self._insert(
                 "INSERT INTO worker (pid, started, run, name) VALUES (?, ?, ?, ?)",
                 (*process, run, name),
             )
-            assert entered.lastrowid is not None
-            return entered.lastrowid
 
     def leave(self, worker: int) -> None:
         """Remove a worker, with all that it holds and waits for."""
-        with self._database.transaction():
+        with self.transaction():
             self._take_out(worker)
 
     def hold(self, worker: int, device: str, *, context: int, fixtures: int) -> None:
         """Enter the bytes that ``worker`` holds of ``device`` between its tests."""
-        with self._database.transaction():
-            self._database.execute(
+        with self.transaction():
+            self.execute(
                 "INSERT OR REPLACE INTO held VALUES (?, ?, ?, ?)",
                 (worker, device, context, fixtures),
             )
@@ -155,28 +145,27 @@ class Ledger:
         guaranteed: bool = True,
     ) -> int:
         """Put a test into the queue; return the number under which it waits."""
-        with self._database.transaction():
-            asked = self._database.execute(
+        with self.transaction():
+            test = self._insert(
                 "INSERT INTO test (worker, nodeid, since, duration, exclusive, priority, "
                 "guaranteed) VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (worker, nodeid, self._clock(), duration, exclusive, priority, guaranteed),
             )
-            assert asked.lastrowid is not None
-            _need(self._database, asked.lastrowid, needs)
-            return asked.lastrowid
+            self._enter_needs(test, needs)
+            return test
 
     def ask_anew(self, test: int, needs: Mapping[str, int]) -> None:
         """Change the needs of a waiting test; it keeps its place."""
-        with self._database.transaction():
-            self._database.execute("DELETE FROM need WHERE test = ?", (test,))
-            _need(self._database, test, needs)
+        with self.transaction():
+            self.execute("DELETE FROM need WHERE test = ?", (test,))
+            self._enter_needs(test, needs)
 
     def try_grant(self, test: int, devices: Mapping[str, Device]) -> Answer:
         """Grant ``test`` its memory if it may run now.
 
         ``devices`` holds each capacity; the bytes that workers hold are read from the ledger.
         """
-        with self._database.transaction():
+        with self.transaction():
             answer = self._answer(test, devices)
             # Looking up dead processes costs more than the rest, and can only make more room.
             if not answer.granted and self._void_dead():
@@ -184,18 +173,17 @@ class Ledger:
             return answer
 
     def _answer(self, test: int, devices: Mapping[str, Device]) -> Answer:
-        state = _state(self._database, devices)
+        state = self._state(devices)
         now = self._clock()
-        requests = {lease.request.id: lease for lease in state.waiting}
-        asked = requests[test]
+        asked = next(lease for lease in state.waiting if lease.request.id == test)
         running = [lease.request for lease in state.running]
         waiting = [lease.request for lease in state.waiting]
-        if test in {one.id for one in admissible(waiting, running, state.devices, now)}:
-            self._database.execute("UPDATE test SET granted = ? WHERE id = ?", (now, test))
-            self._log("granted", replace(asked, is_running=True))
+        if asked.request in admissible(waiting, running, state.devices, now):
+            self.execute("UPDATE test SET granted = ? WHERE id = ?", (now, test))
+            self._log("granted", asked)
             return Answer(granted=True, tidy=False, state=state)
         tidy = asked.request.owner in to_tidy(waiting, running, state.devices, now)
-        self._database.executemany(
+        self.executemany(
             "INSERT OR IGNORE INTO yielding VALUES (?)",
             [(one,) for one in to_yield(waiting, running, state.devices, now)],
         )
@@ -203,35 +191,31 @@ class Ledger:
 
     def has_to_yield(self, test: int) -> bool:
         """Return whether ``test``, which runs, has to make room for another."""
-        found = self._database.execute("SELECT 1 FROM yielding WHERE test = ?", (test,))
+        found = self.execute("SELECT 1 FROM yielding WHERE test = ?", (test,))
         return found.fetchone() is not None
 
     def release(self, test: int) -> None:
         """Remove a test, whether it runs or waits."""
-        with self._database.transaction():
-            for lease in _leases(self._database):
+        with self.transaction():
+            for lease in self._leases():
                 if lease.request.id == test:
                     self._log("released" if lease.is_running else "withdrawn", lease)
-            self._database.execute("DELETE FROM test WHERE id = ?", (test,))
+            self.execute("DELETE FROM test WHERE id = ?", (test,))
 
     def beside(self, worker: int) -> int | None:
-        """Return how many other tests have used the devices of the test that ``worker`` runs.
-
-        ``None`` where it runs none.
-        """
-        with self._database.transaction():
-            leases = list(_leases(self._database))
-            running = [one for one in leases if one.is_running and one.request.owner == worker]
-            if not running:
+        """Return how many other tests have used the devices of ``worker``'s running test."""
+        with self.transaction():
+            running = [one for one in self._leases() if one.is_running]
+            own = next((one for one in running if one.request.owner == worker), None)
+            if own is None:
                 return None
-            own = running[0]
             devices = own.request.needs.keys()
             others = {
                 (one.run, one.worker, one.nodeid)
-                for one in leases
-                if one.is_running and one is not own and one.request.needs.keys() & devices
+                for one in running
+                if one is not own and one.request.needs.keys() & devices
             }
-            ended = self._database.execute(
+            ended = self.execute(
                 "SELECT DISTINCT run, worker, nodeid, device FROM log "
                 "WHERE time >= ? AND event IN ('released', 'void')",
                 (own.request.since,),
@@ -241,37 +225,30 @@ class Ledger:
 
     def state(self, devices: Mapping[str, Device]) -> State:
         """Return the tests that hold memory and those that wait for it now."""
-        with self._database.transaction():
+        with self.transaction():
             self._void_dead()
-            return _state(self._database, devices)
+            return self._state(devices)
 
     def suspect(self, run: str, nodeid: str) -> None:
         """Record a test of ``run`` that was on a device when it failed: it or another is the
         cause."""
-        with self._database.transaction():
-            self._database.execute(
-                "INSERT OR IGNORE INTO suspect VALUES (?, ?, ?)", (run, nodeid, self._clock())
-            )
+        with self.transaction():
+            row = (run, nodeid, self._clock())
+            self.execute("INSERT OR IGNORE INTO suspect VALUES (?, ?, ?)", row)
 
     def is_suspect(self, run: str, nodeid: str) -> bool:
         """Return whether :meth:`suspect` was called for the test."""
-        found = self._database.execute(
-            "SELECT 1 FROM suspect WHERE run = ? AND nodeid = ?", (run, nodeid)
-        )
+        found = self.execute("SELECT 1 FROM suspect WHERE run = ? AND nodeid = ?", (run, nodeid))
         return found.fetchone() is not None
 
     def owners(self) -> dict[int, Process]:
-        """Return the processes of all workers, by worker number.
-
-        Some may be dead; those hold nothing any more.
-        """
-        rows = self._database.execute("SELECT id, pid, started FROM worker")
+        """Return the processes of all workers, dead ones too, by worker number."""
+        rows = self.execute("SELECT id, pid, started FROM worker")
         return {worker: Process(pid, started) for worker, pid, started in rows}
 
-    def log(self, since: float = 0.0) -> list[Entry]:
+    def log(self) -> list[Entry]:
         """Return the grants and releases, in order."""
-        rows = self._database.execute("SELECT * FROM log WHERE time >= ? ORDER BY rowid", (since,))
-        return [Entry(*row) for row in rows]
+        return [Entry(*row) for row in self.execute("SELECT * FROM log ORDER BY rowid")]
 
     def _void_dead(self) -> bool:
         """Remove the workers whose process has ended; return whether there were any."""
@@ -285,62 +262,60 @@ class Ledger:
         return bool(dead)
 
     def _take_out(self, worker: int, event: str = "released") -> None:
-        for lease in _leases(self._database):
+        for lease in self._leases():
             if lease.request.owner == worker and lease.is_running:
                 self._log(event, lease)
-        self._database.execute("DELETE FROM worker WHERE id = ?", (worker,))
+        self.execute("DELETE FROM worker WHERE id = ?", (worker,))
 
     def _log(self, event: str, lease: Lease) -> None:
-        now = self._clock()
-        self._database.executemany(
+        now, who = self._clock(), (lease.run, lease.worker, lease.process.pid, lease.nodeid)
+        self.executemany(
             "INSERT INTO log VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            [
-                (now, event, lease.run, lease.worker, lease.process.pid, lease.nodeid, device, need)
-                for device, need in lease.request.needs.items()
-            ],
+            [(now, event, *who, device, need) for device, need in lease.request.needs.items()],
         )
 
+    def _insert(self, statement: str, row: tuple[object, ...]) -> int:
+        """Insert a row; return its number."""
+        number = self.execute(statement, row).lastrowid
+        assert number is not None
+        return number
 
-def _need(database: Database, test: int, needs: Mapping[str, int]) -> None:
-    database.executemany(
-        "INSERT INTO need VALUES (?, ?, ?)",
-        [(test, device, need) for device, need in needs.items()],
-    )
+    def _enter_needs(self, test: int, needs: Mapping[str, int]) -> None:
+        rows = [(test, device, need) for device, need in needs.items()]
+        self.executemany("INSERT INTO need VALUES (?, ?, ?)", rows)
 
-
-def _state(database: Database, devices: Mapping[str, Device]) -> State:
-    contexts: dict[str, dict[int, int]] = {name: {} for name in devices}
-    fixtures: dict[str, dict[int, int]] = {name: {} for name in devices}
-    for worker, device, context, held in database.execute("SELECT * FROM held"):
-        if device in devices:
-            contexts[device][worker] = context
-            fixtures[device][worker] = held
-    known = {
-        name: replace(device, contexts=contexts[name], fixtures=fixtures[name])
-        for name, device in devices.items()
-    }
-    leases = list(_leases(database))
-    return State(
-        known,
-        tuple(lease for lease in leases if lease.is_running),
-        tuple(lease for lease in leases if not lease.is_running),
-    )
-
-
-def _leases(database: Database) -> Iterator[Lease]:
-    needs: dict[int, dict[str, int]] = {}
-    for test, device, need in database.execute("SELECT test, device, bytes FROM need"):
-        needs.setdefault(test, {})[device] = need
-    rows = database.execute(
-        "SELECT test.id, worker, nodeid, since, granted, duration, exclusive, priority, "
-        "guaranteed, pid, started, run, name FROM test JOIN worker ON worker.id = test.worker "
-        "ORDER BY test.id"
-    ).fetchall()
-    for test, worker, nodeid, since, granted, duration, *flags, pid, started, run, name in rows:
-        exclusive, priority, guaranteed = flags
-        asked = since if granted is None else granted
-        request = Request(
-            *(test, worker, needs.get(test, {}), asked, duration),
-            *(bool(exclusive), priority, bool(guaranteed)),
+    def _state(self, devices: Mapping[str, Device]) -> State:
+        contexts: dict[str, dict[int, int]] = {name: {} for name in devices}
+        fixtures: dict[str, dict[int, int]] = {name: {} for name in devices}
+        for worker, device, context, held in self.execute("SELECT * FROM held"):
+            if device in devices:
+                contexts[device][worker] = context
+                fixtures[device][worker] = held
+        known = {
+            name: replace(device, contexts=contexts[name], fixtures=fixtures[name])
+            for name, device in devices.items()
+        }
+        leases = list(self._leases())
+        return State(
+            known,
+            tuple(lease for lease in leases if lease.is_running),
+            tuple(lease for lease in leases if not lease.is_running),
         )
-        yield Lease(nodeid, run, name, Process(pid, started), request, granted is not None)
+
+    def _leases(self) -> Iterator[Lease]:
+        needs: dict[int, dict[str, int]] = {}
+        for test, device, need in self.execute("SELECT test, device, bytes FROM need"):
+            needs.setdefault(test, {})[device] = need
+        rows = self.execute(
+            "SELECT test.id, worker, nodeid, since, granted, duration, exclusive, priority, "
+            "guaranteed, pid, started, run, name FROM test JOIN worker ON worker.id = test.worker "
+            "ORDER BY test.id"
+        ).fetchall()
+        for test, worker, nodeid, since, granted, duration, *flags, pid, started, run, name in rows:
+            exclusive, priority, guaranteed = flags
+            asked = since if granted is None else granted
+            request = Request(
+                *(test, worker, needs.get(test, {}), asked, duration),
+                *(bool(exclusive), priority, bool(guaranteed)),
+            )
+            yield Lease(nodeid, run, name, Process(pid, started), request, granted is not None)

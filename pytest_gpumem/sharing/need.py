@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,6 @@ class Need:
     def on(self, capacity: int) -> int:
         """Return the bytes reserved for it while it runs on a device of ``capacity`` bytes."""
         return capacity if self.exclusive or self.bytes is None else self.bytes
-
-    def alone(self, least: int, calm: float) -> Need:
-        """Return a copy with an exclusive device, and ``least`` bytes of it free for ``calm``
-        seconds."""
-        return replace(self, bytes=max(self.bytes or 0, least), exclusive=True, calm=calm)
-
-    def as_guaranteed(self) -> Need:
-        """Return a copy for a test that no longer makes room for others."""
-        return replace(self, guaranteed=True)
-
-    def larger(self, size: int) -> Need:
-        """Return a copy of at least ``size`` bytes."""
-        return self if self.bytes is None else replace(self, bytes=max(self.bytes, size))
 
 
 NO_MEMORY = Need(0, "no marker")

@@ -31,14 +31,14 @@ def next_test(pending: Sequence[Need], beside: Sequence[Need], capacity: int) ->
     """
     taken = sum(test.on(capacity) for test in beside)
 
-    def worth(position: int) -> tuple[bool, int, bool, float]:
-        test = pending[position]
+    def worth(test: Need) -> tuple[bool, int, bool, float]:
         size = test.on(capacity)
         fits = taken + size <= capacity
         duration = USUAL_DURATION if test.duration is None else test.duration
         return (fits, test.priority, test.guaranteed, size * duration if fits else -size)
 
-    return max(range(len(pending)), key=worth)
+    worths = list(map(worth, pending))
+    return worths.index(max(worths))
 
 
 class MemoryScheduling(LoadScheduling):  # type: ignore[misc]  # untyped in pytest-xdist
@@ -48,12 +48,7 @@ class MemoryScheduling(LoadScheduling):  # type: ignore[misc]  # untyped in pyte
     use a GPU go to workers that have a real one, if any has.
     """
 
-    def __init__(
-        self,
-        config: pytest.Config,
-        log: Any,
-        place_of: Callable[[str], Place],
-    ) -> None:
+    def __init__(self, config: pytest.Config, log: Any, place_of: Callable[[str], Place]) -> None:
         super().__init__(config, log)
         self.maxschedchunk = 1
         self._place_of = place_of
@@ -86,8 +81,7 @@ class MemoryScheduling(LoadScheduling):  # type: ignore[misc]  # untyped in pyte
         return place.needs.get(self.collection[index], NO_MEMORY)
 
     def _may_run(self, index: int, place: Place) -> bool:
-        """Return whether a test has its device there: a real one, where any worker has a real
-        one."""
+        """Return whether the test may run there: on a real device, if any worker has one."""
         assert self.collection is not None
         nodeid = self.collection[index]
         places = map(self._place, self.nodes)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import psutil
 
-NOBODY = 0
+UNKNOWN_PROCESS = 0
 """The key, in place of a PID, of bytes that the driver assigns to no process."""
 
 

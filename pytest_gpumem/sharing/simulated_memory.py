@@ -7,6 +7,7 @@ simulated devices of one name. As on a real device, a process's memory is free o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 from pytest_gpumem.sharing.database import Database
@@ -22,23 +23,20 @@ CREATE TABLE IF NOT EXISTS taken (
 """
 
 
-class SharedSimulatedDevice:
-    """A process's account with the simulated device ``name``, which has ``capacity`` bytes.
-
-    Raises ``SharingError`` where the folder or the file cannot be used.
-    """
+class SharedSimulatedDevice(Database):
+    """A process's account with the simulated device ``name``, which has ``capacity`` bytes."""
 
     def __init__(self, folder: Path, name: str, capacity: int) -> None:
+        super().__init__(folder / FILE_NAME, _SCHEMA)
         self.name = name
         self.capacity = capacity
         self._process = this_process()
-        self._database = Database(folder / FILE_NAME, _SCHEMA)
-        with self._database.transaction():
-            self._database.execute("INSERT OR REPLACE INTO device VALUES (?, ?)", (name, capacity))
+        with self.transaction():
+            self.execute("INSERT OR REPLACE INTO device VALUES (?, ?)", (name, capacity))
 
     def take(self, size: int) -> bool:
         """Take ``size`` bytes; return False and take nothing if the device has no room for them."""
-        with self._database.transaction():
+        with self.transaction():
             if sum(self._living().values()) + size > self.capacity:
                 return False
             self._add(size)
@@ -46,33 +44,25 @@ class SharedSimulatedDevice:
 
     def give(self, size: int) -> None:
         """Give ``size`` bytes back."""
-        with self._database.transaction():
+        with self.transaction():
             self._add(-size)
 
     def give_all(self) -> None:
         """Give back everything that this process has taken."""
-        with self._database.transaction():
+        with self.transaction():
             self._forget(self._process)
 
     def others(self) -> Mapping[int, int]:
         """Return the bytes that each other process has taken, by PID."""
-        with self._database.transaction():
-            living = self._living()
-        return {
-            process.pid: taken
-            for process, taken in living.items()
-            if process != self._process and taken
-        }
+        return {pid: taken for pid, taken in self.taken().items() if pid != self._process.pid}
 
     def taken(self) -> Mapping[int, int]:
         """Return the bytes that each process has taken, by PID."""
-        with self._database.transaction():
+        with self.transaction():
             return {process.pid: taken for process, taken in self._living().items() if taken}
 
     def _living(self) -> dict[Process, int]:
-        rows = self._database.execute(
-            "SELECT pid, started, bytes FROM taken WHERE device = ?", (self.name,)
-        )
+        rows = self.execute("SELECT pid, started, bytes FROM taken WHERE device = ?", (self.name,))
         found = {Process(pid, started): taken for pid, started, taken in rows.fetchall()}
         for process in list(found):
             if process != self._process and not is_alive(process):
@@ -81,14 +71,14 @@ class SharedSimulatedDevice:
         return found
 
     def _add(self, size: int) -> None:
-        self._database.execute(
+        self.execute(
             "INSERT INTO taken VALUES (?, ?, ?, ?) "
             "ON CONFLICT DO UPDATE SET bytes = bytes + excluded.bytes",
             (self.name, *self._process, size),
         )
 
     def _forget(self, process: Process) -> None:
-        self._database.execute(
+        self.execute(
             "DELETE FROM taken WHERE device = ? AND pid = ? AND started = ?",
             (self.name, *process),
         )
@@ -98,7 +88,6 @@ def simulated_devices(folder: Path) -> list[SharedSimulatedDevice]:
     """Return the simulated devices shared by processes that use ``folder``."""
     if not (folder / FILE_NAME).exists():
         return []
-    database = Database(folder / FILE_NAME, _SCHEMA)
-    found = database.execute("SELECT name, capacity FROM device ORDER BY name").fetchall()
-    database.close()
+    with closing(Database(folder / FILE_NAME, _SCHEMA)) as database:
+        found = database.execute("SELECT name, capacity FROM device ORDER BY name").fetchall()
     return [SharedSimulatedDevice(folder, name, capacity) for name, capacity in found]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from pytest_gpumem.sharing.ledger import Entry
 from pytest_gpumem.sizes import format_size
 
 BARS = "▁▂▃▄▅▆▇█"
-WORTH_SAYING = 0.5
+REPORTED_FROM = 0.5
 """Seconds of waiting for memory from which on they are reported."""
 COLUMNS = 60
 """Characters of the picture of a device's use over time."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A test's stay on one device; seconds of the host's clock, and bytes."""
 
     nodeid: str
@@ -89,18 +89,17 @@ class Usage:
         """Return the mean use in ``columns`` equal parts of the time, a bar for each."""
         times, levels = self._levels()
         width = self.makespan / columns or 1.0
-        bars = []
+        bars = ""
         for column in range(columns):
             start = self._begin + column * width
             end = start + width
-            pairs = zip(times, [*times[1:], end], levels, strict=True)
             area = sum(
                 level * max(min(until, end) - max(since, start), 0.0)
-                for since, until, level in pairs
+                for since, until, level in zip(times, [*times[1:], end], levels, strict=True)
             )
             share = area / width / self.capacity
-            bars.append(BARS[min(int(share * len(BARS)), len(BARS) - 1)] if share > 0 else " ")
-        return "".join(bars)
+            bars += BARS[min(int(share * len(BARS)), len(BARS) - 1)] if share > 0 else " "
+        return bars
 
     @property
     def _begin(self) -> float:
@@ -112,13 +111,7 @@ class Usage:
             [(one.released, -one.bytes) for one in self.spans]
             + [(one.granted, one.bytes) for one in self.spans]
         )
-        times, levels = [], []
-        level = 0
-        for time, change in changes:
-            level += change
-            times.append(time)
-            levels.append(level)
-        return times, levels
+        return [time for time, _ in changes], list(accumulate(change for _, change in changes))
 
 
 def usages(log: Iterable[Entry], run: str, capacity: int) -> list[Usage]:
@@ -155,15 +148,15 @@ def lines(found: Sequence[Usage]) -> list[str]:
 
 def waits(tests: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return lines on how tests came to their devices: records' ``sharing`` by id."""
-    waited = {nodeid: one for nodeid, one in tests.items() if one["waited"] >= WORTH_SAYING}
+    waited = {nodeid: one["waited"] for nodeid, one in tests.items()}
+    waited = {nodeid: seconds for nodeid, seconds in waited.items() if seconds >= REPORTED_FROM}
     text = []
     if waited:
-        longest = max(waited, key=lambda nodeid: waited[nodeid]["waited"])
-        seconds = sum(one["waited"] for one in waited.values())
-        last = waited[longest]
+        longest = max(waited, key=waited.__getitem__)
         text.append(
-            f"{_count(len(waited), 'test')} waited {seconds:.1f} s in all for memory; longest "
-            f"{longest}, {last['waited']:.1f} s: {last['waited_for'] or 'for its turn'}"
+            f"{_count(len(waited), 'test')} waited {sum(waited.values()):.1f} s in all for memory; "
+            f"longest {longest}, {waited[longest]:.1f} s: "
+            f"{tests[longest]['waited_for'] or 'for its turn'}"
         )
     for nodeid, one in tests.items():
         text += [

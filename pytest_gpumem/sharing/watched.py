@@ -88,16 +88,16 @@ def runs(folder: Path) -> list[Run]:
 @contextmanager
 def watching(folder: Path) -> Iterator[None]:
     """Announce a watcher to the runs for the duration of the context."""
-    mine = folder / WATCHERS / str(os.getpid())
-    mine.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in mine.parent.iterdir():  # files of a killed watcher
+    own = folder / WATCHERS / str(os.getpid())
+    own.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in own.parent.iterdir():  # files of a killed watcher
         if path.name.isdecimal() and not psutil.pid_exists(int(path.name)):
             path.unlink(missing_ok=True)
-    mine.touch()
+    own.touch()
     try:
         yield
     finally:
-        mine.unlink(missing_ok=True)
+        own.unlink(missing_ok=True)
 
 
 class Watched:
@@ -105,24 +105,25 @@ class Watched:
 
     def __init__(self, rootdir: str, worker: str) -> None:
         self._folder = default_folder()
-        self._shown = False
+        self._is_published = False
         self._run = Run(this_process(), rootdir, worker, device="")
 
     def begins(self, test: str, device: str) -> None:
         """Publish that a measured test begins."""
-        self._say(device=device, test=test, since=time.time())
+        self._publish(replace(self._run, device=device, test=test, since=time.time()))
 
     def ended(self, test: str, peak: int | None) -> None:
         """Publish that the test is over."""
-        self._say(finished=self._run.finished + 1, test=None, last=test, last_peak=peak)
+        finished = self._run.finished + 1
+        self._publish(replace(self._run, finished=finished, test=None, last=test, last_peak=peak))
 
     def close(self) -> None:
         """Remove the published state."""
-        if self._shown:
+        if self._is_published:
             hide(self._folder)
 
-    def _say(self, **changes: object) -> None:
-        self._run = replace(self._run, **changes)  # type: ignore[arg-type]  # each of its own
+    def _publish(self, run: Run) -> None:
+        self._run = run
         if is_watched(self._folder):
-            show(self._folder, self._run)
-            self._shown = True
+            show(self._folder, run)
+            self._is_published = True

@@ -1,10 +1,8 @@
-"""Durations and memory of tests by a report, a plan of ``gpumem plan`` or pytest-split's file.
+"""Durations and memory of tests, by which a suite is cut into shards of about the same of both.
 
-A suite cut into shards of about the same time and memory.
-
-pytest-split uses durations only, and its parts are of equal time; machines that share a GPU
-between workers take as long as the larger of two things, all seconds and all seconds times bytes.
-Its file of durations is read, see :mod:`pytest_gpumem.sharing.weights`.
+They are read from a report, a plan of ``gpumem plan`` or pytest-split's file. pytest-split uses
+durations only, and its parts are of equal time; machines that share a GPU between workers take as
+long as the larger of two things, all seconds and all seconds times bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -51,15 +49,6 @@ class Weights(Plain):
     bytes: Mapping[str, int] = field(default_factory=dict)
     shards: tuple[Shard, ...] = ()
     """The shards of a plan: the tests of each machine."""
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Weights:
-        """Rebuild what :meth:`to_dict` returned."""
-        shards = [
-            Shard(one["runner"], one["memory"], one["price"], tuple(one["tests"]))
-            for one in data["shards"]
-        ]
-        return cls(data["seconds"], data["bytes"], tuple(shards))
 
 
 def read_weights(path: Path) -> Weights:
@@ -110,10 +99,12 @@ def _of_plan(path: Path, data: Mapping[str, Any]) -> Weights:
             f"reads plans of {PLAN_VERSION}; write it anew with gpumem plan --output"
         )
     try:
-        weights = Weights.from_dict(data)
+        # A plan tells more about its shards, and about itself.
+        shards = [{one.name: shard[one.name] for one in fields(Shard)} for shard in data["shards"]]
+        known = {"seconds": data["seconds"], "bytes": data["bytes"], "shards": shards}
+        return Weights.from_dict(known)
     except (KeyError, TypeError) as error:
         raise _foreign(path, f"{error} is missing or wrong") from error
-    return weights
 
 
 def _of_pytest_split(path: Path, data: Any) -> dict[str, float]:
@@ -162,11 +153,17 @@ def split(tests: Collection[Weight], count: int) -> list[list[str]]:
     times = _shares(seconds)
     areas = _shares([one * size for one, size in zip(seconds, sizes, strict=True)])
     heaviest = sorted(zip(tests, times, areas, strict=True), key=lambda one: -max(one[1:]))
-    parts = [_Part() for _ in range(count)]
+    parts: list[list[str]] = [[] for _ in range(count)]
+    sums = [(0.0, 0.0)] * count
     for test, time, area in heaviest:
-        part = min(parts, key=lambda part: part.load_with(time, area))
-        part.add(test.name, time, area)
-    return [sorted(part.names) for part in parts]
+        loads = [
+            (max(times + time, areas + area), len(names))
+            for names, (times, areas) in zip(parts, sums, strict=True)
+        ]
+        at = loads.index(min(loads))
+        parts[at].append(test.name)
+        sums[at] = sums[at][0] + time, sums[at][1] + area
+    return list(map(sorted, parts))
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -182,20 +179,6 @@ def fingerprint(parts: Iterable[Sequence[str]]) -> str:
     """Return eight hex digits that differ where two machines have cut a suite differently."""
     text = "\0\0".join("\0".join(names) for names in parts)
     return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
-
-
-class _Part:
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self._time = self._area = 0.0
-
-    def load_with(self, time: float, area: float) -> tuple[float, int]:
-        return max(self._time + time, self._area + area), len(self.names)
-
-    def add(self, name: str, time: float, area: float) -> None:
-        self.names.append(name)
-        self._time += time
-        self._area += area
 
 
 def _filled(values: Sequence[float | None], unknown: float) -> list[float]:

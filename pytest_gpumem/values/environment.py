@@ -36,6 +36,10 @@ _PLAIN_WORD, _MOST_WORD = re.compile(r"[A-Za-z0-9_.]+"), 40
 """The words of other plugins that name a folder as they are, and their most characters."""
 
 
+def _hash(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:8]
+
+
 @dataclass(frozen=True)
 class Environment(Plain):
     """The environment in which a number was measured.
@@ -91,15 +95,14 @@ class Environment(Plain):
 
     def _settings(self) -> Iterator[str]:
         """Yield the settings as parts of a folder's name, or a hash where it cannot hold them."""
-        plain = _PLAIN_SETTINGS.fullmatch(self.alloc_conf) if self.alloc_conf else True
-        config = self.cublas_workspace_config
+        conf, config = self.alloc_conf, self.cublas_workspace_config
+        plain = not conf or _PLAIN_SETTINGS.fullmatch(conf)
         plain = plain and (not config or re.fullmatch(r"(:\d+)+", config))
-        if not plain or len(self.alloc_conf) + len(config) > _MOST_SETTINGS:
-            both = f"{self.alloc_conf}\0{config}"
-            yield "conf" + sha256(both.encode()).hexdigest()[:8]
+        if not plain or len(conf) + len(config) > _MOST_SETTINGS:
+            yield "conf" + _hash(f"{conf}\0{config}")
             return
-        if self.alloc_conf:
-            yield self.alloc_conf.replace(":", "=")
+        if conf:
+            yield conf.replace(":", "=")
         if config:
             yield f"cublas{config.replace(':', '=')}"
 
@@ -107,7 +110,7 @@ class Environment(Plain):
         """Yield the plugins' entries as parts of a folder's name, long or odd words as hashes."""
         for name, word in self.extra:
             plain = len(word) <= _MOST_WORD and _PLAIN_WORD.fullmatch(word)
-            yield f"{name}={word if plain else sha256(word.encode()).hexdigest()[:8]}"
+            yield f"{name}={word if plain else _hash(word)}"
 
     def with_extra(self, extra: Mapping[str, str]) -> Environment:
         """Return the environment with the entries of other plugins replaced by ``extra``."""

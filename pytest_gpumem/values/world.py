@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from pytest_gpumem.echo import quoted
-from pytest_gpumem.marker import MOST_RANKS
+from pytest_gpumem.marker import MOST_RANKS, is_int
 
 MOST_LOCAL = 8
 """The most ranks in a machine whose number of GPUs is not given: an HGX board's."""
@@ -51,7 +51,6 @@ class World:
         Source: torch/distributed/elastic/agent/server/local_elastic_agent.py
         (``LocalElasticAgent._start_workers``), torch 2.6 to 2.15; 29500 is torchrun's own port.
         """
-        machines = self.size // self.local_size
         return {
             "LOCAL_RANK": str(self.local_rank),
             "RANK": str(self.rank),
@@ -60,7 +59,7 @@ class World:
             "ROLE_NAME": "default",
             "LOCAL_WORLD_SIZE": str(self.local_size),
             "WORLD_SIZE": str(self.size),
-            "GROUP_WORLD_SIZE": str(machines),
+            "GROUP_WORLD_SIZE": str(self.size // self.local_size),
             "ROLE_WORLD_SIZE": str(self.size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29500",
@@ -72,7 +71,7 @@ class World:
         }
 
 
-class Seat(NamedTuple):
+class RequestedRank(NamedTuple):
     """The rank that a test requests."""
 
     size: int
@@ -117,10 +116,7 @@ class Address(NamedTuple):
 
 
 def address_of_process(variables: Mapping[str, str]) -> Address:
-    """Return the meeting address of this process, which :func:`world_of_process` calls a rank.
-
-    Raises :class:`WorldError`.
-    """
+    """Return the meeting address of this process, a rank; raises :class:`WorldError`."""
     served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     port = _number("MASTER_PORT", variables["MASTER_PORT"])
     return Address(variables["MASTER_ADDR"], port, served)
@@ -138,11 +134,11 @@ def world_of(size: int, rank: int = 0, *, per_machine: int | None = None) -> Wor
     Without a number they are the largest equal machines of at most eight GPUs. Raises
     :class:`WorldError`.
     """
-    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_RANKS:
+    if not is_int(size, 1, MOST_RANKS):
         raise WorldError(
             f"{quoted(size)} is not a number of ranks; write an int from 1 to {MOST_RANKS:,}"
         )
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < size:
+    if not is_int(rank, 0, size - 1):
         raise WorldError(
             f"{quoted(rank)} is not a rank of {size}; write an int from 0 to {size - 1}"
         )

@@ -15,7 +15,7 @@ from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore
 from pytest_gpumem.cli import main
 from pytest_gpumem.report.json_report import write_report
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.sharing.learned import Learned, Lesson, add_learned
+from pytest_gpumem.sharing.learned import Learned, TestCost, add_learned
 from pytest_gpumem.sharing.weights import read_weights
 from pytest_gpumem.sizes import GIB
 from tests.cli.test_without_torch import ABSENT
@@ -141,7 +141,7 @@ def test_stored_baselines_say_what_tests_need(
     entry = BaselineEntry(15 * GIB, 16 * GIB, 0, 0)
     store.write(SIMULATED, "test_it.py", {"test_large": entry})
     learned = Learned()
-    learned.learn("cuda-NVIDIA-L4-torch2.13-cu12.8", "test_it.py::test_large", Lesson(120.0))
+    learned.learn("cuda-NVIDIA-L4-torch2.13-cu12.8", "test_it.py::test_large", TestCost(120.0))
     cache = folder / ".pytest_cache" / "d" / "gpumem"
     add_learned(cache, learned)
     assert main(["plan", *RUNNERS, "baselines"]) == 0

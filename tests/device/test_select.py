@@ -9,8 +9,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from pytest_gpumem.device import DeviceError
 from pytest_gpumem.device.cuda import CudaDevice, find_device
-from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.device.select import DeviceSelector
 from pytest_gpumem.marker import Expectation
 from pytest_gpumem.option_values import DeviceChoice

@@ -292,7 +292,7 @@ def pytest_unconfigure(config):
     result = project.run_anew("-s", device="--gpumem-device=auto")
 
     rooms = (
-        "device device.auto device.computed device.host_gpus device.select hookspecs"
+        "device device.auto device.host_gpus device.select hookspecs"
         " option_values options paths plugin report report.header report.pytest_reports session"
         " session.collection session.early session.expected session.host session.parts"
         " session.results session.session"

@@ -64,7 +64,7 @@ def test_an_iteration_is_all_up_to_a_step_of_the_optimizer(run: Running) -> None
     ran = run(ACCUMULATES)
 
     assert isinstance(ran.error, StopError)
-    phases = ran.measurement.phases
+    phases = ran.measurements[0].phases
     assert [(name, phase.parent, phase.entered) for name, phase in phases.items()] == [
         ("load", None, 1),
         ("iteration_1", None, 1),
@@ -100,10 +100,10 @@ def test_what_a_script_does_on_its_way_out_is_no_iteration(run: Running) -> None
         """,
         steps=1,
     )
-    phases = ran.measurement.phases
+    phases = ran.measurements[0].phases
     assert list(phases) == ["load", "iteration_1", "forward_1", "backward_1", "step_1"]
     assert phases["forward_1"].entered == 1
-    assert ran.measurement.peak_allocated > 32 * MIB > phases["step_1"].peak_allocated
+    assert ran.measurements[0].peak_allocated > 32 * MIB > phases["step_1"].peak_allocated
 
 
 def test_running_out_of_memory_is_told_by_whom(run: Running) -> None:
@@ -136,7 +136,7 @@ def test_one_that_was_survived_is_none(run: Running) -> None:
             torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
         """
     )
-    assert (ran.error, ran.out_of_memory, ran.measurement.peak_allocated) == (None, None, MIB)
+    assert (ran.error, ran.out_of_memory, ran.measurements[0].peak_allocated) == (None, None, MIB)
 
 
 def test_a_checkpoint_that_is_there_is_not_overwritten_by_shapes(
@@ -161,7 +161,7 @@ def test_a_checkpoint_that_is_there_is_not_overwritten_by_shapes(
     assert (
         "torch.save at script.py:5 has left model.pt as it was: a simulated GPU has shapes to "
         "write, and no values"
-    ) in ran.measurement.notes
+    ) in ran.measurements[0].notes
     assert sorted(path.name for path in folder.iterdir()) == [
         *("model.pt", "model.pt.epoch", "new.pt", "script.py"),
     ]
@@ -195,7 +195,7 @@ def test_neither_is_one_of_safetensors(
     assert (
         "safetensors at script.py:6 has left model.safetensors as it was: a simulated GPU has "
         "shapes to write, and no values"
-    ) in ran.measurement.notes
+    ) in ran.measurements[0].notes
 
 
 SAFETENSORS = """
@@ -230,7 +230,7 @@ def test_neither_is_a_distributed_one(run: Running, folder: Path) -> None:
     assert ran.error is None
     assert {path.name: path.read_bytes() for path in (folder / "whole").iterdir()} == before
     assert (folder / "new" / ".metadata").is_file()
-    (note,) = [note for note in ran.measurement.notes if "distributed checkpoint" in note]
+    (note,) = [note for note in ran.measurements[0].notes if "distributed checkpoint" in note]
     assert note.startswith("a distributed checkpoint at script.py:6 has left whole as it was")
 
 
@@ -240,7 +240,7 @@ def test_a_device_that_is_there_is_measured_alike(run: Running, folder: Path) ->
     with simulate("T4"), ExitStack() as resources:  # in the place of a real one
         real = run_measured(script, CudaDevice(None), resources, steps=2, seconds=60)
 
-    one, other = simulated.measurement, real.measurement
+    one, other = simulated.measurements[0], real.measurements[0]
     assert (one.simulated, other.simulated) == (True, False)
     assert other.peak_allocated == one.peak_allocated
     assert {name: phase.peak_allocated for name, phase in other.phases.items()} == {
@@ -269,7 +269,7 @@ def test_what_a_script_in_a_test_ends_with(folder: Path) -> None:
 
 
 def test_a_test_of_what_was_measured_leaves_room(run: Running) -> None:
-    simulated = run("import torch\nx = torch.empty(1 << 20, device='cuda')\n").measurement
+    simulated = run("import torch\nx = torch.empty(1 << 20, device='cuda')\n").measurements[0]
     script = Script("my-tools.train", ("--name", 'a "b"\n'), is_module=True)
     assert kept_test(script, "T4", simulated, 3).splitlines() == [
         "# test_train.py",
@@ -285,7 +285,7 @@ def test_a_test_of_what_was_measured_leaves_room(run: Running) -> None:
     with simulate("T4"), ExitStack() as resources:
         real = run_measured(
             Script("script.py"), CudaDevice(None), resources, steps=2, seconds=60
-        ).measurement
+        ).measurements[0]
     # 1 % and 1 MiB more.
     assert "(max=5_284_824)  # 5.0 MiB" in kept_test(Script("a b.py"), "T4", real, 2)
     assert "def test_a_b():" in kept_test(Script("a b.py"), "T4", real, 2)

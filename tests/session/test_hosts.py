@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_gpumem.session.hosts import Hosts, differing
-from pytest_gpumem.sharing.learned import Learned, Lesson
+from pytest_gpumem.sharing.learned import Learned, TestCost
 from pytest_gpumem.sharing.need import NOWHERE, Need
 from pytest_gpumem.values.environment import Environment
 
@@ -30,11 +30,11 @@ def test_a_place_is_one_device_of_one_host() -> None:
     hosts.take("gw0", will_need("one", "/tmp"))
     hosts.take("gw1", will_need("one", "/tmp"))
     hosts.take("gw2", will_need("other", "/tmp", capacity=80))
-    assert hosts.place("gw0") == hosts.place("gw1")
-    assert hosts.place("gw0").needs == {"a": Need(7, "max", 1.5)}
-    assert hosts.place("gw2").name != hosts.place("gw0").name
-    assert hosts.place("gw2").capacity == 80
-    assert hosts.place("gw3") == NOWHERE
+    assert hosts.place_of("gw0") == hosts.place_of("gw1")
+    assert hosts.place_of("gw0").needs == {"a": Need(7, "max", 1.5)}
+    assert hosts.place_of("gw2").name != hosts.place_of("gw0").name
+    assert hosts.place_of("gw2").capacity == 80
+    assert hosts.place_of("gw3") == NOWHERE
 
 
 def test_times_of_two_hosts_are_never_mixed() -> None:
@@ -62,7 +62,7 @@ def test_what_is_to_be_kept_of_all_of_them() -> None:
     hosts = Hosts()
     for worker, nodeid in (("gw0", "a"), ("gw1", "b")):
         learned = Learned()
-        learned.learn("cuda", nodeid, Lesson(predicted=5))
+        learned.learn("cuda", nodeid, TestCost(predicted=5))
         hosts.take(worker, {"learned": learned.to_dict()})
     assert {nodeid for _, nodeid, _ in hosts.learned} == {"a", "b"}
 

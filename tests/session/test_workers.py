@@ -21,7 +21,7 @@ GIB = 2**30
         ([Room(32, 1)], [4, 8], 4),
         ([Room(32, 1), Room(32, 1)], [4, 8], 8),
         # Instances of MIG are for one worker each, whatever they have.
-        ([Room(20, 1, seats=1), Room(5, 1, seats=1)], [1], 2),
+        ([Room(20, 1, most_workers=1), Room(5, 1, most_workers=1)], [1], 2),
         # There is always somebody to do the work, or to say that it does not fit.
         ([Room(2, 1)], [30], 1),
         # Of whose tests nothing is known: contexts alone.

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from pytest_gpumem.session import passage
-from pytest_gpumem.session.passage import YieldedError, interruptible
+from pytest_gpumem.session import device_admissions
+from pytest_gpumem.session.device_admissions import YieldedError, interruptible
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals for one thread")
@@ -22,13 +22,13 @@ def test_a_body_ends_where_somebody_waits() -> None:
 
 
 def test_without_such_a_signal_it_runs_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passage, "_SIGNAL", None)  # as Windows has it
+    monkeypatch.setattr(device_admissions, "_SIGNAL", None)  # as Windows has it
 
     def somebody_waits() -> bool:
         pytest.fail("nobody is to be asked")
 
     with interruptible(somebody_waits):
-        time.sleep(2 * passage.LOOKED_EVERY)
+        time.sleep(2 * device_admissions.LOOKED_EVERY)
 
 
 def test_another_thread_runs_to_its_end() -> None:
@@ -36,7 +36,7 @@ def test_another_thread_runs_to_its_end() -> None:
 
     def body() -> None:
         with interruptible(lambda: True):
-            time.sleep(2 * passage.LOOKED_EVERY)
+            time.sleep(2 * device_admissions.LOOKED_EVERY)
         ended.append("whole")
 
     thread = threading.Thread(target=body)

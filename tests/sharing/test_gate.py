@@ -44,7 +44,7 @@ def test_a_test_that_was_crowded_out_waits_until_a_stranger_stays_away(tmp_path:
         clock=lambda: now[0],
         sleep=pass_time,
     )
-    with gate.admitted("test_it", Need(90, "max").alone(90, calm=3.0)) as admission:
+    with gate.admitted("test_it", Need(90, "max", exclusive=True, calm=3.0)) as admission:
         assert now[0] == pytest.approx(11.0, abs=0.2)
         assert "holds 20 B of gpu" in admission.waited_for
     with gate.admitted("test_it", Need(90, "max")):

@@ -11,7 +11,7 @@ from pytest_gpumem.sharing.learned import (
     FILE_NAME,
     Learned,
     LearnedError,
-    Lesson,
+    TestCost,
     add_learned,
     read_learned,
 )
@@ -19,42 +19,42 @@ from pytest_gpumem.sharing.learned import (
 T4, HERE = "sim-T4-torch2.13", ""
 
 
-def learned(**lessons: Lesson) -> Learned:
+def learned(**costs: TestCost) -> Learned:
     found = Learned()
-    for nodeid, lesson in lessons.items():
-        found.learn(T4, nodeid, lesson)
+    for nodeid, cost in costs.items():
+        found.learn(T4, nodeid, cost)
     return found
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    add_learned(tmp_path, learned(a=Lesson(seconds=1.5, reserved=20), b=Lesson(predicted=7)))
+    add_learned(tmp_path, learned(a=TestCost(seconds=1.5, reserved=20), b=TestCost(predicted=7)))
     found = read_learned(tmp_path)
-    assert found.of(T4, "a") == Lesson(1.5, 20)
-    assert found.of(T4, "b") == Lesson(predicted=7)
-    assert found.of(T4, "c") == found.of("sim-L4-torch2.13", "a") == Lesson()
+    assert found.of(T4, "a") == TestCost(1.5, 20)
+    assert found.of(T4, "b") == TestCost(predicted=7)
+    assert found.of(T4, "c") == found.of("sim-L4-torch2.13", "a") == TestCost()
     assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
 
 
 def test_a_later_run_replaces_what_it_knows_and_nothing_else(tmp_path: Path) -> None:
-    add_learned(tmp_path, learned(a=Lesson(1.5, 20), b=Lesson(2.5, 30)))
-    add_learned(tmp_path, learned(a=Lesson(reserved=25), c=Lesson(0.5)))
+    add_learned(tmp_path, learned(a=TestCost(1.5, 20), b=TestCost(2.5, 30)))
+    add_learned(tmp_path, learned(a=TestCost(reserved=25), c=TestCost(0.5)))
     found = read_learned(tmp_path)
     # The second time a ran beside others: its duration is still that of the first.
-    assert found.of(T4, "a") == Lesson(1.5, 25)
-    assert found.of(T4, "b") == Lesson(2.5, 30)
-    assert found.of(T4, "c") == Lesson(0.5)
+    assert found.of(T4, "a") == TestCost(1.5, 25)
+    assert found.of(T4, "b") == TestCost(2.5, 30)
+    assert found.of(T4, "c") == TestCost(0.5)
 
 
 def test_anywhere_is_the_most_of_all_environments() -> None:
-    found = learned(a=Lesson(1.0, 50))
-    found.learn("cuda-NVIDIA-L4-torch2.13", "a", Lesson(3.0, 40))
-    assert found.anywhere("a") == Lesson(3.0, 50)
-    assert found.anywhere("b") == Lesson()
+    found = learned(a=TestCost(1.0, 50))
+    found.learn("cuda-NVIDIA-L4-torch2.13", "a", TestCost(3.0, 40))
+    assert found.anywhere("a") == TestCost(3.0, 50)
+    assert found.anywhere("b") == TestCost()
 
 
 def _add(folder: Path, number: int) -> None:
     for index in range(5):
-        add_learned(folder, learned(**{f"t{number}_{index}": Lesson(1.0)}))
+        add_learned(folder, learned(**{f"t{number}_{index}": TestCost(1.0)}))
 
 
 def test_runs_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
@@ -85,11 +85,11 @@ def test_runs_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
 def test_a_damaged_file_holds_nothing_and_is_replaced(tmp_path: Path, content: bytes) -> None:
     (tmp_path / FILE_NAME).write_bytes(content)
     assert not read_learned(tmp_path)
-    add_learned(tmp_path, learned(a=Lesson(1.0)))
-    assert read_learned(tmp_path).of(T4, "a") == Lesson(1.0)
+    add_learned(tmp_path, learned(a=TestCost(1.0)))
+    assert read_learned(tmp_path).of(T4, "a") == TestCost(1.0)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).mkdir()
     with pytest.raises(LearnedError, match=rf"{FILE_NAME} was not written: "):
-        add_learned(tmp_path, learned(a=Lesson(1.0)))
+        add_learned(tmp_path, learned(a=TestCost(1.0)))

@@ -11,8 +11,8 @@ import pytest
 
 from pytest_gpumem.measurement.nvml import read_visible
 from pytest_gpumem.option_values import Quota
-from pytest_gpumem.session.placement import part_of_mps, spot_of, visible
-from pytest_gpumem.sharing.placement import Places, Spot, least_loaded
+from pytest_gpumem.session.placement import candidate_of, part_of_mps, visible
+from pytest_gpumem.sharing.placement import CandidateDevice, least_loaded, take_place
 from pytest_gpumem.sharing.processes import Process, this_process
 from tests.fake_nvml import GIB, MACHINES, MIB, uuids
 
@@ -20,41 +20,51 @@ A, B, C = (Process(pid, 1.0) for pid in (11, 12, 13))
 
 
 @pytest.mark.parametrize(
-    ("spots", "placed", "chosen"),
+    ("candidates", "placed", "chosen"),
     [
         # Equal ones in turn.
-        ([Spot("x", 80), Spot("y", 80)], {}, 0),
-        ([Spot("x", 80), Spot("y", 80)], {"x": [A]}, 1),
-        ([Spot("x", 80), Spot("y", 80)], {"x": [A], "y": [B]}, 0),
+        ([CandidateDevice("x", 80), CandidateDevice("y", 80)], {}, 0),
+        ([CandidateDevice("x", 80), CandidateDevice("y", 80)], {"x": [A]}, 1),
+        ([CandidateDevice("x", 80), CandidateDevice("y", 80)], {"x": [A], "y": [B]}, 0),
         # 80 / 3 is more than 24: the third worker still does better on the large one.
-        ([Spot("x", 80), Spot("y", 24)], {"x": [A, B]}, 0),
-        ([Spot("x", 80), Spot("y", 24)], {"x": [A, B, C]}, 1),
+        ([CandidateDevice("x", 80), CandidateDevice("y", 24)], {"x": [A, B]}, 0),
+        ([CandidateDevice("x", 80), CandidateDevice("y", 24)], {"x": [A, B, C]}, 1),
         # A stranger's 50 are gone; a placed worker's 70 are its own share.
-        ([Spot("x", 80, {99: 50}), Spot("y", 80)], {}, 1),
-        ([Spot("x", 80, {11: 70}), Spot("y", 30)], {"x": [A]}, 0),
+        ([CandidateDevice("x", 80, {99: 50}), CandidateDevice("y", 80)], {}, 1),
+        ([CandidateDevice("x", 80, {11: 70}), CandidateDevice("y", 30)], {"x": [A]}, 0),
         # Instances of MIG are for one each, however small; then they are shared.
-        ([Spot("x", 20, seats=1), Spot("y", 5, seats=1)], {"x": [A]}, 1),
-        ([Spot("x", 20, seats=1), Spot("y", 5, seats=1)], {"x": [A], "y": [B]}, 0),
+        (
+            [CandidateDevice("x", 20, most_workers=1), CandidateDevice("y", 5, most_workers=1)],
+            {"x": [A]},
+            1,
+        ),
+        (
+            [CandidateDevice("x", 20, most_workers=1), CandidateDevice("y", 5, most_workers=1)],
+            {"x": [A], "y": [B]},
+            0,
+        ),
         # In exclusive mode nobody else comes in.
-        ([Spot("x", 80, seats=1, strict=True), Spot("y", 1)], {"x": [A], "y": [B]}, 1),
-        ([Spot("x", 80, seats=1, strict=True)], {"x": [A]}, None),
+        (
+            [CandidateDevice("x", 80, most_workers=1, strict=True), CandidateDevice("y", 1)],
+            {"x": [A], "y": [B]},
+            1,
+        ),
+        ([CandidateDevice("x", 80, most_workers=1, strict=True)], {"x": [A]}, None),
     ],
 )
 def test_the_least_loaded_is_chosen(
-    spots: list[Spot], placed: dict[str, list[Process]], chosen: int | None
+    candidates: list[CandidateDevice], placed: dict[str, list[Process]], chosen: int | None
 ) -> None:
-    assert least_loaded(spots, placed) == chosen
+    assert least_loaded(candidates, placed) == chosen
 
 
 def test_a_process_keeps_its_place_until_it_is_gone(tmp_path: Path) -> None:
-    spots = [Spot("x", 80), Spot("y", 80)]
-    places = Places(tmp_path)
-    assert [places.take(spots, "run"), places.take(spots, "run")] == [0, 0]
+    candidates = [CandidateDevice("x", 80), CandidateDevice("y", 80)]
+    assert [take_place(tmp_path, candidates), take_place(tmp_path, candidates)] == [0, 0]
     # The parent of this process lives, and takes the other; whoever never was is void.
     parent = Process(os.getppid(), _started(os.getppid()))
-    assert places.take(spots, "run", parent) == 1
-    assert places.take(spots, "run", Process(this_process().pid, 1.0)) == 0
-    places.close()
+    assert take_place(tmp_path, candidates, parent) == 1
+    assert take_place(tmp_path, candidates, Process(this_process().pid, 1.0)) == 0
 
 
 def _started(pid: int) -> float:
@@ -66,9 +76,9 @@ def _started(pid: int) -> float:
 TAKE = """
 import sys
 from pathlib import Path
-from pytest_gpumem.sharing.placement import Spot, take_place
+from pytest_gpumem.sharing.placement import CandidateDevice, take_place
 
-print(take_place(Path(sys.argv[1]), [Spot(name, 100) for name in "abc"]), flush=True)
+print(take_place(Path(sys.argv[1]), [CandidateDevice(name, 100) for name in "abc"]), flush=True)
 sys.stdin.read()
 """
 
@@ -77,34 +87,34 @@ def test_processes_that_come_at_once_spread(tmp_path: Path) -> None:
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", TAKE, str(tmp_path)]
     workers = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(6)]
-    places = Places(tmp_path)
     try:
         chosen = [worker.stdout.readline().strip() for worker in workers if worker.stdout]
         assert sorted(chosen) == ["0", "0", "1", "1", "2", "2"]
         # Who is gone leaves its place.
         workers[chosen.index("1")].communicate()
-        assert places.take([Spot(name, 100) for name in "abc"]) == 1
+        assert take_place(tmp_path, [CandidateDevice(name, 100) for name in "abc"]) == 1
     finally:
         for worker in workers:
             worker.kill()
             worker.communicate()
-        places.close()
 
 
-def _spots(machine: str) -> list[Spot]:
+def _candidates(machine: str) -> list[CandidateDevice]:
     found = read_visible(MACHINES[machine].nvml(), environ=MACHINES[machine].environ)
     assert isinstance(found, list)
-    return [spot_of(gpu) for gpu in found]
+    return [candidate_of(gpu) for gpu in found]
 
 
 def test_what_machines_offer() -> None:
-    busy, idle = _spots("two")
+    busy, idle = _candidates("two")
     assert (busy.room([]), idle.room([])) == (10 * GIB, 40 * GIB)
-    assert [(one.seats, one.strict) for one in _spots("mig")] == [(1, False)] * 3
-    assert [(one.seats, one.strict) for one in _spots("two exclusive")] == [(1, True)] * 2
-    assert [(one.seats, one.strict) for one in _spots("mps")] == [(None, False)]
-    assert [(one.seats, one.strict) for one in _spots("prohibited")] == [(0, True)]
-    assert _spots("cgroup")[0].total == 10 * GIB
+    assert [(one.most_workers, one.strict) for one in _candidates("mig")] == [(1, False)] * 3
+    assert [(one.most_workers, one.strict) for one in _candidates("two exclusive")] == [
+        (1, True)
+    ] * 2
+    assert [(one.most_workers, one.strict) for one in _candidates("mps")] == [(None, False)]
+    assert [(one.most_workers, one.strict) for one in _candidates("prohibited")] == [(0, True)]
+    assert _candidates("cgroup")[0].total == 10 * GIB
 
 
 def test_cuda_shows_the_own_device_first() -> None:

@@ -13,7 +13,7 @@ from pytest_gpumem.sharing.database import SharingError
 from pytest_gpumem.sharing.gate import Gate, claims_of, without_hidden
 from pytest_gpumem.sharing.host import NvmlDevice
 from pytest_gpumem.sharing.ledger import Ledger
-from pytest_gpumem.sharing.processes import NOBODY
+from pytest_gpumem.sharing.processes import UNKNOWN_PROCESS
 from tests.fake_nvml import GIB, MACHINES, MIB, FakeNvml, Gpu, process
 
 ME = os.getpid()
@@ -30,15 +30,15 @@ def device(nvml: FakeNvml) -> NvmlDevice:
     [
         ({1: 50, 2: 30}, {1: 60}, 0),
         # Nobody's bytes are the hidden workers', as far as these may hold them.
-        ({NOBODY: 50}, {1: 20, 2: 10}, 20),
-        ({NOBODY: 25}, {1: 20, 2: 10}, 0),
+        ({UNKNOWN_PROCESS: 50}, {1: 20, 2: 10}, 20),
+        ({UNKNOWN_PROCESS: 25}, {1: 20, 2: 10}, 0),
         # Whom the driver shows has no part in them.
-        ({1: 20, NOBODY: 25}, {1: 20, 2: 10}, 15),
-        ({1: 20, 3: 7, NOBODY: 25}, {1: 20}, 25),
+        ({1: 20, UNKNOWN_PROCESS: 25}, {1: 20, 2: 10}, 15),
+        ({1: 20, 3: 7, UNKNOWN_PROCESS: 25}, {1: 20}, 25),
     ],
 )
 def test_what_nobody_holds(taken: dict[int, int], claims: dict[int, int], nobodys: int) -> None:
-    assert without_hidden(taken, claims) == {**taken, NOBODY: nobodys}
+    assert without_hidden(taken, claims) == {**taken, UNKNOWN_PROCESS: nobodys}
 
 
 def test_a_worker_claims_what_it_holds_and_is_granted(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_worker_claims_what_it_holds_and_is_granted(tmp_path: Path) -> None:
 
 def test_who_can_be_seen_is_taken_at_its_word() -> None:
     gpu = Gpu(used=6 * GIB, compute=[process(ME, 2 * GIB), process(1, 3 * GIB)])
-    assert device(FakeNvml(gpu)).taken() == {ME: 2 * GIB, 1: 3 * GIB, NOBODY: GIB}
+    assert device(FakeNvml(gpu)).taken() == {ME: 2 * GIB, 1: 3 * GIB, UNKNOWN_PROCESS: GIB}
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_who_can_be_seen_is_taken_at_its_word() -> None:
     ],
 )
 def test_in_a_container_all_bytes_may_be_anybodys(machine: str, used: int) -> None:
-    assert device(MACHINES[machine].nvml()).taken() == {NOBODY: used}
+    assert device(MACHINES[machine].nvml()).taken() == {UNKNOWN_PROCESS: used}
 
 
 def test_processes_without_bytes_are_nobodys() -> None:
-    assert device(FakeNvml(Gpu(compute=[process(ME, None)]))).taken() == {NOBODY: 6 * GIB}
+    assert device(FakeNvml(Gpu(compute=[process(ME, None)]))).taken() == {UNKNOWN_PROCESS: 6 * GIB}
 
 
 def test_a_process_that_ought_to_be_listed_finds_the_numbers_foreign() -> None:
@@ -80,9 +80,9 @@ def test_a_process_that_ought_to_be_listed_finds_the_numbers_foreign() -> None:
     assert isinstance(reading, NvmlReading)
     uses: list[bool] = []
     shared = NvmlDevice(reading, nvml, has_context=lambda: bool(uses))
-    assert shared.taken() == {1: 3 * GIB, NOBODY: 3 * GIB}
+    assert shared.taken() == {1: 3 * GIB, UNKNOWN_PROCESS: 3 * GIB}
     uses.append(True)
-    assert shared.taken() == {NOBODY: 6 * GIB}
+    assert shared.taken() == {UNKNOWN_PROCESS: 6 * GIB}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The course of one test through the gate of shared devices, which it may pass several times."""
+"""The admissions of one test to shared devices: several, where it is run again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,11 +37,11 @@ class NextRun:
     """The bytes that it may reserve then, where that limit has grown."""
 
 
-class Passage:
-    """The entries of a test to its devices, and its exits.
+class DeviceAdmissions:
+    """The admissions of a test to its devices, one after the other.
 
-    ``elastic`` is whether its quota may grow as long as the device has room; ``left`` is called at
-    each exit with the admission.
+    ``elastic`` is whether its quota may grow as long as the device has room; ``released`` is called
+    with each admission at its end.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class Passage:
         device: Device,
         *,
         elastic: bool,
-        left: Callable[[Admission], None],
+        released: Callable[[Admission], None],
     ) -> None:
         self._gate = gate
         self._nodeid = nodeid
         self._need = need
         self._device = device
         self._elastic = elastic
-        self._left = left
+        self._released = released
         self._inside = ExitStack()
         self._waited = 0.0
         self._waited_for = ""
@@ -71,7 +71,6 @@ class Passage:
         self.refusal: str | None = None
         """The reason why the test may not run at all."""
         self.admission: Admission | None = None
-        """The current admission of the test."""
 
     def enter(self) -> None:
         """Wait until the test may run; :attr:`refusal` is set if it may not."""
@@ -89,7 +88,7 @@ class Passage:
         """Release the memory to other tests."""
         self._inside.close()
         if self.admission is not None:
-            self._left(self.admission)
+            self._released(self.admission)
             self.admission = None
 
     def enter_again(self, run: NextRun) -> None:
@@ -108,12 +107,16 @@ class Passage:
         The run ended with ``error``, and the allocator could not serve ``refusal`` in it
         within ``quota``.
         """
+        need = self._need
         if isinstance(error, YieldedError):
-            return self._after_yielding()
+            self._yields += 1
+            guaranteed = need.guaranteed or self._yields >= MOST_YIELDS
+            note = "made room for a guaranteed test, and was run again"
+            return NextRun(replace(need, guaranteed=guaranteed), note)
         if refusal is None:
             return None
         cause = cause_of(refusal, quota)
-        if cause is Cause.NEIGHBOUR and not self._need.calm:
+        if cause is Cause.NEIGHBOUR and not need.calm:
             return self._by_itself(refusal)
         if cause is Cause.QUOTA and isinstance(error, torch.OutOfMemoryError):
             return self._with_more(refusal, quota)
@@ -121,13 +124,11 @@ class Passage:
 
     def crowded_out(self, refusal: Refusal | None, quota: int | None) -> str | None:
         """Return the sentence on a test for which there was no room even alone."""
-        if (
-            refusal is None
-            or not self._need.calm
-            or cause_of(refusal, quota) is not Cause.NEIGHBOUR
-        ):
+        if refusal is None or not self._need.calm:
             return None
-        holders = self._gate.strangers() or "they are gone by now"
+        if cause_of(refusal, quota) is not Cause.NEIGHBOUR:
+            return None
+        holders = self._gate.foreign_processes() or "they are gone by now"
         return (
             f"infrastructure error, not the test's: {format_size(refusal.asked)} could not be had "
             f"with {format_size(refusal.reserved)} reserved, also when {self._nodeid} ran alone, "
@@ -147,17 +148,13 @@ class Passage:
             "notes": list(self._notes),
         }
 
-    def _after_yielding(self) -> NextRun:
-        self._yields += 1
-        need = self._need.as_guaranteed() if self._yields >= MOST_YIELDS else self._need
-        return NextRun(need, "made room for a guaranteed test, and was run again")
-
     def _by_itself(self, refusal: Refusal) -> NextRun:
         # Other processes' memory may come and go: as long as the test took, and a second at least.
         granted = self.admission.granted if self.admission else 0.0
         calm = min(max(time.time() - granted, 1.0), MOST_CALM)
+        least = max(self._need.bytes or 0, refusal.wanted)
         return NextRun(
-            self._need.alone(refusal.wanted, calm),
+            replace(self._need, bytes=least, exclusive=True, calm=calm),
             f"run again alone: other processes held {format_size(refusal.of_others)} of the "
             f"device when {format_size(refusal.asked)} were asked for",
         )
@@ -169,7 +166,9 @@ class Passage:
             return None
         larger = min(max(2 * quota, refusal.wanted), most)
         self._own_quota = self._own_quota or quota
-        return NextRun(self._need.larger(larger), "", quota=larger)
+        needed = self._need.bytes
+        need = replace(self._need, bytes=needed if needed is None else max(needed, larger))
+        return NextRun(need, "", quota=larger)
 
 
 LOOKED_EVERY = 0.1
@@ -215,8 +214,7 @@ def interruptible(has_to_yield: Callable[[], bool]) -> Iterator[None]:
             yield
         finally:
             inside = False
-    finally:
-        # Also where the signal came while the block was being left.
+    finally:  # also where the signal came while the block was being left
         done.set()
         watcher.join()
         signal.signal(_SIGNAL, before)

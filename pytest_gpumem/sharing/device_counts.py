@@ -20,7 +20,7 @@ CREATE TABLE IF NOT EXISTS reach (
 """
 
 
-class Reach:
+class DeviceCounts:
     """The tests of ``project`` that use more than their worker's own device.
 
     On a host with several devices the numbers are stored. Raises ``SharingError`` where they cannot
@@ -30,12 +30,12 @@ class Reach:
     def __init__(self, project: Path) -> None:
         self._project = str(project)
         self._declared: dict[str, int] = {}
-        self._remembered: Database | None = None
+        self._database: Database | None = None
 
     def remember(self, devices: int) -> None:
         """Store from now on how many devices tests use, if there are several ``devices``."""
-        if devices > 1 and self._remembered is None:
-            self._remembered = Database(default_folder() / FILE_NAME, _SCHEMA)
+        if devices > 1 and self._database is None:
+            self._database = Database(default_folder() / FILE_NAME, _SCHEMA)
 
     def declare(self, nodeid: str, gpus: Sequence[str]) -> None:
         """Record the marker's ``gpu``: ``"A100-80GB*2"`` means two devices."""
@@ -49,30 +49,30 @@ class Reach:
 
     def learn(self, record: Mapping[str, Any]) -> None:
         """Store how many devices, counted from the first, the test of a record has allocated on."""
-        if self._remembered is None:
+        if self._database is None:
             return
         others = [one["device"].partition(":")[2] for one in record["other_devices"]]
         devices = 1 + max(map(int, others), default=0)
         if devices == self._learned(record["nodeid"]) == 1:
             return
         now = time.time()
-        with self._remembered.transaction():
-            self._remembered.execute("DELETE FROM reach WHERE time < ?", (now - KEPT,))
-            self._remembered.execute(
+        with self._database.transaction():
+            self._database.execute("DELETE FROM reach WHERE time < ?", (now - KEPT,))
+            self._database.execute(
                 "INSERT OR REPLACE INTO reach VALUES (?, ?, ?, ?)",
                 (self._project, record["nodeid"], devices, now),
             )
 
     def close(self) -> None:
         """Close the file."""
-        if self._remembered is not None:
-            self._remembered.close()
-            self._remembered = None
+        if self._database is not None:
+            self._database.close()
+            self._database = None
 
     def _learned(self, nodeid: str) -> int:
-        if self._remembered is None:
+        if self._database is None:
             return 1
-        found = self._remembered.execute(
+        found = self._database.execute(
             "SELECT devices FROM reach WHERE project = ? AND nodeid = ?", (self._project, nodeid)
         ).fetchone()
         return int(found[0]) if found else 1

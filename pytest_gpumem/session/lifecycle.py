@@ -1,4 +1,4 @@
-"""The course of each test of a process, as pytest's hooks tell it: docs/how_a_test_runs.md.
+"""The lifecycle of each test of a process, step by step: docs/how_a_test_runs.md.
 
 After an illegal access or an assertion on the device every CUDA call of the process fails
 (``device/cuda.py``), so tests that come later would fail for it, too: :class:`Faults` makes such a
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.device.computed import Computed
+from pytest_gpumem.device import Computed
 from pytest_gpumem.garbage import importing
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, LOST, of_builtin_types
 from pytest_gpumem.session.affinity import FixtureDevices
@@ -31,13 +31,12 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.item import MeasuredItem
     from pytest_gpumem.session.parts import Parts
     from pytest_gpumem.session.prepare import Preparation
-    from pytest_gpumem.session.ranks import WorstOfTest
-    from pytest_gpumem.session.rerun import Rerun
+    from pytest_gpumem.session.rerun import Rerun, WorstRank
     from pytest_gpumem.session.sharing import Sharing
     from pytest_gpumem.sharing.watched import Watched
 
 
-class Course:
+class TestLifecycle:
     """The tests of one process, one after the other; made for the first one that is measured."""
 
     def __init__(self, parts: Parts) -> None:
@@ -45,11 +44,10 @@ class Course:
         self.settings = parts.settings
         self.current: MeasuredItem | None = None
         """The test that is measured now."""
-        self._worst: WorstOfTest | None = None
+        self._worst: WorstRank | None = None
         self._fixture_devices = FixtureDevices()
         self._faults = Faults(parts.config)
         self._preparation: Preparation | None = None
-        """The preparation of tests, once one of them is measured."""
 
     def admitted(self, item: pytest.Item) -> AbstractContextManager[None]:
         """Return the context in which ``item`` may run beside the tests of other processes."""
@@ -73,14 +71,11 @@ class Course:
     def begin(
         self, item: pytest.Item, *, computed: Computed = Computed.AT_FIRST, first: bool = False
     ) -> None:
-        """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence.
-
-        The device computes the values that this or the options request. The ``first`` run may
-        request others.
-        """
+        """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence."""
         self.current = None
         parts, expectations = self._parts, self._parts.expectations
-        self._worst = expectations.worst(item) if first else self._worst
+        if first:
+            self._worst = self._worst_of(item)
         if parts.selector.off or item.get_closest_marker("skip"):
             return
         problem = parts.sharing.refusal if parts.sharing is not None else None
@@ -88,8 +83,8 @@ class Course:
         if problem := problem or expectations.problem(item):
             pytest.fail(problem, pytrace=False)
         if expectations.is_measured(item):
-            preparation = self._prepared
             rank = self._worst.rank if self._worst else 0
+            preparation = self._prepare()
             device = preparation.device_of(item, rank, computed=computed)
             self._fixture_devices.renew(item, self._machine(device))
             self.current = preparation.begin(item, device)
@@ -99,6 +94,16 @@ class Course:
             self._fixture_devices.renew(item, self._machine(parts.ambient))
             if parts.ambient is not None:
                 parts.ambient.begin_unmeasured()
+
+    def _worst_of(self, item: pytest.Item) -> WorstRank | None:
+        """Return the search for the worst rank of ``item``, ``None`` where it is not requested."""
+        expectations = self._parts.expectations
+        requested = expectations.requested_rank(item) if expectations.is_measured(item) else None
+        if requested is None or not requested.is_worst:
+            return None
+        from pytest_gpumem.session.rerun import WorstRank
+
+        return WorstRank(requested.size)
 
     def end(self) -> None:
         """Stop measuring the current test."""
@@ -136,13 +141,11 @@ class Course:
     def calling(self) -> Iterator[None]:
         """Measure the current test's call inside."""
         measured, sharing = self.current, self._parts.sharing
-        if measured is None and not self._parts.results.any_marked:
-            yield
+        if measured is None:
+            with process_kept() if self._parts.results.any_marked else nullcontext():
+                yield
             return
-        with ExitStack() as inside:
-            inside.enter_context(measured.calling() if measured else process_kept())
-            if sharing is not None and measured:
-                inside.enter_context(sharing.interruptible())
+        with measured.calling(), sharing.interruptible() if sharing else nullcontext():
             yield
 
     @contextmanager
@@ -162,9 +165,9 @@ class Course:
         sharing = self._parts.sharing
         if sharing is not None and (shared := sharing.again(self, item, error)):
             return shared
-        from pytest_gpumem.session.second_run import second_run
+        from pytest_gpumem.session.rerun import run_with_values
 
-        again = second_run(self, item, error)
+        again = run_with_values(self, item, error)
         return self._worst.next_run(self, item, error) if self._worst and not again else again
 
     def repeat(self, item: pytest.Item, again: Rerun, run: Callable[[Rerun], None]) -> None:
@@ -186,15 +189,13 @@ class Course:
             report.user_properties = of_builtin_types(report.user_properties)
             self.current.complete(report, raised=raised)
             record = getattr(report, ATTRIBUTE, None)
-            if record is not None and sharing is not None and sharing.passage:
-                record["sharing"] = sharing.passage.to_dict()
+            if record is not None and sharing is not None and sharing.admissions:
+                record["sharing"] = sharing.admissions.to_dict()
                 sharing.learn(record)
             if report.failed:
-                self._faults.look(item, report, self.current.device, sharing)
-        if report.when == "teardown" and sharing is not None:
-            beside = sharing.beside()
-            if beside is not None:
-                setattr(report, BESIDE, beside)
+                self._faults.check_context(item, report, self.current.device, sharing)
+        if report.when == "teardown" and sharing and (beside := sharing.beside()) is not None:
+            setattr(report, BESIDE, beside)
 
     @cached_property
     def _watched(self) -> Watched:
@@ -206,8 +207,7 @@ class Course:
         self._parts.closing.callback(watched.close)
         return watched
 
-    @property
-    def _prepared(self) -> Preparation:
+    def _prepare(self) -> Preparation:
         if self._preparation is None:
             with importing():
                 from pytest_gpumem.session.prepare import Preparation
@@ -232,12 +232,8 @@ class Faults:
         self._lost = ""
         """The test in which the context was lost."""
 
-    def look(
-        self,
-        item: pytest.Item,
-        report: pytest.TestReport,
-        device: Device,
-        sharing: Sharing | None,
+    def check_context(
+        self, item: pytest.Item, report: pytest.TestReport, device: Device, sharing: Sharing | None
     ) -> None:
         """Check after a failed test whether its process can run others.
 
