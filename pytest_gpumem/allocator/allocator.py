@@ -26,13 +26,12 @@ from pytest_gpumem.allocator.blocks import (
 )
 from pytest_gpumem.allocator.checkpoints import PoolState, restore
 from pytest_gpumem.allocator.messages import AllocatorError, OutOfMemory
-from pytest_gpumem.allocator.pool_scopes import PoolScopes
 from pytest_gpumem.allocator.readings import Readings
-from pytest_gpumem.allocator.state import complete_free, request_free
+from pytest_gpumem.allocator.stream_uses import complete_free, request_free
 from pytest_gpumem.allocator.trace import FREE
 
 
-class Allocator(Readings, PoolScopes):
+class Allocator(Readings):
     """The caching allocator of one simulated device. All sizes are bytes.
 
     Args:
@@ -148,7 +147,7 @@ class Allocator(Readings, PoolScopes):
         if current > every.requested_peak:
             every.requested_peak = current
         if rounded >= self._max_split:
-            self._counters.oversize_allocations.increase(1)
+            self._counters.oversize_allocations.change(1)
         return address
 
     def free(self, address: int, context: Any = None) -> None:
@@ -176,7 +175,7 @@ class Allocator(Readings, PoolScopes):
         tally.requested -= requested
         every.requested -= requested
         if size >= self._max_split:
-            self._counters.oversize_allocations.decrease(1)
+            self._counters.oversize_allocations.change(-1)
 
         block.context = None
         merged_size = size
@@ -278,7 +277,7 @@ class Allocator(Readings, PoolScopes):
         if block is None:
             raise self._not_live(address)
         request_free(block, self._memory, context)
-        self._uses.hold(block)
+        self._uses.held[address] = block
 
     def complete_free(self, address: int, context: Any = None) -> None:
         """Complete a free that :meth:`request_free` began.
@@ -286,7 +285,7 @@ class Allocator(Readings, PoolScopes):
         Raises:
             AllocatorError: no block at ``address`` waits for this.
         """
-        block = self._uses.release_held(address)
+        block = self._uses.held.pop(address, None)
         if block is None:
             raise self._not_live(address)
         complete_free(block, self._memory, context)
@@ -313,7 +312,7 @@ class Allocator(Readings, PoolScopes):
         """
         if self._every.reserved:
             raise AllocatorError("Only an allocator without segments can be restored to a state.")
-        restore(segments, self._pools, self._memory, self._supply.expandable, self._live)
+        restore(segments, self.pools, self._memory, self._supply.expandable, self._live)
         self.reset_peak_stats()
         self.reset_accumulated_stats()
 
@@ -323,7 +322,7 @@ class Allocator(Readings, PoolScopes):
         Raises:
             AllocatorError: there is no such pool.
         """
-        return checkpoints.state_of(self._pools.get(pool).identity, self.every_block())
+        return checkpoints.state_of(self.pools.get(pool).identity, self.every_block())
 
     def set_pool_state(self, state: PoolState) -> tuple[set[int], set[int]]:
         """Divide a private pool as it was (``setCheckpointPoolState``); all that lives is freed.
@@ -338,7 +337,7 @@ class Allocator(Readings, PoolScopes):
             Allocator.free(self, address)
         live = set()
         for segment in state.segments:
-            private = self._pools.get(state.pool)
+            private = self.pools.get(state.pool)
             free = {
                 block.address: block
                 for pool in (private.small, private.large)
@@ -363,7 +362,7 @@ class Allocator(Readings, PoolScopes):
             raise OutOfMemory(message, self._supply.memory_fields(size, size))
         self._uses.before_malloc(stream, reuse=self.settings.graph_capture_record_stream_reuse)
         rounded = round_size(size, self._divisions)
-        pool = self._pools.route(stream, small=rounded <= SMALL_SIZE)
+        pool = self.pools.route(stream, small=rounded <= SMALL_SIZE)
         self._route()
         return rounded, pool.free_list(stream)
 
@@ -381,9 +380,7 @@ class Allocator(Readings, PoolScopes):
         if address in self._memory.uncached:
             self._memory.free_uncached(address)
         elif address in self._uses.live:
-            block = self._uses.live[address]
-            request_free(block, self._memory, context)
-            self._uses.free(block)
+            self._uses.free(self._uses.live[address], context)
             self._route()
         elif address:
             raise self._not_live(address)

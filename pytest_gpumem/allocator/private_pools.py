@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pytest_gpumem.allocator.blocks import SHARED_POOL, UNLIMITED, Pool, PoolId, split_threshold
+from pytest_gpumem.allocator.blocks import SHARED_POOL, SMALL_SIZE, UNLIMITED, Pool, PoolId
 from pytest_gpumem.allocator.messages import AllocatorError
 from pytest_gpumem.allocator.releases import LAST_SCOPE_FIRST, Version
 from pytest_gpumem.allocator.statistics import Stat
@@ -27,28 +27,20 @@ class PrivatePool:
     large: Pool
     reserved: dict[str, Stat]
     """Bytes from the device by scope: all, small_pool, large_pool."""
-    uses: int = 1
+    uses: int = 0
     """Graphs, scopes and pool objects that refer to it; at 0 its memory may be released."""
     no_split: bool = False
     use_on_oom: bool = False
 
-    def change_reserved(self, pool: Pool, amount: int) -> None:
-        """Note bytes that came from the device for one side of the pool, or went back."""
-        for scope in ("all", "small_pool" if pool.small else "large_pool"):
-            stat = self.reserved[scope]
-            if amount > 0:
-                stat.increase(amount)
-            else:
-                stat.decrease(-amount)
+    def side(self, *, small: bool) -> Pool:
+        """Return the pool of its small or of its large blocks."""
+        return self.small if small else self.large
 
 
 class Pools:
-    """The pools of one device, shared and private, and the scopes that route allocations.
+    """The pools of one device and the scopes that route allocations.
 
-    Args:
-        version: the torch release whose rules hold.
-        small: the small shared pool.
-        large: the large one.
+    ``small`` and ``large`` are the shared ones; the rules are those of torch release ``version``.
     """
 
     def __init__(self, version: Version, small: Pool, large: Pool) -> None:
@@ -64,33 +56,26 @@ class Pools:
         self._split_freely = False
 
     def create(self, identity: PoolId, *, use_on_oom: bool = False, no_split: bool = False) -> None:
-        """Make a private pool, or use one that exists once more; its permissions only grow.
+        """Make a private pool, or add a use to one that exists (``createOrIncrefPool``).
 
-        Raises:
-            AllocatorError: as :meth:`refer`.
-        """
-        private = self.refer(identity)
-        private.use_on_oom = private.use_on_oom or use_on_oom
-        private.no_split = private.no_split or no_split
-        self._set_split(private.small, private.large, never=private.no_split)
-
-    def refer(self, identity: PoolId) -> PrivatePool:
-        """Return the pool, new or with one more use (``createOrIncrefPool``).
+        ``use_on_oom`` lends its free blocks to all allocations when the device is full (2.8);
+        ``no_split`` hands its segments out whole (2.10). These permissions only grow.
 
         Raises:
             AllocatorError: the pool is given up and waits for its memory to be released.
         """
-        pool = self.by_id.get(identity)
-        if pool is None:
-            pool = self.by_id[identity] = self._make(identity)
-            return pool
-        if pool.uses == 0:
+        private = self.by_id.get(identity)
+        if private is None:
+            private = self.by_id[identity] = self._make(identity)
+        elif private.uses == 0:
             raise AllocatorError(
                 f"The memory pool {identity} was given up by everything that used it;"
                 " its tensors must die and the cache be emptied before it can be used again."
             )
-        pool.uses += 1
-        return pool
+        private.uses += 1
+        private.use_on_oom |= use_on_oom
+        private.no_split |= no_split
+        self._set_split(private.small, private.large, never=private.no_split)
 
     def get(self, identity: PoolId) -> PrivatePool:
         """Return the pool of that id.
@@ -109,12 +94,10 @@ class Pools:
         Raises:
             AllocatorError: a scope of this pool is open already; torch's words.
         """
-        self.refer(identity)
+        self.create(identity)
         if any(identity == other for other, _ in self.scopes):
             raise AllocatorError("beginAllocateToPool: already recording to mempool_id")
         self.scopes.append((identity, accepts))
-        private = self.by_id[identity]
-        self._set_split(private.small, private.large, never=private.no_split)
 
     def close(self, identity: PoolId) -> None:
         """End the scope of a pool (``endAllocateToPool``).
@@ -129,24 +112,23 @@ class Pools:
         raise AllocatorError("endAllocatePool: not currently recording to mempool_id")
 
     def release(self, identity: PoolId) -> None:
-        """Remove one use (``releasePool``); a pool without uses can be returned to the device."""
+        """Remove one use (``releasePool``); a pool without uses can be returned to the device.
+
+        Raises:
+            AllocatorError: there is no such pool.
+        """
         pool = self.get(identity)
         pool.uses -= 1
         if pool.uses == 0:
             self.freeable[identity] = pool
             pool.no_split = False
 
-    def forget(self, pool: PrivatePool) -> None:
-        """Remove a pool that has no memory left."""
-        del self.by_id[pool.identity], self.freeable[pool.identity]
-
     def route(self, stream: int, *, small: bool) -> Pool:
         """Return the pool for an allocation on ``stream``."""
         latest_first = self.version >= LAST_SCOPE_FIRST
         for identity, accepts in reversed(self.scopes) if latest_first else self.scopes:
             if accepts(stream):
-                private = self.by_id[identity]
-                return private.small if small else private.large
+                return self.by_id[identity].side(small=small)
         return self.small if small else self.large
 
     def named(self, identity: PoolId, *, small: bool) -> Pool:
@@ -155,14 +137,13 @@ class Pools:
             return self.small if small else self.large
         if identity not in self.by_id:
             self.create(identity)
-        private = self.by_id[identity]
-        return private.small if small else private.large
+        return self.by_id[identity].side(small=small)
 
-    def overflow(self, *, small: bool) -> Iterator[Pool]:
-        """Pools that others may use when the device is full (``use_on_oom``), oldest first."""
+    def lent(self, *, small: bool) -> Iterator[Pool]:
+        """Yield the pools that lend (``use_on_oom``), oldest first."""
         for private in self.by_id.values():
             if private.use_on_oom:
-                yield private.small if small else private.large
+                yield private.side(small=small)
 
     def private(self) -> Iterator[Pool]:
         """Yield both sides of every private pool."""
@@ -187,17 +168,17 @@ class Pools:
         """Note bytes that came from the device, or went back, if the pool is a private one."""
         private = self.by_id.get(pool.identity)
         if private is not None:
-            private.change_reserved(pool, amount)
+            for scope in ("all", "small_pool" if pool.small else "large_pool"):
+                private.reserved[scope].change(amount)
             self.reserved[pool.identity] = private.reserved
 
-    def private_stats(self) -> Iterator[Stat]:
-        """Yield the counters of each private pool that ever had memory."""
-        for scopes in self.reserved.values():
-            yield from scopes.values()
-
     def _set_split(self, *pools: Pool, never: bool) -> None:
+        """Set the bytes that may remain of a block without it being split (``should_split``).
+
+        The small pool, and every pool while expandable segments are on, splits off any remainder.
+        """
         for pool in pools:
-            above = split_threshold(small=pool.small, split_freely=self._split_freely)
+            above = 0 if pool.small or self._split_freely else SMALL_SIZE
             pool.split_when_above(UNLIMITED if never else above)
 
     def _make(self, identity: PoolId) -> PrivatePool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from pytest_gpumem.allocator.blocks import SHARED_POOL, Block, PoolId
 from pytest_gpumem.allocator.messages import AllocatorError
 from pytest_gpumem.allocator.state import AllocatorState
-from pytest_gpumem.allocator.statistics import memory_stats
+from pytest_gpumem.allocator.statistics import Stat, memory_stats
 
 
 class Readings(AllocatorState):
@@ -20,29 +21,34 @@ class Readings(AllocatorState):
         """Return the dict of ``torch._C._cuda_memoryStats(device)`` in this torch version."""
         return memory_stats(
             self._every,
-            self._pools.small.tally,
-            self._pools.large.tally,
+            self._small.tally,
+            self._large.tally,
             self._counters,
             max_split_size=self._shown_max_split,
-            private=self._pools.reserved,
+            private=self.pools.reserved,
             version=self.version,
         )
 
     def reset_peak_stats(self) -> None:
         """Set every peak to its current value (``reset_peak_memory_stats``)."""
-        pools = self._pools
-        for tally in (self._every, pools.small.tally, pools.large.tally, self._counters):
+        for tally in (self._every, self._small.tally, self._large.tally):
             tally.reset_peaks()
-        for stat in pools.private_stats():
-            stat.peak = stat.current
+        for stat in self._rare_stats():
+            stat.reset_peak()
 
     def reset_accumulated_stats(self) -> None:
         """Set counters that only grow to 0 (``reset_accumulated_memory_stats``)."""
-        pools = self._pools
-        for tally in (pools.small.tally, pools.large.tally, self._counters):
+        self._counters.reset_counts()
+        for tally in (self._small.tally, self._large.tally):
             tally.reset_totals()
-        for stat in pools.private_stats():
-            stat.allocated = stat.freed = 0
+        for stat in self._rare_stats():
+            stat.reset_totals()
+
+    def _rare_stats(self) -> Iterator[Stat]:
+        yield self._counters.oversize_allocations
+        yield self._counters.oversize_segments
+        for scopes in self.pools.reserved.values():
+            yield from scopes.values()
 
     @property
     def allocated(self) -> int:
@@ -96,31 +102,42 @@ class Readings(AllocatorState):
             AllocatorError: no live block starts there.
         """
         found = self._live.get(address) or self._uses.live.get(address)
-        if found is not None:
-            return found.size
-        if address in self._memory.uncached:
-            return self._memory.uncached[address]
-        raise self._not_live(address)
+        size = self._memory.uncached.get(address) if found is None else found.size
+        if size is None:
+            raise self._not_live(address)
+        return size
 
     def pool_of(self, address: int) -> PoolId:
         """Return the pool of the live block at ``address``; the shared one where there is none."""
         found = self._live.get(address) or self._uses.live.get(address)
         return SHARED_POOL if found is None else found.free_list.pool.identity
 
+    def pool_addresses(self, pool: PoolId) -> set[int]:
+        """Return the addresses of the live blocks of a private pool (``checkPoolLiveAllocations``).
+
+        Raises:
+            AllocatorError: there is no such pool.
+        """
+        identity = self.pools.get(pool).identity
+        return {
+            block.address
+            for block in self._live_ones()
+            if block.free_list.pool.identity == identity
+        }
+
     def live_blocks(self) -> dict[int, int]:
         """Return the address and size of every live block."""
-        live = {address: block.size for address, block in self._live.items()}
-        return live | {address: block.size for address, block in self._uses.live.items()}
+        return {block.address: block.size for block in self._live_ones()}
 
     def live_contexts(self) -> dict[int, Any]:
         """Return the contexts that ``malloc`` was given for live blocks, by address."""
-        return {address: block.context for address, block in self._live.items()}
+        return {block.address: block.context for block in self._live_ones()}
 
     def every_block(self) -> Iterator[Block]:
         """Live and free blocks, in no order."""
         yield from self._live.values()
         yield from self._uses.blocks()
-        for pool in self._pools.every():
+        for pool in self.pools.every():
             for free_list in pool.free_lists.values():
                 yield from free_list.blocks.values()
 
@@ -131,6 +148,9 @@ class Readings(AllocatorState):
     def segment_context(self, address: int) -> Any:
         """Return the context of the allocation that needed the segment at ``address``, or None."""
         return self._memory.contexts.get(address)
+
+    def _live_ones(self) -> Iterator[Block]:
+        return chain(self._live.values(), self._uses.live.values())
 
     def _not_live(self, address: int) -> AllocatorError:
         return AllocatorError(

@@ -416,8 +416,8 @@ class _Run:
     def _give_up(self, pool: PoolId) -> None:
         """Nothing refers to a pool that gives its memory back."""
         with suppress(AllocatorError):  # it has none left: the replay differs already
-            while self.allocator.pool_uses(pool):
-                self.allocator.release_pool(pool)
+            while self.allocator.pools.get(pool).uses:
+                self.allocator.pools.release(pool)
 
     def _place_segment(self, size: int) -> int:
         expandable = self.allocator.settings.expandable_segments

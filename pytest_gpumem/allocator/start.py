@@ -20,7 +20,6 @@ from pytest_gpumem.allocator.blocks import (
     SMALL_SEGMENT,
     SMALL_SIZE,
     PoolId,
-    is_small,
     round_size,
 )
 from pytest_gpumem.allocator.recording import Json, default_segment_type
@@ -273,7 +272,7 @@ def _changes(
     for event in trace:
         action, size = event["action"], event["size"]
         if action in _OF_BLOCKS or action == "oom":
-            kind = "small" if is_small(round_size(size, divisions)) else "large"
+            kind = "small" if round_size(size, divisions) <= SMALL_SIZE else "large"
             if action != "oom":
                 sides[event["addr"] // PAGE] = kind
             for mapping, pages in waiting:

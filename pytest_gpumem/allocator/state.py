@@ -1,31 +1,25 @@
-"""The parts of an allocator, and its settings.
-
-A free in two steps: the program requests it, and it completes once no stream uses the block.
-
-Between the two the block is pending: no longer allocated, and still active.
-"""
+"""The parts of an allocator, its settings, and the scopes that send allocations to its pools."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from pytest_gpumem.allocator.blocks import TOO_LARGE, UNLIMITED, Block, Pool
+from pytest_gpumem.allocator.blocks import TOO_LARGE, UNLIMITED, Block, Pool, PoolId
 from pytest_gpumem.allocator.device_memory import DeviceMemory, RisingAddresses, SharedDevice
-from pytest_gpumem.allocator.expandable import absorb
 from pytest_gpumem.allocator.messages import AllocatorError
-from pytest_gpumem.allocator.private_pools import Pools
+from pytest_gpumem.allocator.private_pools import Filter, Pools
 from pytest_gpumem.allocator.releases import (
     CAPTURE_OF_STREAM,
     FRACTION_ROUNDED,
+    REUSE_IN_CAPTURE,
     WHOLE_DEVICE_UNLIMITED,
     Version,
 )
 from pytest_gpumem.allocator.settings import AllocatorSettings, SettingsError
-from pytest_gpumem.allocator.statistics import Counters, DeviceTally, PoolTally
+from pytest_gpumem.allocator.statistics import Counters, Tally
 from pytest_gpumem.allocator.stream_uses import StreamUses
 from pytest_gpumem.allocator.supply import Supply
 from pytest_gpumem.allocator.trace import RawEntry, Timeline, Trace
@@ -51,7 +45,6 @@ class AllocatorState:
         "_note",
         "_only_best_fit",
         "_plain_below",
-        "_pools",
         "_shown_max_split",
         "_small",
         "_small_lists",
@@ -61,6 +54,7 @@ class AllocatorState:
         "caching",
         "device",
         "is_capturing",
+        "pools",
         "settings",
         "trace",
         "version",
@@ -79,8 +73,7 @@ class AllocatorState:
         timeline: Timeline | None = None,
     ) -> None:
         self.settings = AllocatorSettings(version=version) if settings is None else settings
-        refusal = self.settings.refused()
-        if refusal is not None:
+        if refusal := self.settings.refused():
             raise AllocatorError(refusal)
         self.version = version
         self.device = device
@@ -88,22 +81,23 @@ class AllocatorState:
         self._note: Callable[[RawEntry], None] = events.extend if record else _ignore
         self.trace = Trace(events)
         """Every event so far, in order."""
-        self._every = DeviceTally()
+        self._every = Tally()
         self._counters = Counters()
         self._small, self._large = (
-            Pool(small=small, split_above=0, tally=PoolTally(), every=self._every)
+            Pool(small=small, split_above=0, tally=Tally(), every=self._every)
             for small in (True, False)
         )
         self._small_lists = self._small.free_lists
         self._large_lists = self._large.free_lists
-        self._pools = Pools(version, self._small, self._large)
+        self.pools = Pools(version, self._small, self._large)
+        """The shared and the private pools."""
         self._live: dict[int, Block] = {}
         self._memory = DeviceMemory(
             total_memory,
             used_elsewhere,
             place_segment or RisingAddresses(device),
             version,
-            self._pools,
+            self.pools,
             self._every,
             self._counters,
             self._note,
@@ -111,14 +105,9 @@ class AllocatorState:
         self._captures = 0
         self.is_capturing: Callable[[], bool] = lambda: self._captures > 0
         """Function that tests whether the current stream is being captured; called in captures."""
-        self._uses = StreamUses(
-            device,
-            timeline or Timeline(),
-            partial(complete_free, memory=self._memory),
-            self._in_capture,
-        )
+        self._uses = StreamUses(device, timeline or Timeline(), self._memory, self._in_capture)
         self._supply = Supply(
-            device, version, self._pools, self._memory, self._uses, self._in_capture
+            device, version, self.pools, self._memory, self._uses, self._in_capture
         )
         self.caching = True
         """Whether memory is cached; if not, every block is the device's own and is not counted."""
@@ -174,13 +163,13 @@ class AllocatorState:
         """
         if not 0.0 <= fraction <= 1.0:
             raise AllocatorError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+        exact = fraction * self.total_memory
         if self.version >= WHOLE_DEVICE_UNLIMITED and fraction >= 1.0:
             self._memory.limit = None
-            return
-        exact = fraction * self.total_memory
-        self._memory.limit = (
-            math.floor(exact + 0.5) if self.version >= FRACTION_ROUNDED else int(exact)
-        )
+        elif self.version >= FRACTION_ROUNDED:
+            self._memory.limit = math.floor(exact + 0.5)
+        else:
+            self._memory.limit = int(exact)
 
     @property
     def memory_fraction(self) -> float:
@@ -193,6 +182,34 @@ class AllocatorState:
         self.caching = enabled
         self._route()
 
+    def begin_allocate_to_pool(self, pool: PoolId, accepts: Filter) -> None:
+        """Send allocations whose stream ``accepts`` returns true for to a private pool.
+
+        Raises:
+            AllocatorError: that is the case already, in torch's words.
+        """
+        self.pools.open(pool, accepts)
+        self._route()
+
+    def end_allocate_to_pool(self, pool: PoolId) -> None:
+        """End the scope of :meth:`begin_allocate_to_pool`; the pool keeps its memory.
+
+        Raises:
+            AllocatorError: it was not begun, in torch's words.
+        """
+        self.pools.close(pool)
+        if self.settings.graph_capture_record_stream_reuse and self.version >= REUSE_IN_CAPTURE:
+            self._uses.end_capture(pool)
+        self._route()
+
+    def mark_capture_begin(self) -> None:
+        """Note that a stream capture begins on this device."""
+        self._captures += 1
+
+    def mark_capture_end(self) -> None:
+        """Note that a stream capture has ended."""
+        self._captures -= 1
+
     def _configure(self) -> None:
         """Apply the settings."""
         settings = self.settings
@@ -200,7 +217,7 @@ class AllocatorState:
         self._divisions = divisions if any(divisions) else None
         self._max_split = settings.max_split_size or UNLIMITED
         self._split_below = UNLIMITED if settings.expandable_segments else self._max_split
-        self._pools.split(freely=settings.expandable_segments)
+        self.pools.split(freely=settings.expandable_segments)
         self._supply.configure(settings)
         self._only_best_fit = self._supply.only_best_fit
         self._route()
@@ -214,7 +231,7 @@ class AllocatorState:
         plain = (
             self._divisions is None
             and self.caching
-            and not self._pools.scopes
+            and not self.pools.scopes
             and not self._uses.waiting
         )
         self._plain_below = TOO_LARGE if plain else 0
@@ -225,37 +242,5 @@ class AllocatorState:
         Up to 2.12 any open scope counts, from 2.13 on only the capture of the current stream.
         """
         if self.version < CAPTURE_OF_STREAM:
-            return bool(self._pools.scopes)
+            return bool(self.pools.scopes)
         return self._captures > 0 and self.is_capturing()
-
-
-def request_free(block: Block, memory: DeviceMemory, context: Any = None) -> None:
-    """Mark a block as freed by the program: it is no longer allocated, but active."""
-    free_list = block.free_list
-    for tally in (free_list.tally, free_list.every):
-        tally.change("blocks", -1)
-        tally.change("bytes", -block.size)
-        tally.change_pending(1, block.size)
-    shown = context or block.context
-    memory.note(("free_requested", block.address, block.requested, free_list.stream, shown))
-    if block.size >= memory.oversize:
-        memory.counters.oversize_allocations.decrease(1)
-
-
-def complete_free(block: Block, memory: DeviceMemory, context: Any = None) -> None:
-    """Make a block inactive: it merges with its neighbours and can be used again."""
-    free_list = block.free_list
-    address, size, requested = block.address, block.size, block.requested
-    shown = context or block.context
-    memory.note(("free_completed", address, requested, free_list.stream, shown))
-    block.context = None
-    gained = [absorb(block, neighbour, mapped=True) for neighbour in (block.previous, block.next)]
-    free_list.add(block)
-    splits, split_bytes = -sum(bytes_ > 0 for bytes_ in gained), -sum(gained)
-    if block.is_split:
-        splits, split_bytes = splits + 1, split_bytes + block.size
-    for tally in (free_list.tally, free_list.every):
-        tally.change("splits", splits)
-        tally.change("split_bytes", split_bytes)
-        tally.change("requested", -requested)
-        tally.change_pending(-1, -size)

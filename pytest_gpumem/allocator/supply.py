@@ -138,7 +138,7 @@ class Supply:
             self._release_pool(private.small)
             self._release_pool(private.large)
             if private.reserved["all"].current == 0:
-                pools.forget(private)
+                del pools.by_id[private.identity], pools.freeable[private.identity]
 
     def memory_fields(self, rounded: int, segment: int) -> OutOfMemoryFields:
         """Return the numbers of an error, for a request and the segment that it needs."""
@@ -218,7 +218,7 @@ class Supply:
         """Return a free block of a pool that lends (``try_mempool_fallback``): plain ones only."""
         if free_list.pool.identity != SHARED_POOL:
             return None
-        for pool in self._pools.overflow(small=rounded <= SMALL_SIZE):
+        for pool in self._pools.lent(small=rounded <= SMALL_SIZE):
             lent = pool.free_list(free_list.stream)
             block = self._take_fitting(lent, _smallest_plain(lent, rounded), rounded)
             if block is not None:
