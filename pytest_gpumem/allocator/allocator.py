@@ -338,12 +338,8 @@ class Allocator(Readings):
         live = set()
         for segment in state.segments:
             private = self.pools.get(state.pool)
-            free = {
-                block.address: block
-                for pool in (private.small, private.large)
-                for free_list in pool.free_lists.values()
-                for block in free_list.blocks.values()
-            }
+            blocks = (*private.small.free_blocks(), *private.large.free_blocks())
+            free = {block.address: block for block in blocks}
             for block in checkpoints.divide(segment, free, self._note):
                 self._live[block.address] = block
             for each in segment:
@@ -367,9 +363,7 @@ class Allocator(Readings):
         return rounded, pool.free_list(stream)
 
     def _allocate_uncached(self, size: int) -> int:
-        if size == 0:
-            return 0
-        address = self._memory.allocate_uncached(size)
+        address = self._memory.allocate_uncached(size) if size else 0
         if address is None:
             fields = self._supply.memory_fields(size, size)
             raise OutOfMemory("CUDA error: out of memory", fields)

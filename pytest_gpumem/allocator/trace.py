@@ -1,6 +1,4 @@
-"""The allocator's events, in order.
-
-The progress of streams, as far as the host can infer it.
+"""The allocator's events, in order, and the progress of streams as the host can infer it.
 
 A GPU runs the work of a stream in order and of different streams in no order, later than the host
 issues it; how much later is not modelled. So work counts as finished once the host has waited
