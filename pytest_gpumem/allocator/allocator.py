@@ -147,7 +147,7 @@ class Allocator(Readings):
         if current > every.requested_peak:
             every.requested_peak = current
         if rounded >= self._max_split:
-            self._counters.oversize_allocations.change(1)
+            self.memory.counters.oversize_allocations.change(1)
         return address
 
     def free(self, address: int, context: Any = None) -> None:
@@ -175,7 +175,7 @@ class Allocator(Readings):
         tally.requested -= requested
         every.requested -= requested
         if size >= self._max_split:
-            self._counters.oversize_allocations.change(-1)
+            self.memory.counters.oversize_allocations.change(-1)
 
         block.context = None
         merged_size = size
@@ -244,7 +244,7 @@ class Allocator(Readings):
         only that one. During a capture the shared pool keeps its segments. ``context`` is kept with
         the events of the segments that go.
         """
-        with self._memory.releasing(context):
+        with self.memory.releasing(context):
             self._supply.empty_cache(pool)
         self._route()
 
@@ -257,7 +257,7 @@ class Allocator(Readings):
         Raises:
             AllocatorError: no live block starts at ``address``.
         """
-        if address in self._memory.uncached:
+        if address in self.memory.uncached:
             return
         block = self._live.get(address) or self._uses.live.get(address)
         if block is None:
@@ -276,7 +276,7 @@ class Allocator(Readings):
         block = self._live.pop(address, None) or self._uses.take(address)
         if block is None:
             raise self._not_live(address)
-        request_free(block, self._memory, context)
+        request_free(block, self.memory, context)
         self._uses.held[address] = block
 
     def complete_free(self, address: int, context: Any = None) -> None:
@@ -288,7 +288,7 @@ class Allocator(Readings):
         block = self._uses.held.pop(address, None)
         if block is None:
             raise self._not_live(address)
-        complete_free(block, self._memory, context)
+        complete_free(block, self.memory, context)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the dict of ``torch.cuda.memory._snapshot()`` in this torch version."""
@@ -312,7 +312,7 @@ class Allocator(Readings):
         """
         if self._every.reserved:
             raise AllocatorError("Only an allocator without segments can be restored to a state.")
-        restore(segments, self.pools, self._memory, self._supply.expandable, self._live)
+        restore(segments, self.pools, self.memory, self._supply.expandable, self._live)
         self.reset_peak_stats()
         self.reset_accumulated_stats()
 
@@ -363,7 +363,7 @@ class Allocator(Readings):
         return rounded, pool.free_list(stream)
 
     def _allocate_uncached(self, size: int) -> int:
-        address = self._memory.allocate_uncached(size) if size else 0
+        address = self.memory.allocate_uncached(size) if size else 0
         if address is None:
             fields = self._supply.memory_fields(size, size)
             raise OutOfMemory("CUDA error: out of memory", fields)
@@ -371,8 +371,8 @@ class Allocator(Readings):
 
     def _free_uncommon(self, address: int, context: Any) -> None:
         """Free an address that is not an ordinary live block."""
-        if address in self._memory.uncached:
-            self._memory.free_uncached(address)
+        if address in self.memory.uncached:
+            self.memory.free_uncached(address)
         elif address in self._uses.live:
             self._uses.free(self._uses.live[address], context)
             self._route()

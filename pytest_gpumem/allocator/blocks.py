@@ -50,6 +50,7 @@ class Block:
 
     __slots__ = (
         "address",
+        "born",
         "context",
         "free_list",
         "key",
@@ -76,6 +77,8 @@ class Block:
     """
     key: int
     """Key in ``free_list`` while the block is free and mapped, else 0."""
+    born: int
+    """The clock of its pool when it became free, where garbage collection is on."""
     context: Any
 
     @property

@@ -24,8 +24,8 @@ from pytest_gpumem.allocator.blocks import (
     new_block,
 )
 from pytest_gpumem.allocator.private_pools import Pools
-from pytest_gpumem.allocator.releases import OLD_SEGMENTS_FIRST, Version
-from pytest_gpumem.allocator.statistics import Counters, Tally
+from pytest_gpumem.allocator.releases import OLD_SEGMENTS_FIRST
+from pytest_gpumem.allocator.statistics import Counters
 from pytest_gpumem.allocator.trace import RawEntry
 from pytest_gpumem.sizes import MIB
 
@@ -53,10 +53,7 @@ class DeviceMemory:
         total: bytes of the device.
         used_elsewhere: bytes in use outside the allocator; may be changed.
         place_segment: given the size of a new segment, the address where the driver puts it.
-        version: the torch release whose rules hold.
-        pools: where the bytes of private pools are counted.
-        every: the tally over all pools.
-        counters: the counters without pools.
+        pools: where the bytes are counted.
         note: called for every event.
     """
 
@@ -65,16 +62,13 @@ class DeviceMemory:
         total: int,
         used_elsewhere: int,
         place_segment: Callable[[int], int],
-        version: Version,
         pools: Pools,
-        every: Tally,
-        counters: Counters,
         note: Callable[[RawEntry], None],
     ) -> None:
         self.total = total
         self.used_elsewhere = used_elsewhere
-        self.every = every
-        self.counters = counters
+        self.every = pools.every
+        self.counters = Counters()
         self.note = note
         self.limit: int | None = None
         """The most bytes that may be reserved, where a memory fraction is set."""
@@ -88,7 +82,6 @@ class DeviceMemory:
         """Sizes by address of allocations made while caching was off."""
         self._releaser: Any = None
         self._place_segment = place_segment
-        self._version = version
         self._pools = pools
         self._unused_order = FIRST_OF_AGE
 
@@ -137,7 +130,7 @@ class DeviceMemory:
         BlockComparatorSizeCounterAddress; before, the address decided.
         """
         address = self._place_segment(size)
-        if self._version < OLD_SEGMENTS_FIRST:
+        if self._pools.version < OLD_SEGMENTS_FIRST:
             return address, 0
         order, self._unused_order = self._unused_order, self._unused_order + size
         return address, order - address

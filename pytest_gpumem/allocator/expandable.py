@@ -8,7 +8,7 @@ and ``unmap_block`` of c10/cuda/CUDACachingAllocator.cpp.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,33 +22,18 @@ from pytest_gpumem.allocator.blocks import (
     new_block,
     split_off,
 )
+from pytest_gpumem.allocator.device_memory import DeviceMemory
 
 
 class ExpandableSegments:
-    """All expandable segments of one device.
+    """All expandable segments of one device."""
 
-    Args:
-        address_space: bytes of addresses that a new segment reserves; may be changed.
-        large_page: bytes that the large pool maps at a time in new segments; may be changed. The
-            small pool maps 2 MiB.
-        reserve: given a size, the address and shift of a new range.
-        map_pages: takes memory from the device at an address; False if it has none left.
-        unmap_pages: gives memory back.
-    """
-
-    def __init__(
-        self,
-        address_space: int,
-        large_page: int,
-        reserve: Callable[[int], tuple[int, int]],
-        map_pages: Callable[[FreeList, int, int, Any], bool],
-        unmap_pages: Callable[[FreeList, int, int], None],
-    ) -> None:
-        self.address_space = address_space
-        self.large_page = large_page
-        self._reserve = reserve
-        self._map_pages = map_pages
-        self._unmap_pages = unmap_pages
+    def __init__(self, memory: DeviceMemory) -> None:
+        self.address_space = 0
+        """Bytes of addresses that a new segment reserves."""
+        self.large_page = 0
+        """Bytes that the large pool maps at a time in new segments. The small pool maps 2 MiB."""
+        self._memory = memory
         self._pages: dict[int, int] = {}
         """Bytes of a page, by the first address of the segment."""
 
@@ -131,7 +116,7 @@ class ExpandableSegments:
         page, size = self._page_and_size(free_list)
         if size < rounded:
             return None
-        address, shift = self._reserve(size)
+        address, shift = self._memory.place(size)
         block = free_list.unmapped[address] = new_block(free_list, address, size, shift)
         self._pages[address] = page
         return block
@@ -151,7 +136,7 @@ class ExpandableSegments:
         base, page = self._base_and_page(address)
         end = base + -(-(address + size - base) // page) * page
         mapped = end - address
-        if not self._map_pages(free_list, address, mapped, context):
+        if not self._memory.map_pages(free_list, address, mapped, context):
             return False
         del free_list.unmapped[address]
         if mapped < block.size:
@@ -182,7 +167,7 @@ class ExpandableSegments:
         absorb(block, block.previous, mapped=False)
         absorb(block, block.next, mapped=False)
         free_list.unmapped[block.address] = block
-        self._unmap_pages(free_list, first, last - first)
+        self._memory.unmap_pages(free_list, first, last - first)
 
     def _base_and_page(self, address: int) -> tuple[int, int]:
         """Return the base of the segment that contains ``address``, and the bytes of its pages."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from pytest_gpumem.allocator.blocks import SHARED_POOL, SMALL_SIZE, UNLIMITED, Pool, PoolId
 from pytest_gpumem.allocator.messages import AllocatorError
 from pytest_gpumem.allocator.releases import LAST_SCOPE_FIRST, Version
-from pytest_gpumem.allocator.statistics import Stat
+from pytest_gpumem.allocator.statistics import Stat, Tally
 
 Filter = Callable[[int], bool]
 """Function that returns whether an allocation goes to the pool, by its stream."""
@@ -43,10 +44,14 @@ class Pools:
     ``small`` and ``large`` are the shared ones; the rules are those of torch release ``version``.
     """
 
-    def __init__(self, version: Version, small: Pool, large: Pool) -> None:
+    def __init__(self, version: Version) -> None:
         self.version = version
-        self.small = small
-        self.large = large
+        self.every = Tally()
+        """The tally over all pools."""
+        self.small, self.large = (
+            Pool(small=small, split_above=0, tally=Tally(), every=self.every)
+            for small in (True, False)
+        )
         self.by_id: dict[PoolId, PrivatePool] = {}
         self.freeable: dict[PoolId, PrivatePool] = {}
         """Pools that nothing refers to any more."""
@@ -151,11 +156,9 @@ class Pools:
             yield private.small
             yield private.large
 
-    def every(self) -> Iterator[Pool]:
+    def __iter__(self) -> Iterator[Pool]:
         """Yield every pool, the shared ones first."""
-        yield self.small
-        yield self.large
-        yield from self.private()
+        return chain((self.small, self.large), self.private())
 
     def split(self, *, freely: bool) -> None:
         """Set whether every pool splits off any remainder, as with expandable segments."""

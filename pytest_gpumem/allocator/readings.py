@@ -23,7 +23,7 @@ class Readings(AllocatorState):
             self._every,
             self._small.tally,
             self._large.tally,
-            self._counters,
+            self.memory.counters,
             max_split_size=self._shown_max_split,
             private=self.pools.reserved,
             version=self.version,
@@ -38,15 +38,15 @@ class Readings(AllocatorState):
 
     def reset_accumulated_stats(self) -> None:
         """Set counters that only grow to 0 (``reset_accumulated_memory_stats``)."""
-        self._counters.reset_counts()
+        self.memory.counters.reset_counts()
         for tally in (self._small.tally, self._large.tally):
             tally.reset_totals()
         for stat in self._rare_stats():
             stat.reset_totals()
 
     def _rare_stats(self) -> Iterator[Stat]:
-        yield self._counters.oversize_allocations
-        yield self._counters.oversize_segments
+        yield self.memory.counters.oversize_allocations
+        yield self.memory.counters.oversize_segments
         for scopes in self.pools.reserved.values():
             yield from scopes.values()
 
@@ -88,12 +88,7 @@ class Readings(AllocatorState):
     @property
     def free_memory(self) -> int:
         """Bytes free on the device, as in ``mem_get_info``."""
-        return self._memory.free
-
-    @property
-    def device_frees(self) -> int:
-        """The number of times that memory was returned to the device."""
-        return self._counters.num_device_free
+        return self.memory.free
 
     def block(self, address: int) -> int:
         """Return the size of the live block at ``address``, in bytes.
@@ -102,7 +97,7 @@ class Readings(AllocatorState):
             AllocatorError: no live block starts there.
         """
         found = self._live.get(address) or self._uses.live.get(address)
-        size = self._memory.uncached.get(address) if found is None else found.size
+        size = self.memory.uncached.get(address) if found is None else found.size
         if size is None:
             raise self._not_live(address)
         return size
@@ -137,17 +132,13 @@ class Readings(AllocatorState):
         """Live and free blocks, in no order."""
         yield from self._live.values()
         yield from self._uses.blocks()
-        for pool in self.pools.every():
+        for pool in self.pools:
             for free_list in pool.free_lists.values():
                 yield from free_list.blocks.values()
 
     def is_pending(self, block: Block) -> bool:
         """Return whether the block was freed and another stream may still use it."""
         return self._uses.is_pending(block)
-
-    def segment_context(self, address: int) -> Any:
-        """Return the context of the allocation that needed the segment at ``address``, or None."""
-        return self._memory.contexts.get(address)
 
     def _live_ones(self) -> Iterator[Block]:
         return chain(self._live.values(), self._uses.live.values())

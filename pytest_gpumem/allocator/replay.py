@@ -363,9 +363,10 @@ class _Run:
                 with suppress(AllocatorError):  # it has none left: the replay differs already
                     while self.allocator.pools.get(pool).uses:
                         self.allocator.pools.release(pool)
-            before = self.allocator.device_frees
+            counters = self.allocator.memory.counters
+            before = counters.num_device_free
             self.allocator.empty_cache()
-            self._released = self.allocator.device_frees - before
+            self._released = counters.num_device_free - before
         self._released = max(0, self._released - 1)
 
     def _place_segment(self, size: int) -> int:

@@ -81,7 +81,7 @@ def _segment(allocator: Readings, head: Block, *, frames: bool) -> Json:
     pool = head.free_list.pool
     pending = sum(block.size for block in active if allocator.is_pending(block))
     active_size = sum(block.size for block in active)
-    context = allocator.segment_context(head.address) if frames else None
+    context = allocator.memory.contexts.get(head.address) if frames else None
     result: Json = {
         "device": allocator.device,
         "address": head.address,

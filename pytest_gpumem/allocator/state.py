@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from pytest_gpumem.allocator.blocks import TOO_LARGE, UNLIMITED, Block, Pool, PoolId
-from pytest_gpumem.allocator.device_memory import DeviceMemory, RisingAddresses, SharedDevice
+from pytest_gpumem.allocator.blocks import TOO_LARGE, UNLIMITED, Block, PoolId
+from pytest_gpumem.allocator.device_memory import DeviceMemory, RisingAddresses
 from pytest_gpumem.allocator.messages import AllocatorError
 from pytest_gpumem.allocator.private_pools import Filter, Pools
 from pytest_gpumem.allocator.releases import (
@@ -19,7 +19,6 @@ from pytest_gpumem.allocator.releases import (
     Version,
 )
 from pytest_gpumem.allocator.settings import AllocatorSettings, SettingsError
-from pytest_gpumem.allocator.statistics import Counters, Tally
 from pytest_gpumem.allocator.stream_uses import StreamUses
 from pytest_gpumem.allocator.supply import Supply
 from pytest_gpumem.allocator.trace import RawEntry, Timeline, Trace
@@ -34,14 +33,12 @@ class AllocatorState:
     # Attributes in slots: an object with more than thirty would find them by hashing.
     __slots__ = (
         "_captures",
-        "_counters",
         "_divisions",
         "_every",
         "_large",
         "_large_lists",
         "_live",
         "_max_split",
-        "_memory",
         "_note",
         "_only_best_fit",
         "_plain_below",
@@ -54,6 +51,7 @@ class AllocatorState:
         "caching",
         "device",
         "is_capturing",
+        "memory",
         "pools",
         "settings",
         "trace",
@@ -81,34 +79,21 @@ class AllocatorState:
         self._note: Callable[[RawEntry], None] = events.extend if record else _ignore
         self.trace = Trace(events)
         """Every event so far, in order."""
-        self._every = Tally()
-        self._counters = Counters()
-        self._small, self._large = (
-            Pool(small=small, split_above=0, tally=Tally(), every=self._every)
-            for small in (True, False)
-        )
+        self.pools = Pools(version)
+        """The shared and the private pools."""
+        self._every = self.pools.every
+        self._small, self._large = self.pools.small, self.pools.large
         self._small_lists = self._small.free_lists
         self._large_lists = self._large.free_lists
-        self.pools = Pools(version, self._small, self._large)
-        """The shared and the private pools."""
         self._live: dict[int, Block] = {}
-        self._memory = DeviceMemory(
-            total_memory,
-            used_elsewhere,
-            place_segment or RisingAddresses(device),
-            version,
-            self.pools,
-            self._every,
-            self._counters,
-            self._note,
-        )
+        place = place_segment or RisingAddresses(device)
+        self.memory = DeviceMemory(total_memory, used_elsewhere, place, self.pools, self._note)
+        """What it holds from the device."""
         self._captures = 0
         self.is_capturing: Callable[[], bool] = lambda: self._captures > 0
         """Function that tests whether the current stream is being captured; called in captures."""
-        self._uses = StreamUses(device, timeline or Timeline(), self._memory, self._in_capture)
-        self._supply = Supply(
-            device, version, self.pools, self._memory, self._uses, self._in_capture
-        )
+        self._uses = StreamUses(device, timeline or Timeline(), self.memory, self._in_capture)
+        self._supply = Supply(device, self.pools, self.memory, self._uses)
         self.caching = True
         """Whether memory is cached; if not, every block is the device's own and is not counted."""
         # torch reads it when the process first uses the device, and not again.
@@ -120,20 +105,16 @@ class AllocatorState:
     @property
     def total_memory(self) -> int:
         """The device's memory."""
-        return self._memory.total
-
-    def share(self, shared: SharedDevice | None) -> None:
-        """Take memory from ``shared`` from now on, which other processes use too."""
-        self._memory.shared = shared
+        return self.memory.total
 
     @property
     def used_elsewhere(self) -> int:
         """Device memory outside this allocator: the CUDA context, other processes."""
-        return self._memory.used_elsewhere
+        return self.memory.used_elsewhere
 
     @used_elsewhere.setter
     def used_elsewhere(self, size: int) -> None:
-        self._memory.used_elsewhere = size
+        self.memory.used_elsewhere = size
 
     def set_settings(self, conf: str) -> None:
         """Read another configuration string at run time (``setAllocatorSettings``).
@@ -165,16 +146,16 @@ class AllocatorState:
             raise AllocatorError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
         exact = fraction * self.total_memory
         if self.version >= WHOLE_DEVICE_UNLIMITED and fraction >= 1.0:
-            self._memory.limit = None
+            self.memory.limit = None
         elif self.version >= FRACTION_ROUNDED:
-            self._memory.limit = math.floor(exact + 0.5)
+            self.memory.limit = math.floor(exact + 0.5)
         else:
-            self._memory.limit = int(exact)
+            self.memory.limit = int(exact)
 
     @property
     def memory_fraction(self) -> float:
         """The fraction of the device that may be reserved (``get_per_process_memory_fraction``)."""
-        limit = self._memory.limit
+        limit = self.memory.limit
         return 1.0 if limit is None else limit / self.total_memory
 
     def enable_caching(self, enabled: bool) -> None:

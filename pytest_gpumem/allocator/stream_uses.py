@@ -65,7 +65,7 @@ class StreamUses:
         """By address: freed blocks that a recording completes."""
         self._device = device
         self._memory = memory
-        self._in_capture = in_capture
+        self.in_capture = in_capture
         self._used: dict[Block, _Use] = {}
         self._events: dict[StreamKey, deque[_Event]] = {}
         self._outstanding: dict[Block, int] = {}
@@ -100,7 +100,7 @@ class StreamUses:
         use = self._used.setdefault(block, _Use(set(), set()))
         use.streams.add(stream)
         self.timeline.note(stream)
-        if self._in_capture():
+        if self.in_capture():
             use.in_capture.add(stream)
 
     def take(self, address: int) -> Block | None:
@@ -114,7 +114,7 @@ class StreamUses:
         """Free a block; it is pending until the streams that use it are done."""
         request_free(block, self._memory, context)
         del self.live[block.address]
-        if self._in_capture():
+        if self.in_capture():
             own = (self._device, int(block.free_list.stream))
             self._deferred[block] = self.timeline.mark(own, *self._used[block].streams)
         else:
@@ -127,7 +127,7 @@ class StreamUses:
         captured work comes after all uses (``graph_capture_record_stream_reuse``).
         """
         self._allocations += 1
-        if not self._in_capture():
+        if not self.in_capture():
             self._undefer()
             for key, events in list(self._events.items()):
                 while events and self._is_over(key, events[0]):
