@@ -20,11 +20,16 @@ from pytest_gpumem.attribution.history import (
     Span,
 )
 from pytest_gpumem.measurement.carried import Held, MadeSince
-from pytest_gpumem.measurement.contents import tensors_in
+from pytest_gpumem.measurement.contents import (
+    gradients_aside,
+    parameters_aside,
+    parts_of,
+    storage_address,
+    tensors_in,
+)
 from pytest_gpumem.measurement.facts import Facts
 from pytest_gpumem.measurement.leaks import graph_of
 from pytest_gpumem.measurement.phases import Positions, position_on
-from pytest_gpumem.measurement.sharded import gradients_aside, parameters_aside, parts_of
 
 Function = Callable[..., Any]
 
@@ -166,8 +171,7 @@ class Witness:
         @functools.wraps(new)
         def made(*args: Any, **kwargs: Any) -> Any:
             parameter = new(*args, **kwargs)
-            if isinstance(parameter, torch.Tensor):
-                self._see(self._positions(), parameter, PARAMETERS, "", "")
+            self._see(self._positions(), parameter, PARAMETERS, "", "")
             return parameter
 
         return made
@@ -180,8 +184,7 @@ class Witness:
             set_state(module, state)
             now, owner = self._positions(), type(module).__name__
             for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    self._see(now, buffer, OTHER, owner, name)
+                self._see(now, buffer, OTHER, owner, name)
 
         return restored
 
@@ -297,8 +300,7 @@ class Witness:
         self._see_gradients_of(now, module)
         for part in module.modules():
             for name, buffer in part._buffers.items():
-                if buffer is not None:
-                    self._see(now, buffer, OTHER, self._paths.get(part, ""), name)
+                self._see(now, buffer, OTHER, self._paths.get(part, ""), name)
 
     def _see_gradients(self) -> None:
         now = self._positions()
@@ -306,18 +308,14 @@ class Witness:
             self._see_gradients_of(now, module)
         for optimizer in list(self._optimizers):
             for held in _parameters(optimizer):
-                self._see_gradient(now, held, "", "")
+                self._see(now, held.grad, GRADIENTS, "", "")
 
     def _see_gradients_of(self, now: Positions, module: torch.nn.Module) -> None:
         for path, name, parameter in self._parameters_of(module):
-            self._see_gradient(now, parameter, path, name)
+            self._see(now, parameter.grad, GRADIENTS, path, name)
         for part in module.modules():
             for owner, name, gradient in gradients_aside(part):
                 self._see(now, gradient, GRADIENTS, self._paths.get(owner, ""), name)
-
-    def _see_gradient(self, now: Positions, parameter: torch.Tensor, path: str, name: str) -> None:
-        if parameter.grad is not None:
-            self._see(now, parameter.grad, GRADIENTS, path, name)
 
     def _parameters_of(self, module: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield the path of the owner, the name and the parameter."""
@@ -337,21 +335,20 @@ class Witness:
             if not path:
                 self._see(now, parameter, PARAMETERS, "", "")
             for name, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    self._see(now, value, OPTIMIZER_STATE, path, f"{kind}.{name}")
+                self._see(now, value, OPTIMIZER_STATE, path, f"{kind}.{name}")
 
     def _owned(self) -> Iterator[int]:
         """Yield the addresses of the tensors that known modules and optimizers hold now."""
+        held: list[Any] = []
         for module in list(self._roots):
-            for held in (*module.parameters(), *module.buffers()):
-                yield from map(_address, parts_of(held))
-                if held.grad is not None:
-                    yield from map(_address, parts_of(held.grad))
+            for tensor in (*module.parameters(), *module.buffers()):
+                held += (tensor, tensor.grad)
         for optimizer in list(self._optimizers):
             for state in optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, torch.Tensor):
-                        yield from map(_address, parts_of(value))
+                held += state.values()
+        for value in held:
+            if isinstance(value, torch.Tensor):
+                yield from map(storage_address, parts_of(value))
 
     def _owners(self) -> dict[int, str]:
         return {
@@ -360,24 +357,11 @@ class Witness:
             for path, _, parameter in self._parameters_of(module)
         }
 
-    def _see(
-        self, now: Positions, tensor: torch.Tensor, category: str, path: str, name: str
-    ) -> None:
-        for part in parts_of(tensor):
-            address = _address(part)
-            if address:
+    def _see(self, now: Positions, value: Any, category: str, path: str, name: str) -> None:
+        """Record the memory of ``value`` if it is a tensor."""
+        for part in parts_of(value) if isinstance(value, torch.Tensor) else ():
+            if address := storage_address(part):
                 self._sightings.append((now, address, category, path, name))
-
-
-def _address(tensor: torch.Tensor) -> int:
-    if not tensor.is_cuda:
-        return 0
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse: no storage of its own
-        return 0
-    except ValueError:  # a lazy module's parameter, which has no shape yet and no memory
-        return 0
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
