@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pytest_gpumem.device.computed import Computed
-from pytest_gpumem.measurement.phases import Bytes
-from pytest_gpumem.measurement.statistics import Block, Recorder
+from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
 

@@ -6,13 +6,14 @@ with the instance, and every test that uses it is charged the same.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pytest_gpumem.measurement.phases import Bytes, Extent
-from pytest_gpumem.measurement.statistics import Reading, Readings, Statistics
+from pytest_gpumem.measurement.phases import Extent
+from pytest_gpumem.measurement.statistics import Bytes, Readings, Statistics
 
 FixtureKey = Any
 """A pytest ``FixtureDef``: one per fixture function and place, with one live instance."""
@@ -34,7 +35,7 @@ class _SetUp:
     """A set-up in progress."""
 
     def __init__(self, start: Readings) -> None:
-        self.start = {device: _present(now) for device, now in start.items()}
+        self.start = {device: now.held for device, now in start.items()}
         self.nested_bytes: dict[int, Bytes] = {}
         self.peak: dict[int, Bytes] = {}
         self.allocations = _allocations(start)
@@ -43,11 +44,8 @@ class _SetUp:
     def reach(self, readings: Readings) -> None:
         """Include the peaks of a window in which no requested fixture was being set up."""
         for device, reading in readings.items():
-            above = Bytes(reading.peak_allocated, reading.peak_reserved) - self.base(device)
-            known = self.peak.get(device, Bytes())
-            self.peak[device] = Bytes(
-                max(known.allocated, above.allocated), max(known.reserved, above.reserved)
-            )
+            above = reading.peak - self.base(device)
+            self.peak[device] = above.at_least(self.peak.get(device, Bytes()))
 
     def base(self, device: int) -> Bytes:
         """Return the bytes on ``device`` at the start, and those that nested fixtures hold."""
@@ -61,7 +59,7 @@ class _SetUp:
             tidy()
             end = statistics.harvest()
         self.allocations = _allocations(end) - self.allocations
-        return {device: _present(now) - self.base(device) for device, now in end.items()}
+        return {device: now.held - self.base(device) for device, now in end.items()}
 
     def take(self, fixture: FixtureKey, inner: _SetUp, held: Mapping[int, Bytes]) -> None:
         """Assign the bytes of a nested set-up to its own fixture."""
@@ -164,25 +162,19 @@ class FixtureLedger:
             _add(total, self.record(fixture).held)
         return total
 
-    def setup_extents(self, fixtures: Iterable[FixtureKey]) -> dict[int, Extent]:
+    def setup_extents(self, fixtures: Iterable[FixtureKey]) -> defaultdict[int, Extent]:
         """Return the extents of setting up ``fixtures``, one after the other from nothing."""
         running: dict[int, Bytes] = {}
-        extents: dict[int, Extent] = {}
+        extents: defaultdict[int, Extent] = defaultdict(Extent)
         for fixture in self.with_nested(fixtures):
             record = self.record(fixture)
             for device, peak in record.peak.items():
                 top = running.get(device, Bytes()) + peak
-                extent = extents.setdefault(device, Extent())
-                extent.peak_allocated = max(extent.peak_allocated, top.allocated)
-                extent.peak_reserved = max(extent.peak_reserved, top.reserved)
+                extents[device].peak = top.at_least(extents[device].peak)
             _add(running, record.held)
         for device, held in running.items():
-            extents.setdefault(device, Extent()).allocated_after = held.allocated
+            extents[device].allocated_after = held.allocated
         return extents
-
-
-def _present(reading: Reading) -> Bytes:
-    return Bytes(reading.allocated, reading.reserved)
 
 
 def _allocations(readings: Readings) -> int:

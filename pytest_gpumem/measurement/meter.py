@@ -19,14 +19,14 @@ from pytest_gpumem.measurement.composition import Account, composed, leaks
 from pytest_gpumem.measurement.facts import kept_by_libraries
 from pytest_gpumem.measurement.fixtures import FixtureKey, FixtureLedger
 from pytest_gpumem.measurement.leaks import blocks_reachable, leaked_blocks
-from pytest_gpumem.measurement.phases import (
+from pytest_gpumem.measurement.phases import Phase, PhaseTracker, bytes_on, record_of
+from pytest_gpumem.measurement.statistics import (
+    Block,
     Bytes,
-    Extent,
-    PhaseTracker,
-    Positions,
-    bytes_on,
+    Reading,
+    Statistics,
+    clear_workspaces,
 )
-from pytest_gpumem.measurement.statistics import Block, Reading, Statistics, clear_workspaces
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.measurement import CALL, SETUP, Measurement, PhaseRecord
 
@@ -91,10 +91,8 @@ class Meter:
         """Run the body inside, on a clean start; ``fixtures`` are those that it is charged for."""
         self._clean_start()
         if self._stray is None:
-            self._stray = {
-                device: Bytes(now.allocated, now.reserved)
-                for device, now in self._statistics.harvest().items()
-            }
+            readings = self._statistics.harvest()
+            self._stray = {device: now.held for device, now in readings.items()}
         self._charge(fixtures)
         self._before = self._statistics.live_blocks()
         self.tracker.restart()
@@ -133,7 +131,7 @@ class Meter:
         self.tracker = self._tracker()
 
     def _tracker(self) -> PhaseTracker:
-        positions = self._account.positions if self._account else _nothing_recorded
+        positions = self._account.positions if self._account else tuple
         return PhaseTracker(self._statistics, positions, numbered=self._numbered)
 
     def out_of_memory(
@@ -203,7 +201,7 @@ class Meter:
         self._statistics.synchronize()
         workspaces, after = clear_workspaces(self._statistics)
         leaked = self._left_behind(self._before, after, roots) if passed else None
-        setup = self._ledger.setup_extents(fixtures)
+        setup = Phase(SETUP, None, entered=1, extents=self._ledger.setup_extents(fixtures))
         now = {device: Reading(), **self._statistics.harvest()}
         return {
             index: self._measurement(index, reading, setup, workspaces, leaked)
@@ -214,7 +212,7 @@ class Meter:
         self,
         device: int,
         now: Reading,
-        setup: Mapping[int, Extent],
+        setup: Phase,
         workspaces: frozenset[Block],
         leaked: frozenset[Block] | None,
     ) -> Measurement:
@@ -241,7 +239,7 @@ class Meter:
             leaked=None if leaked is None else bytes_on(device, leaked),
             cublas_workspace=call.cublas_workspace,
             stray=max(stray.allocated, 0),
-            phases={SETUP: _setup_phase(setup.get(device, Extent())), **phases},
+            phases={SETUP: record_of(setup, device, Bytes()), **phases},
             composition=call.composition,
             sites=call.sites,
             leaks=left,
@@ -297,20 +295,6 @@ def compiled_beside(nbytes: int) -> tuple[str, ...]:
     return (
         f"torch compiled while the test ran and took up to {format_size(nbytes)} for that, which "
         "is in no peak of allocated memory; what it reserved stays: warmup=1 measures without",
-    )
-
-
-def _nothing_recorded() -> Positions:
-    return ()
-
-
-def _setup_phase(extent: Extent) -> PhaseRecord:
-    return PhaseRecord(
-        name=SETUP,
-        peak_allocated=extent.peak_allocated,
-        peak_reserved=extent.peak_reserved,
-        allocated_before=0,
-        allocated_after=extent.allocated_after,
     )
 
 

@@ -75,8 +75,7 @@ def reason_of(error: Exception) -> str:
     """Return one clause on the cause of an error of NVML."""
     if isinstance(error, NoDeviceError):
         return str(error)
-    code = getattr(error, "value", None)
-    return REASONS.get(cast(int, code), f"NVML says: {error}")
+    return REASONS.get(getattr(error, "value", 0), f"NVML says: {error}")
 
 
 @dataclass(frozen=True)
@@ -123,23 +122,20 @@ class NvmlSession:
 
     def find(self, device: int | str) -> Any:
         """Return the handle of CUDA's index or a UUID; raises :class:`NoDeviceError`."""
-        wanted = self._visible(device) if isinstance(device, int) else device
-        return self.by_uuid(wanted) if isinstance(wanted, str) else wanted
-
-    def _visible(self, index: int) -> Any:
-        """Return the device of CUDA's ``index``: a UUID (possibly shortened) or NVML's handle."""
+        if isinstance(device, str):
+            return self.by_uuid(device)
         handles = list(self.handles())
         visible = self.environ.get("CUDA_VISIBLE_DEVICES")
         entries = visible_devices(visible, len(handles))
-        if not 0 <= index < len(entries):
+        if not 0 <= device < len(entries):
             shown = "unset" if visible is None else repr(visible)
             raise NoDeviceError(
-                f"there is no CUDA device {index}: NVML sees {len(handles)}, "
+                f"there is no CUDA device {device}: NVML sees {len(handles)}, "
                 f"CUDA_VISIBLE_DEVICES is {shown}"
             )
-        entry = entries[index]
+        entry = entries[device]
         if isinstance(entry, str):
-            return entry
+            return self.by_uuid(entry)
         self.require_one_order(handles)
         return handles[entry]
 
@@ -212,18 +208,14 @@ def visible_devices(value: str | None, count: int) -> list[int | str]:
     if value is None:
         return list(range(count))
     entries: list[int | str] = []
-    for text in (part.strip() for part in value.split(",")):
-        entry = _visible_entry(text, count)
-        if entry is None:
-            break
+    for text in map(str.strip, value.split(",")):
+        entry: int | str = text
+        if not text.startswith(("GPU-", "MIG-")):
+            digits = re.match(r"\+?\d+", text)
+            if digits is None or int(digits[0]) >= count:
+                break
+            entry = int(digits[0])
         if entry in entries:
             return []
         entries.append(entry)
     return entries
-
-
-def _visible_entry(text: str, count: int) -> int | str | None:
-    if text.startswith(("GPU-", "MIG-")):
-        return text
-    digits = re.match(r"\+?\d+", text)
-    return int(digits[0]) if digits and int(digits[0]) < count else None

@@ -39,6 +39,24 @@ MOST_HARVESTED = 64
 
 
 @dataclass(frozen=True)
+class Bytes:
+    """Allocated and reserved bytes."""
+
+    allocated: int = 0
+    reserved: int = 0
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.allocated + other.allocated, self.reserved + other.reserved)
+
+    def __sub__(self, other: Bytes) -> Bytes:
+        return Bytes(self.allocated - other.allocated, self.reserved - other.reserved)
+
+    def at_least(self, other: Bytes) -> Bytes:
+        """Return the larger value of each."""
+        return Bytes(max(self.allocated, other.allocated), max(self.reserved, other.reserved))
+
+
+@dataclass(frozen=True)
 class Reading:
     """A device's statistics since the last harvest, in bytes."""
 
@@ -52,6 +70,16 @@ class Reading:
     """Function that returns live blocks and bytes of the pools that can hold a workspace, and how
     often workspaces have been cleared; empty: not known. Only called where a phase ends: asking
     for the size of workspaces fixes it."""
+
+    @property
+    def held(self) -> Bytes:
+        """The current values."""
+        return Bytes(self.allocated, self.reserved)
+
+    @property
+    def peak(self) -> Bytes:
+        """The highest values."""
+        return Bytes(self.peak_allocated, self.peak_reserved)
 
     @property
     def at_rest(self) -> Reading:
