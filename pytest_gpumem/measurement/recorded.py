@@ -19,6 +19,8 @@ import torch
 from pytest_gpumem.allocator.blocks import round_size
 from pytest_gpumem.attribution.history import Event, Origin
 from pytest_gpumem.jsonfile import replace_file
+from pytest_gpumem.measurement.phases import position_on
+from pytest_gpumem.measurement.statistics import SUPPLY
 from pytest_gpumem.simulated.common.callsite import shown_operator
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -132,7 +134,7 @@ def _without_overload(symbol: str) -> str:
 
 
 class RecordedHistory:
-    """The history that ``torch.cuda`` records of every device since :meth:`during` began."""
+    """A recorder of real devices: the history since :meth:`during` began."""
 
     def __init__(self) -> None:
         self._start: Sequence[int] = ()
@@ -149,8 +151,9 @@ class RecordedHistory:
         if not torch.cuda.is_initialized():
             return ()
         return [
-            sum(torch._C._cuda_memoryStats(device)["allocation"]["all"][key] for key in _COUNTED)
+            counts["allocated"] + counts["freed"]
             for device in range(torch.cuda.device_count())
+            for counts in (torch._C._cuda_memoryStats(device)["allocation"]["all"],)
         ]
 
     def held(self, device: int) -> list[tuple[int, int, Origin | None]]:
@@ -169,7 +172,7 @@ class RecordedHistory:
         Sizes are the requested ones, rounded: a large block that was not split can be larger.
         """
         counted = [entry for entry in _trace(device) if entry["action"] in _ACTIONS]
-        for entry in counted[max(begin - self._started(device), 0) :]:
+        for entry in counted[max(begin - position_on(device, self._start), 0) :]:
             is_alloc = entry["action"] == "alloc"
             nbytes = round_size(entry["size"])
             yield Event(is_alloc, entry["addr"], nbytes, _origin(entry) if is_alloc else None)
@@ -179,11 +182,11 @@ class RecordedHistory:
 
         A segment belongs to the event that follows: it was obtained for that allocation.
         """
-        position = self._started(device)
+        position = position_on(device, self._start)
         changes = [0]
         for entry in _trace(device):
             if position >= begin:
-                changes[-1] += _SUPPLY.get(entry["action"], 0) * entry["size"]
+                changes[-1] += SUPPLY.get(entry["action"], 0) * entry["size"]
             if entry["action"] in _ACTIONS:
                 position += 1
                 if position > begin:
@@ -206,7 +209,7 @@ class RecordedHistory:
 
     def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
         """Return the position and the origin of the last allocation that found no memory."""
-        position = self._started(device)
+        position = position_on(device, self._start)
         failure = None
         for entry in _trace(device):
             if entry["action"] == "oom":
@@ -214,13 +217,7 @@ class RecordedHistory:
             position += entry["action"] in _ACTIONS
         return failure
 
-    def _started(self, device: int) -> int:
-        return self._start[device] if device < len(self._start) else 0
 
-
-_SUPPLY = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-"""The actions that change the bytes held from the driver, and their signs."""
-_COUNTED = ("allocated", "freed")
 _ACTIONS = ("alloc", "free_requested")
 
 

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.allocator.trace import FREE
 from pytest_gpumem.attribution.history import Event, Origin
+from pytest_gpumem.measurement.statistics import SUPPLY
 from pytest_gpumem.simulated.splits import Splits
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-
-
-_SUPPLY = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-"""The actions that change the bytes held from the driver, and their signs."""
 
 
 class SimulatedRecorder:
@@ -39,12 +36,17 @@ class SimulatedRecorder:
     def events(self, device: int, begin: int) -> Iterator[Event]:
         """Yield the events from position ``begin`` on, one for each position."""
         for action, address, size, _, context in self._gpus[device].allocator.trace.raw(begin):
-            yield _event(action, address, size, context)
+            if action == "alloc":
+                yield Event(True, address, context.nbytes if context else size, context)
+            else:
+                # A free that a stream delays has been requested: its bytes no longer count.
+                freed = action in (FREE, "free_requested")
+                yield Event(False, address if freed else 0, 0, None)
 
     def reserved(self, device: int, begin: int) -> Sequence[int]:
         """Return the bytes held from the driver at position ``begin``, and after each event."""
         memory = self._gpus[device].allocator
-        changes = [_SUPPLY.get(action, 0) * size for action, _, size, *_ in memory.trace.raw(begin)]
+        changes = [SUPPLY.get(action, 0) * size for action, _, size, *_ in memory.trace.raw(begin)]
         return list(accumulate(changes, initial=memory.reserved - sum(changes)))
 
     def segments(self, device: int) -> Sequence[Mapping[str, Any]]:
@@ -66,18 +68,8 @@ class SimulatedRecorder:
 
     def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
         """Return the position and the origin of the last allocation that found no memory."""
-        failures = [
-            (position, context)
-            for position, (action, *_, context) in enumerate(
-                self._gpus[device].allocator.trace.raw(0)
-            )
-            if action == "oom"
-        ]
-        return failures[-1] if failures else None
-
-
-def _event(action: str, address: int, size: int, context: Any) -> Event:
-    if action == "alloc":
-        return Event(True, address, context.nbytes if context else size, context)
-    # A free that a stream delays has been requested by then: its bytes no longer count.
-    return Event(False, address if action in (FREE, "free_requested") else 0, 0, None)
+        failure = None
+        for position, event in enumerate(self._gpus[device].allocator.trace.raw(0)):
+            if event[0] == "oom":
+                failure = position, event[-1]
+        return failure

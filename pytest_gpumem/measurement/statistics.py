@@ -171,8 +171,15 @@ class CudaStatistics:
             stats = self._stats(device)
             self._keep(device, stats)
             self._reset_peaks(device)
-            in_pools = partial(self._in_pools, device, stats, self._times_cleared)
-            readings[device] = replace(_reading(stats), in_pools=in_pools)
+            allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+            readings[device] = Reading(
+                allocated=allocated["current"],
+                reserved=reserved["current"],
+                peak_allocated=allocated["peak"],
+                peak_reserved=reserved["peak"],
+                allocations=allocated["allocated"],
+                in_pools=partial(_in_pools, device, stats, self._times_cleared),
+            )
         if not self._unmeasured:
             for listener in self.listeners:
                 listener(readings)
@@ -209,12 +216,12 @@ class CudaStatistics:
     def synchronize(self) -> None:
         """Wait for every device in use; one without allocations is left untouched."""
         for device in self._devices():
-            if _current(self._stats(device), "reserved_bytes"):
+            if self._stats(device)["reserved_bytes"]["all"]["current"]:
                 torch.cuda.synchronize(device)
 
     def clear_workspaces(self) -> None:
         """Free the cuBLAS and cuBLASLt workspaces of every thread and stream."""
-        if _initialized():
+        if torch.cuda.is_initialized():
             self._body_clears()
 
     def empty_cache(self) -> None:
@@ -274,7 +281,7 @@ class CudaStatistics:
 
     def _active(self, sizes: Mapping[int, frozenset[int] | None]) -> Iterator[Block]:
         """Yield the blocks in use whose requested bytes are among the ``sizes`` of their device."""
-        if not _initialized():
+        if not torch.cuda.is_initialized():
             return
         for segment in torch.cuda.memory_snapshot(**self._snapshot_options):
             device = segment["device"]
@@ -285,14 +292,8 @@ class CudaStatistics:
                 if known is None or block["requested_size"] in known:
                     yield Block(device, block["address"], block["size"])
 
-    def _in_pools(self, device: int, stats: Mapping[str, Any], cleared: int) -> tuple[int, ...]:
-        sizes = possible_sizes(device)
-        small = sizes is None or any(size <= MOST_IN_SMALL_POOL for size in sizes)
-        counted = _in_pools(stats, _POOLS if small else _POOLS[:1])
-        return (*counted, cleared) if counted else ()
-
     def _devices(self) -> range:
-        return range(self._device_count) if _initialized() else range(0)
+        return range(self._device_count) if torch.cuda.is_initialized() else range(0)
 
     @cached_property
     def _device_count(self) -> int:
@@ -305,32 +306,15 @@ class CudaStatistics:
         return {"include_traces": False} if "include_traces" in known else {}
 
 
-def _initialized() -> bool:
-    return bool(torch.cuda.is_initialized())
-
-
-def _reading(stats: Mapping[str, Any]) -> Reading:
-    allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
-    return Reading(
-        allocated=allocated["current"],
-        reserved=reserved["current"],
-        peak_allocated=allocated["peak"],
-        peak_reserved=reserved["peak"],
-        allocations=allocated["allocated"],
-    )
-
-
-def _in_pools(stats: Mapping[str, Any], pools: Sequence[str]) -> tuple[int, ...]:
-    """Return live blocks and bytes of ``pools``; nothing where the backend does not count them."""
+def _in_pools(device: int, stats: Mapping[str, Any], cleared: int) -> tuple[int, ...]:
+    """See :attr:`Reading.in_pools`; empty where the backend does not count pools."""
     blocks, size = stats["allocation"], stats["allocated_bytes"]
     if sum(blocks[pool]["current"] for pool in _POOLS) != blocks["all"]["current"]:
         return ()
-    return tuple(counted[pool]["current"] for pool in pools for counted in (blocks, size))
-
-
-def _current(stats: Mapping[str, Any], key: str) -> int:
-    current: int = stats[key]["all"]["current"]
-    return current
+    sizes = possible_sizes(device)
+    small = sizes is None or any(size <= MOST_IN_SMALL_POOL for size in sizes)
+    pools = _POOLS if small else _POOLS[:1]
+    return (*(each[pool]["current"] for pool in pools for each in (blocks, size)), cleared)
 
 
 def _peaks(stats: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, int]]:
@@ -360,30 +344,23 @@ def possible_sizes(device: int) -> frozenset[int] | None:
     """
     if torch.version.hip is not None:
         return None
-    if _per_operation():
-        return frozenset()
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     # Not get_device_capability(), which asks for the number of devices: a fixture that is set up
     # meanwhile would be taken to depend on it.
     found: Any = torch.cuda._get_device_properties(device)  # type: ignore[attr-defined]  # C++ sets it
-    return _sizes(config, (found.major, found.minor)) | _set_by_code()
-
-
-@cache
-def _per_operation() -> bool:
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return WorkspaceSettings((version[0], version[1]), (0, 0), None).per_operation
-
-
-def _set_by_code() -> set[int]:
-    """Return the sizes that 2.13 and later report, which code may set (torch.backends.cuda)."""
+    sizes = _sizes(config, (found.major, found.minor))
+    if not sizes:
+        return sizes
+    # Since 2.13 code may set them (torch.backends.cuda).
     names = ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize")
-    return {getattr(torch._C, name)() for name in names if hasattr(torch._C, name)}
+    return sizes | {getattr(torch._C, name)() for name in names if hasattr(torch._C, name)}
 
 
 @cache
 def _sizes(config: str | None, capability: tuple[int, int]) -> frozenset[int]:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    if WorkspaceSettings((major, minor), (0, 0), None).per_operation:
+        return frozenset()
     ours = workspace_bytes(config, (major, minor), capability)
     # 2.14 lists more GPUs with the large one than earlier releases: a size too many
     # costs nothing, one too few would count a workspace as something else.
@@ -417,6 +394,10 @@ def pausable(pause: Pause) -> Iterator[None]:
 
 Segments = Sequence[Mapping[str, Any]]
 """Segments in the form of ``torch.cuda.memory_snapshot()``."""
+
+
+SUPPLY = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+"""The actions that change the bytes held from the driver, and their signs."""
 
 
 class Recorder(Protocol):

@@ -63,7 +63,7 @@ class Witness:
         self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._running: list[str] = []
         """Paths of the modules that have been called and not returned, outermost first."""
-        self._moving = False
+        self._moves = False
         self._span: tuple[str, Positions] | None = None
         self._marks: list[tuple[Positions, str]] = []
         self._spans: list[tuple[str, Positions, Positions]] = []
@@ -114,6 +114,16 @@ class Witness:
 
     # Wrappers of torch's functions while a test runs.
 
+    def wrappers(self) -> tuple[tuple[Any, str, Callable[[Function], Any]], ...]:
+        """Return functions to be wrapped as long as the test runs: owner, name and how."""
+        return (
+            (torch.nn.Module, "_apply", self._moving),
+            (torch.nn.Module, "__setstate__", self._restoring),
+            (torch.nn.Parameter, "__new__", self._making),
+            (torch.optim.Optimizer, "zero_grad", self._zeroing),
+            (torch.nn.functional, "scaled_dot_product_attention", self._attending),
+        )
+
     def calling(self, call: Function) -> Function:
         """Return a wrapper of ``call``, ``Module.__call__``, that records it."""
 
@@ -143,30 +153,30 @@ class Witness:
                     self._see_module(self._positions(), module)
                 if mine:
                     self.end()
-                    self.facts.forward_ended(self._positions())
+                    self.facts.carried.forward_ended(self._positions())
 
         return called
 
-    def moving(self, apply: Function) -> Function:
-        """Return a wrapper of ``apply``, ``Module._apply``, which ``cuda()`` and ``to()`` call."""
+    def _moving(self, apply: Function) -> Function:
+        """Wrap ``Module._apply``, which ``cuda()`` and ``to()`` call."""
 
         @functools.wraps(apply)
         def moved(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._moving:
+            if self._moves:
                 return apply(module, *args, **kwargs)
-            self._moving = True
+            self._moves = True
             try:
                 result = apply(module, *args, **kwargs)
             finally:
-                self._moving = False
+                self._moves = False
             self._called.clear()
             self.watch(module)
             return result
 
         return moved
 
-    def making(self, new: Function) -> Function:
-        """Return a wrapper of ``new``, ``Parameter.__new__``: modules may never be called."""
+    def _making(self, new: Function) -> Any:
+        """Wrap ``Parameter.__new__``: modules may never be called."""
 
         @functools.wraps(new)
         def made(*args: Any, **kwargs: Any) -> Any:
@@ -174,10 +184,10 @@ class Witness:
             self._see(self._positions(), parameter, PARAMETERS, "", "")
             return parameter
 
-        return made
+        return staticmethod(made)
 
-    def restoring(self, set_state: Function) -> Function:
-        """Return a wrapper of ``set_state``, ``Module.__setstate__``, which ``deepcopy`` calls."""
+    def _restoring(self, set_state: Function) -> Function:
+        """Wrap ``Module.__setstate__``, which ``deepcopy`` calls."""
 
         @functools.wraps(set_state)
         def restored(module: torch.nn.Module, state: Any) -> None:
@@ -204,9 +214,7 @@ class Witness:
 
         return ran
 
-    def zeroing(self, zero: Function) -> Function:
-        """Return a wrapper of ``zero``, ``Optimizer.zero_grad``, that records it."""
-
+    def _zeroing(self, zero: Function) -> Function:
         @functools.wraps(zero)
         def zeroed(owner: Any, set_to_none: bool = True) -> Any:
             self.facts.zeroed(set_to_none)
@@ -214,9 +222,7 @@ class Witness:
 
         return zeroed
 
-    def attending(self, attend: Function) -> Function:
-        """Return a wrapper of ``attend``, ``scaled_dot_product_attention``, that records it."""
-
+    def _attending(self, attend: Function) -> Function:
         @functools.wraps(attend)
         def attended(
             query: Any,
@@ -227,12 +233,12 @@ class Witness:
             is_causal: bool = False,
             **others: Any,
         ) -> Any:
+            params = query, key, value, attn_mask, dropout_p, is_causal
             if torch.compiler.is_compiling():
-                return attend(query, key, value, attn_mask, dropout_p, is_causal, **others)
-            grouped = bool(others.get("enable_gqa"))
-            why = self.facts.attends(query, key, value, attn_mask, dropout_p, is_causal, grouped)
+                return attend(*params, **others)
+            why = self.facts.attends(*params, bool(others.get("enable_gqa")))
             try:
-                return attend(query, key, value, attn_mask, dropout_p, is_causal, **others)
+                return attend(*params, **others)
             except torch.OutOfMemoryError:
                 self.facts.failed_unfused = why
                 raise

@@ -84,7 +84,9 @@ class Run:
             self.is_recorded = recorder is not None
             account = None if recorder is None else self._account(recorder)
             numbered = settings.loop_phases == "numbered"
-            self._meter = Meter(statistics, ledger, account, numbered=numbered, apart=device.apart)
+            self._meter = Meter(
+                statistics, ledger, account, numbered=numbered, compile_context=device.apart
+            )
             starting.enter_context(pausable(self._meter.unmeasured))
             starting.enter_context(pausable(device.unmeasured))
             fixtures = ledger.with_nested(used_fixtures.expected_fixtures(item))
@@ -124,7 +126,7 @@ class Run:
         """Put fixtures into this test's memory that its body requests and earlier tests set up."""
         device = self.prepared.device
         for fixture in device.absent(used_fixtures.fixtures_of(self.prepared.item)):
-            self._meter.found(fixture, partial(device.bring, fixture))
+            self._meter.reused(fixture, partial(device.bring, fixture))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
