@@ -344,23 +344,27 @@ def possible_sizes(device: int) -> frozenset[int] | None:
     """
     if torch.version.hip is not None:
         return None
+    if _per_operation():
+        return frozenset()
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     # Not get_device_capability(), which asks for the number of devices: a fixture that is set up
     # meanwhile would be taken to depend on it.
     found: Any = torch.cuda._get_device_properties(device)  # type: ignore[attr-defined]  # C++ sets it
     sizes = _sizes(config, (found.major, found.minor))
-    if not sizes:
-        return sizes
     # Since 2.13 code may set them (torch.backends.cuda).
     names = ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize")
     return sizes | {getattr(torch._C, name)() for name in names if hasattr(torch._C, name)}
 
 
 @cache
+def _per_operation() -> bool:
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return WorkspaceSettings((major, minor), (0, 0), None).per_operation
+
+
+@cache
 def _sizes(config: str | None, capability: tuple[int, int]) -> frozenset[int]:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    if WorkspaceSettings((major, minor), (0, 0), None).per_operation:
-        return frozenset()
     ours = workspace_bytes(config, (major, minor), capability)
     # 2.14 lists more GPUs with the large one than earlier releases: a size too many
     # costs nothing, one too few would count a workspace as something else.
