@@ -140,8 +140,8 @@ class FreeList:
         "blocks",
         "every",
         "expandable",
+        "is_expandable",
         "keys",
-        "plain",
         "pool",
         "split_above",
         "stream",
@@ -153,8 +153,8 @@ class FreeList:
         self.pool = pool
         self.stream = stream if pool.identity == SHARED_POOL else PoolStream(stream, pool.identity)
         self.split_above = pool.split_above
-        self.plain = self if plain is None else plain
-        """The list itself, or the one that this one is the expandable side of."""
+        self.is_expandable = plain is not None
+        """Whether its blocks are parts of expandable segments."""
         self.expandable: FreeList | None = None
         self.unmapped: dict[int, Block] = {}
         if plain is None:
@@ -176,11 +176,6 @@ class FreeList:
         if self.expandable is None:
             self.expandable = FreeList(self.pool, int(self.stream), self)
         return self.expandable
-
-    @property
-    def is_expandable(self) -> bool:
-        """Whether its blocks are parts of expandable segments."""
-        return self.plain is not self
 
     def add(self, block: Block) -> None:
         """Insert a free block."""

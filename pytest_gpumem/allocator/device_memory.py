@@ -159,7 +159,7 @@ class DeviceMemory:
         """Return a free block that is a whole segment to the device."""
         free_list = block.free_list
         free_list.remove(block)
-        self._return("segment_free", free_list, block.address, block.size)
+        self.give_back("segment_free", free_list, block.address, block.size)
         for tally in (free_list.tally, self.every):
             tally.change("segments", -1)
         if block.size >= self.oversize:
@@ -176,17 +176,14 @@ class DeviceMemory:
         self.note(("segment_map", address, size, free_list.stream, context))
         return True
 
-    def unmap_pages(self, free_list: FreeList, address: int, size: int) -> None:
-        """Return pages of an expandable segment to the device."""
-        self._return("segment_unmap", free_list, address, size)
-
     def reserve(self, free_list: FreeList, size: int) -> None:
         """Count ``size`` bytes from the device, or back to it if negative."""
         for tally in (free_list.tally, self.every):
             tally.change("reserved", size)
         self._pools.count_reserved(free_list.pool, size)
 
-    def _return(self, action: str, free_list: FreeList, address: int, size: int) -> None:
+    def give_back(self, action: str, free_list: FreeList, address: int, size: int) -> None:
+        """Return a segment, or pages of one, to the device; ``action`` is the event of that."""
         context = self.contexts.pop(address, None)
         self.counters.num_device_free += 1
         self.note((action, address, size, free_list.stream, self._releaser or context))

@@ -167,7 +167,7 @@ class ExpandableSegments:
         absorb(block, block.previous, mapped=False)
         absorb(block, block.next, mapped=False)
         free_list.unmapped[block.address] = block
-        self._memory.unmap_pages(free_list, first, last - first)
+        self._memory.give_back("segment_unmap", free_list, first, last - first)
 
     def _base_and_page(self, address: int) -> tuple[int, int]:
         """Return the base of the segment that contains ``address``, and the bytes of its pages."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pytest_gpumem.measurement.phases import Extent
-from pytest_gpumem.measurement.statistics import Bytes, Readings, Statistics
+from pytest_gpumem.measurement.statistics import Bytes, CudaStatistics, Readings
 
 FixtureKey = Any
 """A pytest ``FixtureDef``: one per fixture function and place, with one live instance."""
@@ -52,7 +52,7 @@ class _SetUp:
         nested = self.nested_bytes.get(device, Bytes())
         return self.start.get(device, Bytes()) + nested
 
-    def finish(self, statistics: Statistics, tidy: Callable[[], None]) -> dict[int, Bytes]:
+    def finish(self, statistics: CudaStatistics, tidy: Callable[[], None]) -> dict[int, Bytes]:
         """Return the bytes that the set-up left, by device, without nested fixtures."""
         end = statistics.harvest()
         if _allocations(end) != self.allocations:
@@ -110,7 +110,7 @@ class FixtureLedger:
 
     @contextmanager
     def metering(
-        self, fixture: FixtureKey, statistics: Statistics, tidy: Callable[[], None]
+        self, fixture: FixtureKey, statistics: CudaStatistics, tidy: Callable[[], None]
     ) -> Iterator[list[FixtureKey]]:
         """Meter the set-up of ``fixture``, which runs inside.
 

@@ -23,8 +23,8 @@ from pytest_gpumem.measurement.phases import Phase, PhaseTracker, bytes_on, reco
 from pytest_gpumem.measurement.statistics import (
     Block,
     Bytes,
+    CudaStatistics,
     Reading,
-    Statistics,
     clear_workspaces,
 )
 from pytest_gpumem.sizes import format_size
@@ -43,7 +43,7 @@ class Meter:
 
     def __init__(
         self,
-        statistics: Statistics,
+        statistics: CudaStatistics,
         ledger: FixtureLedger,
         account: Account | None = None,
         *,

@@ -276,7 +276,7 @@ class _Reader(NvmlSession):
         question = getattr(self.nvml, "nvmlDeviceGetMemoryLimits_v1", None)
         if question is None:
             return None
-        limits = self.nvml.c_nvmlGetMemoryLimits_v1_t()  # type: ignore[attr-defined]  # as above
+        limits = self.nvml.c_nvmlGetMemoryLimits_v1_t()
         limits.nameSpace = os.fsencode(own_cgroup())
         self.ask(question, handle, limits)
         hard = int(limits.hardLimit)  # 0 without an answer

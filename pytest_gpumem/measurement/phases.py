@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from threading import RLock, get_ident
 
-from pytest_gpumem.measurement.statistics import Block, Bytes, Reading, Readings, Statistics
+from pytest_gpumem.measurement.statistics import Block, Bytes, CudaStatistics, Reading, Readings
 from pytest_gpumem.values.measurement import CALL, SETUP, PhaseRecord
 
 Positions = Sequence[int]
@@ -116,7 +116,7 @@ class PhaseTracker:
 
     def __init__(
         self,
-        statistics: Statistics,
+        statistics: CudaStatistics,
         positions: Callable[[], Positions] = lambda: (),
         *,
         numbered: bool = False,
@@ -211,7 +211,9 @@ class PhaseTracker:
                     one.parent = None
             for one in (*reversed(within), phase):
                 self._open.remove(one)
-                self._close(one, readings)
+                one.open = False
+                one.windows.append((one.opened, self._positions()))
+                one.inspect(readings, self._statistics.possible_workspaces)
             return within
 
     @contextmanager
@@ -326,11 +328,6 @@ class PhaseTracker:
                 # A device that CUDA did not have yet when the phase began was empty then.
                 for device, reading in readings.items():
                     phase.extents[device].reach(reading)
-
-    def _close(self, phase: Phase, readings: Readings) -> None:
-        phase.open = False
-        phase.windows.append((phase.opened, self._positions()))
-        phase.inspect(readings, self._statistics.possible_workspaces)
 
 
 def record_of(

@@ -93,7 +93,8 @@ class RecordedOrigin:
     @cached_property
     def _symbols(self) -> list[str]:
         """The functions of ``at::_ops`` below Python, innermost first; needs C++ frames."""
-        names = (frame["name"] for frame in takewhile(_is_cpp, self.frames))
+        cpp = takewhile(lambda frame: not frame["filename"].endswith(".py"), self.frames)
+        names = (frame["name"] for frame in cpp)
         return [match[1] for name in names if (match := _OPERATOR.search(name))]
 
     def _called(self) -> str | None:
@@ -111,10 +112,6 @@ class RecordedOrigin:
     def _found(self, pattern: re.Pattern[str]) -> str | None:
         matches = (pattern.search(frame["name"]) for frame in self.frames)
         return next((match[1] for match in matches if match), None)
-
-
-def _is_cpp(frame: dict[str, Any]) -> bool:
-    return not frame["filename"].endswith(".py")
 
 
 def _is_factory(operator: str) -> bool:

@@ -99,51 +99,6 @@ Readings = Mapping[int, Reading]
 """Readings by device index."""
 
 
-class Statistics(Protocol):
-    """The interface of the meter to a machine's devices."""
-
-    @property
-    def listeners(self) -> list[Callable[[Readings], None]]:
-        """The callbacks for every harvest, because peaks can be taken only once."""
-
-    def harvest(self) -> Readings:
-        """Return each device's reading, and begin new peaks."""
-
-    def live_blocks(self) -> frozenset[Block]:
-        """Return every block in use."""
-
-    def possible_workspaces(self) -> frozenset[Block]:
-        """Return the blocks in use that can be workspaces of cuBLAS and cuBLASLt."""
-
-    def synchronize(self) -> None:
-        """Wait for the work queued on every device in use."""
-
-    def clear_workspaces(self) -> None:
-        """Free the cuBLAS and cuBLASLt workspaces."""
-
-    def empty_cache(self) -> None:
-        """Return unused segments to the driver."""
-
-    def forget_peaks(self) -> None:
-        """Restart the body's peaks at the current values, too."""
-
-    def unmeasured(self) -> AbstractContextManager[None]:
-        """Return a context in which peaks are not reported to listeners."""
-
-
-def clear_workspaces(statistics: Statistics) -> tuple[frozenset[Block], frozenset[Block]]:
-    """Free the cuBLAS and cuBLASLt workspaces; return the blocks they were, and those left.
-
-    torch does not mark its workspace blocks: those are the candidates that disappear when they
-    are cleared. Garbage does not disappear, because the collector is paused.
-    """
-    with paused():
-        candidates = statistics.possible_workspaces()
-        statistics.clear_workspaces()
-        after = statistics.live_blocks()
-    return candidates - after, after
-
-
 class CudaStatistics:
     """``torch.cuda``'s statistics of every visible device, real or simulated.
 
@@ -160,6 +115,7 @@ class CudaStatistics:
         self._harvested: dict[int, list[Mapping[str, Any]]] = {}
         """Each device's harvested statistics whose peaks are not among the remembered ones yet."""
         self.listeners: list[Callable[[Readings], None]] = []
+        """The callbacks for every harvest, because peaks can be taken only once."""
         self._unmeasured = False
         self._clear: Callable[[], None] = torch._C._cuda_clearCublasWorkspaces
         self._times_cleared = 0
@@ -394,6 +350,19 @@ def pausable(pause: Pause) -> Iterator[None]:
         yield
     finally:
         _pauses.remove(pause)
+
+
+def clear_workspaces(statistics: CudaStatistics) -> tuple[frozenset[Block], frozenset[Block]]:
+    """Free the cuBLAS and cuBLASLt workspaces; return the blocks they were, and those left.
+
+    torch does not mark its workspace blocks: those are the candidates that disappear when they
+    are cleared. Garbage does not disappear, because the collector is paused.
+    """
+    with paused():
+        candidates = statistics.possible_workspaces()
+        statistics.clear_workspaces()
+        after = statistics.live_blocks()
+    return candidates - after, after
 
 
 Segments = Sequence[Mapping[str, Any]]
