@@ -182,7 +182,6 @@ class Account:
     ) -> History:
         begin = position_on(device, beginning.positions)
         witness = self.witness
-        seen = [one._replace(position=one.position - begin) for one in witness.sightings(device)]
 
         def at(positions: Positions) -> int:
             return position_on(device, positions) - begin
@@ -200,13 +199,15 @@ class Account:
                 if at(opened) >= 0
             ],
             automatic=[
-                Span(name, opened - begin, closed - begin)
-                for name, opened, closed in witness.spans(device)
-                if opened >= begin
+                Span(name, at(opened), at(closed))
+                for name, opened, closed in witness.spans
+                if at(opened) >= 0
             ],
-            modules=[(one - begin, path) for one, path in witness.modules(device) if one >= begin],
-            sightings=seen
-            + [Sighting(at(self._end), one.address, WORKSPACE, "", "") for one in workspaces],
+            modules=[(at(called), path) for called, path in witness.marks if at(called) >= 0],
+            sightings=[
+                *(Sighting(at(one[0]), *one[1:]) for one in witness.sightings),
+                *(Sighting(at(self._end), one.address, WORKSPACE, "", "") for one in workspaces),
+            ],
             asides=[(at(opened), at(closed)) for opened, closed in tracker.asides],
             unmeasured=[(at(opened), at(closed)) for opened, closed in tracker.unmeasured_windows],
             reserved=self._recorder.reserved(device, begin) if self.timelines else (),

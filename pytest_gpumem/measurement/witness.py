@@ -16,8 +16,6 @@ from pytest_gpumem.attribution.history import (
     OPTIMIZER_STATE,
     OTHER,
     PARAMETERS,
-    Sighting,
-    Span,
 )
 from pytest_gpumem.measurement.carried import Held, MadeSince
 from pytest_gpumem.measurement.contents import (
@@ -29,7 +27,7 @@ from pytest_gpumem.measurement.contents import (
 )
 from pytest_gpumem.measurement.facts import Facts
 from pytest_gpumem.measurement.leaks import graph_of
-from pytest_gpumem.measurement.phases import Positions, position_on
+from pytest_gpumem.measurement.phases import Positions
 
 Function = Callable[..., Any]
 
@@ -65,9 +63,12 @@ class Witness:
         """Paths of the modules that have been called and not returned, outermost first."""
         self._moves = False
         self._span: tuple[str, Positions] | None = None
-        self._marks: list[tuple[Positions, str]] = []
-        self._spans: list[tuple[str, Positions, Positions]] = []
-        self._sightings: list[tuple[Positions, int, str, str, str]] = []
+        self.marks: list[tuple[Positions, str]] = []
+        """The positions at which modules began to run, and their paths."""
+        self.spans: list[tuple[str, Positions, Positions]] = []
+        """The automatic phases, in order."""
+        self.sightings: list[tuple[Positions, int, str, str, str]] = []
+        """Positions, and the other fields of a :class:`Sighting`."""
 
     def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Watch the module or optimizer ``holder`` from now on."""
@@ -99,7 +100,7 @@ class Witness:
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
         """Drop the records of code inside, except for its remaining modules and optimizers."""
-        notes: tuple[list[Any], ...] = (self._marks, self._spans, self._sightings)
+        notes: tuple[list[Any], ...] = (self.marks, self.spans, self.sightings)
         known, span = [len(each) for each in notes], self._span
         try:
             yield
@@ -143,12 +144,12 @@ class Witness:
                 self.facts.recomputed(path)
             self.facts.called(path, args)
             self._running.append(path)
-            self._marks.append((self._positions(), path))
+            self.marks.append((self._positions(), path))
             try:
                 return call(module, *args, **kwargs)
             finally:
                 self._running.pop()
-                self._marks.append((self._positions(), self._running[-1] if self._running else ""))
+                self.marks.append((self._positions(), self._running[-1] if self._running else ""))
                 if first:  # shards may have been padded anew
                     self._see_module(self._positions(), module)
                 if mine:
@@ -256,28 +257,8 @@ class Witness:
         """End the phase that :meth:`begin` began."""
         if self._span is not None:
             name, begin = self._span
-            self._spans.append((name, begin, self._positions()))
+            self.spans.append((name, begin, self._positions()))
             self._span = None
-
-    # The interface of attribution.
-
-    def sightings(self, device: int) -> list[Sighting]:
-        """Return the sightings; positions are those of ``device``."""
-        return [
-            Sighting(position_on(device, positions), address, category, path, name)
-            for positions, address, category, path, name in self._sightings
-        ]
-
-    def modules(self, device: int) -> list[tuple[int, str]]:
-        """Return the positions at which modules began to run, and their paths."""
-        return [(position_on(device, positions), path) for positions, path in self._marks]
-
-    def spans(self, device: int) -> list[Span]:
-        """Return the automatic phases, in order."""
-        return [
-            Span(name, position_on(device, begin), position_on(device, end))
-            for name, begin, end in self._spans
-        ]
 
     def _outermost_called(self, module: torch.nn.Module, arguments: Any) -> bool:
         """Record an outermost call; return whether it is the first since something moved."""
@@ -367,7 +348,7 @@ class Witness:
         """Record the memory of ``value`` if it is a tensor."""
         for part in parts_of(value) if isinstance(value, torch.Tensor) else ():
             if address := storage_address(part):
-                self._sightings.append((now, address, category, path, name))
+                self.sightings.append((now, address, category, path, name))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
