@@ -317,11 +317,7 @@ class Allocator(Readings):
         self.reset_accumulated_stats()
 
     def pool_state(self, pool: PoolId) -> PoolState:
-        """Return how the segments of a private pool are divided now (``getCheckpointState``).
-
-        Raises:
-            AllocatorError: there is no such pool.
-        """
+        """Return how the segments of a private pool are divided now (``getCheckpointState``)."""
         return checkpoints.state_of(self.pools.get(pool).identity, self.every_block())
 
     def set_pool_state(self, state: PoolState) -> tuple[set[int], set[int]]:

@@ -70,10 +70,8 @@ def divide(
 ) -> list[Block]:
     """Allocate every block of ``segment``, which is whole and free, as it was divided.
 
-    ``free`` has the free blocks of the pool by address.
-
-    Raises:
-        AllocatorError: there is no such segment any more.
+    ``free`` has the free blocks of the pool by address. Raises ``AllocatorError`` where the segment
+    does not exist any more.
     """
     made = []
     for at, state in enumerate(segment):
@@ -112,10 +110,8 @@ def restore(
     """Make segments and their blocks; those in use go to ``live``.
 
     Mapped ranges of one expandable segment share pool and stream. Its addresses begin at
-    ``reserved_from`` of the first range, or at that range.
-
-    Raises:
-        AllocatorError: there are expandable segments, and no settings have turned them on.
+    ``reserved_from`` of the first range, or at that range. Raises ``AllocatorError`` where no
+    settings have turned them on.
     """
     mapped: dict[FreeList, list[Block]] = {}
     bases: dict[FreeList, int] = {}

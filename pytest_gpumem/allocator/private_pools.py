@@ -83,33 +83,21 @@ class Pools:
         self._set_split(private.small, private.large, never=private.no_split)
 
     def get(self, identity: PoolId) -> PrivatePool:
-        """Return the pool of that id.
-
-        Raises:
-            AllocatorError: there is none.
-        """
+        """Return the pool of that id; raise ``AllocatorError`` where there is none."""
         pool = self.by_id.get(identity)
         if pool is None:
             raise AllocatorError(f"Could not find pool of id {identity}.")
         return pool
 
     def open(self, identity: PoolId, accepts: Filter) -> None:
-        """Route allocations from now on (``beginAllocateToPool``).
-
-        Raises:
-            AllocatorError: a scope of this pool is open already; torch's words.
-        """
+        """Route allocations from now on (``beginAllocateToPool``), unless that is so already."""
         self.create(identity)
         if any(identity == other for other, _ in self.scopes):
             raise AllocatorError("beginAllocateToPool: already recording to mempool_id")
         self.scopes.append((identity, accepts))
 
     def close(self, identity: PoolId) -> None:
-        """End the scope of a pool (``endAllocateToPool``).
-
-        Raises:
-            AllocatorError: none is open; torch's words.
-        """
+        """End the scope of a pool (``endAllocateToPool``); raise an error where none is open."""
         for index, (other, _) in enumerate(self.scopes):
             if other == identity:
                 del self.scopes[index]
@@ -117,11 +105,7 @@ class Pools:
         raise AllocatorError("endAllocatePool: not currently recording to mempool_id")
 
     def release(self, identity: PoolId) -> None:
-        """Remove one use (``releasePool``); a pool without uses can be returned to the device.
-
-        Raises:
-            AllocatorError: there is no such pool.
-        """
+        """Remove one use (``releasePool``); a pool without uses can be returned to the device."""
         pool = self.get(identity)
         pool.uses -= 1
         if pool.uses == 0:

@@ -91,11 +91,7 @@ class Readings(AllocatorState):
         return self.memory.free
 
     def block(self, address: int) -> int:
-        """Return the size of the live block at ``address``, in bytes.
-
-        Raises:
-            AllocatorError: no live block starts there.
-        """
+        """Return the size of the live block that starts at ``address``, in bytes."""
         found = self._live.get(address) or self._uses.live.get(address)
         size = self.memory.uncached.get(address) if found is None else found.size
         if size is None:
@@ -108,11 +104,7 @@ class Readings(AllocatorState):
         return SHARED_POOL if found is None else found.free_list.pool.identity
 
     def pool_addresses(self, pool: PoolId) -> set[int]:
-        """Return the addresses of the live blocks of a private pool (``checkPoolLiveAllocations``).
-
-        Raises:
-            AllocatorError: there is no such pool.
-        """
+        """Return the addresses of a private pool's live blocks (``checkPoolLiveAllocations``)."""
         identity = self.pools.get(pool).identity
         return {
             block.address

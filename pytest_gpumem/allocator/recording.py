@@ -80,11 +80,7 @@ def load_snapshot(path: str | Path) -> Json:
 
 
 def checked(snapshot: Json) -> Json:
-    """Return ``snapshot`` if it has the parts of one that a replay needs.
-
-    Raises:
-        SnapshotError: it does not; the sentence names the part.
-    """
+    """Return ``snapshot``; a ``SnapshotError`` names a part that a replay needs and it lacks."""
     traces, segments = snapshot.get("device_traces"), snapshot.get("segments")
     if not isinstance(traces, list) or not isinstance(segments, list):
         raise SnapshotError(

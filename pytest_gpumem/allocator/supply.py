@@ -75,11 +75,7 @@ class Supply:
     def find_or_obtain(
         self, free_list: FreeList, rounded: int, requested: int, context: Any
     ) -> Block:
-        """Return a free block of at least ``rounded`` bytes, out of its list: cached or new.
-
-        Raises:
-            OutOfMemory: neither the cache nor the device has room.
-        """
+        """Return a block of at least ``rounded`` bytes, out of its list; raise ``OutOfMemory``."""
         if not self.only_best_fit:
             found = self._find_cached(free_list, rounded)
             if found is not None:

@@ -79,13 +79,6 @@ class Phase:
         extents = defaultdict(Extent, {one: replace(each) for one, each in self.extents.items()})
         return replace(self, extents=extents, windows=list(self.windows))
 
-    def begin(self, readings: Readings) -> None:
-        """Open a window at the current values."""
-        self.entered += 1
-        self.open = True
-        self.thread = get_ident()
-        self.begin_at(readings)
-
     def begin_at(self, readings: Readings) -> None:
         """Begin, or resume, at the current values."""
         for device, now in readings.items():
@@ -189,7 +182,10 @@ class PhaseTracker:
         phase = self.phases.setdefault(name, Phase(name, parent))
         if phase.parent != parent:
             phase.parent = None
-        phase.begin(readings)
+        phase.entered += 1
+        phase.open = True
+        phase.thread = get_ident()
+        phase.begin_at(readings)
         phase.opened = self._positions()
         phase.in_window = False
         self._open.append(phase)
