@@ -26,12 +26,12 @@ from pytest_gpumem.allocator.blocks import (
 )
 from pytest_gpumem.allocator.checkpoints import PoolState, restore
 from pytest_gpumem.allocator.messages import AllocatorError, OutOfMemory
-from pytest_gpumem.allocator.readings import Readings
+from pytest_gpumem.allocator.state import AllocatorState
 from pytest_gpumem.allocator.stream_uses import complete_free, request_free
 from pytest_gpumem.allocator.trace import FREE
 
 
-class Allocator(Readings):
+class Allocator(AllocatorState):
     """The caching allocator of one simulated device. All sizes are bytes.
 
     Args:

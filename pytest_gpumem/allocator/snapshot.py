@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from pytest_gpumem.allocator.blocks import SHARED_POOL, Block, PoolId
-from pytest_gpumem.allocator.readings import Readings
 from pytest_gpumem.allocator.releases import (
     BYTES_BY_POOL,
     COMPILE_CONTEXT,
@@ -17,6 +16,7 @@ from pytest_gpumem.allocator.releases import (
     Version,
 )
 from pytest_gpumem.allocator.settings import AllocatorSettings
+from pytest_gpumem.allocator.state import AllocatorState
 from pytest_gpumem.allocator.trace import Contexts, Recording, Trace, TraceEntry
 
 Json = dict[str, Any]
@@ -38,7 +38,7 @@ def frames_of(context: Any, trace: Trace) -> list[Any]:
 
 
 def snapshot(
-    allocators: Sequence[Readings], pool: PoolId = SHARED_POOL, *, traces: bool = True
+    allocators: Sequence[AllocatorState], pool: PoolId = SHARED_POOL, *, traces: bool = True
 ) -> Json:
     """Return a snapshot of the allocators of all devices; the settings are those of the first.
 
@@ -58,7 +58,9 @@ def snapshot(
     return result
 
 
-def segments(allocator: Readings, pool: PoolId = SHARED_POOL, *, frames: bool = True) -> list[Json]:
+def segments(
+    allocator: AllocatorState, pool: PoolId = SHARED_POOL, *, frames: bool = True
+) -> list[Json]:
     """Return one allocator's segments by address, with their blocks; looking up frames is slow."""
     heads = [
         block
@@ -71,7 +73,7 @@ def segments(allocator: Readings, pool: PoolId = SHARED_POOL, *, frames: bool = 
     return [_segment(allocator, head, frames=frames) for head in heads]
 
 
-def _segment(allocator: Readings, head: Block, *, frames: bool) -> Json:
+def _segment(allocator: AllocatorState, head: Block, *, frames: bool) -> Json:
     blocks = []
     block: Block | None = head
     while block is not None and block.is_mapped:
@@ -102,7 +104,7 @@ def _segment(allocator: Readings, head: Block, *, frames: bool) -> Json:
     return result
 
 
-def _block(allocator: Readings, block: Block, *, frames: bool) -> Json:
+def _block(allocator: AllocatorState, block: Block, *, frames: bool) -> Json:
     state = "inactive" if block.key else "active_allocated"
     if not block.key and allocator.is_pending(block):
         state = "active_pending_free"

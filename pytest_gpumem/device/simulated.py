@@ -15,7 +15,7 @@ from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.device.left_threads import is_set_up, is_shared
 from pytest_gpumem.device.quota import inherited, reporting_to
 from pytest_gpumem.dry import scope
-from pytest_gpumem.measurement.simulated_recorder import SimulatedRecorder
+from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
 from pytest_gpumem.sharing.placement import Spot, take_place
 from pytest_gpumem.sharing.refusal import Refusal

@@ -99,14 +99,13 @@ class FixtureLedger:
         """
         record = self._records.get(fixture)
         if record is not None:
-            self._know(record.held, -1)
-            self._know(held, +1)
+            self._count_known(record.held, -1)
+            self._count_known(held, +1)
             self._records[fixture] = replace(record, held=held, peak=peak)
 
     def forget(self, fixture: FixtureKey) -> None:
         """Drop the record of a fixture that has been torn down."""
-        gone = self._records.pop(fixture, FixtureRecord())
-        self._know(gone.held, -1)
+        self._count_known(self._records.pop(fixture, FixtureRecord()).held, -1)
 
     @contextmanager
     def metering(
@@ -128,7 +127,7 @@ class FixtureLedger:
             held = own.finish(statistics, tidy)
             self._open.pop()
             self._records[fixture] = FixtureRecord(held, own.peak, tuple(own.nested))
-            self._know(held, +1)
+            self._count_known(held, +1)
             if outer is None:
                 statistics.listeners.remove(self._reach)
             else:
@@ -137,7 +136,7 @@ class FixtureLedger:
     def _reach(self, readings: Readings) -> None:
         self._open[-1].reach(readings)
 
-    def _know(self, held: Mapping[int, Bytes], sign: int) -> None:
+    def _count_known(self, held: Mapping[int, Bytes], sign: int) -> None:
         for device, amount in held.items():
             self._known[device] = self._known.get(device, 0) + sign * amount.allocated
 

@@ -122,7 +122,7 @@ def _reading(
     except (NoDeviceError, library.NVMLError) as error:
         return NvmlAbsent(reason_of(error))
     finally:
-        session.ask(library.nvmlShutdown)
+        session.query(library.nvmlShutdown)
 
 
 def read_all(nvml: Nvml | None = None) -> list[NvmlReading] | NvmlAbsent:
@@ -205,7 +205,7 @@ class _Reader(NvmlSession):
     def _read(self, handle: Any) -> NvmlReading:
         nvml = self.nvml
         memory = self.memory(handle)
-        rates = self.ask(nvml.nvmlDeviceGetUtilizationRates, handle)
+        rates = self.query(nvml.nvmlDeviceGetUtilizationRates, handle)
         listed = self._processes(handle)
         processes = listed or {}
         own = processes.get(self.pid)
@@ -214,7 +214,7 @@ class _Reader(NvmlSession):
         return NvmlReading(
             uuid=nvml.nvmlDeviceGetUUID(handle),
             name=nvml.nvmlDeviceGetName(handle),
-            driver=self.ask(nvml.nvmlSystemGetDriverVersion),
+            driver=self.query(nvml.nvmlSystemGetDriverVersion),
             total=int(memory.total),
             used=int(memory.used),
             free=int(memory.free),
@@ -245,14 +245,14 @@ class _Reader(NvmlSession):
     def _mode(self, handle: Any, processes: Mapping[int, NvmlProcess], total: int) -> NvmlMode:
         nvml = self.nvml
         name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
-        virtualization = self.ask(nvml.nvmlDeviceGetVirtualizationMode, handle)
-        compute_mode = self.ask(nvml.nvmlDeviceGetComputeMode, handle)
+        virtualization = self.query(nvml.nvmlDeviceGetVirtualizationMode, handle)
+        compute_mode = self.query(nvml.nvmlDeviceGetComputeMode, handle)
         limited_by, limit = self._limit(handle, uuid, total) or (None, None)
         profile = re.search(r"MIG\s+(\S+)", name)
         return NvmlMode(
             mig_profile=(profile[1] if profile else "") if uuid.startswith("MIG-") else None,
             vgpu=virtualization == VIRTUALIZATION_MODE_VGPU,
-            mps=bool(self.ask(nvml.nvmlDeviceGetMPSComputeRunningProcesses, handle))
+            mps=bool(self.query(nvml.nvmlDeviceGetMPSComputeRunningProcesses, handle))
             or mps_daemon_runs(self.environ)
             or any(process.name == MPS_SERVER for process in processes.values()),
             exclusive_process=compute_mode == COMPUTE_MODE_EXCLUSIVE_PROCESS,
@@ -263,7 +263,7 @@ class _Reader(NvmlSession):
 
     def _limit(self, handle: Any, uuid: str, total: int) -> tuple[str, int | None] | None:
         """Return the software that limits this container's part of a device, and its bytes."""
-        uuids = [self.ask(self.nvml.nvmlDeviceGetUUID, one) for one in self.handles()]
+        uuids = [self.query(self.nvml.nvmlDeviceGetUUID, one) for one in self.handles()]
         index = uuids.index(uuid) if uuid in uuids else 0
         by_cgroup = self._cgroup_limit(handle)
         found = container_limit(self.environ, index, total)
@@ -278,7 +278,7 @@ class _Reader(NvmlSession):
             return None
         limits = self.nvml.c_nvmlGetMemoryLimits_v1_t()
         limits.nameSpace = os.fsencode(own_cgroup())
-        self.ask(question, handle, limits)
+        self.query(question, handle, limits)
         hard = int(limits.hardLimit)  # 0 without an answer
         return hard if 0 < hard < NO_MEMORY_LIMIT else None
 
@@ -296,7 +296,7 @@ class _Reader(NvmlSession):
         """Return each process's share of kernel time; of several samples the latest counts."""
         # NVML raises "not found" where it has no sample, which is the rule for a short test, and
         # has been seen to return numbers above 100 (github.com/Syllo/nvtop/issues/110).
-        samples = self.ask(self.nvml.nvmlDeviceGetProcessUtilization, handle, 0) or ()
+        samples = self.query(self.nvml.nvmlDeviceGetProcessUtilization, handle, 0) or ()
         latest = sorted(samples, key=lambda sample: int(sample.timeStamp))
         return {int(one.pid): int(one.smUtil) for one in latest if one.smUtil <= 100}
 

@@ -61,7 +61,7 @@ class NvmlSession:
     nvml: Nvml
     environ: Mapping[str, str]
 
-    def ask(self, call: Callable[..., T], *args: Any) -> T | None:
+    def query(self, call: Callable[..., T], *args: Any) -> T | None:
         """Return the result of ``call``, ``None`` where device, driver or permission deny it."""
         try:
             return call(*args)
@@ -71,15 +71,15 @@ class NvmlSession:
     def memory(self, handle: Any) -> Any:
         """Return the total, used and free bytes."""
         # Drivers before 510 only know the first form, whose `used` includes the driver's reserve.
-        newer = self.ask(self.nvml.nvmlDeviceGetMemoryInfo, handle, MEMORY_INFO_V2)
+        newer = self.query(self.nvml.nvmlDeviceGetMemoryInfo, handle, MEMORY_INFO_V2)
         return self.nvml.nvmlDeviceGetMemoryInfo(handle) if newer is None else newer
 
     def used_by_process(self, handle: Any) -> dict[int, int | None] | None:
         """Return the bytes of every process listed, ``None`` where there is no list at all."""
         listed = [
-            self.ask(self.nvml.nvmlDeviceGetComputeRunningProcesses, handle),
-            self.ask(self.nvml.nvmlDeviceGetGraphicsRunningProcesses, handle),
-            self.ask(self.nvml.nvmlDeviceGetMPSComputeRunningProcesses, handle),
+            self.query(self.nvml.nvmlDeviceGetComputeRunningProcesses, handle),
+            self.query(self.nvml.nvmlDeviceGetGraphicsRunningProcesses, handle),
+            self.query(self.nvml.nvmlDeviceGetMPSComputeRunningProcesses, handle),
         ]
         if all(entries is None for entries in listed):
             return None
@@ -93,7 +93,7 @@ class NvmlSession:
 
     def process_name(self, pid: int) -> str | None:
         """Return the name of the program that a process runs."""
-        name = self.ask(self.nvml.nvmlSystemGetProcessName, pid)
+        name = self.query(self.nvml.nvmlSystemGetProcessName, pid)
         return re.split(r"[/\\]", name.split(" ")[0])[-1] or None if name else None
 
     def find(self, device: int | str) -> Any:
@@ -132,14 +132,14 @@ class NvmlSession:
         complete = wanted.startswith(("GPU-", "MIG-"))
         candidates = (wanted,) if complete else (f"GPU-{wanted}", f"MIG-{wanted}")
         for candidate in candidates:
-            handle = self.ask(self.nvml.nvmlDeviceGetHandleByUUID, candidate)
+            handle = self.query(self.nvml.nvmlDeviceGetHandleByUUID, candidate)
             if handle is not None:
                 return handle
         everything = [one for handle in self.handles() for one in (handle, *self.instances(handle))]
         found = [
             handle
             for handle in everything
-            if str(self.ask(self.nvml.nvmlDeviceGetUUID, handle)).startswith(candidates)
+            if str(self.query(self.nvml.nvmlDeviceGetUUID, handle)).startswith(candidates)
         ]
         if len(found) == 1:
             return found[0]
@@ -153,11 +153,11 @@ class NvmlSession:
 
     def instances(self, handle: Any) -> Iterator[Any]:
         """Yield the instances of a GPU that MIG divides."""
-        mode = self.ask(self.nvml.nvmlDeviceGetMigMode, handle)
+        mode = self.query(self.nvml.nvmlDeviceGetMigMode, handle)
         if mode is None or mode[0] != MIG_ENABLED:
             return
-        for index in range(self.ask(self.nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
-            instance = self.ask(self.nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
+        for index in range(self.query(self.nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+            instance = self.query(self.nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
             if instance is not None:
                 yield instance
 
