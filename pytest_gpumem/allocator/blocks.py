@@ -201,17 +201,6 @@ class FreeList:
 class Pool:
     """A small or a large pool: its free lists by stream and its statistics."""
 
-    __slots__ = (
-        "clock",
-        "every",
-        "free_lists",
-        "identity",
-        "make_blocks",
-        "small",
-        "split_above",
-        "tally",
-    )
-
     def __init__(
         self,
         *,

@@ -9,11 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from pytest_gpumem.allocator.blocks import SHARED_POOL, SMALL_SIZE, UNLIMITED, Pool, PoolId
 from pytest_gpumem.allocator.messages import AllocatorError
-from pytest_gpumem.allocator.releases import LAST_SCOPE_FIRST, Version
-from pytest_gpumem.allocator.statistics import Stat, Tally
+from pytest_gpumem.allocator.releases import (
+    BYTES_BY_POOL,
+    LAST_SCOPE_FIRST,
+    OOM_REJECTIONS,
+    Version,
+)
+from pytest_gpumem.allocator.statistics import QUANTITIES, Counters, Stat, Tally, stat_dict
 
 Filter = Callable[[int], bool]
 """Function that returns whether an allocation goes to the pool, by its stream."""
@@ -158,6 +164,43 @@ class Pools:
             for scope in ("all", "small_pool" if pool.small else "large_pool"):
                 private.reserved[scope].change(amount)
             self.reserved[pool.identity] = private.reserved
+
+    def stats(self, counters: Counters, max_split_size: int) -> dict[str, Any]:
+        """Return the nested dict of ``torch._C._cuda_memoryStats`` of that torch version."""
+        result: dict[str, Any] = {
+            "num_alloc_retries": counters.num_alloc_retries,
+            "num_ooms": counters.num_ooms,
+            "max_split_size": max_split_size,
+            "num_sync_all_streams": counters.num_sync_all_streams,
+            "num_device_alloc": counters.num_device_alloc,
+            "num_device_free": counters.num_device_free,
+        }
+        if self.version >= OOM_REJECTIONS:
+            result["num_oom_rejections"] = counters.num_oom_rejections
+        small, large = self.small.tally, self.large.tally
+        for quantity, of_all, of_small, of_large, small_totals, large_totals in zip(
+            QUANTITIES,
+            self.every.currents_and_peaks(),
+            small.currents_and_peaks(),
+            large.currents_and_peaks(),
+            small.allocated_and_freed(),
+            large.allocated_and_freed(),
+            strict=True,
+        ):
+            totals = [sum(of_both) for of_both in zip(small_totals, large_totals, strict=True)]
+            result[quantity] = {
+                "all": stat_dict(*of_all, *totals),
+                "small_pool": stat_dict(*of_small, *small_totals),
+                "large_pool": stat_dict(*of_large, *large_totals),
+            }
+        if self.version >= BYTES_BY_POOL:
+            result["reserved_bytes_by_private_pools"] = {
+                pool_id: {scope: stat.to_dict() for scope, stat in scopes.items()}
+                for pool_id, scopes in self.reserved.items()
+            }
+        result["oversize_allocations"] = counters.oversize_allocations.to_dict()
+        result["oversize_segments"] = counters.oversize_segments.to_dict()
+        return result
 
     def _set_split(self, *pools: Pool, never: bool) -> None:
         """Set the bytes that may remain of a block without it being split (``should_split``).

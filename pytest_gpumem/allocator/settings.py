@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pytest_gpumem.allocator.blocks import DIVISION_SLOTS, LARGE_SEGMENT, MIN_LARGE_ALLOC
-from pytest_gpumem.allocator.messages import GIB, MIB, AllocatorError
+from pytest_gpumem.allocator.messages import AllocatorError
 from pytest_gpumem.allocator.releases import (
     GENERIC_CONFIG,
     LARGE_SEGMENT_FIRST,
@@ -22,6 +22,7 @@ from pytest_gpumem.allocator.releases import (
     Version,
 )
 from pytest_gpumem.echo import MOST, printable, quoted
+from pytest_gpumem.sizes import GIB, MIB
 
 
 class SettingsError(AllocatorError):

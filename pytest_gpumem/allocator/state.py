@@ -20,7 +20,7 @@ from pytest_gpumem.allocator.releases import (
     Version,
 )
 from pytest_gpumem.allocator.settings import AllocatorSettings, SettingsError
-from pytest_gpumem.allocator.statistics import Stat, memory_stats
+from pytest_gpumem.allocator.statistics import Stat
 from pytest_gpumem.allocator.stream_uses import StreamUses
 from pytest_gpumem.allocator.supply import Supply
 from pytest_gpumem.allocator.trace import RawEntry, Timeline, Trace
@@ -198,15 +198,7 @@ class AllocatorState:
 
     def stats(self) -> dict[str, Any]:
         """Return the dict of ``torch._C._cuda_memoryStats(device)`` in this torch version."""
-        return memory_stats(
-            self._every,
-            self._small.tally,
-            self._large.tally,
-            self.memory.counters,
-            max_split_size=self._shown_max_split,
-            private=self.pools.reserved,
-            version=self.version,
-        )
+        return self.pools.stats(self.memory.counters, self._shown_max_split)
 
     def reset_peak_stats(self) -> None:
         """Set every peak to its current value (``reset_peak_memory_stats``)."""

@@ -12,13 +12,10 @@ follow from the highest allocated value since pending last changed (:meth:`Tally
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, Final
 
-from pytest_gpumem.allocator.releases import BYTES_BY_POOL, OOM_REJECTIONS
-
-_FIELDS: Final = {
+QUANTITIES: Final = {
     "allocation": "blocks",
     "segment": "segments",
     "active": "blocks",
@@ -31,12 +28,12 @@ _FIELDS: Final = {
 }
 """torch's quantities and their names in this module."""
 
-_currents: Final = attrgetter(*_FIELDS.values())
-_peaks: Final = attrgetter(*(f"{field}_peak" for field in _FIELDS.values()))
-_outs: Final = attrgetter(*(f"{field}_out" for field in _FIELDS.values()))
+_currents: Final = attrgetter(*QUANTITIES.values())
+_peaks: Final = attrgetter(*(f"{field}_peak" for field in QUANTITIES.values()))
+_outs: Final = attrgetter(*(f"{field}_out" for field in QUANTITIES.values()))
 
 _WITH_PENDING: Final = tuple(
-    (_FIELDS[active], list(_FIELDS).index(allocated), list(_FIELDS).index(active))
+    (QUANTITIES[active], list(QUANTITIES).index(allocated), list(QUANTITIES).index(active))
     for allocated, active in (("allocation", "active"), ("allocated_bytes", "active_bytes"))
 )
 """Fields that pending is added to, and which quantities are without it and with it."""
@@ -48,7 +45,7 @@ class Tally:
     __slots__ = (
         *(
             f"{field}{kind}"
-            for field in dict.fromkeys(_FIELDS.values())
+            for field in dict.fromkeys(QUANTITIES.values())
             for kind in ("", "_peak", "_out")
         ),
         *("pending", "earlier_peaks", "active_peaks", "_zero"),
@@ -68,7 +65,7 @@ class Tally:
         """Highest allocated before pending last changed."""
         self.active_peaks = {"blocks": 0, "bytes": 0}
         """Highest active before pending last changed."""
-        self._zero = [(0, 0)] * len(_FIELDS)
+        self._zero = [(0, 0)] * len(QUANTITIES)
 
     def change(self, field: str, amount: int) -> None:
         """Add ``amount``, which may be negative, to a field."""
@@ -108,7 +105,7 @@ class Tally:
 
     def reset_peaks(self) -> None:
         """Set every peak to the current value."""
-        for field in _FIELDS.values():
+        for field in QUANTITIES.values():
             setattr(self, f"{field}_peak", getattr(self, field))
         for field, pending in self.pending.items():
             self.earlier_peaks[field] = getattr(self, field)
@@ -194,7 +191,7 @@ class Stat:
 
     def to_dict(self) -> dict[str, int]:
         """Return the four numbers under torch's names."""
-        return _stat(self.current, self.peak, self.allocated, self.freed)
+        return stat_dict(self.current, self.peak, self.allocated, self.freed)
 
 
 class Counters:
@@ -211,56 +208,6 @@ class Counters:
         self.num_device_alloc = self.num_device_free = self.num_oom_rejections = 0
 
 
-def memory_stats(
-    every: Tally,
-    small: Tally,
-    large: Tally,
-    counters: Counters,
-    *,
-    max_split_size: int,
-    private: Mapping[tuple[int, int], Mapping[str, Stat]],
-    version: tuple[int, int],
-) -> dict[str, Any]:
-    """Return the nested dict of ``torch._C._cuda_memoryStats`` of that torch version.
-
-    ``num_oom_rejections`` exists since 2.12 and ``reserved_bytes_by_private_pools`` since 2.13.
-    ``max_split_size`` is -1 where it is not set; ``private`` are the reserved bytes of each private
-    pool that ever had any, by scope.
-    """
-    result: dict[str, Any] = {
-        "num_alloc_retries": counters.num_alloc_retries,
-        "num_ooms": counters.num_ooms,
-        "max_split_size": max_split_size,
-        "num_sync_all_streams": counters.num_sync_all_streams,
-        "num_device_alloc": counters.num_device_alloc,
-        "num_device_free": counters.num_device_free,
-    }
-    if version >= OOM_REJECTIONS:
-        result["num_oom_rejections"] = counters.num_oom_rejections
-    for quantity, of_all, of_small, of_large, small_totals, large_totals in zip(
-        _FIELDS,
-        every.currents_and_peaks(),
-        small.currents_and_peaks(),
-        large.currents_and_peaks(),
-        small.allocated_and_freed(),
-        large.allocated_and_freed(),
-        strict=True,
-    ):
-        totals = [sum(of_both) for of_both in zip(small_totals, large_totals, strict=True)]
-        result[quantity] = {
-            "all": _stat(*of_all, *totals),
-            "small_pool": _stat(*of_small, *small_totals),
-            "large_pool": _stat(*of_large, *large_totals),
-        }
-    if version >= BYTES_BY_POOL:
-        result["reserved_bytes_by_private_pools"] = {
-            pool_id: {scope: stat.to_dict() for scope, stat in scopes.items()}
-            for pool_id, scopes in private.items()
-        }
-    result["oversize_allocations"] = counters.oversize_allocations.to_dict()
-    result["oversize_segments"] = counters.oversize_segments.to_dict()
-    return result
-
-
-def _stat(current: int, peak: int, allocated: int, freed: int) -> dict[str, int]:
+def stat_dict(current: int, peak: int, allocated: int, freed: int) -> dict[str, int]:
+    """Return the four numbers under torch's names."""
     return {"current": current, "peak": peak, "allocated": allocated, "freed": freed}

@@ -40,12 +40,8 @@ _TESTERS = ("_pytest", "pluggy", "pytest_gpumem")
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 
-class _Variable(NamedTuple):
-    """A variable of a running function, or of its module."""
-
-    name: str
-    where: str
-    value: Any
+_Variable = tuple[str, str, Any]
+"""Name, function or module, and value of a variable."""
 
 
 class _Holder(NamedTuple):
@@ -150,13 +146,12 @@ def _kept_by_variables(left: Mapping[int, int], batches: set[int]) -> dict[_Hold
     ``batches`` are the addresses of blocks that may be batches.
     """
     found: dict[_Holder, tuple[set[int], list[torch.Tensor]]] = {}
-    for variable in _variables():
-        tensors = list(tensors_in(variable.value, DEEPEST))
+    for name, where, value in _variables():
+        tensors = list(tensors_in(value, DEEPEST))
         addresses = {storage_address(tensor) for tensor in tensors} & left.keys()
         if addresses:
-            kind = "" if is_a(variable.value, torch.Tensor) else type(variable.value).__name__
-            holder = _Holder(variable.name, variable.where, kind)
-            found[holder] = addresses, tensors
+            kind = "" if is_a(value, torch.Tensor) else type(value).__name__
+            found[_Holder(name, where, kind)] = addresses, tensors
     unnamed = left.keys() - set().union(*(addresses for addresses, _ in found.values()))
     kept = {}
     for holder, (addresses, tensors) in found.items():
@@ -201,7 +196,7 @@ def _named(variables: Mapping[str, Any], where: str) -> Iterator[_Variable]:
         if name.startswith("__") or is_a(value, ModuleType, type):
             continue
         if is_a(value, torch.Tensor, *CONTAINERS):
-            yield _Variable(name, where, value)
+            yield name, where, value
         elif is_a(value, torch.nn.Module):
             for path, module in value.named_modules():
                 owner = ".".join(filter(None, (name, path)))
@@ -213,7 +208,7 @@ def _named(variables: Mapping[str, Any], where: str) -> Iterator[_Variable]:
 def _attributes(owner: Any, name: str, where: str) -> Iterator[_Variable]:
     for attribute, value in list(attributes_of(owner).items()):
         if attribute not in _OF_MODULES and is_a(value, torch.Tensor, *CONTAINERS):
-            yield _Variable(f"{name}.{attribute}", where, value)
+            yield f"{name}.{attribute}", where, value
 
 
 MOST_NODES = 20_000
