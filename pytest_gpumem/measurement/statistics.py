@@ -28,8 +28,6 @@ from pytest_gpumem.simulated.gpu.workspaces import (
     workspace_bytes,
 )
 
-Path = tuple[str, ...]
-
 _POOLS = ("large_pool", "small_pool")
 MOST_IN_SMALL_POOL = 1 << 20
 """Bytes of the largest block there (``kSmallSize`` of c10/cuda/CUDACachingAllocator.cpp)."""
@@ -111,9 +109,8 @@ class CudaStatistics:
         self._workspaces = workspaces
         self._stats: Callable[[int], dict[str, Any]] = torch._C._cuda_memoryStats
         self._reset_peaks: Callable[[int], None] = torch._C._cuda_resetPeakMemoryStats
-        self._remembered: dict[int, dict[Path, int]] = {}
-        self._harvested: dict[int, list[Mapping[str, Any]]] = {}
-        """Each device's harvested statistics whose peaks are not among the remembered ones yet."""
+        self._harvested: dict[int, list[dict[str, Any]]] = {}
+        """Statistics of each device since the body's last reset, whose peaks were the body's."""
         self.listeners: list[Callable[[Readings], None]] = []
         """The callbacks for every harvest, because peaks can be taken only once."""
         self._unmeasured = False
@@ -125,7 +122,11 @@ class CudaStatistics:
         readings = {}
         for device in self._devices():
             stats = self._stats(device)
-            self._keep(device, stats)
+            harvested = self._harvested.setdefault(device, [])
+            harvested.append(stats)
+            # Few bodies read their peaks, and each harvest has dozens.
+            if len(harvested) >= MOST_HARVESTED:
+                harvested[:] = [_raised(stats, harvested)]
             self._reset_peaks(device)
             allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
             readings[device] = Reading(
@@ -186,7 +187,6 @@ class CudaStatistics:
 
     def forget_peaks(self) -> None:
         """Restart the body's peaks at the current values."""
-        self._remembered.clear()
         self._harvested.clear()
         for device in self._devices():
             self._reset_peaks(device)
@@ -208,32 +208,19 @@ class CudaStatistics:
             yield
 
     def _body_stats(self, device: int) -> dict[str, Any]:
-        return _raised(self._stats(device), self._highest(device))
+        harvested = self._harvested.get(device, [])
+        if len(harvested) > 1:
+            harvested[:] = [_raised(harvested[-1], harvested)]
+        return _raised(self._stats(device), harvested)
 
     def _body_reset(self, device: int) -> None:
         self.harvest()
-        self._remembered.pop(device, None)
         self._harvested.pop(device, None)
         self._reset_peaks(device)
 
     def _body_clears(self) -> None:
         self._times_cleared += 1
         self._clear()
-
-    def _keep(self, device: int, stats: Mapping[str, Any]) -> None:
-        # Few bodies read their peaks, and each harvest has dozens.
-        harvested = self._harvested.setdefault(device, [])
-        harvested.append(stats)
-        if len(harvested) >= MOST_HARVESTED:
-            self._highest(device)
-
-    def _highest(self, device: int) -> Mapping[Path, int]:
-        """Return the body's peaks so far, by their place in torch's statistics."""
-        remembered = self._remembered.setdefault(device, {})
-        for stats in self._harvested.pop(device, ()):
-            for path, value in _peaks(stats):
-                remembered[path] = max(remembered.get(path, 0), value)
-        return remembered
 
     def _active(self, sizes: Mapping[int, frozenset[int] | None]) -> Iterator[Block]:
         """Yield the blocks in use whose requested bytes are among the ``sizes`` of their device."""
@@ -273,23 +260,17 @@ def _in_pools(device: int, stats: Mapping[str, Any], cleared: int) -> tuple[int,
     return (*(each[pool]["current"] for pool in pools for each in (blocks, size)), cleared)
 
 
-def _peaks(stats: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, int]]:
+def _raised(stats: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return ``stats`` with the highest peaks of these and the ``earlier`` ones."""
+    result = {}
     for key, value in stats.items():
+        before = [each[key] for each in earlier if key in each]
         if isinstance(value, dict):
-            yield from _peaks(value, (*path, key))
+            value = _raised(value, before)
         elif key == "peak":
-            yield path, value
-
-
-def _raised(stats: Mapping[str, Any], peaks: Mapping[Path, int], path: Path = ()) -> dict[str, Any]:
-    return {
-        key: _raised(value, peaks, (*path, key))
-        if isinstance(value, dict)
-        else max(value, peaks.get(path, 0))
-        if key == "peak"
-        else value
-        for key, value in stats.items()
-    }
+            value = max([value, *before])
+        result[key] = value
+    return result
 
 
 def possible_sizes(device: int) -> frozenset[int] | None:
