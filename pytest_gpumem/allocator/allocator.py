@@ -40,7 +40,6 @@ class Allocator(AllocatorState):
         version: the torch release, (major, minor), whose rules hold.
         device: index, for messages and snapshots.
         used_elsewhere: device memory outside this allocator: the CUDA context, other processes.
-            The attribute may be changed at any time.
         place_segment: given the size of a new segment, the address where the driver puts it. By
             default addresses increase from a base of the device and are never used again.
         record: whether to keep the events in :attr:`trace`.

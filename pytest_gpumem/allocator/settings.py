@@ -99,12 +99,6 @@ class AllocatorSettings:
             )
         return _Parser(conf or "", version, previous).settings()
 
-    def refused(self) -> str | None:
-        """Why the simulated allocator cannot honour these settings, or None if it can."""
-        if self.backend != "native":
-            return f"backend:{self.backend} is not simulated; use backend:native."
-        return None
-
     def address_space(self, total_memory: int) -> int:
         """Return the bytes of addresses that a new expandable segment reserves."""
         reserve = self.expandable_segments_reserve

@@ -76,8 +76,10 @@ class AllocatorState:
         timeline: Timeline | None = None,
     ) -> None:
         self.settings = AllocatorSettings(version=version) if settings is None else settings
-        if refusal := self.settings.refused():
-            raise AllocatorError(refusal)
+        if self.settings.backend != "native":
+            raise AllocatorError(
+                f"backend:{self.settings.backend} is not simulated; use backend:native."
+            )
         self.version = version
         self.device = device
         events: list[Any] = []
@@ -111,15 +113,6 @@ class AllocatorState:
     def total_memory(self) -> int:
         """The device's memory."""
         return self.memory.total
-
-    @property
-    def used_elsewhere(self) -> int:
-        """Device memory outside this allocator: the CUDA context, other processes."""
-        return self.memory.used_elsewhere
-
-    @used_elsewhere.setter
-    def used_elsewhere(self, size: int) -> None:
-        self.memory.used_elsewhere = size
 
     def set_settings(self, conf: str) -> None:
         """Read another configuration string at run time (``setAllocatorSettings``).

@@ -36,7 +36,10 @@ class _SetUp:
 
     def __init__(self, start: Readings) -> None:
         self.start = {device: now.held for device, now in start.items()}
-        self.nested_bytes: dict[int, Bytes] = {}
+        self.base = dict(self.start)
+        """The bytes at the start, and those that nested fixtures hold."""
+        self.left: dict[int, Bytes] = {}
+        """The bytes that the set-up left, with nested fixtures."""
         self.peak: dict[int, Bytes] = {}
         self.allocations = _allocations(start)
         self.nested: list[FixtureKey] = []
@@ -44,13 +47,8 @@ class _SetUp:
     def reach(self, readings: Readings) -> None:
         """Include the peaks of a window in which no requested fixture was being set up."""
         for device, reading in readings.items():
-            above = reading.peak - self.base(device)
+            above = reading.peak - self.base.get(device, Bytes())
             self.peak[device] = above.at_least(self.peak.get(device, Bytes()))
-
-    def base(self, device: int) -> Bytes:
-        """Return the bytes on ``device`` at the start, and those that nested fixtures hold."""
-        nested = self.nested_bytes.get(device, Bytes())
-        return self.start.get(device, Bytes()) + nested
 
     def finish(self, statistics: CudaStatistics, tidy: Callable[[], None]) -> dict[int, Bytes]:
         """Return the bytes that the set-up left, by device, without nested fixtures."""
@@ -59,14 +57,15 @@ class _SetUp:
             tidy()
             end = statistics.harvest()
         self.allocations = _allocations(end) - self.allocations
-        return {device: now.held - self.base(device) for device, now in end.items()}
+        held = {device: now.held for device, now in end.items()}
+        self.left = {one: now - self.start.get(one, Bytes()) for one, now in held.items()}
+        return {one: now - self.base.get(one, Bytes()) for one, now in held.items()}
 
-    def take(self, fixture: FixtureKey, inner: _SetUp, held: Mapping[int, Bytes]) -> None:
+    def take(self, fixture: FixtureKey, inner: _SetUp) -> None:
         """Assign the bytes of a nested set-up to its own fixture."""
         self.nested.append(fixture)
         self.allocations += inner.allocations
-        _add(self.nested_bytes, held)
-        _add(self.nested_bytes, inner.nested_bytes)
+        _add(self.base, inner.left)
 
 
 class FixtureLedger:
@@ -131,7 +130,7 @@ class FixtureLedger:
             if outer is None:
                 statistics.listeners.remove(self._reach)
             else:
-                outer.take(fixture, own, held)
+                outer.take(fixture, own)
 
     def _reach(self, readings: Readings) -> None:
         self._open[-1].reach(readings)
