@@ -96,7 +96,7 @@ class Pools:
         return pool
 
     def open(self, identity: PoolId, accepts: Filter) -> None:
-        """Route allocations from now on (``beginAllocateToPool``), unless that is so already."""
+        """Route allocations from now on (``beginAllocateToPool``); raise an error in its scope."""
         self.create(identity)
         if any(identity == other for other, _ in self.scopes):
             raise AllocatorError("beginAllocateToPool: already recording to mempool_id")

@@ -81,9 +81,10 @@ class Account:
 
     def set_up(self) -> None:
         """Record the state before the test's fixtures are set up, which may have phases, too."""
-        self._set_up = self._now(None)
+        self._set_up = self._current_state(None)
 
-    def _now(self, own: frozenset[Block] | None, *, segments: bool = False) -> Beginning:
+    def _current_state(self, own: frozenset[Block] | None, *, segments: bool = False) -> Beginning:
+        """Return the state now; ``own`` are the test's own blocks, ``None`` where all are."""
         positions = self._recorder.positions()
         devices = range(len(positions))
         held = {device: list(self._recorder.held(device)) for device in devices}
@@ -103,7 +104,7 @@ class Account:
         """
         self.witness.begin_run()
         self.watch(fixtures)
-        self._beginning = self._now(own, segments=self.timelines)
+        self._beginning = self._current_state(own, segments=self.timelines)
 
     def watch(self, values: Iterable[Any]) -> None:
         """Watch the modules and optimizers among ``values`` and directly inside of them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -21,7 +21,7 @@ from pytest_gpumem.allocator.trace import FREE
 from pytest_gpumem.attribution.history import Event, Origin
 from pytest_gpumem.jsonfile import replace_file
 from pytest_gpumem.measurement.phases import position_on
-from pytest_gpumem.measurement.statistics import SUPPLY
+from pytest_gpumem.measurement.statistics import SUPPLY, Recorder, Segments
 from pytest_gpumem.simulated.common.callsite import shown_operator
 from pytest_gpumem.simulated.splits import Splits
 
@@ -135,8 +135,11 @@ def _without_overload(symbol: str) -> str:
     return symbol
 
 
-class RecordedHistory:
-    """A recorder of real devices: the history since :meth:`during` began."""
+class RecordedHistory(Recorder):
+    """A recorder of real devices: the history since :meth:`during` began.
+
+    Splits are not known, because recorded sizes are the requested ones.
+    """
 
     def __init__(self) -> None:
         self._start: Sequence[int] = ()
@@ -199,16 +202,6 @@ class RecordedHistory:
         series[-1] = now
         return series
 
-    def segments(self, device: int) -> Sequence[dict[str, Any]]:
-        """Return an empty sequence: splits cannot be derived from the recorded, requested sizes."""
-        return ()
-
-    def splits(
-        self, device: int, begin: int, segments: Sequence[Mapping[str, Any]]
-    ) -> Sequence[int]:
-        """Return an empty sequence, for the same reason."""
-        return ()
-
     def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
         """Return the position and the origin of the last allocation that found no memory."""
         position = position_on(device, self._start)
@@ -267,13 +260,11 @@ class SimulatedRecorder:
         changes = [SUPPLY.get(action, 0) * size for action, _, size, *_ in memory.trace.raw(begin)]
         return list(accumulate(changes, initial=memory.reserved - sum(changes)))
 
-    def segments(self, device: int) -> Sequence[Mapping[str, Any]]:
+    def segments(self, device: int) -> Segments:
         """Return the segments held from the driver now, in the form of a snapshot."""
         return self._gpus[device].allocator.segments(frames=False)
 
-    def splits(
-        self, device: int, begin: int, segments: Sequence[Mapping[str, Any]]
-    ) -> Sequence[int]:
+    def splits(self, device: int, begin: int, segments: Segments) -> Sequence[int]:
         """Return the bytes of free parts of segments in use, as :meth:`reserved` does.
 
         ``segments`` are those at position ``begin``. Empty where the result of the events differs

@@ -371,12 +371,14 @@ class Recorder(Protocol):
 
     def segments(self, device: int) -> Segments:
         """Return the segments held from the driver now; none where splits are not known."""
+        return ()
 
     def splits(self, device: int, begin: int, segments: Segments) -> Sequence[int]:
         """Return the bytes of free parts of segments in use, as :meth:`reserved` does.
 
         ``segments`` are those at position ``begin``. Empty where the bytes are not known.
         """
+        return ()
 
     def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
         """Return the position and the origin of the last allocation that found no memory."""
