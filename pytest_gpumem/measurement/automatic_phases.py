@@ -40,10 +40,12 @@ class _Step:
     @property
     def is_over(self) -> bool:
         """Whether the step was left by an exception, so that its end was not reported."""
+        if get_ident() != self.thread:
+            return False
         running: FrameType | None = sys._getframe()
         while running is not None and running is not self.frame:
             running = running.f_back
-        return get_ident() == self.thread and running is None
+        return running is None
 
 
 class AutomaticPhases:
