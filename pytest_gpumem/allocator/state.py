@@ -95,7 +95,7 @@ class AllocatorState:
         self._live: dict[int, Block] = {}
         place = place_segment or RisingAddresses(device)
         self.memory = DeviceMemory(total_memory, used_elsewhere, place, self.pools, self._note)
-        """What it holds from the device."""
+        """The memory that it holds from the device."""
         self._captures = 0
         self.is_capturing: Callable[[], bool] = lambda: self._captures > 0
         """Function that tests whether the current stream is being captured; called in captures."""

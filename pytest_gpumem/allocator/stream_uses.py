@@ -32,7 +32,7 @@ class _Use(NamedTuple):
 
     streams: set[StreamKey]
     in_capture: set[StreamKey]
-    """Those noted during a capture: their uses end with it."""
+    """Streams noted during a capture: their uses end with it."""
 
 
 class _Event(NamedTuple):
