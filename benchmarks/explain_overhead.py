@@ -17,7 +17,7 @@ from pytest_gpumem.attribution.composition import compositions
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import Account
 from pytest_gpumem.measurement.phases import PhaseTracker
-from pytest_gpumem.measurement.simulated_recorder import SimulatedRecorder
+from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 

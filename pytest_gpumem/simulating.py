@@ -15,9 +15,9 @@ from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.dry import scope
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import Account
-from pytest_gpumem.measurement.phases import Bytes, PhaseTracker
-from pytest_gpumem.measurement.simulated_recorder import SimulatedRecorder
-from pytest_gpumem.measurement.statistics import Block, CudaStatistics, Readings
+from pytest_gpumem.measurement.phases import PhaseTracker
+from pytest_gpumem.measurement.recorded import SimulatedRecorder
+from pytest_gpumem.measurement.statistics import Block, Bytes, CudaStatistics, Readings
 from pytest_gpumem.simulated.common.callsite import running
 from pytest_gpumem.simulated.compiled.entry import AUTO
 from pytest_gpumem.simulated.distributed.nccl import sentence

@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from pytest_gpumem.measurement.statistics import Block, Reading, Readings
+from pytest_gpumem.measurement.statistics import Block, CudaStatistics, Reading, Readings
 
 SEGMENT = 1000
 
 
-class FakeStatistics:
+class FakeStatistics(CudaStatistics):
     """One device with blocks of any size and segments of ``SEGMENT`` bytes."""
 
-    def __init__(self, device: int = 0) -> None:
+    def __init__(self, device: int = 0) -> None:  # nothing of torch is read
         self.device = device
         self.listeners: list[Callable[[Readings], None]] = []
         self.snapshots = 0
         self.counts_pools = False
         self._blocks: dict[int, int] = {}
-        self._workspaces: set[int] = set()
+        self._cublas: set[int] = set()
         self._next = 1
         self._peak = self._reserved = self._peak_reserved = self._handed_out = 0
 
@@ -38,7 +38,7 @@ class FakeStatistics:
             self._reserved += SEGMENT
         self._peak_reserved = max(self._peak_reserved, self._reserved)
         if workspace:
-            self._workspaces.add(address)
+            self._cublas.add(address)
         return address
 
     def free(self, address: int) -> None:
@@ -67,12 +67,12 @@ class FakeStatistics:
         pass
 
     def possible_workspaces(self) -> frozenset[Block]:
-        return frozenset(block for block in self.live_blocks() if block.address in self._workspaces)
+        return frozenset(block for block in self.live_blocks() if block.address in self._cublas)
 
     def clear_workspaces(self) -> None:
-        for address in self._workspaces & self._blocks.keys():
+        for address in self._cublas & self._blocks.keys():
             self.free(address)
-        self._workspaces.clear()
+        self._cublas.clear()
 
     def empty_cache(self) -> None:
         self._reserved = -(-self.allocated // SEGMENT) * SEGMENT

@@ -26,13 +26,12 @@ from pytest_gpumem.allocator.blocks import (
 )
 from pytest_gpumem.allocator.checkpoints import PoolState, restore
 from pytest_gpumem.allocator.messages import AllocatorError, OutOfMemory
-from pytest_gpumem.allocator.pool_scopes import PoolScopes
-from pytest_gpumem.allocator.readings import Readings
-from pytest_gpumem.allocator.state import complete_free, request_free
+from pytest_gpumem.allocator.state import AllocatorState
+from pytest_gpumem.allocator.stream_uses import complete_free, request_free
 from pytest_gpumem.allocator.trace import FREE
 
 
-class Allocator(Readings, PoolScopes):
+class Allocator(AllocatorState):
     """The caching allocator of one simulated device. All sizes are bytes.
 
     Args:
@@ -41,7 +40,6 @@ class Allocator(Readings, PoolScopes):
         version: the torch release, (major, minor), whose rules hold.
         device: index, for messages and snapshots.
         used_elsewhere: device memory outside this allocator: the CUDA context, other processes.
-            The attribute may be changed at any time.
         place_segment: given the size of a new segment, the address where the driver puts it. By
             default addresses increase from a base of the device and are never used again.
         record: whether to keep the events in :attr:`trace`.
@@ -148,7 +146,7 @@ class Allocator(Readings, PoolScopes):
         if current > every.requested_peak:
             every.requested_peak = current
         if rounded >= self._max_split:
-            self._counters.oversize_allocations.increase(1)
+            self.memory.counters.oversize_allocations.change(1)
         return address
 
     def free(self, address: int, context: Any = None) -> None:
@@ -176,7 +174,7 @@ class Allocator(Readings, PoolScopes):
         tally.requested -= requested
         every.requested -= requested
         if size >= self._max_split:
-            self._counters.oversize_allocations.decrease(1)
+            self.memory.counters.oversize_allocations.change(-1)
 
         block.context = None
         merged_size = size
@@ -245,7 +243,7 @@ class Allocator(Readings, PoolScopes):
         only that one. During a capture the shared pool keeps its segments. ``context`` is kept with
         the events of the segments that go.
         """
-        with self._memory.releasing(context):
+        with self.memory.releasing(context):
             self._supply.empty_cache(pool)
         self._route()
 
@@ -258,7 +256,7 @@ class Allocator(Readings, PoolScopes):
         Raises:
             AllocatorError: no live block starts at ``address``.
         """
-        if address in self._memory.uncached:
+        if address in self.memory.uncached:
             return
         block = self._live.get(address) or self._uses.live.get(address)
         if block is None:
@@ -277,8 +275,8 @@ class Allocator(Readings, PoolScopes):
         block = self._live.pop(address, None) or self._uses.take(address)
         if block is None:
             raise self._not_live(address)
-        request_free(block, self._memory, context)
-        self._uses.hold(block)
+        request_free(block, self.memory, context)
+        self._uses.held[address] = block
 
     def complete_free(self, address: int, context: Any = None) -> None:
         """Complete a free that :meth:`request_free` began.
@@ -286,10 +284,10 @@ class Allocator(Readings, PoolScopes):
         Raises:
             AllocatorError: no block at ``address`` waits for this.
         """
-        block = self._uses.release_held(address)
+        block = self._uses.held.pop(address, None)
         if block is None:
             raise self._not_live(address)
-        complete_free(block, self._memory, context)
+        complete_free(block, self.memory, context)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the dict of ``torch.cuda.memory._snapshot()`` in this torch version."""
@@ -313,17 +311,13 @@ class Allocator(Readings, PoolScopes):
         """
         if self._every.reserved:
             raise AllocatorError("Only an allocator without segments can be restored to a state.")
-        restore(segments, self._pools, self._memory, self._supply.expandable, self._live)
+        restore(segments, self.pools, self.memory, self._supply.expandable, self._live)
         self.reset_peak_stats()
         self.reset_accumulated_stats()
 
     def pool_state(self, pool: PoolId) -> PoolState:
-        """Return how the segments of a private pool are divided now (``getCheckpointState``).
-
-        Raises:
-            AllocatorError: there is no such pool.
-        """
-        return checkpoints.state_of(self._pools.get(pool).identity, self.every_block())
+        """Return how the segments of a private pool are divided now (``getCheckpointState``)."""
+        return checkpoints.state_of(self.pools.get(pool).identity, self.every_block())
 
     def set_pool_state(self, state: PoolState) -> tuple[set[int], set[int]]:
         """Divide a private pool as it was (``setCheckpointPoolState``); all that lives is freed.
@@ -338,13 +332,9 @@ class Allocator(Readings, PoolScopes):
             Allocator.free(self, address)
         live = set()
         for segment in state.segments:
-            private = self._pools.get(state.pool)
-            free = {
-                block.address: block
-                for pool in (private.small, private.large)
-                for free_list in pool.free_lists.values()
-                for block in free_list.blocks.values()
-            }
+            private = self.pools.get(state.pool)
+            blocks = (*private.small.free_blocks(), *private.large.free_blocks())
+            free = {block.address: block for block in blocks}
             for block in checkpoints.divide(segment, free, self._note):
                 self._live[block.address] = block
             for each in segment:
@@ -363,14 +353,12 @@ class Allocator(Readings, PoolScopes):
             raise OutOfMemory(message, self._supply.memory_fields(size, size))
         self._uses.before_malloc(stream, reuse=self.settings.graph_capture_record_stream_reuse)
         rounded = round_size(size, self._divisions)
-        pool = self._pools.route(stream, small=rounded <= SMALL_SIZE)
+        pool = self.pools.route(stream, small=rounded <= SMALL_SIZE)
         self._route()
         return rounded, pool.free_list(stream)
 
     def _allocate_uncached(self, size: int) -> int:
-        if size == 0:
-            return 0
-        address = self._memory.allocate_uncached(size)
+        address = self.memory.allocate_uncached(size) if size else 0
         if address is None:
             fields = self._supply.memory_fields(size, size)
             raise OutOfMemory("CUDA error: out of memory", fields)
@@ -378,12 +366,10 @@ class Allocator(Readings, PoolScopes):
 
     def _free_uncommon(self, address: int, context: Any) -> None:
         """Free an address that is not an ordinary live block."""
-        if address in self._memory.uncached:
-            self._memory.free_uncached(address)
+        if address in self.memory.uncached:
+            self.memory.free_uncached(address)
         elif address in self._uses.live:
-            block = self._uses.live[address]
-            request_free(block, self._memory, context)
-            self._uses.free(block)
+            self._uses.free(self._uses.live[address], context)
             self._route()
         elif address:
             raise self._not_live(address)

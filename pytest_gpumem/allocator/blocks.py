@@ -1,8 +1,7 @@
-"""Blocks, and the ordered sets of free ones.
+"""Blocks, the ordered sets of free ones, and the rounding of requests.
 
-Constants of PyTorch's CUDA caching allocator, in bytes; the same in torch 2.6 to 2.15.
-
-From c10/core/AllocatorConfig.h and c10/cuda/CUDACachingAllocator.cpp.
+Constants are those of c10/core/AllocatorConfig.h and c10/cuda/CUDACachingAllocator.cpp, in bytes;
+the same in torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -11,12 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from pytest_gpumem.allocator.statistics import (
-    DeviceTally,
-    PoolTally,
-    UnsplitDeviceTally,
-    UnsplitPoolTally,
-)
+from pytest_gpumem.allocator.statistics import Tally, UnsplitTally
 
 MIN_BLOCK: Final = 512
 """kMinBlockSize: every block is a multiple of this."""
@@ -34,7 +28,6 @@ UNLIMITED: Final = 1 << 62
 """The value of an unset limit: size_t's maximum."""
 TOO_LARGE: Final = 1 << 60
 """kExabyte: a request this large is refused before anything is tried."""
-
 
 PoolId = tuple[int, int]
 """torch's MempoolId_t; (0, 0) is the shared pool."""
@@ -57,6 +50,7 @@ class Block:
 
     __slots__ = (
         "address",
+        "born",
         "context",
         "free_list",
         "key",
@@ -83,6 +77,8 @@ class Block:
     """
     key: int
     """Key in ``free_list`` while the block is free and mapped, else 0."""
+    born: int
+    """The clock of its pool when it became free, where garbage collection is on."""
     context: Any
 
     @property
@@ -108,6 +104,23 @@ def new_block(free_list: FreeList, address: int, size: int, shift: int) -> Block
     return block
 
 
+def join(before: Block | None, after: Block | None) -> None:
+    """Make two blocks neighbours; ``None`` stands for the end of a segment."""
+    if before is not None:
+        before.next = after
+    if after is not None:
+        after.previous = before
+
+
+def split_off(block: Block, size: int) -> Block:
+    """Cut ``block`` down to ``size`` bytes; return the rest as a block that is in no list."""
+    rest = new_block(block.free_list, block.address + size, block.size - size, block.shift)
+    join(rest, block.next)
+    join(block, rest)
+    block.size = size
+    return rest
+
+
 class PoolStream(int):
     """A stream's handle in a trace, where the memory is that of a private pool."""
 
@@ -127,8 +140,8 @@ class FreeList:
         "blocks",
         "every",
         "expandable",
+        "is_expandable",
         "keys",
-        "plain",
         "pool",
         "split_above",
         "stream",
@@ -140,8 +153,8 @@ class FreeList:
         self.pool = pool
         self.stream = stream if pool.identity == SHARED_POOL else PoolStream(stream, pool.identity)
         self.split_above = pool.split_above
-        self.plain = self if plain is None else plain
-        """The list itself, or the one that this one is the expandable side of."""
+        self.is_expandable = plain is not None
+        """Whether its blocks are parts of expandable segments."""
         self.expandable: FreeList | None = None
         self.unmapped: dict[int, Block] = {}
         if plain is None:
@@ -150,8 +163,8 @@ class FreeList:
             self.keys: list[int] = []
             self.blocks = {} if pool.make_blocks is None else pool.make_blocks(pool)
         else:
-            self.tally = UnsplitPoolTally(pool.tally)
-            self.every = UnsplitDeviceTally(pool.every)
+            self.tally = UnsplitTally(pool.tally)
+            self.every = UnsplitTally(pool.every)
             self.keys = plain.keys
             self.blocks = plain.blocks
 
@@ -164,16 +177,11 @@ class FreeList:
             self.expandable = FreeList(self.pool, int(self.stream), self)
         return self.expandable
 
-    @property
-    def is_expandable(self) -> bool:
-        """Whether its blocks are parts of expandable segments."""
-        return self.plain is not self
-
     def add(self, block: Block) -> None:
         """Insert a free block."""
-        block.key = key = (block.size << SIZE_SHIFT) + block.address + block.shift
-        insort(self.keys, key)
-        self.blocks[key] = block
+        block.key = (block.size << SIZE_SHIFT) + block.address + block.shift
+        insort(self.keys, block.key)
+        self.blocks[block.key] = block
 
     def remove(self, block: Block) -> None:
         """Remove a free block."""
@@ -193,24 +201,13 @@ class FreeList:
 class Pool:
     """A small or a large pool: its free lists by stream and its statistics."""
 
-    __slots__ = (
-        "clock",
-        "every",
-        "free_lists",
-        "identity",
-        "make_blocks",
-        "small",
-        "split_above",
-        "tally",
-    )
-
     def __init__(
         self,
         *,
         small: bool,
         split_above: int,
-        tally: PoolTally,
-        every: DeviceTally,
+        tally: Tally,
+        every: Tally,
         identity: PoolId = SHARED_POOL,
     ) -> None:
         self.small = small
@@ -252,20 +249,11 @@ class Pool:
         """Keep free blocks in dicts of another kind from now on."""
         self.make_blocks = make
         for plain in self.free_lists.values():
-            blocks = make(self)
-            for key, block in plain.blocks.items():
-                blocks[key] = block
-            plain.blocks = blocks
+            plain.blocks, old = make(self), plain.blocks
+            for key, block in old.items():
+                plain.blocks[key] = block
             if plain.expandable is not None:
-                plain.expandable.blocks = blocks
-
-
-def split_threshold(*, small: bool, split_freely: bool) -> int:
-    """Return the bytes that may remain of a block without it being split (``should_split``).
-
-    The small pool, and every pool while expandable segments are on, splits off any remainder.
-    """
-    return 0 if small or split_freely else SMALL_SIZE
+                plain.expandable.blocks = plain.blocks
 
 
 DIVISION_SLOTS = 16
@@ -281,28 +269,15 @@ def round_size(size: int, divisions: Sequence[int] | None = None) -> int:
     if divisions is not None:
         division = divisions[division_slot(size)]
         if division > 1 and size > MIN_BLOCK * division:
-            return round_to_division(size, division)
+            # Up to a division-th of the power of two below it.
+            step = (1 << (size.bit_length() - 1)) // division
+            return -(-size // step) * step
     return (size + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK
 
 
 def division_slot(size: int) -> int:
-    """Return the slot of ``roundup_power2_divisions``: floor(log2) of ``size`` above 1 MiB, 0 to
-    15."""
+    """Return the slot of ``roundup_power2_divisions``: floor(log2) of MiB in ``size``, 0 to 15."""
     return min(max(size.bit_length() - 1 - 20, 0), DIVISION_SLOTS - 1)
-
-
-def round_to_division(size: int, division: int) -> int:
-    """``size`` rounded up to a ``division``-th of the power of two below it."""
-    if size & (size - 1) == 0:
-        return size
-    power = 1 << (size.bit_length() - 1)
-    step = power >> (division.bit_length() - 1)
-    return (size + step - 1) // step * step
-
-
-def is_small(rounded: int) -> bool:
-    """Return whether the small pool serves a request of ``rounded`` bytes (``get_pool``)."""
-    return rounded <= SMALL_SIZE
 
 
 def segment_size(rounded: int, large_segment: int = LARGE_SEGMENT) -> int:

@@ -6,12 +6,20 @@ c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from pytest_gpumem.allocator.blocks import SHARED_POOL, Block, FreeList, PoolId, new_block
+from pytest_gpumem.allocator.blocks import (
+    SHARED_POOL,
+    Block,
+    FreeList,
+    PoolId,
+    join,
+    new_block,
+    split_off,
+)
 from pytest_gpumem.allocator.device_memory import DeviceMemory
 from pytest_gpumem.allocator.expandable import ExpandableSegments
 from pytest_gpumem.allocator.messages import AllocatorError
@@ -62,10 +70,8 @@ def divide(
 ) -> list[Block]:
     """Allocate every block of ``segment``, which is whole and free, as it was divided.
 
-    ``free`` has the free blocks of the pool by address.
-
-    Raises:
-        AllocatorError: there is no such segment any more.
+    ``free`` has the free blocks of the pool by address. Raises ``AllocatorError`` where the segment
+    does not exist any more.
     """
     made = []
     for at, state in enumerate(segment):
@@ -75,40 +81,23 @@ def divide(
                 f"The memory pool has no free segment at {state.address:#x} any more, as it had"
                 " when the checkpoint was taken."
             )
-        was_split = block.is_split
-        block.free_list.remove(block)
-        if at + 1 < len(segment):
-            tail = _split(block, state.size)
-            free[tail.address] = tail
-        _count(block, was_split=was_split, is_split=at + 1 < len(segment))
+        was_split, is_last = block.is_split, at + 1 == len(segment)
+        free_list = block.free_list
+        free_list.remove(block)
+        if not is_last:
+            rest = free[block.address + state.size] = split_off(block, state.size)
+            free_list.add(rest)
+            if not was_split:
+                free_list.note_split(rest.size)
+        if was_split:
+            for tally in (free_list.tally, free_list.every):
+                tally.change("split_bytes", -block.size)
+                tally.change("splits", -int(is_last))
         block.requested = block.size
-        note(("alloc", block.address, block.size, block.free_list.stream, None))
+        _count_live(block)
+        note(("alloc", block.address, block.size, free_list.stream, None))
         made.append(block)
     return made
-
-
-def _split(block: Block, size: int) -> Block:
-    tail = new_block(block.free_list, block.address + size, block.size - size, block.shift)
-    tail.previous, tail.next = block, block.next
-    if tail.next is not None:
-        tail.next.previous = tail
-    block.next, block.size = tail, size
-    tail.free_list.add(tail)
-    return tail
-
-
-def _count(block: Block, *, was_split: bool, is_split: bool) -> None:
-    free_list = block.free_list
-    if is_split and not was_split and block.next is not None:
-        free_list.note_split(block.next.size)
-    for tally in (free_list.tally, free_list.every):
-        if was_split:
-            tally.change("split_bytes", -block.size)
-            if not is_split:
-                tally.change("splits", -1)
-        tally.change("blocks", 1)
-        tally.change("bytes", block.size)
-        tally.change("requested", block.size)
 
 
 def restore(
@@ -121,10 +110,8 @@ def restore(
     """Make segments and their blocks; those in use go to ``live``.
 
     Mapped ranges of one expandable segment share pool and stream. Its addresses begin at
-    ``reserved_from`` of the first range, or at that range.
-
-    Raises:
-        AllocatorError: there are expandable segments, and no settings have turned them on.
+    ``reserved_from`` of the first range, or at that range. Raises ``AllocatorError`` where no
+    settings have turned them on.
     """
     mapped: dict[FreeList, list[Block]] = {}
     bases: dict[FreeList, int] = {}
@@ -133,11 +120,12 @@ def restore(
         pool = pools.named((first, second), small=segment["segment_type"] == "small")
         plain = pool.free_list(segment["stream"])
         if not segment.get("is_expandable"):
-            memory.add_segment(new_block(plain, segment["address"], segment["total_size"], 0))
-            _linked(_blocks(segment, plain, live))
+            memory.add_segment(plain, segment["total_size"])
+            for before, after in pairwise(_blocks(segment, plain, live)):
+                join(before, after)
             continue
         free_list = plain.expandable_side()
-        memory.add_pages(free_list, segment["total_size"])
+        memory.reserve(free_list, segment["total_size"])
         mapped.setdefault(free_list, []).extend(_blocks(segment, free_list, live))
         base = segment.get("reserved_from", segment["address"])
         bases[free_list] = min(base, bases.get(free_list, base))
@@ -167,11 +155,6 @@ def _blocks(segment: Mapping[str, Any], free_list: FreeList, live: dict[int, Blo
             live[block.address] = block
             _count_live(block)
     return blocks
-
-
-def _linked(blocks: Sequence[Block]) -> None:
-    for previous, following in pairwise(blocks):
-        previous.next, following.previous = following, previous
 
 
 def _count_live(block: Block) -> None:

@@ -1,6 +1,4 @@
-"""The memory that an allocator holds from its device, and the device's free memory.
-
-Addresses of a device's segments: placed as by NVIDIA's driver for Linux, or simply upwards.
+"""The memory that an allocator holds from its device, and the addresses of its segments.
 
 Torch breaks ties between free blocks of one size by address, so the order of addresses decides
 which block is split, and with it the reserved bytes. The driver documents no rule; recorded traces
@@ -26,8 +24,8 @@ from pytest_gpumem.allocator.blocks import (
     new_block,
 )
 from pytest_gpumem.allocator.private_pools import Pools
-from pytest_gpumem.allocator.releases import OLD_SEGMENTS_FIRST, Version
-from pytest_gpumem.allocator.statistics import Counters, DeviceTally
+from pytest_gpumem.allocator.releases import OLD_SEGMENTS_FIRST
+from pytest_gpumem.allocator.statistics import Counters
 from pytest_gpumem.allocator.trace import RawEntry
 from pytest_gpumem.sizes import MIB
 
@@ -55,46 +53,22 @@ class DeviceMemory:
         total: bytes of the device.
         used_elsewhere: bytes in use outside the allocator; may be changed.
         place_segment: given the size of a new segment, the address where the driver puts it.
-        version: the torch release whose rules hold.
-        pools: where the bytes of private pools are counted.
-        every: the tally over all pools.
-        counters: the counters without pools.
+        pools: where the bytes are counted.
         note: called for every event.
     """
-
-    __slots__ = (
-        "_place_segment",
-        "_pools",
-        "_releaser",
-        "_unused_order",
-        "_version",
-        "contexts",
-        "counters",
-        "every",
-        "limit",
-        "note",
-        "oversize",
-        "shared",
-        "total",
-        "uncached",
-        "used_elsewhere",
-    )
 
     def __init__(
         self,
         total: int,
         used_elsewhere: int,
         place_segment: Callable[[int], int],
-        version: Version,
         pools: Pools,
-        every: DeviceTally,
-        counters: Counters,
         note: Callable[[RawEntry], None],
     ) -> None:
         self.total = total
         self.used_elsewhere = used_elsewhere
-        self.every = every
-        self.counters = counters
+        self.every = pools.every
+        self.counters = Counters()
         self.note = note
         self.limit: int | None = None
         """The most bytes that may be reserved, where a memory fraction is set."""
@@ -108,7 +82,6 @@ class DeviceMemory:
         """Sizes by address of allocations made while caching was off."""
         self._releaser: Any = None
         self._place_segment = place_segment
-        self._version = version
         self._pools = pools
         self._unused_order = FIRST_OF_AGE
 
@@ -124,9 +97,7 @@ class DeviceMemory:
         return {} if self.shared is None else self.shared.others()
 
     def _take(self, size: int) -> bool:
-        if self.shared is None:
-            return size <= self.free
-        return self.shared.take(size)
+        return size <= self.free if self.shared is None else self.shared.take(size)
 
     def _give(self, size: int) -> None:
         if self.shared is not None:
@@ -159,7 +130,7 @@ class DeviceMemory:
         BlockComparatorSizeCounterAddress; before, the address decided.
         """
         address = self._place_segment(size)
-        if self._version < OLD_SEGMENTS_FIRST:
+        if self._pools.version < OLD_SEGMENTS_FIRST:
             return address, 0
         order, self._unused_order = self._unused_order, self._unused_order + size
         return address, order - address
@@ -169,72 +140,54 @@ class DeviceMemory:
         if not self._take(size):
             return None
         address, shift = self.place(size)
-        block = new_block(free_list, address, size, shift)
-        self.add_segment(block)
+        self.add_segment(free_list, size)
         self.counters.num_device_alloc += 1
         if context is not None:
             self.contexts[address] = context
         self.note(("segment_alloc", address, size, free_list.stream, context))
-        return block
+        return new_block(free_list, address, size, shift)
 
-    def add_segment(self, block: Block) -> None:
-        """Count a segment, which ``block`` fills."""
-        self._reserve(block.free_list, block.size)
-        for tally in (block.free_list.tally, self.every):
-            tally.segments += 1
-            tally.segments_peak = max(tally.segments_peak, tally.segments)
-        if block.size >= self.oversize:
-            self.counters.oversize_segments.increase(1)
+    def add_segment(self, free_list: FreeList, size: int) -> None:
+        """Count a segment."""
+        self.reserve(free_list, size)
+        for tally in (free_list.tally, self.every):
+            tally.change("segments", 1)
+        if size >= self.oversize:
+            self.counters.oversize_segments.change(1)
 
     def release_segment(self, block: Block) -> None:
         """Return a free block that is a whole segment to the device."""
         free_list = block.free_list
         free_list.remove(block)
-        context = self.contexts.pop(block.address, None)
-        self.counters.num_device_free += 1
-        shown = self._releaser or context
-        self.note(("segment_free", block.address, block.size, free_list.stream, shown))
-        free_list.tally.segments_out += 1
-        free_list.tally.segments -= 1
-        self.every.segments -= 1
-        self._unreserve(free_list, block.size)
+        self.give_back("segment_free", free_list, block.address, block.size)
+        for tally in (free_list.tally, self.every):
+            tally.change("segments", -1)
         if block.size >= self.oversize:
-            self.counters.oversize_segments.decrease(1)
-
-    def add_pages(self, free_list: FreeList, size: int) -> None:
-        """Count pages that an expandable segment has."""
-        self._reserve(free_list, size)
+            self.counters.oversize_segments.change(-1)
 
     def map_pages(self, free_list: FreeList, address: int, size: int, context: Any) -> bool:
         """Take pages of an expandable segment from the device; return False if it has no room."""
         if not self._take(size):
             return False
-        self._reserve(free_list, size)
+        self.reserve(free_list, size)
         self.counters.num_device_alloc += 1
         if context is not None:
             self.contexts.setdefault(address, context)
         self.note(("segment_map", address, size, free_list.stream, context))
         return True
 
-    def unmap_pages(self, free_list: FreeList, address: int, size: int) -> None:
-        """Return pages of an expandable segment to the device."""
-        context = self.contexts.pop(address, None)
-        self.counters.num_device_free += 1
-        self._unreserve(free_list, size)
-        shown = self._releaser or context
-        self.note(("segment_unmap", address, size, free_list.stream, shown))
-
-    def _reserve(self, free_list: FreeList, size: int) -> None:
+    def reserve(self, free_list: FreeList, size: int) -> None:
+        """Count ``size`` bytes from the device, or back to it if negative."""
         for tally in (free_list.tally, self.every):
-            tally.reserved += size
-            tally.reserved_peak = max(tally.reserved_peak, tally.reserved)
+            tally.change("reserved", size)
         self._pools.count_reserved(free_list.pool, size)
 
-    def _unreserve(self, free_list: FreeList, size: int) -> None:
-        free_list.tally.reserved_out += size
-        free_list.tally.reserved -= size
-        self.every.reserved -= size
-        self._pools.count_reserved(free_list.pool, -size)
+    def give_back(self, action: str, free_list: FreeList, address: int, size: int) -> None:
+        """Return a segment, or pages of one, to the device; ``action`` is the event of that."""
+        context = self.contexts.pop(address, None)
+        self.counters.num_device_free += 1
+        self.note((action, address, size, free_list.stream, self._releaser or context))
+        self.reserve(free_list, -size)
         self._give(size)
 
 
@@ -247,11 +200,7 @@ RANGE = 32 * MIB
 
 
 class DriverAddresses:
-    """Addresses for the segments of one device; those of freed segments are not used again.
-
-    Args:
-        top: where the addresses end.
-    """
+    """Addresses below ``top`` for the segments of one device, none of them twice."""
 
     def __init__(self, top: int) -> None:
         self._lowest = top
@@ -276,11 +225,7 @@ class DriverAddresses:
 
 
 class RisingAddresses:
-    """Addresses for the segments of one device, each behind the one before.
-
-    Args:
-        device: index of the device, which has a range of its own.
-    """
+    """Addresses for the segments of one device, each behind the one before, in its own range."""
 
     def __init__(self, device: int) -> None:
         self._unused = FIRST_ADDRESS + device * DEVICE_ADDRESSES

@@ -7,8 +7,9 @@ and ``unmap_block`` of c10/cuda/CUDACachingAllocator.cpp.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from pytest_gpumem.allocator.blocks import (
@@ -17,41 +18,24 @@ from pytest_gpumem.allocator.blocks import (
     Block,
     FreeList,
     Pool,
+    join,
     new_block,
+    split_off,
 )
-
-MapPages = Callable[[FreeList, int, int, Any], bool]
-UnmapPages = Callable[[FreeList, int, int], None]
+from pytest_gpumem.allocator.device_memory import DeviceMemory
 
 
 class ExpandableSegments:
-    """All expandable segments of one device.
+    """All expandable segments of one device."""
 
-    Args:
-        address_space: bytes of addresses that a new segment reserves; may be changed.
-        large_page: bytes that the large pool maps at a time in new segments; may be changed. The
-            small pool maps 2 MiB.
-        reserve: given a size, the address and shift of a new range.
-        map_pages: takes memory from the device at an address; False if it has none left.
-        unmap_pages: gives memory back.
-    """
-
-    def __init__(
-        self,
-        address_space: int,
-        large_page: int,
-        reserve: Callable[[int], tuple[int, int]],
-        map_pages: MapPages,
-        unmap_pages: UnmapPages,
-    ) -> None:
-        self.address_space = address_space
-        self.large_page = large_page
-        self._reserve = reserve
-        self._map_pages = map_pages
-        self._unmap_pages = unmap_pages
-        self._bases: list[int] = []
+    def __init__(self, memory: DeviceMemory) -> None:
+        self.address_space = 0
+        """Bytes of addresses that a new segment reserves."""
+        self.large_page = 0
+        """Bytes that the large pool maps at a time in new segments. The small pool maps 2 MiB."""
+        self._memory = memory
         self._pages: dict[int, int] = {}
-        """Bytes of a page, by the segment's base."""
+        """Bytes of a page, by the first address of the segment."""
 
     def best_fit(self, free_list: FreeList, rounded: int) -> Block | None:
         """Return the cached block for a request; it stays in its list.
@@ -98,20 +82,18 @@ class ExpandableSegments:
 
         Addresses between and after them are unmapped.
         """
-        page = self._page_of(free_list)
-        end = max(base + self._reserved_bytes(page), mapped[-1].address + mapped[-1].size)
-        insort(self._bases, base)
-        self._pages[base] = page
-        previous, position = None, base
-        for block in (*mapped, None):
-            until = end if block is None else block.address
-            if until > position:
-                gap = new_block(free_list, position, until - position, 0)
-                free_list.unmapped[position] = gap
-                previous = _link(previous, gap)
-            if block is not None:
-                previous = _link(previous, block)
-                position = block.address + block.size
+        ends = [base, *(block.address + block.size for block in mapped)]
+        self._pages[base], size = self._page_and_size(free_list)
+        end = max(base + size, ends[-1])
+        starts = [*(block.address for block in mapped), end]
+        gaps = [
+            new_block(free_list, first, last - first, 0)
+            for first, last in zip(ends, starts, strict=True)
+            if last > first
+        ]
+        free_list.unmapped.update((gap.address, gap) for gap in gaps)
+        for before, after in pairwise(sorted((*mapped, *gaps), key=lambda block: block.address)):
+            join(before, after)
 
     def release(self, pool: Pool) -> None:
         """Unmap every page that lies wholly in a free block."""
@@ -120,35 +102,29 @@ class ExpandableSegments:
                 continue
             self._unmap(block)
             if not block.is_split and not block.is_mapped:
-                del block.free_list.unmapped[block.address]
-                self._bases.remove(block.address)
-                del self._pages[block.address]
+                del block.free_list.unmapped[block.address], self._pages[block.address]
 
     def _find(self, free_list: FreeList, rounded: int) -> Block | None:
-        """Return the lowest block, free or unmapped, that begins ``rounded`` bytes not in use."""
+        """Return the lowest block, free or unmapped, that begins ``rounded`` bytes not in use.
+
+        A new segment's if there is none.
+        """
         for _, block in sorted(free_list.unmapped.items()):
             start = block.previous if block.previous is not None and block.previous.key else block
             if _unused_from(start, rounded) >= rounded:
                 return start
-        return self._new_segment(free_list, rounded)
-
-    def _new_segment(self, free_list: FreeList, rounded: int) -> Block | None:
-        page = self._page_of(free_list)
-        size = self._reserved_bytes(page)
+        page, size = self._page_and_size(free_list)
         if size < rounded:
             return None
-        address, shift = self._reserve(size)
-        block = new_block(free_list, address, size, shift)
-        insort(self._bases, block.address)
-        self._pages[block.address] = page
-        free_list.unmapped[block.address] = block
+        address, shift = self._memory.place(size)
+        block = free_list.unmapped[address] = new_block(free_list, address, size, shift)
+        self._pages[address] = page
         return block
 
-    def _page_of(self, free_list: FreeList) -> int:
-        return SMALL_SEGMENT if free_list.pool.small else self.large_page
-
-    def _reserved_bytes(self, page: int) -> int:
-        return -(-self.address_space // page) * page
+    def _page_and_size(self, free_list: FreeList) -> tuple[int, int]:
+        """Return the bytes of a page and of the addresses of a new segment."""
+        page = SMALL_SEGMENT if free_list.pool.small else self.large_page
+        return page, -(-self.address_space // page) * page
 
     def _map(self, block: Block, size: int, context: Any) -> bool:
         """Map the pages that hold the first ``size`` bytes of an unmapped block.
@@ -160,14 +136,11 @@ class ExpandableSegments:
         base, page = self._base_and_page(address)
         end = base + -(-(address + size - base) // page) * page
         mapped = end - address
-        if not self._map_pages(free_list, address, mapped, context):
+        if not self._memory.map_pages(free_list, address, mapped, context):
             return False
         del free_list.unmapped[address]
         if mapped < block.size:
-            rest = new_block(free_list, end, block.size - mapped, block.shift)
-            _insert_after(block, rest)
-            free_list.unmapped[end] = rest
-            block.size = mapped
+            free_list.unmapped[end] = split_off(block, mapped)
         absorb(block, block.previous, mapped=True)
         absorb(block, block.next, mapped=True)
         free_list.add(block)
@@ -183,23 +156,22 @@ class ExpandableSegments:
         if first >= last:
             return
         free_list.remove(block)
+        if last < end:
+            free_list.add(split_off(block, last - address))
         if first > address:
             before = new_block(free_list, address, first - address, block.shift)
-            _insert_before(block, before)
+            join(block.previous, before)
+            join(before, block)
             free_list.add(before)
-        if last < end:
-            after = new_block(free_list, last, end - last, block.shift)
-            _insert_after(block, after)
-            free_list.add(after)
-        block.address, block.size = first, last - first
+            block.address, block.size = first, last - first
         absorb(block, block.previous, mapped=False)
         absorb(block, block.next, mapped=False)
         free_list.unmapped[block.address] = block
-        self._unmap_pages(free_list, first, last - first)
+        self._memory.give_back("segment_unmap", free_list, first, last - first)
 
     def _base_and_page(self, address: int) -> tuple[int, int]:
         """Return the base of the segment that contains ``address``, and the bytes of its pages."""
-        base = self._bases[bisect_right(self._bases, address) - 1]
+        base = max(base for base in self._pages if base <= address)
         return base, self._pages[base]
 
 
@@ -219,28 +191,6 @@ def _unused_from(block: Block | None, enough: int) -> int:
     return found
 
 
-def _link(previous: Block | None, block: Block) -> Block:
-    """Make ``block`` the neighbour behind ``previous``."""
-    block.previous = previous
-    if previous is not None:
-        previous.next = block
-    return block
-
-
-def _insert_after(block: Block, added: Block) -> None:
-    added.previous, added.next = block, block.next
-    if block.next is not None:
-        block.next.previous = added
-    block.next = added
-
-
-def _insert_before(block: Block, added: Block) -> None:
-    added.previous, added.next = block.previous, block
-    if block.previous is not None:
-        block.previous.next = added
-    block.previous = added
-
-
 def absorb(block: Block, neighbour: Block | None, *, mapped: bool) -> int:
     """Merge a neighbour that is not in use, mapped or unmapped as given, into ``block``.
 
@@ -258,11 +208,7 @@ def absorb(block: Block, neighbour: Block | None, *, mapped: bool) -> int:
     block.size += neighbour.size
     if neighbour is block.previous:
         block.address = neighbour.address
-        block.previous = neighbour.previous
-        if block.previous is not None:
-            block.previous.next = block
+        join(neighbour.previous, block)
     else:
-        block.next = neighbour.next
-        if block.next is not None:
-            block.next.previous = block
+        join(block, neighbour.next)
     return neighbour.size

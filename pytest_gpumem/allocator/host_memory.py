@@ -7,6 +7,7 @@ from are given back at once here.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from pytest_gpumem.allocator.statistics import Stat
@@ -36,11 +37,11 @@ class HostAllocator:
         if self._free.get(rounded):
             self._free[rounded] -= 1
         else:
-            self._blocks.increase(1)
-            self._bytes.increase(rounded)
+            self._blocks.change(1)
+            self._bytes.change(rounded)
         count, held = self._active.setdefault(rounded, (Stat(), Stat()))
-        count.increase(1)
-        held.increase(rounded)
+        count.change(1)
+        held.change(rounded)
         return rounded
 
     def free(self, rounded: int) -> None:
@@ -48,25 +49,25 @@ class HostAllocator:
         if rounded:
             self._free[rounded] = self._free.get(rounded, 0) + 1
             count, held = self._active[rounded]
-            count.decrease(1)
-            held.decrease(rounded)
+            count.change(-1)
+            held.change(-rounded)
 
     def empty_cache(self) -> None:
         """Return unused blocks to the driver."""
         for size, blocks in self._free.items():
-            self._blocks.decrease(blocks)
-            self._bytes.decrease(size * blocks)
+            self._blocks.change(-blocks)
+            self._bytes.change(-size * blocks)
         self._free.clear()
 
     def reset_peak_stats(self) -> None:
         """Set every peak to its current value."""
         for stat in self._all():
-            stat.peak = stat.current
+            stat.reset_peak()
 
     def reset_accumulated_stats(self) -> None:
         """Set the totals of allocated and freed memory to 0."""
         for stat in self._all():
-            stat.allocated = stat.freed = 0
+            stat.reset_totals()
 
     def stats(self, *, by_blocks: bool) -> dict[str, Any]:
         """Return the dict of ``torch.cuda.host_memory_stats_as_nested_dict()``.
@@ -90,11 +91,7 @@ class HostAllocator:
         return result
 
     def _all(self) -> list[Stat]:
-        return [
-            self._blocks,
-            self._bytes,
-            *(stat for pair in self._active.values() for stat in pair),
-        ]
+        return [self._blocks, self._bytes, *chain.from_iterable(self._active.values())]
 
 
 def _sum(stats: Any) -> dict[str, int]:

@@ -10,8 +10,7 @@ from pytest_gpumem.allocator.releases import (
     HINT_OF_RESERVE,
     NO_HINT_IF_EXPANDABLE,
 )
-
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+from pytest_gpumem.sizes import GIB, KIB, MIB
 
 
 class AllocatorError(ValueError):

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
-from pytest_gpumem.allocator.blocks import SHARED_POOL, UNLIMITED, Pool, PoolId, split_threshold
+from pytest_gpumem.allocator.blocks import SHARED_POOL, SMALL_SIZE, UNLIMITED, Pool, PoolId
 from pytest_gpumem.allocator.messages import AllocatorError
-from pytest_gpumem.allocator.releases import LAST_SCOPE_FIRST, Version
-from pytest_gpumem.allocator.statistics import Stat
+from pytest_gpumem.allocator.releases import (
+    BYTES_BY_POOL,
+    LAST_SCOPE_FIRST,
+    OOM_REJECTIONS,
+    Version,
+)
+from pytest_gpumem.allocator.statistics import QUANTITIES, Counters, Stat, Tally, stat_dict
 
 Filter = Callable[[int], bool]
 """Function that returns whether an allocation goes to the pool, by its stream."""
@@ -27,34 +34,30 @@ class PrivatePool:
     large: Pool
     reserved: dict[str, Stat]
     """Bytes from the device by scope: all, small_pool, large_pool."""
-    uses: int = 1
+    uses: int = 0
     """Graphs, scopes and pool objects that refer to it; at 0 its memory may be released."""
     no_split: bool = False
     use_on_oom: bool = False
 
-    def change_reserved(self, pool: Pool, amount: int) -> None:
-        """Note bytes that came from the device for one side of the pool, or went back."""
-        for scope in ("all", "small_pool" if pool.small else "large_pool"):
-            stat = self.reserved[scope]
-            if amount > 0:
-                stat.increase(amount)
-            else:
-                stat.decrease(-amount)
+    def side(self, *, small: bool) -> Pool:
+        """Return the pool of its small or of its large blocks."""
+        return self.small if small else self.large
 
 
 class Pools:
-    """The pools of one device, shared and private, and the scopes that route allocations.
+    """The pools of one device and the scopes that route allocations.
 
-    Args:
-        version: the torch release whose rules hold.
-        small: the small shared pool.
-        large: the large one.
+    ``small`` and ``large`` are the shared ones; the rules are those of torch release ``version``.
     """
 
-    def __init__(self, version: Version, small: Pool, large: Pool) -> None:
+    def __init__(self, version: Version) -> None:
         self.version = version
-        self.small = small
-        self.large = large
+        self.every = Tally()
+        """The tally over all pools."""
+        self.small, self.large = (
+            Pool(small=small, split_above=0, tally=Tally(), every=self.every)
+            for small in (True, False)
+        )
         self.by_id: dict[PoolId, PrivatePool] = {}
         self.freeable: dict[PoolId, PrivatePool] = {}
         """Pools that nothing refers to any more."""
@@ -64,64 +67,43 @@ class Pools:
         self._split_freely = False
 
     def create(self, identity: PoolId, *, use_on_oom: bool = False, no_split: bool = False) -> None:
-        """Make a private pool, or use one that exists once more; its permissions only grow.
+        """Make a private pool, or add a use to one that exists (``createOrIncrefPool``).
 
-        Raises:
-            AllocatorError: as :meth:`refer`.
-        """
-        private = self.refer(identity)
-        private.use_on_oom = private.use_on_oom or use_on_oom
-        private.no_split = private.no_split or no_split
-        self._set_split(private.small, private.large, never=private.no_split)
-
-    def refer(self, identity: PoolId) -> PrivatePool:
-        """Return the pool, new or with one more use (``createOrIncrefPool``).
+        ``use_on_oom`` lends its free blocks to all allocations when the device is full (2.8);
+        ``no_split`` hands its segments out whole (2.10). These permissions only grow.
 
         Raises:
             AllocatorError: the pool is given up and waits for its memory to be released.
         """
-        pool = self.by_id.get(identity)
-        if pool is None:
-            pool = self.by_id[identity] = self._make(identity)
-            return pool
-        if pool.uses == 0:
+        private = self.by_id.get(identity)
+        if private is None:
+            private = self.by_id[identity] = self._make(identity)
+        elif private.uses == 0:
             raise AllocatorError(
                 f"The memory pool {identity} was given up by everything that used it;"
                 " its tensors must die and the cache be emptied before it can be used again."
             )
-        pool.uses += 1
-        return pool
+        private.uses += 1
+        private.use_on_oom |= use_on_oom
+        private.no_split |= no_split
+        self._set_split(private.small, private.large, never=private.no_split)
 
     def get(self, identity: PoolId) -> PrivatePool:
-        """Return the pool of that id.
-
-        Raises:
-            AllocatorError: there is none.
-        """
+        """Return the pool of that id; raise ``AllocatorError`` where there is none."""
         pool = self.by_id.get(identity)
         if pool is None:
             raise AllocatorError(f"Could not find pool of id {identity}.")
         return pool
 
     def open(self, identity: PoolId, accepts: Filter) -> None:
-        """Route allocations from now on (``beginAllocateToPool``).
-
-        Raises:
-            AllocatorError: a scope of this pool is open already; torch's words.
-        """
-        self.refer(identity)
+        """Route allocations from now on (``beginAllocateToPool``); raise an error in its scope."""
+        self.create(identity)
         if any(identity == other for other, _ in self.scopes):
             raise AllocatorError("beginAllocateToPool: already recording to mempool_id")
         self.scopes.append((identity, accepts))
-        private = self.by_id[identity]
-        self._set_split(private.small, private.large, never=private.no_split)
 
     def close(self, identity: PoolId) -> None:
-        """End the scope of a pool (``endAllocateToPool``).
-
-        Raises:
-            AllocatorError: none is open; torch's words.
-        """
+        """End the scope of a pool (``endAllocateToPool``); raise an error where none is open."""
         for index, (other, _) in enumerate(self.scopes):
             if other == identity:
                 del self.scopes[index]
@@ -136,17 +118,12 @@ class Pools:
             self.freeable[identity] = pool
             pool.no_split = False
 
-    def forget(self, pool: PrivatePool) -> None:
-        """Remove a pool that has no memory left."""
-        del self.by_id[pool.identity], self.freeable[pool.identity]
-
     def route(self, stream: int, *, small: bool) -> Pool:
         """Return the pool for an allocation on ``stream``."""
         latest_first = self.version >= LAST_SCOPE_FIRST
         for identity, accepts in reversed(self.scopes) if latest_first else self.scopes:
             if accepts(stream):
-                private = self.by_id[identity]
-                return private.small if small else private.large
+                return self.by_id[identity].side(small=small)
         return self.small if small else self.large
 
     def named(self, identity: PoolId, *, small: bool) -> Pool:
@@ -155,14 +132,13 @@ class Pools:
             return self.small if small else self.large
         if identity not in self.by_id:
             self.create(identity)
-        private = self.by_id[identity]
-        return private.small if small else private.large
+        return self.by_id[identity].side(small=small)
 
-    def overflow(self, *, small: bool) -> Iterator[Pool]:
-        """Pools that others may use when the device is full (``use_on_oom``), oldest first."""
+    def lent(self, *, small: bool) -> Iterator[Pool]:
+        """Yield the pools that lend (``use_on_oom``), oldest first."""
         for private in self.by_id.values():
             if private.use_on_oom:
-                yield private.small if small else private.large
+                yield private.side(small=small)
 
     def private(self) -> Iterator[Pool]:
         """Yield both sides of every private pool."""
@@ -170,11 +146,9 @@ class Pools:
             yield private.small
             yield private.large
 
-    def every(self) -> Iterator[Pool]:
+    def __iter__(self) -> Iterator[Pool]:
         """Yield every pool, the shared ones first."""
-        yield self.small
-        yield self.large
-        yield from self.private()
+        return chain((self.small, self.large), self.private())
 
     def split(self, *, freely: bool) -> None:
         """Set whether every pool splits off any remainder, as with expandable segments."""
@@ -187,17 +161,54 @@ class Pools:
         """Note bytes that came from the device, or went back, if the pool is a private one."""
         private = self.by_id.get(pool.identity)
         if private is not None:
-            private.change_reserved(pool, amount)
+            for scope in ("all", "small_pool" if pool.small else "large_pool"):
+                private.reserved[scope].change(amount)
             self.reserved[pool.identity] = private.reserved
 
-    def private_stats(self) -> Iterator[Stat]:
-        """Yield the counters of each private pool that ever had memory."""
-        for scopes in self.reserved.values():
-            yield from scopes.values()
+    def stats(self, counters: Counters, max_split_size: int) -> dict[str, Any]:
+        """Return the nested dict of ``torch._C._cuda_memoryStats`` of that torch version."""
+        result: dict[str, Any] = {
+            "num_alloc_retries": counters.num_alloc_retries,
+            "num_ooms": counters.num_ooms,
+            "max_split_size": max_split_size,
+            "num_sync_all_streams": counters.num_sync_all_streams,
+            "num_device_alloc": counters.num_device_alloc,
+            "num_device_free": counters.num_device_free,
+        }
+        if self.version >= OOM_REJECTIONS:
+            result["num_oom_rejections"] = counters.num_oom_rejections
+        small, large = self.small.tally, self.large.tally
+        for quantity, of_all, of_small, of_large, small_totals, large_totals in zip(
+            QUANTITIES,
+            self.every.currents_and_peaks(),
+            small.currents_and_peaks(),
+            large.currents_and_peaks(),
+            small.allocated_and_freed(),
+            large.allocated_and_freed(),
+            strict=True,
+        ):
+            totals = [sum(of_both) for of_both in zip(small_totals, large_totals, strict=True)]
+            result[quantity] = {
+                "all": stat_dict(*of_all, *totals),
+                "small_pool": stat_dict(*of_small, *small_totals),
+                "large_pool": stat_dict(*of_large, *large_totals),
+            }
+        if self.version >= BYTES_BY_POOL:
+            result["reserved_bytes_by_private_pools"] = {
+                pool_id: {scope: stat.to_dict() for scope, stat in scopes.items()}
+                for pool_id, scopes in self.reserved.items()
+            }
+        result["oversize_allocations"] = counters.oversize_allocations.to_dict()
+        result["oversize_segments"] = counters.oversize_segments.to_dict()
+        return result
 
     def _set_split(self, *pools: Pool, never: bool) -> None:
+        """Set the bytes that may remain of a block without it being split (``should_split``).
+
+        The small pool, and every pool while expandable segments are on, splits off any remainder.
+        """
         for pool in pools:
-            above = split_threshold(small=pool.small, split_freely=self._split_freely)
+            above = 0 if pool.small or self._split_freely else SMALL_SIZE
             pool.split_when_above(UNLIMITED if never else above)
 
     def _make(self, identity: PoolId) -> PrivatePool:

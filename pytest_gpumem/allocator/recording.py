@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.allocator.blocks import SHARED_POOL, SMALL_SEGMENT
+from pytest_gpumem.allocator.blocks import SHARED_POOL
 from pytest_gpumem.allocator.messages import AllocatorError
 from pytest_gpumem.allocator.releases import OLDEST, Version
 from pytest_gpumem.garbage import paused
@@ -23,20 +23,10 @@ _MEMORY_PER_BYTE = 16
 """Unpickled, the recorded snapshots take up to 7 bytes of memory per byte of their file."""
 _MEMORY_BASE = 1 << 30
 
-_EVENT = (("action", str), ("size", int), ("stream", int))
-_SEGMENT = (("device", int), ("address", int), ("total_size", int), ("stream", int))
-_BLOCK = (("size", int), ("state", str))
-_USUAL = frozenset(
-    {
-        "alloc",
-        "free_requested",
-        "free_completed",
-        "segment_alloc",
-        "segment_free",
-        "segment_map",
-        "segment_unmap",
-    }
-)
+_USUAL = {
+    *("alloc", "free_requested", "free_completed"),
+    *("segment_alloc", "segment_free", "segment_map", "segment_unmap"),
+}
 MOST_DEVICES = 120
 """C10_COMPILE_TIME_MAX_GPUS of c10/cuda/CUDAMacros.h."""
 _LARGEST = 1 << 63
@@ -90,11 +80,7 @@ def load_snapshot(path: str | Path) -> Json:
 
 
 def checked(snapshot: Json) -> Json:
-    """Return ``snapshot`` if it has the parts of one that a replay needs.
-
-    Raises:
-        SnapshotError: it does not; the sentence names the part.
-    """
+    """Return ``snapshot``; a ``SnapshotError`` names a part that a replay needs and it lacks."""
     traces, segments = snapshot.get("device_traces"), snapshot.get("segments")
     if not isinstance(traces, list) or not isinstance(segments, list):
         raise SnapshotError(
@@ -129,10 +115,10 @@ def checked(snapshot: Json) -> Json:
     return snapshot
 
 
-def _check_once(values: Sequence[object], what: str) -> None:
+def _check_once(values: Sequence[object], text: str) -> None:
     """A pickle of a few bytes can hold one object a million times; no recording does."""
     if len(set(map(id, values))) != len(values):
-        raise SnapshotError(f"{what} more than once, so it is no recording of torch.")
+        raise SnapshotError(f"{text} more than once, so it is no recording of torch.")
 
 
 def _is_event(event: Any) -> bool:
@@ -152,17 +138,17 @@ def _is_event(event: Any) -> bool:
     )
 
 
-def _check_event(event: Any, what: str) -> None:
-    _check(event, _EVENT, what)
+def _check_event(event: Any, name: str) -> None:
+    _check(event, name, action=str, size=int, stream=int)
     if event["action"] not in ("oom", "snapshot"):
-        _check(event, (("addr", int),), what)
-    _check_pool(event.get("pool_id", SHARED_POOL), what)
+        _check(event, name, addr=int)
+    _check_pool(event.get("pool_id", SHARED_POOL), name)
     if event["action"] == "oom":
-        _check(event, (("device_free", int),), what)
+        _check(event, name, device_free=int)
 
 
 def _check_segment(segment: Any, index: int) -> None:
-    _check(segment, _SEGMENT, f"segment {index}")
+    _check(segment, f"segment {index}", device=int, address=int, total_size=int, stream=int)
     _check_pool(segment.get("segment_pool_id", SHARED_POOL), f"segment {index}")
     if segment.get("segment_type") not in ("small", "large"):
         raise SnapshotError(f"The type of segment {index} is neither small nor large.")
@@ -170,7 +156,7 @@ def _check_segment(segment: Any, index: int) -> None:
     if not isinstance(blocks, list):
         raise SnapshotError(f"The blocks of segment {index} are not a list.")
     for block in blocks:
-        _check(block, _BLOCK, f"a block of segment {index}")
+        _check(block, f"a block of segment {index}", size=int, state=str)
     if sum(block["size"] for block in blocks) != segment["total_size"]:
         raise SnapshotError(f"The blocks of segment {index} do not add up to its size.")
 
@@ -183,15 +169,12 @@ def recorded_conf(snapshot: Json) -> str:
     settings = snapshot.get("allocator_settings")
     found = settings.get("PYTORCH_CUDA_ALLOC_CONF") if isinstance(settings, Mapping) else None
     conf = found if isinstance(found, str) else ""
-    if "expandable_segments" not in conf and _has_expandable(snapshot):
-        return ",".join(filter(None, (conf, "expandable_segments:True")))
-    return conf
-
-
-def _has_expandable(snapshot: Json) -> bool:
-    return any(segment.get("is_expandable") for segment in snapshot["segments"]) or any(
+    if "expandable_segments" in conf:
+        return conf
+    expandable = any(segment.get("is_expandable") for segment in snapshot["segments"]) or any(
         event["action"] == "segment_map" for trace in snapshot["device_traces"] for event in trace
     )
+    return ",".join(filter(None, (conf, "expandable_segments:True" if expandable else "")))
 
 
 def release_of(snapshot: Json) -> Version:
@@ -212,36 +195,28 @@ def line_of(event: Json) -> str:
     """
     frames = [each for each in event.get("frames") or () if isinstance(each, Mapping)]
     python = [each for each in frames if str(each.get("filename", "")).endswith(".py")]
-    users = [each for each in python if not _is_torchs(str(each["filename"]))]
+    users = [each for each in python if "/torch/" not in f"/{each['filename']}"]
     for frame in (*users[:1], *python[:1]):
         return f"{frame['filename']}:{frame.get('line', 0)}, {frame.get('name', '?')}"
     return ""
 
 
-def default_segment_type(size: int) -> str:
-    """Return the pool of a segment that was returned before the snapshot was taken."""
-    return "small" if size == SMALL_SEGMENT else "large"
-
-
-def _is_torchs(filename: str) -> bool:
-    return filename.startswith("torch/") or "/torch/" in filename
-
-
-def _check(value: Any, fields: Sequence[tuple[str, type]], what: str) -> None:
+def _check(value: Any, name: str, **kinds: type) -> None:
+    """Check the fields of an event, segment or block by their types."""
     if not isinstance(value, Mapping):
-        raise SnapshotError(f"The {what} is a {type(value).__name__}, not a dict.")
-    for name, kind in fields:
-        found = value.get(name)
+        raise SnapshotError(f"The {name} is a {type(value).__name__}, not a dict.")
+    for field, kind in kinds.items():
+        found = value.get(field)
         if type(found) is not kind:
-            raise SnapshotError(f"The {name} of {what} is missing or no {kind.__name__}.")
-        limit = _LARGEST_SIZE if name in ("size", "total_size") else _LARGEST
+            raise SnapshotError(f"The {field} of {name} is missing or no {kind.__name__}.")
+        limit = _LARGEST_SIZE if field in ("size", "total_size") else _LARGEST
         if isinstance(found, int) and not 0 <= found < limit:
-            raise SnapshotError(f"The {name} of {what} is out of range.")
+            raise SnapshotError(f"The {field} of {name} is out of range.")
 
 
-def _check_pool(pool: Any, what: str) -> None:
+def _check_pool(pool: Any, name: str) -> None:
     if not _is_pool(pool):
-        raise SnapshotError(f"The pool of {what} is not a pair of numbers.")
+        raise SnapshotError(f"The pool of {name} is not a pair of numbers.")
 
 
 def _is_pool(pool: Any) -> bool:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pytest_gpumem.allocator.allocator import Allocator
 from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
@@ -47,13 +47,12 @@ _UNBOUNDED = 1 << 48
 _ELSEWHERE = 1 << 50
 """Addresses for segments that are not in the recording."""
 
-
 Observed = Callable[[int, bool, Sequence[Json], Sequence[Json]], Observer]
 """Factory of observers: device, whether the run is the what-if, its events and first segments."""
 
 
 class Capacity(Protocol):
-    """A GPU as a replay needs it: its name, and its memory in bytes."""
+    """A GPU as a replay needs it."""
 
     @property
     def name(self) -> str:
@@ -80,17 +79,23 @@ def replay(
     """
     data = checked(load_snapshot(snapshot) if isinstance(snapshot, str | Path) else snapshot)
     rules = release_of(data) if version is None else version
-    question = _Question(
-        recorded=AllocatorSettings.parse(recorded_conf(data), rules),
-        tried=None if alloc_conf is None else AllocatorSettings.parse(alloc_conf, rules),
-        gpu=gpu,
-        used_elsewhere=used_elsewhere,
-    )
+    recorded = _Plan(AllocatorSettings.parse(recorded_conf(data), rules))
+    settings = recorded.settings
+    if alloc_conf is not None:
+        settings = AllocatorSettings.parse(alloc_conf, rules)
+    tried = None
+    if alloc_conf is not None or gpu is not None:
+        tried = _Plan(
+            settings,
+            follow=replace(settings, conf=recorded.settings.conf) == recorded.settings,
+            capacity=gpu.total_memory if gpu else None,
+            used_elsewhere=used_elsewhere if gpu else 0,
+        )
     final: dict[int, list[Json]] = {}
     for segment in data["segments"]:
         final.setdefault(segment["device"], []).append(segment)
     devices = tuple(
-        _replay_device(trace, final.get(device, []), device, question, observed)
+        _replay_device(trace, final.get(device, []), device, recorded, tried, observed)
         for device, trace in enumerate(data["device_traces"])
         if trace
     )
@@ -104,34 +109,22 @@ def replay(
         peak_allocated=max(each.peak_allocated for each in answers),
         peak_reserved=max(each.peak_reserved for each in answers),
         devices=devices,
-        recorded_conf=question.recorded.conf,
+        recorded_conf=recorded.settings.conf,
         alloc_conf=alloc_conf,
-        gpu=question.gpu.name if question.gpu else None,
+        gpu=gpu.name if gpu else None,
         version=rules,
     )
 
 
-@dataclass(frozen=True)
-class _Question:
-    """The settings and the GPU of a replay."""
+class _Plan(NamedTuple):
+    """The settings and the device of a run."""
 
-    recorded: AllocatorSettings
-    tried: AllocatorSettings | None
-    gpu: Capacity | None
-    used_elsewhere: int
-
-    @property
-    def is_asked(self) -> bool:
-        return self.tried is not None or self.gpu is not None
-
-    @property
-    def settings(self) -> AllocatorSettings:
-        return self.recorded if self.tried is None else self.tried
-
-    @property
-    def follows(self) -> bool:
-        """Whether the settings are the recorded ones, so that the recorded start holds."""
-        return replace(self.settings, conf=self.recorded.conf) == self.recorded
+    settings: AllocatorSettings
+    follow: bool = True
+    """Whether the settings are the recorded ones, so that the recorded start holds."""
+    capacity: int | None = None
+    """The device's memory in bytes; without one every allocation fits that did so when recorded."""
+    used_elsewhere: int = 0
 
 
 @dataclass(frozen=True)
@@ -177,28 +170,34 @@ def _replay_device(
     trace: Sequence[Json],
     final: Sequence[Json],
     device: int,
-    question: _Question,
+    recorded: _Plan,
+    tried: _Plan | None,
     observed: Observed | None,
 ) -> DeviceReplay:
     check_history(trace, device)
-    start = starting_segments(final, trace, question.recorded)
+    start = starting_segments(final, trace, recorded.settings)
     tape = _Tape(start, trace, final)
-    watchers = [observed and observed(device, what_if, trace, start) for what_if in (False, True)]
-    recorded = _Run(question.recorded, tape, observer=watchers[False])
-    recorded.feed()
-    mismatch = first_mismatch(trace, recorded.allocator.trace) or layout_mismatch(
-        final, recorded.allocator.segments()
+    observers = [observed and observed(device, what_if, trace, start) for what_if in (False, True)]
+    run = _Run(recorded, tape, observers[False])
+    run.feed()
+    mismatch = first_mismatch(trace, run.allocator.trace) or layout_mismatch(
+        final, run.allocator.segments()
     )
-    capacity = question.gpu.total_memory if question.gpu else recorded.capacity
+    usage, capacity, what_if = run.usage(), run.capacity, None
+    if tried is not None:
+        capacity = capacity if tried.capacity is None else tried.capacity
+        again = _Run(tried._replace(capacity=capacity), tape, observers[True])
+        again.feed()
+        what_if = again.usage()
     return DeviceReplay(
         device=device,
         events=len(trace),
         exact=mismatch is None,
-        exact_addresses=recorded.exact,
-        total=recorded.total,
+        exact_addresses=run.exact,
+        total=run.total,
         mismatch=mismatch,
-        recorded=recorded.usage(),
-        what_if=_what_if(question, tape, capacity, watchers[True]) if question.is_asked else None,
+        recorded=usage,
+        what_if=what_if,
         capacity=capacity,
         live_at_start=sum(
             block["size"]
@@ -209,48 +208,18 @@ def _replay_device(
     )
 
 
-def _what_if(
-    question: _Question, tape: _Tape, capacity: int | None, observer: Observer | None
-) -> Usage:
-    run = _Run(
-        question.settings,
-        tape,
-        follow=question.follows,
-        capacity=capacity,
-        used_elsewhere=question.used_elsewhere if question.gpu else 0,
-        observer=observer,
-    )
-    run.feed()
-    return run.usage()
-
-
 class _Run:
-    """An allocator that replays one trace.
+    """An allocator that replays one trace."""
 
-    ``capacity`` is the device's memory in bytes. Without one every allocation fits that did so in
-    the recording; the others are skipped.
-    """
-
-    def __init__(
-        self,
-        settings: AllocatorSettings,
-        tape: _Tape,
-        *,
-        follow: bool = True,
-        capacity: int | None = None,
-        used_elsewhere: int = 0,
-        observer: Observer | None = None,
-    ) -> None:
-        self._observer = observer
-        self._settings = settings
+    def __init__(self, plan: _Plan, tape: _Tape, observer: Observer | None = None) -> None:
+        self._plan = plan
         self._tape = tape
-        self._follow = follow
-        self._bounds = (capacity, used_elsewhere)
+        self._observer = observer
         self.allocator = Allocator(
-            _UNBOUNDED if capacity is None else capacity,
-            settings,
-            settings.version,
-            used_elsewhere=used_elsewhere,
+            _UNBOUNDED if plan.capacity is None else plan.capacity,
+            plan.settings,
+            plan.settings.version,
+            used_elsewhere=plan.used_elsewhere,
             place_segment=self._place_segment,
         )
         self.total = self.exact = 0
@@ -286,24 +255,15 @@ class _Run:
                 line=line_of(event),
             )
         except AllocatorError as error:
-            what = (
-                "The start cannot be restored"
-                if index == START
-                else f"Event {index} cannot be repeated"
-            )
-            raise SnapshotError(f"{what}: {error}") from error
+            failed = f"Event {index} cannot be repeated"
+            if index == START:
+                failed = "The start cannot be restored"
+            raise SnapshotError(f"{failed}: {error}") from error
 
     def usage(self) -> Usage:
         """Return the memory of the run; a second run finds the state at the peak."""
         reserved, allocated = self._fullest
-        capacity, used_elsewhere = self._bounds
-        again = _Run(
-            self._settings,
-            self._tape,
-            follow=self._follow,
-            capacity=capacity,
-            used_elsewhere=used_elsewhere,
-        )
+        again = _Run(self._plan, self._tape)
         again.feed(until=self._fullest_event)
         segments = again.allocator.segments(frames=False)
         if self._observer is not None:
@@ -321,8 +281,10 @@ class _Run:
 
     def _begin(self) -> None:
         """Bring the allocator to the state in which the recording began, or to its what-if."""
-        start = self._tape.start
-        restored = self._follow and bool(start) and self._start_fits()
+        start, capacity = self._tape.start, self._plan.capacity
+        held = sum(segment["total_size"] for segment in start)
+        fits = capacity is None or held <= capacity - self._plan.used_elsewhere
+        restored = self._plan.follow and bool(start) and fits
         if restored:
             self.allocator.restore(start)
         for segment in start:
@@ -338,15 +300,14 @@ class _Run:
                 address += block["size"]
         self.allocator.reset_peak_stats()
 
-    def _start_fits(self) -> bool:
-        capacity, used_elsewhere = self._bounds
-        held = sum(segment["total_size"] for segment in self._tape.start)
-        return capacity is None or held <= capacity - used_elsewhere
-
     def _repeat(self, index: int, event: Json) -> None:
         action, size = event["action"], event["size"]
         if action == "alloc":
-            self._allocate(event)
+            address = self._malloc(size, event["stream"], self._tape.pool_of(event))
+            self._addresses[event["addr"]] = address
+            self._recorded.clear()
+            self.total += 1
+            self.exact += address == event["addr"]
             self._note_peak(index)
         elif action == "free_requested":
             if index + 1 not in self._tape.ends:
@@ -358,20 +319,12 @@ class _Run:
             else:
                 self.allocator.complete_free(address)
         elif action in ("segment_alloc", "segment_map"):
-            if self._follow:
+            if self._plan.follow:
                 self._recorded.append((size, event["addr"]))
         elif action in ("segment_free", "segment_unmap"):
             self._release(self._tape.pool_of(event))
         elif action == "oom":
             self._run_out(index, event)
-
-    def _allocate(self, event: Json) -> None:
-        address = event["addr"]
-        simulated = self._malloc(event["size"], event["stream"], self._tape.pool_of(event))
-        self._addresses[address] = simulated
-        self._recorded.clear()
-        self.total += 1
-        self.exact += simulated == address
 
     def _request_free(self, address: int) -> None:
         self.allocator.request_free(self._addresses.get(address, address))
@@ -393,7 +346,7 @@ class _Run:
 
     def _run_out(self, index: int, event: Json) -> None:
         """Repeat an out-of-memory event of the recording and check whether memory suffices now."""
-        if self._bounds[0] is None:
+        if self._plan.capacity is None:
             if self.capacity is None:
                 self.capacity = self.allocator.reserved + event["device_free"]
                 self.shortage = Shortage(index, event["size"], event["device_free"], line_of(event))
@@ -406,18 +359,15 @@ class _Run:
     def _release(self, pool: PoolId) -> None:
         """The recording returns memory: once for each run of these, the cache was emptied."""
         if self._released == 0:
-            if pool != SHARED_POOL:
-                self._give_up(pool)
-            before = self.allocator.device_frees
+            if pool != SHARED_POOL:  # nothing refers to a pool that gives its memory back
+                with suppress(AllocatorError):  # it has none left: the replay differs already
+                    while self.allocator.pools.get(pool).uses:
+                        self.allocator.pools.release(pool)
+            counters = self.allocator.memory.counters
+            before = counters.num_device_free
             self.allocator.empty_cache()
-            self._released = self.allocator.device_frees - before
+            self._released = counters.num_device_free - before
         self._released = max(0, self._released - 1)
-
-    def _give_up(self, pool: PoolId) -> None:
-        """Nothing refers to a pool that gives its memory back."""
-        with suppress(AllocatorError):  # it has none left: the replay differs already
-            while self.allocator.pool_uses(pool):
-                self.allocator.release_pool(pool)
 
     def _place_segment(self, size: int) -> int:
         expandable = self.allocator.settings.expandable_segments

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pytest_gpumem.allocator.readings import Readings
 from pytest_gpumem.allocator.recording import Json, line_of
 from pytest_gpumem.allocator.releases import Version
+from pytest_gpumem.allocator.state import AllocatorState
 from pytest_gpumem.allocator.trace import FREE, Trace
 
 START = -1
@@ -18,7 +18,7 @@ START = -1
 class Observer(Protocol):
     """An observer of one run of a replay."""
 
-    def after(self, index: int, allocator: Readings) -> None:
+    def after(self, index: int, allocator: AllocatorState) -> None:
         """Receive the repeated event ``index``; :data:`START` is the moment before the first."""
 
     def ended(

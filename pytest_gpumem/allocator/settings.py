@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pytest_gpumem.allocator.blocks import DIVISION_SLOTS, LARGE_SEGMENT, MIN_LARGE_ALLOC
-from pytest_gpumem.allocator.messages import GIB, MIB, AllocatorError
+from pytest_gpumem.allocator.messages import AllocatorError
 from pytest_gpumem.allocator.releases import (
     GENERIC_CONFIG,
     LARGE_SEGMENT_FIRST,
@@ -22,6 +22,7 @@ from pytest_gpumem.allocator.releases import (
     Version,
 )
 from pytest_gpumem.echo import MOST, printable, quoted
+from pytest_gpumem.sizes import GIB, MIB
 
 
 class SettingsError(AllocatorError):
@@ -98,12 +99,6 @@ class AllocatorSettings:
             )
         return _Parser(conf or "", version, previous).settings()
 
-    def refused(self) -> str | None:
-        """Why the simulated allocator cannot honour these settings, or None if it can."""
-        if self.backend != "native":
-            return f"backend:{self.backend} is not simulated; use backend:native."
-        return None
-
     def address_space(self, total_memory: int) -> int:
         """Return the bytes of addresses that a new expandable segment reserves."""
         reserve = self.expandable_segments_reserve
@@ -115,46 +110,42 @@ class _Parser:
 
     def __init__(self, conf: str, version: Version, previous: AllocatorSettings | None) -> None:
         self.generic = version >= GENERIC_CONFIG
-        self.tokens: list[str] = re.findall(r"[,:\[\]]|[^,:\[\]]+", re.sub(r"\s", "", conf))
+        self.divisions = "divisions" if self.generic else "divisons"
+        found = re.findall(r"[,:\[\]]|[^,:\[\]]+", re.sub(r"\s", "", conf))
+        self.tokens: list[str] = [*found, ""]  # the empty one is the end
         self.index = 0
         self.previous = previous
-        self.result = (
-            AllocatorSettings(conf=conf, version=version)
-            if previous is None
-            else self._again(previous, conf)
-        )
-
-    def _again(self, previous: AllocatorSettings, conf: str) -> AllocatorSettings:
-        """Return the settings after parseArgs's reset, which up to 2.9 leaves the rounding."""
-        rounding = previous.large_segment_size if self.generic else previous.max_non_split_rounding
-        return replace(
-            previous,
-            conf=conf,
-            max_split_size=None,
-            max_non_split_rounding=rounding,
-            garbage_collection_threshold=0.0,
-            roundup_power2_divisions=(0,) * DIVISION_SLOTS,
-        )
+        self.result = AllocatorSettings(conf=conf, version=version)
+        if previous is not None:
+            self.result = replace(
+                previous,
+                conf=conf,
+                # parseArgs resets these, the rounding only since 2.10.
+                max_split_size=None,
+                max_non_split_rounding=previous.large_segment_size
+                if self.generic
+                else previous.max_non_split_rounding,
+                garbage_collection_threshold=0.0,
+                roundup_power2_divisions=(0,) * DIVISION_SLOTS,
+            )
 
     def settings(self) -> AllocatorSettings:
         try:
-            return self._read()
+            self._read_large_segment()
+            while key := self.tokens[self.index]:
+                first, read = _KEYS.get(key, (None, None))
+                if first is None or read is None or self.result.version < first:
+                    raise self._unknown(key)
+                self.index += 1
+                self._expect(":")
+                read(self, key)
+                if self.generic and self.tokens[self.index] == ":":
+                    raise self._unknown(self.tokens[self.index + 1] or ":")
+                if self.tokens[self.index]:
+                    self._expect(",")
         except SettingsError as error:
             error.settings = self.result
             raise
-
-    def _read(self) -> AllocatorSettings:
-        self._read_large_segment()
-        while self.index < len(self.tokens):
-            key = self.tokens[self.index]
-            known = _KEYS.get(key)
-            if known is None or self.result.version < known[0]:
-                raise self._unknown(key)
-            self.index += 1
-            self._expect(":")
-            known[1](self, key)
-            if self.index < len(self.tokens):
-                self._after_value()
         return self.result
 
     def _read_large_segment(self) -> None:
@@ -173,29 +164,29 @@ class _Parser:
         self.result = replace(self.result, **values)
 
     def _next(self) -> str:
-        if self.index >= len(self.tokens):
+        token = self.tokens[self.index]
+        if not token:
             raise SettingsError(
                 f"The allocator settings {quoted(self.result.conf)} end where a value is expected."
             )
         self.index += 1
-        return self.tokens[self.index - 1]
+        return token
+
+    def _skips(self, token: str) -> bool:
+        """Go past the next token if it is the given one."""
+        found = self.tokens[self.index] == token
+        self.index += found
+        return found
 
     def _expect(self, token: str) -> None:
-        found = self.tokens[self.index] if self.index < len(self.tokens) else None
-        if found == token:
-            self.index += 1
-        elif self.generic:
+        if self._skips(token):
+            return
+        if self.generic:
             raise SettingsError(
                 f"Expected '{token}' at index {self.index} in ConfigTokenizer but got"
-                f" '{'' if found is None else found}'"
+                f" '{self.tokens[self.index]}'"
             )
-        else:
-            raise SettingsError(f"Error parsing CachingAllocator settings, expected {token}")
-
-    def _after_value(self) -> None:
-        if self.generic and self.tokens[self.index] == ":":
-            raise self._unknown(self.tokens[min(self.index + 1, len(self.tokens) - 1)])
-        self._expect(",")
+        raise SettingsError(f"Error parsing CachingAllocator settings, expected {token}")
 
     def _unknown(self, key: str) -> SettingsError:
         if self.generic:
@@ -217,7 +208,8 @@ class _Parser:
             raise SettingsError("stod")
         return float(number.group())
 
-    def _flag(self, key: str) -> bool:
+    def check_flag(self, key: str) -> bool:
+        """Read a flag; those of the host allocator have no effect on the device."""
         text = self._next()
         if text in ("True", "False"):
             return text == "True"
@@ -229,11 +221,7 @@ class _Parser:
         raise SettingsError(f"Expected a single True/False argument for {key}")
 
     def read_flag(self, key: str) -> None:
-        self._set(**{key: self._flag(key)})
-
-    def check_flag(self, key: str) -> None:
-        """Check a flag of the host allocator; it has no effect on the device."""
-        self._flag(key)
+        self._set(**{key: self.check_flag(key)})
 
     def check_reserve(self, key: str) -> None:
         """Check a size of the host allocator; it has no effect on the device."""
@@ -249,8 +237,7 @@ class _Parser:
     def read_split_size(self, key: str) -> None:
         megabytes = self._integer()
         minimum = self.result.large_segment_size // MIB
-        too_small = megabytes < minimum if self.generic else megabytes <= minimum
-        if too_small:
+        if megabytes < minimum + (not self.generic):
             sign = ">=" if self.generic else ">"
             raise SettingsError(
                 f"CachingAllocator option {key} too small, must be {sign} {minimum}"
@@ -308,22 +295,16 @@ class _Parser:
         while self._next() != "]":
             self._expect(":")
             _reserve(self._next())
-            if self.index < len(self.tokens) and self.tokens[self.index] == ",":
-                self.index += 1
+            self._skips(",")
 
     def read_divisions(self, key: str) -> None:
-        if self.index < len(self.tokens) and self.tokens[self.index] == "[":
-            self.index += 1
+        if self._skips("["):
             self._read_division_list()
             return
         value = self._integer()
         if not _is_power_of_two(value):
-            raise SettingsError(f"For roundups, the {self._divisions} has to be power of 2 ")
+            raise SettingsError(f"For roundups, the {self.divisions} has to be power of 2 ")
         self._set(roundup_power2_divisions=(value,) * DIVISION_SLOTS)
-
-    @property
-    def _divisions(self) -> str:
-        return "divisions" if self.generic else "divisons"
 
     def _read_division_list(self) -> None:
         """``[64:8,128:4,>:2]``: the first pair also fills the slots below it.
@@ -332,35 +313,26 @@ class _Parser:
         """
         slots = [0] * DIVISION_SLOTS
         last, first = 0, True
-        while (key := self._next()) != "]":
-            slot = None if key == ">" else self._division_slot(key)
+        while not self._skips("]"):
+            begin, end = last + 1 if self.generic else last, DIVISION_SLOTS
+            if not self._skips(">"):
+                megabytes = self._integer()
+                if not _is_power_of_two(megabytes):
+                    raise SettingsError("For roundups, the intervals have to be power of 2 ")
+                last = min(megabytes.bit_length() - 1, DIVISION_SLOTS - 1)
+                begin, end = 0 if first else last, last + 1
             self._expect(":")
-            value = self._division()
-            if slot is None:
-                begin = last + 1 if self.generic else last
-                slots[begin:] = [value] * (DIVISION_SLOTS - begin)
-            else:
-                slots[0 if first else slot : slot + 1] = [value] * (slot + 1 if first else 1)
-                last = slot
+            value = self._integer()
+            if value and not _is_power_of_two(value):
+                raise SettingsError(
+                    f"For roundups, the {self.divisions} has to be power of 2 or 0 to disable"
+                    " roundup "
+                )
+            slots[begin:end] = [value] * (end - begin)
             first = False
-            if self.index < len(self.tokens) and self.tokens[self.index] != "]":
+            if self.tokens[self.index] not in ("]", ""):
                 self._expect(",")
         self._set(roundup_power2_divisions=tuple(slots))
-
-    def _division(self) -> int:
-        value = self._integer()
-        if value and not _is_power_of_two(value):
-            raise SettingsError(
-                f"For roundups, the {self._divisions} has to be power of 2 or 0 to disable roundup "
-            )
-        return value
-
-    def _division_slot(self, text: str) -> int:
-        self.index -= 1
-        megabytes = self._integer()
-        if not _is_power_of_two(megabytes):
-            raise SettingsError("For roundups, the intervals have to be power of 2 ")
-        return min(megabytes.bit_length() - 1, DIVISION_SLOTS - 1)
 
 
 def _reserve(text: str) -> Reserve | None:
@@ -381,7 +353,7 @@ def _is_power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
 
-_KEYS: dict[str, tuple[Version, Callable[[_Parser, str], None]]] = {
+_KEYS: dict[str, tuple[Version, Callable[[_Parser, str], object]]] = {
     "backend": (OLDEST, _Parser.read_backend),
     "max_split_size_mb": (OLDEST, _Parser.read_split_size),
     "max_non_split_rounding_mb": (OLDEST, _Parser.read_split_size),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pytest_gpumem.allocator.blocks import SHARED_POOL, Block, PoolId
-from pytest_gpumem.allocator.readings import Readings
 from pytest_gpumem.allocator.releases import (
     BYTES_BY_POOL,
     COMPILE_CONTEXT,
@@ -17,6 +16,7 @@ from pytest_gpumem.allocator.releases import (
     Version,
 )
 from pytest_gpumem.allocator.settings import AllocatorSettings
+from pytest_gpumem.allocator.state import AllocatorState
 from pytest_gpumem.allocator.trace import Contexts, Recording, Trace, TraceEntry
 
 Json = dict[str, Any]
@@ -38,7 +38,7 @@ def frames_of(context: Any, trace: Trace) -> list[Any]:
 
 
 def snapshot(
-    allocators: Sequence[Readings], pool: PoolId = SHARED_POOL, *, traces: bool = True
+    allocators: Sequence[AllocatorState], pool: PoolId = SHARED_POOL, *, traces: bool = True
 ) -> Json:
     """Return a snapshot of the allocators of all devices; the settings are those of the first.
 
@@ -58,32 +58,32 @@ def snapshot(
     return result
 
 
-def segments(allocator: Readings, pool: PoolId = SHARED_POOL, *, frames: bool = True) -> list[Json]:
-    """Return one allocator's segments by address, each with its blocks; looking frames up is
-    slow."""
-    heads = sorted(
-        (
-            block
-            for block in allocator.every_block()
-            if _is_head(block) and pool in (SHARED_POOL, block.free_list.pool.identity)
-        ),
-        key=lambda block: block.address,
-    )
+def segments(
+    allocator: AllocatorState, pool: PoolId = SHARED_POOL, *, frames: bool = True
+) -> list[Json]:
+    """Return one allocator's segments by address, with their blocks; looking up frames is slow."""
+    heads = [
+        block
+        for block in allocator.every_block()
+        if pool in (SHARED_POOL, block.free_list.pool.identity)
+        # An expandable segment has one range of memory after each gap.
+        and (block.previous is None or not block.previous.is_mapped)
+    ]
+    heads.sort(key=lambda block: block.address)
     return [_segment(allocator, head, frames=frames) for head in heads]
 
 
-def _is_head(block: Block) -> bool:
-    """Return whether a range of memory begins: an expandable segment has one after each gap."""
-    return block.previous is None or not block.previous.is_mapped
-
-
-def _segment(allocator: Readings, head: Block, *, frames: bool) -> Json:
-    blocks = list(_chain(head))
+def _segment(allocator: AllocatorState, head: Block, *, frames: bool) -> Json:
+    blocks = []
+    block: Block | None = head
+    while block is not None and block.is_mapped:
+        blocks.append(block)
+        block = block.next
     active = [block for block in blocks if not block.key]
     pool = head.free_list.pool
     pending = sum(block.size for block in active if allocator.is_pending(block))
     active_size = sum(block.size for block in active)
-    context = allocator.segment_context(head.address) if frames else None
+    context = allocator.memory.contexts.get(head.address) if frames else None
     result: Json = {
         "device": allocator.device,
         "address": head.address,
@@ -104,70 +104,46 @@ def _segment(allocator: Readings, head: Block, *, frames: bool) -> Json:
     return result
 
 
-def _chain(head: Block) -> Iterable[Block]:
-    block: Block | None = head
-    while block is not None and block.is_mapped:
-        yield block
-        block = block.next
-
-
-def _block(allocator: Readings, block: Block, *, frames: bool) -> Json:
+def _block(allocator: AllocatorState, block: Block, *, frames: bool) -> Json:
+    state = "inactive" if block.key else "active_allocated"
+    if not block.key and allocator.is_pending(block):
+        state = "active_pending_free"
     return {
         "address": block.address,
         "size": block.size,
         "requested_size": block.requested,
-        "state": _state(allocator, block),
+        "state": state,
         "frames": frames_of(block.context, allocator.trace) if frames else [],
     }
 
 
-def _state(allocator: Readings, block: Block) -> str:
-    if block.key:
-        return "inactive"
-    return "active_pending_free" if allocator.is_pending(block) else "active_allocated"
-
-
 def trace_dicts(trace: Trace, version: Version) -> list[Json]:
-    """Return a trace in torch's format; ``time_us`` counts events, so that it is reproducible.
-
-    ``compile_context`` came with 2.8, ``user_metadata`` with 2.10 and ``pool_id`` with 2.12.
-    """
-    extra: Json = {}
-    if version >= COMPILE_CONTEXT:
-        extra["compile_context"] = "N/A"
-    if version >= USER_METADATA:
-        extra["user_metadata"] = ""
-    pools = version >= POOL_OF_EVENT
+    """Return a trace in torch's format; ``time_us`` counts events, so that it is reproducible."""
     return [
-        _trace_dict(time, entry, extra, pools, _frames_of_event(trace, index, entry))
+        _trace_dict(time, entry, trace, trace.recorded(index), version)
         for time, (index, entry) in enumerate(trace.shown)
     ]
 
 
-def _frames_of_event(trace: Trace, index: int, entry: TraceEntry) -> list[Any] | None:
-    """Return the frames of an event; ``None`` where torch shows no stack (``record_trace``)."""
-    recording = trace.recorded(index)
-    if entry.context is None or (recording and recording.contexts < Contexts.ALLOC):
-        return None
-    return frames_of(entry.context, trace)
-
-
 def _trace_dict(
-    time: int, entry: TraceEntry, extra: Json, pools: bool, frames: list[Any] | None
+    time: int, entry: TraceEntry, trace: Trace, recording: Recording | None, version: Version
 ) -> Json:
-    address = "device_free" if entry.action == "oom" else "addr"
     result: Json = {
         "action": entry.action,
-        address: entry.addr,
+        "device_free" if entry.action == "oom" else "addr": entry.addr,
         "size": entry.size,
         "stream": int(entry.stream),
         "time_us": time,
-        **extra,
     }
-    if pools:
+    if version >= COMPILE_CONTEXT:
+        result["compile_context"] = "N/A"
+    if version >= USER_METADATA:
+        result["user_metadata"] = ""
+    if version >= POOL_OF_EVENT:
         result["pool_id"] = entry.pool_id
-    if frames is not None:
-        result["frames"] = frames
+    # torch shows no stack elsewhere (record_trace).
+    if entry.context is not None and not (recording and recording.contexts < Contexts.ALLOC):
+        result["frames"] = frames_of(entry.context, trace)
     return result
 
 

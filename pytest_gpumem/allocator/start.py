@@ -1,8 +1,6 @@
 """The state before a recording: its events are undone from the state in which it ended.
 
-The pages that expandable segments held when a recording began.
-
-Each map and unmap of the trace is undone from the end. Follows ``ExpandableSegment``,
+For the pages of expandable segments, each map and unmap is undone. Follows ``ExpandableSegment``,
 ``map_block``, ``unmap_block`` and ``release_expandable_segment`` of
 c10/cuda/CUDACachingAllocator.cpp.
 """
@@ -20,10 +18,9 @@ from pytest_gpumem.allocator.blocks import (
     SMALL_SEGMENT,
     SMALL_SIZE,
     PoolId,
-    is_small,
     round_size,
 )
-from pytest_gpumem.allocator.recording import Json, default_segment_type
+from pytest_gpumem.allocator.recording import Json
 from pytest_gpumem.allocator.settings import AllocatorSettings
 
 _LIVE = "active_allocated"
@@ -48,8 +45,8 @@ def starting_segments(
     Each has ``address``, ``total_size``, ``stream``, ``segment_type``, ``segment_pool_id`` and
     ``blocks``, as in a snapshot; for those of expandable segments see :func:`mapped_at_start`. Of a
     block that was live at the beginning and freed later, only the requested size is on record: its
-    size follows from its neighbours, see :func:`_handed_out`, and with expandable segments, where
-    every remainder is split off, from the request.
+    size follows from its neighbours, see :meth:`_FirstUses.size_of`, and with expandable segments,
+    where every remainder is split off, from the request.
     """
     segments = list(segments)
     blocks = _blocks_held(segments, trace)
@@ -58,7 +55,7 @@ def starting_segments(
         *mapped_at_start(segments, trace, settings),
     ]
     addresses = sorted(blocks)
-    births = _Births(trace)
+    uses = _FirstUses(trace)
     start = []
     for segment in sorted(held, key=lambda each: int(each["address"])):
         first, end = segment["address"], segment["address"] + segment["total_size"]
@@ -73,7 +70,7 @@ def starting_segments(
                 if settings.max_split_size is not None and size >= settings.max_split_size:
                     size = following - address  # Blocks of this size are never split.
                 elif segment["segment_type"] == "large" and not settings.expandable_segments:
-                    size = _handed_out(address, size, following, births)
+                    size = uses.size_of(address, size, following)
             row += _gap(position, address)
             row.append(_block(address, size, block.requested, block.state))
             position = address + size
@@ -84,13 +81,7 @@ def starting_segments(
 def _segments_held(segments: Sequence[Json], trace: Sequence[Json]) -> dict[int, dict[str, Any]]:
     """Return the segments held when recording began, by address."""
     held = {
-        segment["address"]: _segment(
-            segment["address"],
-            segment["total_size"],
-            segment["stream"],
-            segment["segment_type"],
-            segment.get("segment_pool_id", SHARED_POOL),
-        )
+        segment["address"]: _segment(segment["address"], segment["total_size"], _owner_of(segment))
         for segment in segments
         if not segment.get("is_expandable")
     }
@@ -99,10 +90,8 @@ def _segments_held(segments: Sequence[Json], trace: Sequence[Json]) -> dict[int,
         if event["action"] == "segment_alloc":
             held.pop(address, None)
         elif event["action"] == "segment_free":
-            pool = event.get("pool_id", SHARED_POOL)
-            held[address] = _segment(
-                address, size, event["stream"], default_segment_type(size), pool
-            )
+            kind = "small" if size == SMALL_SEGMENT else "large"
+            held[address] = _segment(address, size, _owner(event, kind))
     return held
 
 
@@ -133,17 +122,30 @@ def _blocks_held(segments: Sequence[Json], trace: Sequence[Json]) -> dict[int, _
     return held
 
 
-def _segment(address: int, size: int, stream: int, kind: str, pool: Any) -> dict[str, Any]:
-    return {
-        "address": address,
-        "total_size": size,
-        "stream": stream,
-        "segment_type": kind,
-        "segment_pool_id": tuple(pool),
-    }
+class _Owner(NamedTuple):
+    """The owner of a segment; it has at most one expandable one, with enough addresses."""
+
+    stream: int
+    segment_type: str
+    segment_pool_id: PoolId
 
 
-class _Births:
+def _segment(address: int, size: int, owner: _Owner) -> dict[str, Any]:
+    return {"address": address, "total_size": size, **owner._asdict()}
+
+
+def _owner_of(segment: Json) -> _Owner:
+    first, second = segment.get("segment_pool_id", SHARED_POOL)
+    return _Owner(segment["stream"], segment["segment_type"], (first, second))
+
+
+def _owner(event: Json, kind: str, last: _Owner | None = None) -> _Owner:
+    """Return the owner by an event; before 2.12 only the segments at the end contain the pool."""
+    first, second = event.get("pool_id", SHARED_POOL if last is None else last.segment_pool_id)
+    return _Owner(event["stream"], kind, (first, second))
+
+
+class _FirstUses:
     """When each address was first allocated in a trace, and first given back."""
 
     def __init__(self, trace: Sequence[Json]) -> None:
@@ -161,33 +163,25 @@ class _Births:
     def _addresses(self) -> list[int]:
         return sorted(self._first["alloc"])
 
-    def before_end_of(self, address: int, low: int, high: int) -> int | None:
-        """Return the first address in ``low`` to ``high`` allocated before ``address`` is
-        released."""
-        allocated = self._first["alloc"]
-        nearby = self._addresses[
-            bisect_left(self._addresses, low) : bisect_right(self._addresses, high)
-        ]
-        first = min(nearby, key=allocated.__getitem__, default=None)
-        if first is None:
-            return None
-        end = self._first["free_completed"].get(address)
-        return first if end is None or allocated[first] < end else None
+    def size_of(self, address: int, rounded: int, following: int) -> int:
+        """Return the bytes of a large block that was live from the beginning, until it was freed.
 
-
-def _handed_out(address: int, rounded: int, following: int, births: _Births) -> int:
-    """Return the bytes of a large block that was live from the beginning, until it was freed.
-
-    Up to 1 MiB is handed out beyond the request when a free block fits almost. Free blocks of the
-    large pool are never that small, so a small gap up to the ``following`` block belongs to this
-    one; in a larger gap, the lowest address allocated during its life is where it ends.
-    """
-    gap = following - address - rounded
-    if gap <= SMALL_SIZE:
-        return following - address
-    low = address + rounded
-    end = births.before_end_of(address, low, low + SMALL_SIZE)
-    return rounded if end is None else end - address
+        Up to 1 MiB is handed out beyond the request when a free block fits almost. Free blocks of
+        the large pool are never that small, so a small gap up to the ``following`` block belongs to
+        this one; in a larger gap, the address allocated first during its life is where it ends.
+        """
+        low = address + rounded
+        if following - low <= SMALL_SIZE:
+            return following - address
+        begin, end = (
+            bisect_left(self._addresses, low),
+            bisect_right(self._addresses, low + SMALL_SIZE),
+        )
+        allocated, freed = self._first["alloc"], self._first["free_completed"].get(address)
+        first = min(self._addresses[begin:end], key=allocated.__getitem__, default=None)
+        if first is None or (freed is not None and allocated[first] >= freed):
+            return rounded
+        return first - address
 
 
 def _gap(start: int, end: int) -> list[dict[str, Any]]:
@@ -199,16 +193,8 @@ def _block(address: int, size: int, requested: int, state: str) -> dict[str, Any
 
 
 _OF_BLOCKS = frozenset({"alloc", "free_requested", "free_completed"})
-PAGE = SMALL_SEGMENT
+_PAGE = SMALL_SEGMENT
 """Bytes in which CUDA maps memory; pages of the large pool are several of these."""
-
-
-class Owner(NamedTuple):
-    """The owner of an expandable segment; each has at most one at a time, with enough addresses."""
-
-    stream: int
-    segment_type: str
-    pool: PoolId
 
 
 def mapped_at_start(
@@ -220,11 +206,7 @@ def mapped_at_start(
     address of its expandable segment, as far as the trace shows.
     """
     held = {
-        page: Owner(
-            segment["stream"],
-            segment["segment_type"],
-            _pair(segment.get("segment_pool_id", SHARED_POOL)),
-        )
+        page: _owner_of(segment)
         for segment in segments
         if segment.get("is_expandable")
         for page in _pages(segment["address"], segment["total_size"])
@@ -239,24 +221,20 @@ def mapped_at_start(
     bases = _bases(held, changes)
     return [
         {
-            "address": first * PAGE,
-            "total_size": count * PAGE,
-            "stream": owner.stream,
-            "segment_type": owner.segment_type,
-            "segment_pool_id": owner.pool,
+            **_segment(first * _PAGE, count * _PAGE, owner),
             "is_expandable": True,
-            "reserved_from": bases[owner] * PAGE,
+            "reserved_from": bases[owner] * _PAGE,
         }
         for owner, first, count in _runs(held)
     ]
 
 
-_Change = tuple[bool, Owner, range]
+_Change = tuple[bool, _Owner, range]
 """Whether pages were mapped or unmapped, their owner, and the pages."""
 
 
 def _changes(
-    trace: Sequence[Json], held: dict[int, Owner], settings: AllocatorSettings
+    trace: Sequence[Json], held: dict[int, _Owner], settings: AllocatorSettings
 ) -> list[_Change]:
     """Return the maps and unmaps of a trace; ``held`` has the pages at its end.
 
@@ -273,9 +251,9 @@ def _changes(
     for event in trace:
         action, size = event["action"], event["size"]
         if action in _OF_BLOCKS or action == "oom":
-            kind = "small" if is_small(round_size(size, divisions)) else "large"
+            kind = "small" if round_size(size, divisions) <= SMALL_SIZE else "large"
             if action != "oom":
-                sides[event["addr"] // PAGE] = kind
+                sides[event["addr"] // _PAGE] = kind
             for mapping, pages in waiting:
                 sides.update(dict.fromkeys(pages, kind))
                 found.append((True, _owner(mapping, kind, held.get(pages.start)), pages))
@@ -291,19 +269,13 @@ def _changes(
     return found
 
 
-def _owner(event: Json, kind: str, last: Owner | None) -> Owner:
-    """Return the owner by an event; before 2.12 only the segments at the end contain the pool."""
-    pool = SHARED_POOL if last is None else last.pool
-    return Owner(event["stream"], kind, _pair(event.get("pool_id", pool)))
-
-
-def _bases(held: dict[int, Owner], changes: Sequence[_Change]) -> dict[Owner, int]:
+def _bases(held: dict[int, _Owner], changes: Sequence[_Change]) -> dict[_Owner, int]:
     """Return the lowest page that each segment held at the start has, then or later.
 
     A segment without mapped pages is abandoned: later pages belong to another one.
     """
-    bases: dict[Owner, int] = {}
-    count: dict[Owner, int] = {}
+    bases: dict[_Owner, int] = {}
+    count: dict[_Owner, int] = {}
     for page, owner in held.items():
         bases[owner] = min(page, bases.get(owner, page))
         count[owner] = count.get(owner, 0) + 1
@@ -314,7 +286,7 @@ def _bases(held: dict[int, Owner], changes: Sequence[_Change]) -> dict[Owner, in
     return bases
 
 
-def _runs(held: dict[int, Owner]) -> Iterator[tuple[Owner, int, int]]:
+def _runs(held: dict[int, _Owner]) -> Iterator[tuple[_Owner, int, int]]:
     """Return owner, first page and number of pages of every stretch without a gap."""
     numbered = enumerate(sorted(held))
     for (owner, _), stretch in groupby(numbered, lambda pair: (held[pair[1]], pair[1] - pair[0])):
@@ -323,9 +295,4 @@ def _runs(held: dict[int, Owner]) -> Iterator[tuple[Owner, int, int]]:
 
 
 def _pages(address: int, size: int) -> range:
-    return range(address // PAGE, (address + size) // PAGE)
-
-
-def _pair(pool: Sequence[int]) -> PoolId:
-    first, second = pool
-    return first, second
+    return range(address // _PAGE, (address + size) // _PAGE)

@@ -1,31 +1,26 @@
-"""The parts of an allocator, and its settings.
-
-A free in two steps: the program requests it, and it completes once no stream uses the block.
-
-Between the two the block is pending: no longer allocated, and still active.
-"""
+"""The parts of an allocator: its settings, pools and scopes, and readings of its memory."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
-from pytest_gpumem.allocator.blocks import TOO_LARGE, UNLIMITED, Block, Pool
-from pytest_gpumem.allocator.device_memory import DeviceMemory, RisingAddresses, SharedDevice
-from pytest_gpumem.allocator.expandable import absorb
+from pytest_gpumem.allocator.blocks import SHARED_POOL, TOO_LARGE, UNLIMITED, Block, PoolId
+from pytest_gpumem.allocator.device_memory import DeviceMemory, RisingAddresses
 from pytest_gpumem.allocator.messages import AllocatorError
-from pytest_gpumem.allocator.private_pools import Pools
+from pytest_gpumem.allocator.private_pools import Filter, Pools
 from pytest_gpumem.allocator.releases import (
     CAPTURE_OF_STREAM,
     FRACTION_ROUNDED,
+    REUSE_IN_CAPTURE,
     WHOLE_DEVICE_UNLIMITED,
     Version,
 )
 from pytest_gpumem.allocator.settings import AllocatorSettings, SettingsError
-from pytest_gpumem.allocator.statistics import Counters, DeviceTally, PoolTally
+from pytest_gpumem.allocator.statistics import Stat
 from pytest_gpumem.allocator.stream_uses import StreamUses
 from pytest_gpumem.allocator.supply import Supply
 from pytest_gpumem.allocator.trace import RawEntry, Timeline, Trace
@@ -35,23 +30,23 @@ _ignore: Callable[[object], None] = deque[object](maxlen=0).append
 
 
 class AllocatorState:
-    """The parts of an allocator of one device; the arguments are those of ``Allocator``."""
+    """The parts of an allocator of one device; the arguments are those of ``Allocator``.
+
+    All sizes are bytes.
+    """
 
     # Attributes in slots: an object with more than thirty would find them by hashing.
     __slots__ = (
         "_captures",
-        "_counters",
         "_divisions",
         "_every",
         "_large",
         "_large_lists",
         "_live",
         "_max_split",
-        "_memory",
         "_note",
         "_only_best_fit",
         "_plain_below",
-        "_pools",
         "_shown_max_split",
         "_small",
         "_small_lists",
@@ -61,6 +56,8 @@ class AllocatorState:
         "caching",
         "device",
         "is_capturing",
+        "memory",
+        "pools",
         "settings",
         "trace",
         "version",
@@ -79,47 +76,31 @@ class AllocatorState:
         timeline: Timeline | None = None,
     ) -> None:
         self.settings = AllocatorSettings(version=version) if settings is None else settings
-        refusal = self.settings.refused()
-        if refusal is not None:
-            raise AllocatorError(refusal)
+        if self.settings.backend != "native":
+            raise AllocatorError(
+                f"backend:{self.settings.backend} is not simulated; use backend:native."
+            )
         self.version = version
         self.device = device
         events: list[Any] = []
         self._note: Callable[[RawEntry], None] = events.extend if record else _ignore
         self.trace = Trace(events)
         """Every event so far, in order."""
-        self._every = DeviceTally()
-        self._counters = Counters()
-        self._small, self._large = (
-            Pool(small=small, split_above=0, tally=PoolTally(), every=self._every)
-            for small in (True, False)
-        )
+        self.pools = Pools(version)
+        """The shared and the private pools."""
+        self._every = self.pools.every
+        self._small, self._large = self.pools.small, self.pools.large
         self._small_lists = self._small.free_lists
         self._large_lists = self._large.free_lists
-        self._pools = Pools(version, self._small, self._large)
         self._live: dict[int, Block] = {}
-        self._memory = DeviceMemory(
-            total_memory,
-            used_elsewhere,
-            place_segment or RisingAddresses(device),
-            version,
-            self._pools,
-            self._every,
-            self._counters,
-            self._note,
-        )
+        place = place_segment or RisingAddresses(device)
+        self.memory = DeviceMemory(total_memory, used_elsewhere, place, self.pools, self._note)
+        """The memory that it holds from the device."""
         self._captures = 0
         self.is_capturing: Callable[[], bool] = lambda: self._captures > 0
         """Function that tests whether the current stream is being captured; called in captures."""
-        self._uses = StreamUses(
-            device,
-            timeline or Timeline(),
-            partial(complete_free, memory=self._memory),
-            self._in_capture,
-        )
-        self._supply = Supply(
-            device, version, self._pools, self._memory, self._uses, self._in_capture
-        )
+        self._uses = StreamUses(device, timeline or Timeline(), self.memory, self._in_capture)
+        self._supply = Supply(device, self.pools, self.memory, self._uses)
         self.caching = True
         """Whether memory is cached; if not, every block is the device's own and is not counted."""
         # torch reads it when the process first uses the device, and not again.
@@ -131,20 +112,7 @@ class AllocatorState:
     @property
     def total_memory(self) -> int:
         """The device's memory."""
-        return self._memory.total
-
-    def share(self, shared: SharedDevice | None) -> None:
-        """Take memory from ``shared`` from now on, which other processes use too."""
-        self._memory.shared = shared
-
-    @property
-    def used_elsewhere(self) -> int:
-        """Device memory outside this allocator: the CUDA context, other processes."""
-        return self._memory.used_elsewhere
-
-    @used_elsewhere.setter
-    def used_elsewhere(self, size: int) -> None:
-        self._memory.used_elsewhere = size
+        return self.memory.total
 
     def set_settings(self, conf: str) -> None:
         """Read another configuration string at run time (``setAllocatorSettings``).
@@ -174,24 +142,159 @@ class AllocatorState:
         """
         if not 0.0 <= fraction <= 1.0:
             raise AllocatorError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-        if self.version >= WHOLE_DEVICE_UNLIMITED and fraction >= 1.0:
-            self._memory.limit = None
-            return
         exact = fraction * self.total_memory
-        self._memory.limit = (
-            math.floor(exact + 0.5) if self.version >= FRACTION_ROUNDED else int(exact)
-        )
+        if self.version >= WHOLE_DEVICE_UNLIMITED and fraction >= 1.0:
+            self.memory.limit = None
+        elif self.version >= FRACTION_ROUNDED:
+            self.memory.limit = math.floor(exact + 0.5)
+        else:
+            self.memory.limit = int(exact)
 
     @property
     def memory_fraction(self) -> float:
         """The fraction of the device that may be reserved (``get_per_process_memory_fraction``)."""
-        limit = self._memory.limit
+        limit = self.memory.limit
         return 1.0 if limit is None else limit / self.total_memory
 
     def enable_caching(self, enabled: bool) -> None:
         """Turn caching on or off, as ``torch.cuda.caching_allocator_enable``."""
         self.caching = enabled
         self._route()
+
+    def begin_allocate_to_pool(self, pool: PoolId, accepts: Filter) -> None:
+        """Send allocations whose stream ``accepts`` returns true for to a private pool.
+
+        Raises:
+            AllocatorError: that is the case already, in torch's words.
+        """
+        self.pools.open(pool, accepts)
+        self._route()
+
+    def end_allocate_to_pool(self, pool: PoolId) -> None:
+        """End the scope of :meth:`begin_allocate_to_pool`; the pool keeps its memory.
+
+        Raises:
+            AllocatorError: it was not begun, in torch's words.
+        """
+        self.pools.close(pool)
+        if self.settings.graph_capture_record_stream_reuse and self.version >= REUSE_IN_CAPTURE:
+            self._uses.end_capture(pool)
+        self._route()
+
+    def mark_capture_begin(self) -> None:
+        """Note that a stream capture begins on this device."""
+        self._captures += 1
+
+    def mark_capture_end(self) -> None:
+        """Note that a stream capture has ended."""
+        self._captures -= 1
+
+    def stats(self) -> dict[str, Any]:
+        """Return the dict of ``torch._C._cuda_memoryStats(device)`` in this torch version."""
+        return self.pools.stats(self.memory.counters, self._shown_max_split)
+
+    def reset_peak_stats(self) -> None:
+        """Set every peak to its current value (``reset_peak_memory_stats``)."""
+        for tally in (self._every, self._small.tally, self._large.tally):
+            tally.reset_peaks()
+        for stat in self._rare_stats():
+            stat.reset_peak()
+
+    def reset_accumulated_stats(self) -> None:
+        """Set counters that only grow to 0 (``reset_accumulated_memory_stats``)."""
+        self.memory.counters.reset_counts()
+        for tally in (self._small.tally, self._large.tally):
+            tally.reset_totals()
+        for stat in self._rare_stats():
+            stat.reset_totals()
+
+    def _rare_stats(self) -> Iterator[Stat]:
+        yield self.memory.counters.oversize_allocations
+        yield self.memory.counters.oversize_segments
+        for scopes in self.pools.reserved.values():
+            yield from scopes.values()
+
+    @property
+    def allocated(self) -> int:
+        """Bytes in live blocks (``memory_allocated``)."""
+        return self._every.bytes
+
+    @property
+    def reserved(self) -> int:
+        """Bytes held from the device (``memory_reserved``)."""
+        return self._every.reserved
+
+    @property
+    def active(self) -> int:
+        """Bytes in live blocks, and in freed ones that another stream may still use."""
+        return self._every.bytes + self._every.pending["bytes"]
+
+    @property
+    def inactive_split(self) -> int:
+        """Bytes of free parts of segments that are partly in use (``inactive_split_bytes``)."""
+        return self._every.split_bytes
+
+    @property
+    def requested(self) -> int:
+        """Bytes requested for the active blocks."""
+        return self._every.requested
+
+    @property
+    def peak_allocated(self) -> int:
+        """Highest :attr:`allocated` since the last reset (``max_memory_allocated``)."""
+        return self._every.highest
+
+    @property
+    def peak_reserved(self) -> int:
+        """Highest :attr:`reserved` since the last reset (``max_memory_reserved``)."""
+        return self._every.reserved_peak
+
+    @property
+    def free_memory(self) -> int:
+        """Bytes free on the device, as in ``mem_get_info``."""
+        return self.memory.free
+
+    def block(self, address: int) -> int:
+        """Return the size of the live block that starts at ``address``, in bytes."""
+        found = self._live.get(address) or self._uses.live.get(address)
+        size = self.memory.uncached.get(address) if found is None else found.size
+        if size is None:
+            raise self._not_live(address)
+        return size
+
+    def pool_of(self, address: int) -> PoolId:
+        """Return the pool of the live block at ``address``; the shared one where there is none."""
+        found = self._live.get(address) or self._uses.live.get(address)
+        return SHARED_POOL if found is None else found.free_list.pool.identity
+
+    def pool_addresses(self, pool: PoolId) -> set[int]:
+        """Return the addresses of a private pool's live blocks (``checkPoolLiveAllocations``)."""
+        identity = self.pools.get(pool).identity
+        return {
+            block.address
+            for block in self._live_ones()
+            if block.free_list.pool.identity == identity
+        }
+
+    def live_blocks(self) -> dict[int, int]:
+        """Return the address and size of every live block."""
+        return {block.address: block.size for block in self._live_ones()}
+
+    def live_contexts(self) -> dict[int, Any]:
+        """Return the contexts that ``malloc`` was given for live blocks, by address."""
+        return {block.address: block.context for block in self._live_ones()}
+
+    def every_block(self) -> Iterator[Block]:
+        """Live and free blocks, in no order."""
+        yield from self._live.values()
+        yield from self._uses.blocks()
+        for pool in self.pools:
+            for free_list in pool.free_lists.values():
+                yield from free_list.blocks.values()
+
+    def is_pending(self, block: Block) -> bool:
+        """Return whether the block was freed and another stream may still use it."""
+        return self._uses.is_pending(block)
 
     def _configure(self) -> None:
         """Apply the settings."""
@@ -200,7 +303,7 @@ class AllocatorState:
         self._divisions = divisions if any(divisions) else None
         self._max_split = settings.max_split_size or UNLIMITED
         self._split_below = UNLIMITED if settings.expandable_segments else self._max_split
-        self._pools.split(freely=settings.expandable_segments)
+        self.pools.split(freely=settings.expandable_segments)
         self._supply.configure(settings)
         self._only_best_fit = self._supply.only_best_fit
         self._route()
@@ -214,7 +317,7 @@ class AllocatorState:
         plain = (
             self._divisions is None
             and self.caching
-            and not self._pools.scopes
+            and not self.pools.scopes
             and not self._uses.waiting
         )
         self._plain_below = TOO_LARGE if plain else 0
@@ -225,37 +328,14 @@ class AllocatorState:
         Up to 2.12 any open scope counts, from 2.13 on only the capture of the current stream.
         """
         if self.version < CAPTURE_OF_STREAM:
-            return bool(self._pools.scopes)
+            return bool(self.pools.scopes)
         return self._captures > 0 and self.is_capturing()
 
+    def _live_ones(self) -> Iterator[Block]:
+        return chain(self._live.values(), self._uses.live.values())
 
-def request_free(block: Block, memory: DeviceMemory, context: Any = None) -> None:
-    """Mark a block as freed by the program: it is no longer allocated, but active."""
-    free_list = block.free_list
-    for tally in (free_list.tally, free_list.every):
-        tally.change("blocks", -1)
-        tally.change("bytes", -block.size)
-        tally.change_pending(1, block.size)
-    shown = context or block.context
-    memory.note(("free_requested", block.address, block.requested, free_list.stream, shown))
-    if block.size >= memory.oversize:
-        memory.counters.oversize_allocations.decrease(1)
-
-
-def complete_free(block: Block, memory: DeviceMemory, context: Any = None) -> None:
-    """Make a block inactive: it merges with its neighbours and can be used again."""
-    free_list = block.free_list
-    address, size, requested = block.address, block.size, block.requested
-    shown = context or block.context
-    memory.note(("free_completed", address, requested, free_list.stream, shown))
-    block.context = None
-    gained = [absorb(block, neighbour, mapped=True) for neighbour in (block.previous, block.next)]
-    free_list.add(block)
-    splits, split_bytes = -sum(bytes_ > 0 for bytes_ in gained), -sum(gained)
-    if block.is_split:
-        splits, split_bytes = splits + 1, split_bytes + block.size
-    for tally in (free_list.tally, free_list.every):
-        tally.change("splits", splits)
-        tally.change("split_bytes", split_bytes)
-        tally.change("requested", -requested)
-        tally.change_pending(-1, -size)
+    def _not_live(self, address: int) -> AllocatorError:
+        return AllocatorError(
+            f"Address {address:#x} is not a live block of device {self.device}:"
+            " it was never allocated, or it was freed already."
+        )

@@ -1,24 +1,21 @@
 """Counters behind ``torch.cuda.memory_stats()``.
 
 torch keeps current, peak, allocated and freed for nine quantities in three scopes (all, small pool,
-large pool): 108 numbers. In this model the device keeps current values and peaks, a pool also the
-amounts removed from it (``*_out``); the rest is computed on reading. The allocator updates the
+large pool): 108 numbers. In this model a tally keeps current values and peaks, that of a pool also
+the amounts removed from it (``*_out``); the rest is computed on reading. The allocator updates the
 attributes in place, because a method call for each would halve its speed.
 
 Active is allocated, and what was freed while another stream used it: ``pending``. That is seldom,
 so ``blocks`` and ``bytes`` count what is allocated, and pending is added on reading. Peaks of both
-follow from the highest allocated value since pending last changed (:meth:`DeviceTally.settle`).
+follow from the highest allocated value since pending last changed (:meth:`Tally.settle`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, Final
 
-from pytest_gpumem.allocator.releases import BYTES_BY_POOL, OOM_REJECTIONS
-
-_FIELDS: Final = {
+QUANTITIES: Final = {
     "allocation": "blocks",
     "segment": "segments",
     "active": "blocks",
@@ -31,84 +28,65 @@ _FIELDS: Final = {
 }
 """torch's quantities and their names in this module."""
 
-_currents: Final = attrgetter(*_FIELDS.values())
-_peaks: Final = attrgetter(*(f"{field}_peak" for field in _FIELDS.values()))
-_outs: Final = attrgetter(*(f"{field}_out" for field in _FIELDS.values()))
+_currents: Final = attrgetter(*QUANTITIES.values())
+_peaks: Final = attrgetter(*(f"{field}_peak" for field in QUANTITIES.values()))
+_outs: Final = attrgetter(*(f"{field}_out" for field in QUANTITIES.values()))
 
 _WITH_PENDING: Final = tuple(
-    (_FIELDS[active], list(_FIELDS).index(allocated), list(_FIELDS).index(active))
+    (QUANTITIES[active], list(QUANTITIES).index(allocated), list(QUANTITIES).index(active))
     for allocated, active in (("allocation", "active"), ("allocated_bytes", "active_bytes"))
 )
 """Fields that pending is added to, and which quantities are without it and with it."""
 
-_SPLITS: Final = ("splits", "split_bytes")
-"""Quantities that do not count expandable segments."""
 
-
-class DeviceTally:
-    """Current values and peaks over all pools (scope ``all``)."""
+class Tally:
+    """The values of one pool, or of all (scope ``all``), whose ``*_out`` are not kept."""
 
     __slots__ = (
-        "active_peaks",
-        "blocks",
-        "blocks_peak",
-        "bytes",
-        "bytes_peak",
-        "earlier_peaks",
-        "pending",
-        "requested",
-        "requested_peak",
-        "reserved",
-        "reserved_peak",
-        "segments",
-        "segments_peak",
-        "split_bytes",
-        "split_bytes_peak",
-        "splits",
-        "splits_peak",
+        *(
+            f"{field}{kind}"
+            for field in dict.fromkeys(QUANTITIES.values())
+            for kind in ("", "_peak", "_out")
+        ),
+        *("pending", "earlier_peaks", "active_peaks", "_zero"),
     )
 
     def __init__(self) -> None:
-        self.blocks = self.blocks_peak = 0
-        self.bytes = self.bytes_peak = 0
-        self.requested = self.requested_peak = 0
-        self.splits = self.splits_peak = 0
-        self.split_bytes = self.split_bytes_peak = 0
-        self.segments = self.segments_peak = 0
-        self.reserved = self.reserved_peak = 0
+        self.blocks = self.blocks_peak = self.blocks_out = 0
+        self.bytes = self.bytes_peak = self.bytes_out = 0
+        self.requested = self.requested_peak = self.requested_out = 0
+        self.splits = self.splits_peak = self.splits_out = 0
+        self.split_bytes = self.split_bytes_peak = self.split_bytes_out = 0
+        self.segments = self.segments_peak = self.segments_out = 0
+        self.reserved = self.reserved_peak = self.reserved_out = 0
         self.pending = {"blocks": 0, "bytes": 0}
         """Blocks, and their bytes, that are no longer allocated and still active."""
         self.earlier_peaks = {"blocks": 0, "bytes": 0}
         """Highest allocated before pending last changed."""
         self.active_peaks = {"blocks": 0, "bytes": 0}
         """Highest active before pending last changed."""
-
-    def current(self, field: str) -> int:
-        """Current value of a field."""
-        return int(getattr(self, field))
+        self._zero = [(0, 0)] * len(QUANTITIES)
 
     def change(self, field: str, amount: int) -> None:
         """Add ``amount``, which may be negative, to a field."""
-        value = self.current(field) + amount
+        value = getattr(self, field) + amount
         setattr(self, field, value)
         setattr(self, f"{field}_peak", max(getattr(self, f"{field}_peak"), value))
-
-    def settle(self) -> None:
-        """Record the peaks since the last call, before pending changes.
-
-        To be called when the current values are those after the change and ``pending`` is not.
-        """
-        for field, pending in self.pending.items():
-            peak = getattr(self, f"{field}_peak")
-            self.earlier_peaks[field] = max(self.earlier_peaks[field], peak)
-            self.active_peaks[field] = max(self.active_peaks[field], peak + pending)
-            setattr(self, f"{field}_peak", self.current(field))
+        if amount < 0:
+            setattr(self, f"{field}_out", getattr(self, f"{field}_out") - amount)
 
     def change_pending(self, blocks: int, size: int) -> None:
-        """Add to the pending blocks and bytes; both may be negative."""
-        self.settle()
-        self.pending["blocks"] += blocks
-        self.pending["bytes"] += size
+        """Add to the pending blocks and bytes; both may be negative.
+
+        The current values are those after the change already. The peaks since the last change are
+        recorded first.
+        """
+        for field, amount in (("blocks", blocks), ("bytes", size)):
+            peak, pending = getattr(self, f"{field}_peak"), self.pending[field]
+            self.earlier_peaks[field] = max(self.earlier_peaks[field], peak)
+            self.active_peaks[field] = max(self.active_peaks[field], peak + pending)
+            setattr(self, f"{field}_peak", getattr(self, field))
+            self.pending[field] = pending + amount
 
     def currents_and_peaks(self) -> list[tuple[int, int]]:
         """Return the current value and peak of each of torch's quantities."""
@@ -127,41 +105,11 @@ class DeviceTally:
 
     def reset_peaks(self) -> None:
         """Set every peak to the current value."""
-        self.blocks_peak, self.bytes_peak = self.blocks, self.bytes
-        self.requested_peak = self.requested
-        self.splits_peak, self.split_bytes_peak = self.splits, self.split_bytes
-        self.segments_peak, self.reserved_peak = self.segments, self.reserved
+        for field in QUANTITIES.values():
+            setattr(self, f"{field}_peak", getattr(self, field))
         for field, pending in self.pending.items():
-            self.earlier_peaks[field] = self.current(field)
-            self.active_peaks[field] = self.current(field) + pending
-
-
-class PoolTally(DeviceTally):
-    """The tally of a small or large pool, with totals of removed amounts."""
-
-    __slots__ = (
-        "_zero",
-        "blocks_out",
-        "bytes_out",
-        "requested_out",
-        "reserved_out",
-        "segments_out",
-        "split_bytes_out",
-        "splits_out",
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks_out = self.bytes_out = self.requested_out = 0
-        self.splits_out = self.split_bytes_out = 0
-        self.segments_out = self.reserved_out = 0
-        self._zero = [(0, 0)] * len(_FIELDS)
-
-    def change(self, field: str, amount: int) -> None:
-        """Add ``amount``, which may be negative, to a field."""
-        super().change(field, amount)
-        if amount < 0:
-            setattr(self, f"{field}_out", getattr(self, f"{field}_out") - amount)
+            self.earlier_peaks[field] = getattr(self, field)
+            self.active_peaks[field] = getattr(self, field) + pending
 
     def allocated_and_freed(self) -> list[tuple[int, int]]:
         """Return each quantity's sums of additions and removals since the last reset of the totals.
@@ -190,25 +138,15 @@ class PoolTally(DeviceTally):
         return found
 
 
-class UnsplitDeviceTally(DeviceTally):
+class UnsplitTally(Tally):
     """A tally that counts into another one, without free parts of segments, which are not read."""
 
     __slots__ = ("_counted",)
 
-    def __init__(self, counted: DeviceTally) -> None:
+    def __init__(self, counted: Tally) -> None:
         self._counted = counted
-        self.splits = self.splits_peak = self.split_bytes = self.split_bytes_peak = 0
-
-
-class UnsplitPoolTally(PoolTally):
-    """A tally that counts into another one, without free parts of segments, which are not read."""
-
-    __slots__ = ("_counted",)
-
-    def __init__(self, counted: PoolTally) -> None:
-        self._counted = counted
-        self.splits = self.splits_peak = self.split_bytes = self.split_bytes_peak = 0
-        self.splits_out = self.split_bytes_out = 0
+        self.splits = self.splits_peak = self.splits_out = 0
+        self.split_bytes = self.split_bytes_peak = self.split_bytes_out = 0
 
 
 def _passed_on(name: str) -> property:
@@ -221,13 +159,9 @@ def _passed_on(name: str) -> property:
     return property(read, write)
 
 
-for _unsplit, _names in (
-    (UnsplitDeviceTally, DeviceTally.__slots__),
-    (UnsplitPoolTally, (*DeviceTally.__slots__, *PoolTally.__slots__)),
-):
-    for _name in _names:
-        if not _name.startswith(_SPLITS):
-            setattr(_unsplit, _name, _passed_on(_name))
+for _name in Tally.__slots__:
+    if not _name.startswith("split"):
+        setattr(UnsplitTally, _name, _passed_on(_name))
 
 
 class Stat:
@@ -238,107 +172,42 @@ class Stat:
     def __init__(self) -> None:
         self.current = self.peak = self.allocated = self.freed = 0
 
-    def increase(self, amount: int) -> None:
-        """Add, as torch's ``Stat::increase``."""
+    def change(self, amount: int) -> None:
+        """Add ``amount``, as torch's ``Stat::increase``, or its negative as ``Stat::decrease``."""
         self.current += amount
-        self.allocated += amount
         self.peak = max(self.peak, self.current)
+        if amount > 0:
+            self.allocated += amount
+        else:
+            self.freed -= amount
 
-    def decrease(self, amount: int) -> None:
-        """Take away, as torch's ``Stat::decrease``."""
-        self.current -= amount
-        self.freed += amount
+    def reset_peak(self) -> None:
+        """Set the peak to the current value."""
+        self.peak = self.current
+
+    def reset_totals(self) -> None:
+        """Start ``allocated`` and ``freed`` again at 0."""
+        self.allocated = self.freed = 0
 
     def to_dict(self) -> dict[str, int]:
         """Return the four numbers under torch's names."""
-        return _stat(self.current, self.peak, self.allocated, self.freed)
+        return stat_dict(self.current, self.peak, self.allocated, self.freed)
 
 
 class Counters:
     """The numbers of ``memory_stats`` that have no pools."""
 
-    __slots__ = (
-        "num_alloc_retries",
-        "num_device_alloc",
-        "num_device_free",
-        "num_oom_rejections",
-        "num_ooms",
-        "num_sync_all_streams",
-        "oversize_allocations",
-        "oversize_segments",
-    )
-
     def __init__(self) -> None:
         self.oversize_allocations = Stat()
         self.oversize_segments = Stat()
-        self._zero_counts()
+        self.reset_counts()
 
-    def reset_peaks(self) -> None:
-        """Set the peaks of the oversize counters to their current values."""
-        for stat in (self.oversize_allocations, self.oversize_segments):
-            stat.peak = stat.current
-
-    def reset_totals(self) -> None:
+    def reset_counts(self) -> None:
         """Start every count again at 0."""
-        self._zero_counts()
-        for stat in (self.oversize_allocations, self.oversize_segments):
-            stat.allocated = stat.freed = 0
-
-    def _zero_counts(self) -> None:
         self.num_alloc_retries = self.num_ooms = self.num_sync_all_streams = 0
         self.num_device_alloc = self.num_device_free = self.num_oom_rejections = 0
 
 
-def memory_stats(
-    every: DeviceTally,
-    small: PoolTally,
-    large: PoolTally,
-    counters: Counters,
-    *,
-    max_split_size: int,
-    private: Mapping[tuple[int, int], Mapping[str, Stat]],
-    version: tuple[int, int],
-) -> dict[str, Any]:
-    """Return the nested dict of ``torch._C._cuda_memoryStats`` of that torch version.
-
-    ``num_oom_rejections`` exists since 2.12 and ``reserved_bytes_by_private_pools`` since 2.13.
-    ``max_split_size`` is -1 where it is not set; ``private`` are the reserved bytes of each private
-    pool that ever had any, by scope.
-    """
-    result: dict[str, Any] = {
-        "num_alloc_retries": counters.num_alloc_retries,
-        "num_ooms": counters.num_ooms,
-        "max_split_size": max_split_size,
-        "num_sync_all_streams": counters.num_sync_all_streams,
-        "num_device_alloc": counters.num_device_alloc,
-        "num_device_free": counters.num_device_free,
-    }
-    if version >= OOM_REJECTIONS:
-        result["num_oom_rejections"] = counters.num_oom_rejections
-    for quantity, of_all, of_small, of_large, small_totals, large_totals in zip(
-        _FIELDS,
-        every.currents_and_peaks(),
-        small.currents_and_peaks(),
-        large.currents_and_peaks(),
-        small.allocated_and_freed(),
-        large.allocated_and_freed(),
-        strict=True,
-    ):
-        totals = [sum(of_both) for of_both in zip(small_totals, large_totals, strict=True)]
-        result[quantity] = {
-            "all": _stat(*of_all, *totals),
-            "small_pool": _stat(*of_small, *small_totals),
-            "large_pool": _stat(*of_large, *large_totals),
-        }
-    if version >= BYTES_BY_POOL:
-        result["reserved_bytes_by_private_pools"] = {
-            pool_id: {scope: stat.to_dict() for scope, stat in scopes.items()}
-            for pool_id, scopes in private.items()
-        }
-    result["oversize_allocations"] = counters.oversize_allocations.to_dict()
-    result["oversize_segments"] = counters.oversize_segments.to_dict()
-    return result
-
-
-def _stat(current: int, peak: int, allocated: int, freed: int) -> dict[str, int]:
+def stat_dict(current: int, peak: int, allocated: int, freed: int) -> dict[str, int]:
+    """Return the four numbers under torch's names."""
     return {"current": current, "peak": peak, "allocated": allocated, "freed": freed}

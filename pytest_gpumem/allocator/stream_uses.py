@@ -1,19 +1,21 @@
-"""Blocks that other streams than their own use (``record_stream``).
+"""A free in two steps: of a block that other streams than its own use (``record_stream``).
 
-When such a block is freed, torch records an event on each of these streams; the block stays active
-until the events complete, which the next allocation looks at (``process_events`` of
-c10/cuda/CUDACachingAllocator.cpp). On a GPU that depends on time. In this model an event has
-completed once the host waited for its stream (see :class:`Timeline`), or when :data:`MOST_AHEAD`
-allocations were made after it.
+When the program frees such a block, torch records an event on each of these streams. Until the
+events complete, the block is pending: no longer allocated, and still active. The next allocation
+looks at them (``process_events`` of c10/cuda/CUDACachingAllocator.cpp). On a GPU that depends on
+time. In this model an event has completed once the host waited for its stream (see
+:class:`Timeline`), or when :data:`MOST_AHEAD` allocations were made after it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from pytest_gpumem.allocator.blocks import Block, PoolId
+from pytest_gpumem.allocator.device_memory import DeviceMemory
+from pytest_gpumem.allocator.expandable import absorb
 from pytest_gpumem.allocator.trace import Marks, StreamKey, Timeline
 
 MOST_AHEAD = 1024
@@ -25,18 +27,15 @@ counted here by their outputs: an estimate.
 """
 
 
-@dataclass(eq=False)
-class _Use:
+class _Use(NamedTuple):
     """Streams that used one block, besides its own."""
 
-    block: Block
-    streams: set[StreamKey] = field(default_factory=set)
-    in_capture: set[StreamKey] = field(default_factory=set)
+    streams: set[StreamKey]
+    in_capture: set[StreamKey]
     """Streams noted during a capture: their uses end with it."""
 
 
-@dataclass(eq=False)
-class _Event:
+class _Event(NamedTuple):
     time: int
     allocations: int
     block: Block
@@ -48,7 +47,7 @@ class StreamUses:
     Args:
         device: index of the device.
         timeline: the progress of streams as known to the host.
-        complete: called with a block that is no longer active.
+        memory: the device's memory.
         in_capture: whether a capture forbids to look at events.
     """
 
@@ -56,22 +55,23 @@ class StreamUses:
         self,
         device: int,
         timeline: Timeline,
-        complete: Callable[[Block], None],
+        memory: DeviceMemory,
         in_capture: Callable[[], bool],
     ) -> None:
         self.timeline = timeline
         self.live: dict[int, Block] = {}
         """By address: blocks in use by the program and by other streams."""
+        self.held: dict[int, Block] = {}
+        """By address: freed blocks that a recording completes."""
         self._device = device
-        self._complete = complete
-        self._in_capture = in_capture
+        self._memory = memory
+        self.in_capture = in_capture
         self._used: dict[Block, _Use] = {}
         self._events: dict[StreamKey, deque[_Event]] = {}
         self._outstanding: dict[Block, int] = {}
         """Freed blocks and how many of their events are not complete."""
-        self._deferred: dict[Block, Marks | None] = {}
+        self._deferred: dict[Block, Marks] = {}
         """Blocks freed during a capture, with the marks to pass before the capture may use them."""
-        self._held: dict[int, Block] = {}
         self._allocations = 0
 
     @property
@@ -84,23 +84,23 @@ class StreamUses:
         yield from self.live.values()
         yield from self._outstanding
         yield from self._deferred
-        yield from self._held.values()
+        yield from self.held.values()
 
     def is_pending(self, block: Block) -> bool:
         """Return whether the block was freed and is still active."""
         return (
             block in self._outstanding
             or block in self._deferred
-            or self._held.get(block.address) is block
+            or self.held.get(block.address) is block
         )
 
     def add(self, block: Block, stream: StreamKey) -> None:
         """``stream`` uses a live block."""
         self.live[block.address] = block
-        use = self._used.setdefault(block, _Use(block))
+        use = self._used.setdefault(block, _Use(set(), set()))
         use.streams.add(stream)
         self.timeline.note(stream)
-        if self._in_capture():
+        if self.in_capture():
             use.in_capture.add(stream)
 
     def take(self, address: int) -> Block | None:
@@ -110,19 +110,13 @@ class StreamUses:
             del self._used[block]
         return block
 
-    def hold(self, block: Block) -> None:
-        """Keep a freed block until :meth:`release_held`."""
-        self._held[block.address] = block
-
-    def release_held(self, address: int) -> Block | None:
-        """Remove and return the kept block, if there is one."""
-        return self._held.pop(address, None)
-
-    def free(self, block: Block) -> None:
-        """Hold back a block freed by the program until the streams that use it are done."""
+    def free(self, block: Block, context: Any) -> None:
+        """Free a block; it is pending until the streams that use it are done."""
+        request_free(block, self._memory, context)
         del self.live[block.address]
-        if self._in_capture():
-            self._deferred[block] = self._free_marks(block)
+        if self.in_capture():
+            own = (self._device, int(block.free_list.stream))
+            self._deferred[block] = self.timeline.mark(own, *self._used[block].streams)
         else:
             self._insert_events(block)
 
@@ -133,18 +127,25 @@ class StreamUses:
         captured work comes after all uses (``graph_capture_record_stream_reuse``).
         """
         self._allocations += 1
-        if not self._in_capture():
+        if not self.in_capture():
             self._undefer()
-            self._process_events()
+            for key, events in list(self._events.items()):
+                while events and self._is_over(key, events[0]):
+                    self._one_less(events.popleft().block)
+                self._keep(key, events)
         elif reuse:
-            self._free_safe(stream)
+            for block, marks in list(self._deferred.items()):
+                own = int(block.free_list.stream)
+                if own == stream and self.timeline.is_after((self._device, stream), marks):
+                    del self._deferred[block], self._used[block]
+                    complete_free(block, self._memory)
 
     def synchronize(self, pool: PoolId | None) -> None:
         """Wait for all events and complete their blocks; with ``pool``, those of a private one."""
         self._undefer()
-        for stream in list(self._events):
+        for stream, events in list(self._events.items()):
             kept = deque[_Event]()
-            for event in self._events[stream]:
+            for event in events:
                 if pool is None or event.block.free_list.pool.identity == pool:
                     self._one_less(event.block)
                 else:
@@ -158,16 +159,12 @@ class StreamUses:
                 del self._deferred[block]
                 self._insert_events(block)
 
-    def _free_marks(self, block: Block) -> Marks:
-        own = (self._device, int(block.free_list.stream))
-        return self.timeline.mark(own, *self._used[block].streams)
-
     def _insert_events(self, block: Block) -> None:
         """Record an event on each stream in use, but for those that only a capture used."""
         use = self._used.pop(block)
         streams = sorted(use.streams - use.in_capture)
         if not streams:
-            self._complete(block)
+            complete_free(block, self._memory)
             return
         self._outstanding[block] = len(streams)
         for stream in streams:
@@ -179,13 +176,6 @@ class StreamUses:
         deferred, self._deferred = self._deferred, {}
         for block in deferred:
             self._insert_events(block)
-
-    def _process_events(self) -> None:
-        for stream in list(self._events):
-            events = self._events[stream]
-            while events and self._is_over(stream, events[0]):
-                self._one_less(events.popleft().block)
-            self._keep(stream, events)
 
     def _is_over(self, stream: StreamKey, event: _Event) -> bool:
         return (
@@ -203,12 +193,36 @@ class StreamUses:
         self._outstanding[block] -= 1
         if self._outstanding[block] == 0:
             del self._outstanding[block]
-            self._complete(block)
+            complete_free(block, self._memory)
 
-    def _free_safe(self, stream: int) -> None:
-        key = (self._device, stream)
-        for block, marks in list(self._deferred.items()):
-            own = int(block.free_list.stream)
-            if marks is not None and own == stream and self.timeline.is_after(key, marks):
-                del self._deferred[block], self._used[block]
-                self._complete(block)
+
+def request_free(block: Block, memory: DeviceMemory, context: Any = None) -> None:
+    """Mark a block as freed by the program: it is no longer allocated, but active."""
+    free_list = block.free_list
+    for tally in (free_list.tally, free_list.every):
+        tally.change("blocks", -1)
+        tally.change("bytes", -block.size)
+        tally.change_pending(1, block.size)
+    shown = context or block.context
+    memory.note(("free_requested", block.address, block.requested, free_list.stream, shown))
+    if block.size >= memory.oversize:
+        memory.counters.oversize_allocations.change(-1)
+
+
+def complete_free(block: Block, memory: DeviceMemory, context: Any = None) -> None:
+    """Make a block inactive: it merges with its neighbours and can be used again."""
+    free_list = block.free_list
+    address, size, requested = block.address, block.size, block.requested
+    shown = context or block.context
+    memory.note(("free_completed", address, requested, free_list.stream, shown))
+    block.context = None
+    gained = [absorb(block, neighbour, mapped=True) for neighbour in (block.previous, block.next)]
+    free_list.add(block)
+    splits, split_bytes = -sum(bytes_ > 0 for bytes_ in gained), -sum(gained)
+    if block.is_split:
+        splits, split_bytes = splits + 1, split_bytes + block.size
+    for tally in (free_list.tally, free_list.every):
+        tally.change("splits", splits)
+        tally.change("split_bytes", split_bytes)
+        tally.change("requested", -requested)
+        tally.change_pending(-1, -size)

@@ -8,8 +8,7 @@ c10/cuda/CUDACachingAllocator.cpp behind ``get_free_block``.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytest_gpumem.allocator.blocks import (
     SHARED_POOL,
@@ -31,41 +30,23 @@ from pytest_gpumem.allocator.messages import (
     rejection_message,
 )
 from pytest_gpumem.allocator.private_pools import Pools
-from pytest_gpumem.allocator.releases import LENDS_FIRST, PEER_POOLS, Version
+from pytest_gpumem.allocator.releases import LENDS_FIRST, PEER_POOLS
 from pytest_gpumem.allocator.settings import AllocatorSettings
 from pytest_gpumem.allocator.stream_uses import StreamUses
 
 
 class Supply:
-    """The memory behind the free lists of one device.
+    """The memory behind the free lists of one device."""
 
-    Args:
-        device: index of the device.
-        version: the torch release whose rules hold.
-        pools: the pools that it serves.
-        memory: the device's memory.
-        uses: the blocks that streams still use.
-        in_capture: whether a capture forbids to wait for them.
-    """
-
-    def __init__(
-        self,
-        device: int,
-        version: Version,
-        pools: Pools,
-        memory: DeviceMemory,
-        uses: StreamUses,
-        in_capture: Callable[[], bool],
-    ) -> None:
+    def __init__(self, device: int, pools: Pools, memory: DeviceMemory, uses: StreamUses) -> None:
         self.device = device
-        self.version = version
+        self.version = pools.version
         self.expandable: ExpandableSegments | None = None
         """The expandable segments, if any settings have turned them on."""
-        self._settings = AllocatorSettings(version=version)
+        self._settings = AllocatorSettings(version=pools.version)
         self._pools = pools
         self._memory = memory
         self._uses = uses
-        self._in_capture = in_capture
         self._max_split = UNLIMITED
         self._collects = False
         self._rejected = False
@@ -86,25 +67,15 @@ class Supply:
             self._pools.small.replace_blocks(AgedBlocks)
             self._pools.large.replace_blocks(AgedBlocks)
         if settings.expandable_segments:
-            self._expand(settings.address_space(self._memory.total), settings.large_segment_size)
-
-    def _expand(self, address_space: int, page: int) -> None:
-        memory = self._memory
-        if self.expandable is None:
-            self.expandable = ExpandableSegments(
-                address_space, page, memory.place, memory.map_pages, memory.unmap_pages
-            )
-        self.expandable.address_space = address_space
-        self.expandable.large_page = page
+            if self.expandable is None:
+                self.expandable = ExpandableSegments(self._memory)
+            self.expandable.address_space = settings.address_space(self._memory.total)
+            self.expandable.large_page = settings.large_segment_size
 
     def find_or_obtain(
         self, free_list: FreeList, rounded: int, requested: int, context: Any
     ) -> Block:
-        """Return a free block of at least ``rounded`` bytes, out of its list: cached or new.
-
-        Raises:
-            OutOfMemory: neither the cache nor the device has room.
-        """
+        """Return a block of at least ``rounded`` bytes, out of its list; raise ``OutOfMemory``."""
         if not self.only_best_fit:
             found = self._find_cached(free_list, rounded)
             if found is not None:
@@ -126,7 +97,7 @@ class Supply:
     def empty_cache(self, pool: PoolId = SHARED_POOL) -> None:
         """Return every segment without a live block to the device, as ``Allocator.empty_cache``."""
         pools = self._pools
-        if pool == SHARED_POOL and not self._in_capture():
+        if pool == SHARED_POOL and not self._uses.in_capture():
             self._synchronize_events()
             self._release_pool(pools.large)
             self._release_pool(pools.small)
@@ -138,7 +109,7 @@ class Supply:
             self._release_pool(private.small)
             self._release_pool(private.large)
             if private.reserved["all"].current == 0:
-                pools.forget(private)
+                del pools.by_id[private.identity], pools.freeable[private.identity]
 
     def memory_fields(self, rounded: int, segment: int) -> OutOfMemoryFields:
         """Return the numbers of an error, for a request and the segment that it needs."""
@@ -187,7 +158,7 @@ class Supply:
                 released = self._release_enough(free_list, rounded)
             if released:
                 block = self._obtain(free_list, rounded, size, context)
-        if block is None and not self._in_capture():
+        if block is None and not self._uses.in_capture():
             with memory.releasing(context):
                 self.empty_cache()
             memory.counters.num_alloc_retries += 1
@@ -218,7 +189,7 @@ class Supply:
         """Return a free block of a pool that lends (``try_mempool_fallback``): plain ones only."""
         if free_list.pool.identity != SHARED_POOL:
             return None
-        for pool in self._pools.overflow(small=rounded <= SMALL_SIZE):
+        for pool in self._pools.lent(small=rounded <= SMALL_SIZE):
             lent = pool.free_list(free_list.stream)
             block = self._take_fitting(lent, _smallest_plain(lent, rounded), rounded)
             if block is not None:
@@ -249,26 +220,46 @@ class Supply:
         return block
 
     def _collect_garbage(self, limit: int) -> None:
+        """Release whole segments of at least mean age, down to the threshold.
+
+        ``garbage_collect_cached_blocks``: each round frees all of that age, not just enough.
+        Expandable segments count for the mean and stay.
+        """
         threshold = int(self._settings.garbage_collection_threshold * limit)
         excess = self._memory.every.reserved - threshold
-        if excess > 0:
-            collect(self._pools.large, excess, self._memory.release_segment)
+        pool = self._pools.large
+        ages = {
+            block: pool.clock - block.born for block in pool.free_blocks() if not block.is_split
+        }
+        while ages and excess > 0:
+            mean = sum(ages.values()) / len(ages)
+            old = [
+                block
+                for block, age in ages.items()
+                if age >= mean and not block.free_list.is_expandable
+            ]
+            if not old:
+                return
+            for block in old:
+                excess -= block.size
+                del ages[block]
+                self._memory.release_segment(block)
 
     def _release_enough(self, free_list: FreeList, rounded: int) -> bool:
-        """With ``max_split_size_mb``, release just the oversize blocks that a request needs.
+        """Release the oversize blocks that make room for a request; return whether there are any.
 
-        ``release_available_cached_blocks``: one that is large enough, else from the largest down.
+        Oversize are those from ``max_split_size_mb`` on. ``release_available_cached_blocks`` takes
+        one that is large enough, else from the largest down.
         """
         if self._max_split == UNLIMITED:
             return False
-        release = self._memory.release_segment
         target = max(rounded, self._max_split)
         keys = free_list.keys
         index = bisect_left(keys, target << SIZE_SHIFT)
         if index < len(keys):
             block = free_list.blocks[keys[index]]
             if not block.free_list.is_expandable:
-                release(block)
+                self._memory.release_segment(block)
                 return True
         released = 0
         for key in reversed(keys[:index]):
@@ -277,7 +268,7 @@ class Supply:
                 break
             if not block.free_list.is_expandable:
                 released += block.size
-                release(block)
+                self._memory.release_segment(block)
         return released >= target
 
     def _release_pool(self, pool: Pool) -> None:
@@ -304,56 +295,17 @@ def _smallest_plain(free_list: FreeList, rounded: int) -> Block | None:
     return None
 
 
-if TYPE_CHECKING:
-    Blocks = dict[int, Block]
-else:
-    Blocks = dict
+class AgedBlocks(dict[int, Block]):
+    """Free blocks by key; the clock of the pool at its insertion is noted in each.
 
-
-class AgedBlocks(Blocks):
-    """Free blocks by key, with the pool's clock at each insertion.
-
-    It replaces the plain dict of a free list, so that the hot path has no code for ages.
+    It replaces the plain dict of a free list, so that the hot path has no code for ages. The age of
+    a block is the number of searches of the pool since (``gc_count``).
     """
 
     def __init__(self, pool: Pool) -> None:
         super().__init__()
         self._pool = pool
-        self._born: dict[int, int] = {}
 
     def __setitem__(self, key: int, block: Block) -> None:
-        self._born[key] = self._pool.clock
+        block.born = self._pool.clock
         super().__setitem__(key, block)
-
-    def age(self, key: int) -> int:
-        """Return the number of searches of the pool since the block was inserted (``gc_count``)."""
-        return self._pool.clock - self._born[key]
-
-
-def collect(pool: Pool, target: int, release: Callable[[Block], None]) -> None:
-    """Release whole segments of at least mean age, until ``target`` bytes are reclaimed.
-
-    ``garbage_collect_cached_blocks``: each round frees all that are old enough, not just enough.
-    Expandable segments count for the mean and stay.
-    """
-    ages = {block: _age(block) for block in pool.free_blocks() if not block.is_split}
-    reclaimed = 0
-    while ages and reclaimed < target:
-        mean = sum(ages.values()) / len(ages)
-        old = [
-            block
-            for block, age in ages.items()
-            if age >= mean and not block.free_list.is_expandable
-        ]
-        if not old:
-            return
-        for block in old:
-            reclaimed += block.size
-            del ages[block]
-            release(block)
-
-
-def _age(block: Block) -> int:
-    blocks = block.free_list.blocks
-    assert isinstance(blocks, AgedBlocks)
-    return blocks.age(block.key)

@@ -1,6 +1,4 @@
-"""The allocator's events, in order.
-
-The progress of streams, as far as the host can infer it.
+"""The allocator's events, in order, and the progress of streams as the host can infer it.
 
 A GPU runs the work of a stream in order and of different streams in no order, later than the host
 issues it; how much later is not modelled. So work counts as finished once the host has waited
@@ -12,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from operator import itemgetter
 from typing import Any, NamedTuple, overload
 
 from pytest_gpumem.allocator.recording import Json, SnapshotError
@@ -81,15 +80,13 @@ class Trace(Sequence[TraceEntry]):
         self._read = 0
         self._entries: list[TraceEntry] = []
         self._shown_from = 0
-        self._changes: list[int] = []
-        """Positions at which :attr:`recording` changed ..."""
-        self._recordings: list[Recording] = []
-        """... and the new values."""
+        self._changes: list[tuple[int, Recording]] = []
+        """Positions at which :attr:`recording` changed, and the new values."""
 
     @property
     def recording(self) -> Recording | None:
         """The recording in effect; ``None`` before the first request."""
-        return self._recordings[-1] if self._recordings else None
+        return self._changes[-1][1] if self._changes else None
 
     @property
     def shown(self) -> list[tuple[int, TraceEntry]]:
@@ -103,15 +100,15 @@ class Trace(Sequence[TraceEntry]):
             return entries
         if not recording.on:
             return []
-        if any(each.skipped for each in self._recordings):
+        if any(each.skipped for _, each in self._changes):
             entries = [(at, each) for at, each in entries if not self._is_skipped(at, each)]
         most = recording.max_entries
         return entries if most is None else entries[-max(most, 1) :]
 
     def recorded(self, index: int) -> Recording | None:
         """Return the recording in effect when event ``index`` happened."""
-        position = bisect_right(self._changes, index)
-        return self._recordings[position - 1] if position else None
+        position = bisect_right(self._changes, index, key=itemgetter(0))
+        return self._changes[position - 1][1] if position else None
 
     def record(self, recording: Recording, *, clear: bool = False) -> None:
         """Apply ``torch.cuda.memory._record_memory_history`` to snapshots.
@@ -121,8 +118,7 @@ class Trace(Sequence[TraceEntry]):
         before = self.recording
         if clear or before is None or recording.on != before.on:
             self._shown_from = len(self)
-        self._changes.append(len(self))
-        self._recordings.append(recording)
+        self._changes.append((len(self), recording))
 
     def _is_skipped(self, index: int, entry: TraceEntry) -> bool:
         recording = self.recorded(index)
@@ -155,7 +151,7 @@ class Trace(Sequence[TraceEntry]):
         self._raw.clear()
         self._entries.clear()
         self._read = self._shown_from = 0
-        self._changes = [0 for _ in self._changes]
+        self._changes = [(0, recording) for _, recording in self._changes]
 
     def _current(self) -> list[TraceEntry]:
         entries = self._entries

@@ -9,8 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.device import Computed
-from pytest_gpumem.measurement.phases import Bytes
-from pytest_gpumem.measurement.statistics import Block, Recorder
+from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
 

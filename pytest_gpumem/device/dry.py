@@ -23,7 +23,7 @@ from pytest_gpumem.dry.blocks import Blocks, LeftoverBlocks
 from pytest_gpumem.dry.load import begin_placing_anew
 from pytest_gpumem.dry.placing import Amount, Fixtures
 from pytest_gpumem.dry.values.follower import Follower
-from pytest_gpumem.measurement.phases import Bytes
+from pytest_gpumem.measurement.statistics import Bytes
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.simulated.machine.values.work import Work
 from pytest_gpumem.simulated.stand_ins import imports as stand_ins

@@ -15,9 +15,8 @@ from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.device.left_threads import is_set_up, is_shared
 from pytest_gpumem.device.quota import inherited, refusals
 from pytest_gpumem.dry import scope
-from pytest_gpumem.measurement.phases import Bytes
-from pytest_gpumem.measurement.simulated_recorder import SimulatedRecorder
-from pytest_gpumem.measurement.statistics import Block, Recorder
+from pytest_gpumem.measurement.recorded import SimulatedRecorder
+from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
 from pytest_gpumem.sharing.placement import CandidateDevice, take_place
 from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice

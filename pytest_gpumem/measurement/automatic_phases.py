@@ -40,7 +40,12 @@ class _Step:
     @property
     def is_over(self) -> bool:
         """Whether the step was left by an exception, so that its end was not reported."""
-        return get_ident() == self.thread and not _is_running(self.frame)
+        if get_ident() != self.thread:
+            return False
+        running: FrameType | None = sys._getframe()
+        while running is not None and running is not self.frame:
+            running = running.f_back
+        return running is None
 
 
 class AutomaticPhases:
@@ -67,17 +72,8 @@ class AutomaticPhases:
                 forward = self._outermost(FORWARD, torch.nn.Module.__call__)
                 if self._witness is not None:
                     forward = self._witness.calling(forward)
-                    moved = self._witness.moving(torch.nn.Module._apply)
-                    patches.setattr(torch.nn.Module, "_apply", moved)
-                    made = self._witness.making(torch.nn.Parameter.__new__)
-                    patches.setattr(torch.nn.Parameter, "__new__", staticmethod(made))
-                    restored = self._witness.restoring(torch.nn.Module.__setstate__)
-                    patches.setattr(torch.nn.Module, "__setstate__", restored)
-                    zeroed = self._witness.zeroing(torch.optim.Optimizer.zero_grad)
-                    patches.setattr(torch.optim.Optimizer, "zero_grad", zeroed)
-                    functional = torch.nn.functional
-                    attended = self._witness.attending(functional.scaled_dot_product_attention)
-                    patches.setattr(functional, "scaled_dot_product_attention", attended)
+                    for owner, name, wrap in self._witness.wrappers():
+                        patches.setattr(owner, name, wrap(getattr(owner, name)))
                 patches.setattr(torch.nn.Module, "__call__", forward)
                 for place in _BACKWARD_ENTRIES:
                     run = self._outermost(BACKWARD, place._engine_run_backward)
@@ -115,13 +111,8 @@ class AutomaticPhases:
         self._busy = True
         if self._witness is not None:
             self._witness.begin(STEP)
-        self._step = _Step(self._tracker.enter(STEP), sys._getframe(1), get_ident())
-        return self._with_closure(self._step, args, kwargs)
-
-    def _with_closure(
-        self, step: _Step, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the arguments of ``step`` with its closure watched, ``None`` without one."""
+        step = self._step = _Step(self._tracker.enter(STEP), sys._getframe(1), get_ident())
+        # Arguments that the step is called with instead, where they have a closure.
         if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
             return (args[0], self._interrupting(step, args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):
@@ -167,10 +158,3 @@ class AutomaticPhases:
             self._witness.end()
         if step.phase is not None:
             self._tracker.leave(step.phase)
-
-
-def _is_running(frame: FrameType) -> bool:
-    running: FrameType | None = sys._getframe()
-    while running is not None and running is not frame:
-        running = running.f_back
-    return running is not None

@@ -5,14 +5,19 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from pytest_gpumem.attribution.history import Origin
-from pytest_gpumem.measurement.contents import CONTAINERS, attributes_of, is_a, tensors_in
+from pytest_gpumem.measurement.contents import (
+    CONTAINERS,
+    attributes_of,
+    is_a,
+    storage_address,
+    tensors_in,
+)
 from pytest_gpumem.measurement.leaks import graph_of
 from pytest_gpumem.measurement.phases import Positions
 from pytest_gpumem.simulated.common.callsite import is_internal
@@ -35,13 +40,8 @@ _TESTERS = ("_pytest", "pluggy", "pytest_gpumem")
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 
-@dataclass(frozen=True)
-class _Variable:
-    """A variable of a running function, or of its module."""
-
-    name: str
-    where: str
-    value: Any
+_Variable = tuple[str, str, Any]
+"""Name, function or module, and value of a variable."""
 
 
 class _Holder(NamedTuple):
@@ -82,11 +82,11 @@ class Carried:
         """The bytes that each holder keeps, at each inspection."""
 
     def forward(
-        self, known: Callable[[], Iterable[int]], given: Callable[[], Iterable[torch.Tensor]]
+        self, owned: Callable[[], Iterable[int]], given: Callable[[], Iterable[torch.Tensor]]
     ) -> None:
         """Record the beginning of a forward that is called with ``given``.
 
-        ``known`` are the addresses of modules and optimizers.
+        ``owned`` are the addresses that modules and optimizers hold.
         """
         self._forwards += 1
         if self._forwards > LOOKS:
@@ -95,19 +95,25 @@ class Carried:
         if self._first is None:
             self._first = set(held)
             return
-        arguments = {_address(tensor) for tensor in given()}
-        brought = {address for address, (_, origin) in held.items() if _is_brought(origin)}
-        unrecorded = {address for address, (_, origin) in held.items() if not _has_node(origin)}
+        arguments = {storage_address(tensor) for tensor in given()}
+        brought, unrecorded = set(), set()
+        for address, (_, origin) in held.items():
+            # A batch is copied from the host or filled.
+            if origin is not None and origin.kind in ("copy", "factory"):
+                brought.add(address)
+            if origin is None or not origin.has_node:
+                unrecorded.add(address)
         # Those of this step's batch are no remains of an earlier one.
         batch = set(self._made_since(self._end)) & (brought | unrecorded) | brought & arguments
-        owned = {*self._first, *known(), *batch}
+        kept = {*self._first, *owned(), *batch}
         left = {
             address: nbytes
             for address, (nbytes, origin) in held.items()
-            if address not in owned and _of_forward(origin)
+            if address not in kept
+            and (origin is not None and origin.library is None and origin.node is None)
         }
         self._bytes.append(sum(left.values()))
-        self._seen.append(_holders_of(left, brought | arguments) if left else {})
+        self._seen.append(_kept_by_variables(left, brought | arguments) if left else {})
 
     def forward_ended(self, positions: Positions) -> None:
         """Record the end of a forward."""
@@ -134,38 +140,22 @@ class Carried:
         }
 
 
-def _of_forward(origin: Origin | None) -> bool:
-    return origin is not None and origin.library is None and origin.node is None
-
-
-def _is_brought(origin: Origin | None) -> bool:
-    """Return whether a block was copied from the host or filled, as batches are."""
-    return origin is not None and origin.kind in ("copy", "factory")
-
-
-def _has_node(origin: Origin | None) -> bool:
-    return origin is not None and origin.has_node
-
-
-def _holders_of(left: Mapping[int, int], batches: set[int]) -> dict[_Holder, _Kept]:
+def _kept_by_variables(left: Mapping[int, int], batches: set[int]) -> dict[_Holder, _Kept]:
     """Return the variables that keep some of the ``left`` blocks, themselves or by a graph.
 
     ``batches`` are the addresses of blocks that may be batches.
     """
     found: dict[_Holder, tuple[set[int], list[torch.Tensor]]] = {}
-    for variable in _variables():
-        tensors = list(tensors_in(variable.value, DEEPEST))
-        addresses = {_address(tensor) for tensor in tensors} & left.keys()
+    for name, where, value in _variables():
+        tensors = list(tensors_in(value, DEEPEST))
+        addresses = {storage_address(tensor) for tensor in tensors} & left.keys()
         if addresses:
-            kind = "" if is_a(variable.value, torch.Tensor) else type(variable.value).__name__
-            holder = _Holder(variable.name, variable.where, kind)
-            found[holder] = addresses, tensors
-    named = set().union(*(addresses for addresses, _ in found.values()))
+            kind = "" if is_a(value, torch.Tensor) else type(value).__name__
+            found[_Holder(name, where, kind)] = addresses, tensors
+    unnamed = left.keys() - set().union(*(addresses for addresses, _ in found.values()))
     kept = {}
     for holder, (addresses, tensors) in found.items():
-        saved: set[int] = set()
-        if left.keys() - named:
-            saved = (left.keys() - named) & {_address(one) for one in saved_by_graphs(tensors)}
+        saved = unnamed and unnamed & set(map(storage_address, saved_by_graphs(tensors)))
         nbytes, graph = (sum(left[one] for one in some) for some in (addresses, saved))
         kept[holder] = _Kept(nbytes + graph, graph, addresses <= batches)
     return kept
@@ -206,7 +196,7 @@ def _named(variables: Mapping[str, Any], where: str) -> Iterator[_Variable]:
         if name.startswith("__") or is_a(value, ModuleType, type):
             continue
         if is_a(value, torch.Tensor, *CONTAINERS):
-            yield _Variable(name, where, value)
+            yield name, where, value
         elif is_a(value, torch.nn.Module):
             for path, module in value.named_modules():
                 owner = ".".join(filter(None, (name, path)))
@@ -218,14 +208,7 @@ def _named(variables: Mapping[str, Any], where: str) -> Iterator[_Variable]:
 def _attributes(owner: Any, name: str, where: str) -> Iterator[_Variable]:
     for attribute, value in list(attributes_of(owner).items()):
         if attribute not in _OF_MODULES and is_a(value, torch.Tensor, *CONTAINERS):
-            yield _Variable(f"{name}.{attribute}", where, value)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr() if tensor.is_cuda else 0
-    except (NotImplementedError, RuntimeError, ValueError):
-        return 0
+            yield f"{name}.{attribute}", where, value
 
 
 MOST_NODES = 20_000
@@ -240,8 +223,8 @@ def saved_by_graphs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the tensors that the graphs of ``tensors`` keep for backward.
 
     Saved tensors are read as they are packed: unpacking runs hooks, which under checkpointing
-    compute a module again. What a hook has packed is left out, what backward has freed is not
-    there. Releases that do not show packed tensors yield nothing: 2.6 does not, 2.11 does.
+    compute a module again. Results of hooks are left out, and backward has removed the tensors that
+    it freed. Releases that do not show packed tensors yield nothing: 2.6 does not, 2.11 does.
     """
     queue = [node for tensor in tensors if (node := graph_of(tensor)) is not None]
     seen: set[Any] = set()

@@ -27,7 +27,7 @@ from pytest_gpumem.garbage import LeftFrames
 from pytest_gpumem.late_modules import when_imported
 from pytest_gpumem.measurement.phases import PhaseTracker
 
-Apart = Callable[[], AbstractContextManager[object]]
+CompileContext = Callable[[], AbstractContextManager[object]]
 """Returns a context in which torch compiles."""
 
 _CALLBACKS = "torch._dynamo.callback"
@@ -42,14 +42,17 @@ _RECORDING = "CUDAGRAPH_RECORDING"
 class Compiling:
     """A guard that keeps peaks during compilation out of the phases of ``tracker``.
 
-    Torch compiles, and kernels are measured, in a context of ``apart`` if that is given; then
-    frames that compilers leave behind, whose variables hold tensors of the test until the garbage
-    collector runs, are cleared, too: a compiler that finds its results in a cache leaves none.
+    Torch compiles, and kernels are measured, in a context of ``compile_context`` if that is given;
+    then frames that compilers leave behind, whose variables hold tensors of the test until the
+    garbage collector runs, are cleared, too: a compiler that finds its results in a cache leaves
+    none.
     """
 
-    def __init__(self, tracker: PhaseTracker, apart: Apart | None = None) -> None:
+    def __init__(
+        self, tracker: PhaseTracker, compile_context: CompileContext | None = None
+    ) -> None:
         self._tracker = tracker
-        self._apart = apart
+        self._compile_context = compile_context
         self._frames = LeftFrames()
         self._open = ExitStack()
         self._is_open = False
@@ -58,18 +61,20 @@ class Compiling:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Register callbacks for each compilation inside."""
-        tuners = {name: partial(self._hear_of, *place) for name, place in _TUNERS.items()}
+        tuners = {name: partial(self._wrap_tuner, *place) for name, place in _TUNERS.items()}
         with pytest.MonkeyPatch.context() as self._patches, when_imported(tuners):
             if _CALLBACKS in sys.modules:
                 self._listen()
             else:  # its import takes as long as torch's, and only programs that compile need it
-                self._patches.setattr(torch, "compile", self._first(torch.compile))
+                self._patches.setattr(torch, "compile", self._listens_later(torch.compile))
             try:
                 yield
             finally:
                 self._end()
 
-    def _first(self, compile: Callable[..., Any]) -> Callable[..., Any]:
+    def _listens_later(self, compile: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``torch.compile``, whose call may import Dynamo with its callbacks."""
+
         @functools.wraps(compile)
         def call(*args: Any, **options: Any) -> Any:
             compiled = compile(*args, **options)
@@ -89,19 +94,19 @@ class Compiling:
             starts(handler, *args)
             if not any(each.callback_trigger.name == _RECORDING for each in args):
                 self._begin()
-                if self._apart is not None:
+                if self._compile_context is not None:
                     self._frames.begin()
 
         def run_end_callbacks(handler: Any, *args: Any) -> None:
             self._end()
             ends(handler, *args)
-            if self._apart is not None:
+            if self._compile_context is not None:
                 self._frames.end()
 
         self._patches.setattr(handler, "run_start_callbacks", run_start_callbacks)
         self._patches.setattr(handler, "run_end_callbacks", run_end_callbacks)
 
-    def _hear_of(self, kind: str, method: str, module: ModuleType) -> None:
+    def _wrap_tuner(self, kind: str, method: str, module: ModuleType) -> None:
         tuner = getattr(module, kind, None)
         measure = getattr(tuner, method, None)
         if measure is None:  # another release
@@ -123,8 +128,8 @@ class Compiling:
         if not self._is_open:
             self._is_open = True
             self._open.enter_context(self._tracker.compiling())
-            if self._apart is not None:
-                self._open.enter_context(self._apart())
+            if self._compile_context is not None:
+                self._open.enter_context(self._compile_context())
 
     def _end(self) -> None:
         self._is_open = False

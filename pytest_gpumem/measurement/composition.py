@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from pytest_gpumem.attribution.out_of_memory import OutOfMemory, post_mortem
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.contents import CONTAINERS, attributes_of, is_a, items_of
 from pytest_gpumem.measurement.facts import releases_of
-from pytest_gpumem.measurement.holders import holders_of
+from pytest_gpumem.measurement.holders import holder_names
 from pytest_gpumem.measurement.phases import PhaseTracker, Positions, position_on
 from pytest_gpumem.measurement.statistics import Block, Recorder, Segments
 from pytest_gpumem.measurement.witness import Witness
@@ -38,29 +38,14 @@ from pytest_gpumem.values.measurement import CALL, Measurement, PhaseRecord
 HOLDERS = (torch.nn.Module, torch.optim.Optimizer)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Beginning:
     """The live blocks of every device when the body began, and the positions of its allocators."""
 
     positions: Positions
     held: Mapping[int, list[tuple[int, int, Origin | None]]]
-    segments: Mapping[int, Segments] = field(default_factory=dict)
+    segments: Mapping[int, Segments]
     """The segments held from the driver, where a report shows them over time."""
-
-    @classmethod
-    def of(cls, recorder: Recorder, own: frozenset[Block] | None) -> Beginning:
-        """Return the current state; ``own`` are the test's own blocks, ``None`` where all are."""
-        positions = recorder.positions()
-        addresses = None if own is None else {block.address for block in own}
-        held = {
-            device: [
-                block
-                for block in recorder.held(device)
-                if addresses is None or block[0] in addresses
-            ]
-            for device in range(len(positions))
-        }
-        return cls(positions, held)
 
 
 class Account:
@@ -81,7 +66,7 @@ class Account:
         """The functions of the same names in :class:`History`."""
         self._recorder = recorder
         self._root = root
-        self._set_up = self._beginning = Beginning((), {})
+        self._set_up = self._beginning = Beginning((), {}, {})
         self._end: Positions = ()
         self.witness = Witness(recorder.positions, self._held, self._made_since)
         self.positions = recorder.positions
@@ -96,7 +81,21 @@ class Account:
 
     def set_up(self) -> None:
         """Record the state before the test's fixtures are set up, which may have phases, too."""
-        self._set_up = Beginning.of(self._recorder, None)
+        self._set_up = self._current_state(None)
+
+    def _current_state(self, own: frozenset[Block] | None, *, segments: bool = False) -> Beginning:
+        """Return the state now; ``own`` are the test's own blocks, ``None`` where all are."""
+        positions = self._recorder.positions()
+        devices = range(len(positions))
+        held = {device: list(self._recorder.held(device)) for device in devices}
+        if own is not None:
+            addresses = {block.address for block in own}
+            held = {
+                device: [block for block in blocks if block[0] in addresses]
+                for device, blocks in held.items()
+            }
+        known = {device: self._recorder.segments(device) for device in devices if segments}
+        return Beginning(positions, held, known)
 
     def begin(self, fixtures: Iterable[Any], own: frozenset[Block] | None) -> None:
         """Begin a run of the body; ``fixtures`` are the values that the test was given.
@@ -104,17 +103,20 @@ class Account:
         ``own`` are the test's blocks, ``None`` where there are no others.
         """
         self.witness.begin_run()
-        for holder in _holders(fixtures):
-            self.witness.watch(holder)
-        self._beginning = Beginning.of(self._recorder, own)
-        if self.timelines:
-            devices = range(len(self._beginning.positions))
-            self._beginning.segments = {one: self._recorder.segments(one) for one in devices}
+        self.watch(fixtures)
+        self._beginning = self._current_state(own, segments=self.timelines)
 
-    def found(self, values: Iterable[Any]) -> None:
-        """Watch the ``values`` of fixtures that the body has requested."""
-        for holder in _holders(values):
-            self.witness.watch(holder)
+    def watch(self, values: Iterable[Any]) -> None:
+        """Watch the modules and optimizers among ``values`` and directly inside of them."""
+        for value in values:
+            inner: Iterable[Any] = ()
+            if is_a(value, *CONTAINERS):
+                inner = [item for _, item in items_of(value)]
+            elif not is_a(value, *HOLDERS):
+                inner = attributes_of(value).values()
+            for part in (value, *inner):
+                if is_a(part, *HOLDERS):
+                    self.witness.watch(part)
 
     def watching(self, tracker: PhaseTracker) -> AbstractContextManager[None]:
         """Observe what memory is used for inside, and find the phases of ``tracker``."""
@@ -181,57 +183,52 @@ class Account:
     ) -> History:
         begin = position_on(device, beginning.positions)
         witness = self.witness
-        seen = [one._replace(position=one.position - begin) for one in witness.sightings(device)]
 
-        def shifted(spans: Iterable[Span]) -> list[Span]:
-            return [Span(name, b - begin, e - begin) for name, b, e in spans if b >= begin]
+        def at(positions: Positions) -> int:
+            return position_on(device, positions) - begin
 
-        end = position_on(device, self._end) - begin
+        splits: Sequence[int] = ()
+        if device in beginning.segments:
+            splits = self._recorder.splits(device, begin, beginning.segments[device])
         return History(
             held=beginning.held.get(device, ()),
             events=self._recorder.events(device, begin),
-            phases=shifted(
-                Span(phase.name, position_on(device, b), position_on(device, e))
+            phases=[
+                Span(phase.name, at(opened), at(closed))
                 for phase in tracker.phases.values()
-                for b, e in phase.windows
-            ),
-            automatic=shifted(witness.spans(device)),
-            modules=[(at - begin, path) for at, path in witness.modules(device) if at >= begin],
+                for opened, closed in phase.windows
+                if at(opened) >= 0
+            ],
+            automatic=[
+                Span(name, at(opened), at(closed))
+                for name, opened, closed in witness.spans
+                if at(opened) >= 0
+            ],
+            modules=[(at(called), path) for called, path in witness.marks if at(called) >= 0],
             sightings=[
-                *seen,
-                *(Sighting(end, block.address, WORKSPACE, "", "") for block in workspaces),
+                *(Sighting(at(one[0]), *one[1:]) for one in witness.sightings),
+                *(Sighting(at(self._end), one.address, WORKSPACE, "", "") for one in workspaces),
             ],
-            asides=[
-                (position_on(device, b) - begin, position_on(device, e) - begin)
-                for b, e in tracker.asides
-            ],
-            unmeasured=[
-                (position_on(device, b) - begin, position_on(device, e) - begin)
-                for b, e in tracker.unmeasured_windows
-            ],
+            asides=[(at(opened), at(closed)) for opened, closed in tracker.asides],
+            unmeasured=[(at(opened), at(closed)) for opened, closed in tracker.unmeasured_windows],
             reserved=self._recorder.reserved(device, begin) if self.timelines else (),
-            split=self._splits(device, begin, beginning),
+            split=splits,
             root=self._root,
             classify=self._classify,
             locate=self._locate,
         )
-
-    def _splits(self, device: int, begin: int, beginning: Beginning) -> Sequence[int]:
-        if device not in beginning.segments:
-            return ()
-        return self._recorder.splits(device, begin, beginning.segments[device])
 
 
 def composed(
     phases: Mapping[str, PhaseRecord], found: Mapping[str, Composition]
 ) -> dict[str, PhaseRecord]:
     """Return ``phases`` with the blocks live at their peaks, to the byte."""
-    return {
-        name: _holding(phase, settled(found[name], phase.peak_allocated))
-        if name in found
-        else phase
-        for name, phase in phases.items()
-    }
+    result = dict(phases)
+    for name in phases.keys() & found.keys():
+        exact = settled(found[name], phases[name].peak_allocated)
+        sites = tuple(site.to_dict() for site in exact.sites)
+        result[name] = replace(phases[name], composition=exact.categories, sites=sites)
+    return result
 
 
 def explained_by(first: Measurement, again: Measurement) -> Measurement:
@@ -254,11 +251,6 @@ def explained_by(first: Measurement, again: Measurement) -> Measurement:
     )
 
 
-def _holding(phase: PhaseRecord, composition: Composition) -> PhaseRecord:
-    sites = tuple(site.to_dict() for site in composition.sites)
-    return replace(phase, composition=composition.categories, sites=sites)
-
-
 def leaks(
     history: History, device: int, blocks: Iterable[Block], *, named: bool
 ) -> tuple[dict[str, Any], ...]:
@@ -269,20 +261,5 @@ def leaks(
     left = frozenset(block for block in blocks if block.device == device)
     addresses = {block.address for block in left}
     lives = [life for life in history.lives if life.address in addresses and life.died == FOREVER]
-    holders = holders_of(left) if lives and named else {}
+    holders = holder_names(left) if lives and named else {}
     return tuple(site.to_dict() for site in composition_of(history, lives, holders).sites)
-
-
-def _holders(values: Iterable[Any]) -> Iterable[torch.nn.Module | torch.optim.Optimizer]:
-    """Yield the modules and optimizers among ``values`` and directly inside of them."""
-    for value in values:
-        inner = [value, *_parts(value)]
-        yield from (part for part in inner if is_a(part, *HOLDERS))
-
-
-def _parts(value: Any) -> list[Any]:
-    if is_a(value, *HOLDERS):
-        return []
-    if is_a(value, *CONTAINERS):
-        return [item for _, item in items_of(value)]
-    return list(attributes_of(value).values())

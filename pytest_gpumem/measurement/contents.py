@@ -3,10 +3,15 @@
 A mapping may import modules when its values are asked for, a proxy may compute its ``__class__``
 from an object that is not there yet. So containers are read by the methods of the built-in type
 that they derive from, and kinds are told by ``type()``.
+
+Sources of sharded parameters: torch/distributed/fsdp/_fully_shard/_fsdp_param.py (``FSDPParam``),
+_fsdp_state.py, torch/distributed/_composable_state.py and torch/utils/_python_dispatch.py, torch
+2.6 to 2.13.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
@@ -14,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 MOST_ITEMS = 10_000
 """The most items of a container that are read."""
@@ -59,3 +65,64 @@ def tensors_in(value: Any, levels: int) -> Iterator[torch.Tensor]:
     elif levels:
         for _, item in items_of(value, MOST_ITEMS):
             yield from tensors_in(item, levels - 1)
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return the address of the storage of ``tensor`` on a GPU; 0 where there is none.
+
+    A sparse tensor has no storage of its own, a lazy module's parameter no shape yet.
+    """
+    try:
+        return tensor.untyped_storage().data_ptr() if tensor.is_cuda else 0
+    except (NotImplementedError, RuntimeError, ValueError):
+        return 0
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that have the memory of ``tensor``: a DTensor's is its local one's."""
+    whole: Any = tensor
+    if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(whole):
+        yield tensor
+        return
+    names, _ = whole.__tensor_flatten__()
+    for name in names:
+        part = getattr(whole, name)
+        if isinstance(part, torch.Tensor):
+            yield from parts_of(part)
+
+
+def parameters_aside(part: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
+    """Yield owner, name and parameter of those that ``fully_shard`` keeps for ``part`` elsewhere.
+
+    While a module is whole its shards are not registered, and the whole ones are not otherwise;
+    these hold the gradients of steps that do not reduce them.
+    """
+    for each in _sharded_by(part):
+        owner, name = each._module_info.module, each._module_info.param_name
+        for parameter in (each.sharded_param, getattr(each, "_unsharded_param", None)):
+            if parameter is not None and parameter is not owner._parameters.get(name):
+                yield owner, name, parameter
+
+
+def gradients_aside(part: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
+    """Yield owner, name and gradient that ``fully_shard`` adds up for ``part`` before reducing."""
+    for each in _sharded_by(part):
+        if each.unsharded_accumulated_grad is not None:
+            info = each._module_info
+            yield info.module, info.param_name, each.unsharded_accumulated_grad
+
+
+def _sharded_by(part: torch.nn.Module) -> Iterator[Any]:
+    """Yield the ``fully_shard`` data of each parameter of the group of ``part``."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    state: Any = states._get_module_state(part) if states else None
+    if hasattr(state, "_fsdp_param_groups"):
+        groups = state._fsdp_param_groups
+    else:  # one alone, before torch 2.12
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    for group in groups:
+        if group is not None:
+            yield from group.fsdp_params

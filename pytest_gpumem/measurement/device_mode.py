@@ -104,8 +104,8 @@ def container_limit(
         return "HAMi", hami
     if any(name.startswith("CUDA_DEVICE_SM_LIMIT") for name in environ):
         return "HAMi", None  # the container has the whole memory and a part of the time
-    limit = _cgpu_limit(environ, total)
-    return None if limit is None else ("cGPU", limit)
+    cgpu = _cgpu_limit(environ, total)
+    return None if cgpu is None else ("cGPU", cgpu)
 
 
 def _hami_limit(environ: Mapping[str, str], index: int) -> int | None:

@@ -1,11 +1,9 @@
 """Events of a running test that memory depends on, recorded as evidence for causes.
 
-Memory that libraries keep on the device until the process ends: workspaces, masks, histories.
-
-It is no leak of a test, like the workspaces of cuBLAS.
-
-Source: Transformer Engine 2.8, pytorch/module/base.py (``get_workspace``), pytorch/fp8.py
-(``FP8GlobalStateManager``) and pytorch/attention/dot_product_attention/utils.py and softmax.py.
+Memory that libraries keep on the device until the process ends, workspaces, masks and histories, is
+no leak of a test. Source: Transformer Engine 2.8, pytorch/module/base.py (``get_workspace``),
+pytorch/fp8.py (``FP8GlobalStateManager``) and pytorch/attention/dot_product_attention/utils.py and
+softmax.py.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from typing import Any
 import torch
 
 from pytest_gpumem.measurement.carried import Carried, Held, MadeSince
-from pytest_gpumem.measurement.phases import Positions
 from pytest_gpumem.values.errors import SimulationError
 
 MOST_NAMES = 20
@@ -59,34 +56,38 @@ class Facts:
         self._unfused: dict[str, None] = {}
         self.failed_unfused = ""
         """The reason why the attention kernel in which memory ran out was not a fused one."""
-        self._carried = Carried(held, made_since)
+        self.carried = Carried(held, made_since)
 
     def forward(
-        self, known: Callable[[], Iterable[int]], given: Callable[[], Iterable[torch.Tensor]]
+        self, owned: Callable[[], Iterable[int]], given: Callable[[], Iterable[torch.Tensor]]
     ) -> None:
-        """Record an outermost forward that is called with ``given``; ``known`` are the addresses
-        that modules and optimizers hold."""
+        """Record an outermost forward; the arguments are those of :meth:`Carried.forward`."""
         on = torch.is_grad_enabled()
         self._grad["on" if on else "off"] += 1
         self._graphs += on
         self._most_graphs = max(self._most_graphs, self._graphs)
-        self._carried.forward(known, given)
-
-    def forward_ended(self, positions: Positions) -> None:
-        """Record the end of an outermost forward."""
-        self._carried.forward_ended(positions)
+        self.carried.forward(owned, given)
 
     def model(self, module: torch.nn.Module) -> None:
         """Record a model: its size, its largest parameters and how it is sharded."""
-        named = [(name, one) for name, one in module.named_parameters() if _has_shape(one)]
+        named = [
+            (name, one)
+            for name, one in module.named_parameters()
+            if not isinstance(one, torch.nn.UninitializedParameter)
+        ]
         named.sort(key=lambda pair: (-pair[1].numel(), pair[0]))
+        elements: Counter[torch.dtype] = Counter()
+        for _, one in named:
+            elements[one.dtype] += one.numel()
         units = {
-            _general(path) or "the root" for path, part in module.named_modules() if _shards(part)
+            _general(path) or "the root"
+            for path, part in module.named_modules()
+            if any(base.__name__ in _SHARDING for base in type(part).__mro__)
         }
         self._models[type(module).__name__] = {
-            "parameters": sum(one.numel() for _, one in named),
+            "parameters": elements.total(),
             "trained": sum(one.numel() for _, one in named if one.requires_grad),
-            "dtype": _most_common_dtype([one for _, one in named]),
+            "dtype": _name_of(elements.most_common(1)[0][0]) if elements else "",
             "largest": {_general(name): list(one.shape) for name, one in named[:MOST_LARGEST]},
             **({"sharded": sorted(units)} if units else {}),
         }
@@ -116,7 +117,11 @@ class Facts:
         kind = type(optimizer).__name__
         if kind not in self._optimizers:
             states: Mapping[str, Any] = next((s for s in optimizer.state.values() if s), {})
-            names = [name for name, value in states.items() if _is_large(value)]
+            names = [
+                name
+                for name, value in states.items()
+                if isinstance(value, torch.Tensor) and value.dim() > 0
+            ]
             self._optimizers[kind] = {"kind": _implementation(optimizer), "state": sorted(names)}
 
     def called(self, path: str, arguments: tuple[Any, ...]) -> None:
@@ -161,7 +166,7 @@ class Facts:
                 **self._attention,
                 **({"why": list(self._unfused)} if self._unfused else {}),
             },
-            "carried": self._carried.to_dict(),
+            "carried": self.carried.to_dict(),
         }
         return {name: value for name, value in found.items() if value}
 
@@ -178,23 +183,8 @@ def _implementation(optimizer: torch.optim.Optimizer) -> str:
     return "foreach" if group.get("foreach") or on_cuda else "for-loop"
 
 
-def _has_shape(parameter: torch.nn.Parameter) -> bool:
-    return not isinstance(parameter, torch.nn.UninitializedParameter)
-
-
-def _most_common_dtype(parameters: Iterable[torch.Tensor]) -> str:
-    elements: Counter[torch.dtype] = Counter()
-    for one in parameters:
-        elements[one.dtype] += one.numel()
-    return str(elements.most_common(1)[0][0]).removeprefix("torch.") if elements else ""
-
-
-def _shards(module: torch.nn.Module) -> bool:
-    return any(base.__name__ in _SHARDING for base in type(module).__mro__)
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _has_fused_kernel(*params: Any) -> bool | None:
@@ -212,9 +202,8 @@ def _has_fused_kernel(*params: Any) -> bool | None:
 
 
 def _why_unfused(query: torch.Tensor) -> str:
-    dtype = str(query.dtype).removeprefix("torch.")
     if query.dtype not in _FUSED_DTYPES:
-        return f"no fused kernel takes {dtype}"
+        return f"no fused kernel takes {_name_of(query.dtype)}"
     capability = torch.cuda.get_device_capability(query.device)
     if query.dtype is torch.bfloat16 and capability < _BFLOAT16_SINCE:
         major, minor = capability
@@ -244,13 +233,13 @@ _KEPT = (
 
 def kept_by_libraries() -> list[Any]:
     """Return the objects that imported libraries keep."""
-    return [_found(sys.modules.get(name), path) for name, path in _KEPT]
-
-
-def _found(value: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        value = getattr(value, name, None)
-    return value
+    values: list[Any] = []
+    for module, path in _KEPT:
+        value: Any = sys.modules.get(module)
+        for name in path:
+            value = getattr(value, name, None)
+        values.append(value)
+    return values
 
 
 def releases_of(sites: Iterable[str], root: str) -> dict[str, str]:
@@ -259,15 +248,13 @@ def releases_of(sites: Iterable[str], root: str) -> dict[str, str]:
     Files under ``root`` are the project's own.
     """
     paths = {site.rpartition(":")[0] for site in sites}
-    packages = {
-        path.partition("/")[0].removesuffix(".py") for path in paths if not _own(path, root)
-    }
-    found = {package: _release(package) for package in sorted(packages)}
-    return {package: release for package, release in found.items() if release}
+    foreign = {path for path in paths if not _is_own(path, root)}
+    packages = {path.partition("/")[0].removesuffix(".py") for path in foreign}
+    return {package: found for package in sorted(packages) if (found := _release(package))}
 
 
 @cache
-def _own(path: str, root: str) -> bool:
+def _is_own(path: str, root: str) -> bool:
     return not path or Path(root, path).exists()
 
 

@@ -6,13 +6,14 @@ with the instance, and every test that uses it is charged the same.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pytest_gpumem.measurement.phases import Bytes, Extent
-from pytest_gpumem.measurement.statistics import Reading, Readings, Statistics
+from pytest_gpumem.measurement.phases import Extent
+from pytest_gpumem.measurement.statistics import Bytes, CudaStatistics, Readings
 
 FixtureKey = Any
 """A pytest ``FixtureDef``: one per fixture function and place, with one live instance."""
@@ -34,8 +35,11 @@ class _SetUp:
     """A set-up in progress."""
 
     def __init__(self, start: Readings) -> None:
-        self.start = {device: _present(now) for device, now in start.items()}
-        self.nested_bytes: dict[int, Bytes] = {}
+        self.start = {device: now.held for device, now in start.items()}
+        self.base = dict(self.start)
+        """The bytes at the start, and those that nested fixtures hold."""
+        self.left: dict[int, Bytes] = {}
+        """The bytes that the set-up left, with nested fixtures."""
         self.peak: dict[int, Bytes] = {}
         self.allocations = _allocations(start)
         self.nested: list[FixtureKey] = []
@@ -43,32 +47,25 @@ class _SetUp:
     def reach(self, readings: Readings) -> None:
         """Include the peaks of a window in which no requested fixture was being set up."""
         for device, reading in readings.items():
-            above = Bytes(reading.peak_allocated, reading.peak_reserved) - self.base(device)
-            known = self.peak.get(device, Bytes())
-            self.peak[device] = Bytes(
-                max(known.allocated, above.allocated), max(known.reserved, above.reserved)
-            )
+            above = reading.peak - self.base.get(device, Bytes())
+            self.peak[device] = above.at_least(self.peak.get(device, Bytes()))
 
-    def base(self, device: int) -> Bytes:
-        """Return the bytes on ``device`` at the start, and those that nested fixtures hold."""
-        nested = self.nested_bytes.get(device, Bytes())
-        return self.start.get(device, Bytes()) + nested
-
-    def finish(self, statistics: Statistics, tidy: Callable[[], None]) -> dict[int, Bytes]:
+    def finish(self, statistics: CudaStatistics, tidy: Callable[[], None]) -> dict[int, Bytes]:
         """Return the bytes that the set-up left, by device, without nested fixtures."""
         end = statistics.harvest()
         if _allocations(end) != self.allocations:
             tidy()
             end = statistics.harvest()
         self.allocations = _allocations(end) - self.allocations
-        return {device: _present(now) - self.base(device) for device, now in end.items()}
+        held = {device: now.held for device, now in end.items()}
+        self.left = {one: now - self.start.get(one, Bytes()) for one, now in held.items()}
+        return {one: now - self.base.get(one, Bytes()) for one, now in held.items()}
 
-    def take(self, fixture: FixtureKey, inner: _SetUp, held: Mapping[int, Bytes]) -> None:
+    def take(self, fixture: FixtureKey, inner: _SetUp) -> None:
         """Assign the bytes of a nested set-up to its own fixture."""
         self.nested.append(fixture)
         self.allocations += inner.allocations
-        _add(self.nested_bytes, held)
-        _add(self.nested_bytes, inner.nested_bytes)
+        _add(self.base, inner.left)
 
 
 class FixtureLedger:
@@ -101,18 +98,17 @@ class FixtureLedger:
         """
         record = self._records.get(fixture)
         if record is not None:
-            self._know(record.held, -1)
-            self._know(held, +1)
+            self._count_known(record.held, -1)
+            self._count_known(held, +1)
             self._records[fixture] = replace(record, held=held, peak=peak)
 
     def forget(self, fixture: FixtureKey) -> None:
         """Drop the record of a fixture that has been torn down."""
-        gone = self._records.pop(fixture, FixtureRecord())
-        self._know(gone.held, -1)
+        self._count_known(self._records.pop(fixture, FixtureRecord()).held, -1)
 
     @contextmanager
     def metering(
-        self, fixture: FixtureKey, statistics: Statistics, tidy: Callable[[], None]
+        self, fixture: FixtureKey, statistics: CudaStatistics, tidy: Callable[[], None]
     ) -> Iterator[list[FixtureKey]]:
         """Meter the set-up of ``fixture``, which runs inside.
 
@@ -130,16 +126,16 @@ class FixtureLedger:
             held = own.finish(statistics, tidy)
             self._open.pop()
             self._records[fixture] = FixtureRecord(held, own.peak, tuple(own.nested))
-            self._know(held, +1)
+            self._count_known(held, +1)
             if outer is None:
                 statistics.listeners.remove(self._reach)
             else:
-                outer.take(fixture, own, held)
+                outer.take(fixture, own)
 
     def _reach(self, readings: Readings) -> None:
         self._open[-1].reach(readings)
 
-    def _know(self, held: Mapping[int, Bytes], sign: int) -> None:
+    def _count_known(self, held: Mapping[int, Bytes], sign: int) -> None:
         for device, amount in held.items():
             self._known[device] = self._known.get(device, 0) + sign * amount.allocated
 
@@ -164,25 +160,19 @@ class FixtureLedger:
             _add(total, self.record(fixture).held)
         return total
 
-    def setup_extents(self, fixtures: Iterable[FixtureKey]) -> dict[int, Extent]:
+    def setup_extents(self, fixtures: Iterable[FixtureKey]) -> defaultdict[int, Extent]:
         """Return the extents of setting up ``fixtures``, one after the other from nothing."""
         running: dict[int, Bytes] = {}
-        extents: dict[int, Extent] = {}
+        extents: defaultdict[int, Extent] = defaultdict(Extent)
         for fixture in self.with_nested(fixtures):
             record = self.record(fixture)
             for device, peak in record.peak.items():
                 top = running.get(device, Bytes()) + peak
-                extent = extents.setdefault(device, Extent())
-                extent.peak_allocated = max(extent.peak_allocated, top.allocated)
-                extent.peak_reserved = max(extent.peak_reserved, top.reserved)
+                extents[device].peak = top.at_least(extents[device].peak)
             _add(running, record.held)
         for device, held in running.items():
-            extents.setdefault(device, Extent()).allocated_after = held.allocated
+            extents[device].allocated_after = held.allocated
         return extents
-
-
-def _present(reading: Reading) -> Bytes:
-    return Bytes(reading.allocated, reading.reserved)
 
 
 def _allocations(readings: Readings) -> int:

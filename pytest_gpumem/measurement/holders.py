@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from pytest_gpumem.measurement.contents import attributes_of, is_a
-from pytest_gpumem.measurement.leaks import Places, Referrers, blocks_reachable, graph_of
+from pytest_gpumem.measurement.leaks import BlockLookup, Referrers, blocks_reachable, graph_of
 from pytest_gpumem.measurement.statistics import Block
 
 LONGEST_CHAIN = 8
@@ -25,7 +25,7 @@ _OWN = __name__.partition(".")[0]
 _FOREIGN = (_OWN, "_pytest", "pluggy", "pytest", "gc")
 
 
-def holders_of(blocks: frozenset[Block]) -> dict[int, str]:
+def holder_names(blocks: frozenset[Block]) -> dict[int, str]:
     """Return the expressions that refer to ``blocks``, by address, as far as they can be found.
 
     ``cache.KEPT[2]`` for a tensor that a global keeps, ``the graph of train.losses[0]`` for one
@@ -33,23 +33,23 @@ def holders_of(blocks: frozenset[Block]) -> dict[int, str]:
     """
     heap = Referrers.now()
     tensors = heap.tensors()
-    places = Places(blocks)
-    at: dict[int, list[torch.Tensor]] = {}
+    blocks_of = BlockLookup(blocks)
+    at: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
-        if block := places.of(tensor):
-            at.setdefault(block.address, []).append(tensor)
-    found = _named_ones(heap, at)
+        if block := blocks_of.block_of(tensor):
+            at[block.address].append(tensor)
+    found = _holder_names(heap, at)
     missing = frozenset(block for block in blocks if block.address not in found)
     graphs = [tensor for tensor in tensors if graph_of(tensor)] if missing else []
-    in_graphs: dict[int, list[torch.Tensor]] = {}
+    in_graphs: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
     for tensor in graphs[:MOST_GRAPHS]:
         for block in blocks_reachable([tensor], missing):
-            in_graphs.setdefault(block.address, []).append(tensor)
-    names = _named_ones(heap, in_graphs)
+            in_graphs[block.address].append(tensor)
+    names = _holder_names(heap, in_graphs)
     return {**found, **{address: f"the graph of {name}" for address, name in names.items()}}
 
 
-def _named_ones(heap: Referrers, groups: Mapping[int, list[torch.Tensor]]) -> dict[int, str]:
+def _holder_names(heap: Referrers, groups: Mapping[int, list[torch.Tensor]]) -> dict[int, str]:
     """Return for each group the name of its first tensor that has one."""
     tensors = {id(tensor): tensor for group in groups.values() for tensor in group}
     searches = {key: _Search(tensor) for key, tensor in tensors.items()}
@@ -60,11 +60,11 @@ def _named_ones(heap: Referrers, groups: Mapping[int, list[torch.Tensor]]) -> di
         heap.find(link.value for search in under_way for link in search.frontier)
         for search in under_way:
             search.advance(heap)
-    names = {
-        address: next((name for one in group if (name := searches[id(one)].name)), None)
-        for address, group in groups.items()
-    }
-    return {address: name for address, name in names.items() if name is not None}
+    names: dict[int, str] = {}
+    for address, group in groups.items():
+        found = [name for tensor in group if (name := searches[id(tensor)].name)]
+        names.update((address, name) for name in found[:1])
+    return names
 
 
 class _Link(NamedTuple):
@@ -95,11 +95,11 @@ class _Search:
         links, self.frontier = self.frontier[: self._left], []
         self._left -= len(links)
         for link in links:
-            for referrer in heap.of(link.value):
+            for referrer in heap.referring_to(link.value):
                 if id(referrer) in self._seen or _is_ours(referrer):
                     continue
                 self._seen.add(id(referrer))
-                self.name = _named(heap, referrer, link)
+                self.name = _holder_expression(heap, referrer, link)
                 if self.name is not None:
                     self.frontier = []
                     return
@@ -127,7 +127,7 @@ def _followed(heap: Referrers, referrer: Any, link: _Link) -> _Link | None:
     return _Link(referrer, path) if followed else None
 
 
-def _named(heap: Referrers, referrer: Any, link: _Link) -> str | None:
+def _holder_expression(heap: Referrers, referrer: Any, link: _Link) -> str | None:
     """Return the expression that begins with a module, class or frame, if ``referrer`` is one."""
     value, path, key = link
     if is_a(referrer, types.FrameType):

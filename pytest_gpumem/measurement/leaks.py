@@ -34,32 +34,38 @@ def leaked_blocks(
 
 
 def blocks_reachable(roots: Iterable[Any], blocks: frozenset[Block]) -> frozenset[Block]:
-    """Return the ``blocks`` that contain tensors reachable from ``roots``."""
-    places = Places(blocks)
-    found = (places.of(tensor) for tensor in reachable_tensors(roots))
+    """Return the ``blocks`` that contain tensors reachable from ``roots``.
+
+    They are reached by attributes, containers, closures and graphs.
+    """
+    blocks_of = BlockLookup(blocks)
+    found = map(blocks_of.block_of, filter(holds_memory, reachable_objects(roots)))
     return frozenset(block for block in found if block is not None)
 
 
-class Places:
+class BlockLookup:
     """A lookup of the block that a tensor lies in."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         self._ordered = sorted(blocks, key=lambda block: block.address)
         self._addresses = [block.address for block in self._ordered]
 
-    def of(self, tensor: torch.Tensor) -> Block | None:
+    def block_of(self, tensor: torch.Tensor) -> Block | None:
         """Return the block of ``tensor``, ``None`` where it is in none of them."""
-        pointer = _data_pointer(tensor)
+        try:
+            pointer = tensor.data_ptr()
+        except (
+            RuntimeError,
+            UnknownValueError,
+        ):  # sparse, without a storage, or a copy on the host
+            return None
+        except ValueError:  # a lazy module's parameter, which has no shape yet and no memory
+            return None
         index = bisect_right(self._addresses, pointer) - 1
         if index < 0:
             return None
         block = self._ordered[index]
         return block if pointer < block.address + block.size else None
-
-
-def reachable_tensors(roots: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that ``roots`` hold: in attributes, containers, closures and graphs."""
-    return filter(holds_memory, reachable_objects(roots))
 
 
 def reachable_objects(roots: Iterable[Any]) -> Iterator[Any]:
@@ -71,7 +77,7 @@ def reachable_objects(roots: Iterable[Any]) -> Iterator[Any]:
         if id(value) in seen or value is None:
             continue
         seen[id(value)] = value
-        if _is_foreign(value):
+        if type(value).__module__.partition(".")[0] in _FOREIGN:
             continue
         yield value
         if not is_a(value, *_NOT_ENTERED):
@@ -110,10 +116,6 @@ def graph_of(tensor: torch.Tensor) -> Any:
         return None
 
 
-def _is_foreign(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] in _FOREIGN
-
-
 def _referents(value: Any) -> Iterable[Any]:
     if is_a(value, torch.Tensor):
         return [*gc.get_referents(value), *_tensor_parts(value)]
@@ -147,15 +149,6 @@ def _node_parts(node: Any) -> Iterator[Any]:
                 yield getattr(node, name)
             except RuntimeError:  # freed: the graph has been run backward
                 continue
-
-
-def _data_pointer(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except (RuntimeError, UnknownValueError):  # sparse, without a storage, or a copy on the host
-        return 0
-    except ValueError:  # a lazy module's parameter, which has no shape yet and no memory
-        return 0
 
 
 CHUNK = 128
@@ -195,7 +188,7 @@ class Referrers:
                     for key in wanted.intersection(map(id, gc.get_referents(referrer))):
                         self._found[key].append(referrer)
 
-    def of(self, value: Any) -> list[Any]:
+    def referring_to(self, value: Any) -> list[Any]:
         """Return the objects that refer to ``value``, which :meth:`find` was given."""
         return self._found[id(value)]
 

@@ -14,19 +14,19 @@ from pytest_gpumem.attribution.out_of_memory import OutOfMemory
 from pytest_gpumem.attribution.timeline import timeline_of
 from pytest_gpumem.collector import collect_garbage, garbage_kept
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
-from pytest_gpumem.measurement.compiling import Apart, Compiling
+from pytest_gpumem.measurement.compiling import CompileContext, Compiling
 from pytest_gpumem.measurement.composition import Account, composed, leaks
 from pytest_gpumem.measurement.facts import kept_by_libraries
 from pytest_gpumem.measurement.fixtures import FixtureKey, FixtureLedger
 from pytest_gpumem.measurement.leaks import blocks_reachable, leaked_blocks
-from pytest_gpumem.measurement.phases import (
+from pytest_gpumem.measurement.phases import Phase, PhaseTracker, bytes_on, record_of
+from pytest_gpumem.measurement.statistics import (
+    Block,
     Bytes,
-    Extent,
-    PhaseTracker,
-    Positions,
-    bytes_on,
+    CudaStatistics,
+    Reading,
+    clear_workspaces,
 )
-from pytest_gpumem.measurement.statistics import Block, Reading, Statistics, clear_workspaces
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.measurement import CALL, SETUP, Measurement, PhaseRecord
 
@@ -43,14 +43,14 @@ class Meter:
 
     def __init__(
         self,
-        statistics: Statistics,
+        statistics: CudaStatistics,
         ledger: FixtureLedger,
         account: Account | None = None,
         *,
         numbered: bool = False,
-        apart: Apart | None = None,
+        compile_context: CompileContext | None = None,
     ) -> None:
-        self._apart = apart
+        self._compile_context = compile_context
         """Returns a context in which torch compiles, which leaves nothing reserved."""
         self._numbered = numbered
         """Whether each window of a phase is a phase of its own."""
@@ -84,28 +84,27 @@ class Meter:
             self._ledger.metering(fixture, self._statistics, collect_garbage) as nested,
         ):
             yield nested
-        self._know(fixture)
+        self._charge_requested(fixture)
 
     @contextmanager
     def running(self, fixtures: Iterable[FixtureKey]) -> Iterator[None]:
         """Run the body inside, on a clean start; ``fixtures`` are those that it is charged for."""
         self._clean_start()
         if self._stray is None:
-            self._stray = {
-                device: Bytes(now.allocated, now.reserved)
-                for device, now in self._statistics.harvest().items()
-            }
+            readings = self._statistics.harvest()
+            self._stray = {device: now.held for device, now in readings.items()}
         self._charge(fixtures)
         self._before = self._statistics.live_blocks()
         self.tracker.restart()
         if self._account is not None:
             values = values_of(self._ledger.with_nested(fixtures))
-            strangers = any(stray.allocated for stray in (self._stray or {}).values())
-            own = blocks_reachable(values, self._before) if strangers else None
+            has_stray = any(stray.allocated for stray in self._stray.values())
+            own = blocks_reachable(values, self._before) if has_stray else None
             self._account.begin(values, own)
         self._running = True
         try:
-            with self.tracker.window(CALL), Compiling(self.tracker, self._apart).watched():
+            compiling = Compiling(self.tracker, self._compile_context)
+            with self.tracker.window(CALL), compiling.watched():
                 yield
         finally:
             self._running = False
@@ -125,7 +124,7 @@ class Meter:
     def account_by(self, account: Account) -> None:
         """Attribute the memory of a further run by ``account``.
 
-        What the earlier runs have left is a stranger's in it.
+        Memory that the earlier runs have left is stray in it.
         """
         self._account = account
         self._stray = None
@@ -133,7 +132,7 @@ class Meter:
         self.tracker = self._tracker()
 
     def _tracker(self) -> PhaseTracker:
-        positions = self._account.positions if self._account else _nothing_recorded
+        positions = self._account.positions if self._account else tuple
         return PhaseTracker(self._statistics, positions, numbered=self._numbered)
 
     def out_of_memory(
@@ -144,23 +143,20 @@ class Meter:
             return None
         return self._account.out_of_memory(device, self.tracker, total=total, version=version)
 
-    def found(self, fixture: FixtureKey, bring: Callable[[], None]) -> None:
+    def reused(self, fixture: FixtureKey, repeat_set_up: Callable[[], None]) -> None:
         """Meter a fixture that the body requests and that an earlier test has set up.
 
-        ``bring`` puts its blocks into the memory of this test, as its set-up would do now.
+        ``repeat_set_up`` puts its blocks into the memory of this test, as its set-up would do now.
         """
-        with (
-            garbage_kept(),
-            self.tracker.aside(lambda: self._ledger.record(fixture).held),
-        ):
-            bring()
-        self._know(fixture)
+        with garbage_kept(), self.tracker.aside(lambda: self._ledger.record(fixture).held):
+            repeat_set_up()
+        self._charge_requested(fixture)
 
-    def _know(self, fixture: FixtureKey) -> None:
+    def _charge_requested(self, fixture: FixtureKey) -> None:
         """Charge a fixture that the body has requested, and watch its values."""
         self._charged.append(fixture)
         if self._account is not None:
-            self._account.found(values_of([fixture]))
+            self._account.watch(values_of([fixture]))
 
     def watching(self) -> AbstractContextManager[None]:
         """Find automatic phases inside, and observe what memory is used for."""
@@ -203,7 +199,7 @@ class Meter:
         self._statistics.synchronize()
         workspaces, after = clear_workspaces(self._statistics)
         leaked = self._left_behind(self._before, after, roots) if passed else None
-        setup = self._ledger.setup_extents(fixtures)
+        setup = Phase(SETUP, None, entered=1, extents=self._ledger.setup_extents(fixtures))
         now = {device: Reading(), **self._statistics.harvest()}
         return {
             index: self._measurement(index, reading, setup, workspaces, leaked)
@@ -214,7 +210,7 @@ class Meter:
         self,
         device: int,
         now: Reading,
-        setup: Mapping[int, Extent],
+        setup: Phase,
         workspaces: frozenset[Block],
         leaked: frozenset[Block] | None,
     ) -> Measurement:
@@ -241,13 +237,15 @@ class Meter:
             leaked=None if leaked is None else bytes_on(device, leaked),
             cublas_workspace=call.cublas_workspace,
             stray=max(stray.allocated, 0),
-            phases={SETUP: _setup_phase(setup.get(device, Extent())), **phases},
+            phases={SETUP: record_of(setup, device, Bytes()), **phases},
             composition=call.composition,
             sites=call.sites,
             leaks=left,
             timeline=timeline,
             facts=self._account.facts(call.sites) if self._account else {},
-            notes=() if self._apart else compiled_beside(self.tracker.compiled.get(device, 0)),
+            notes=()
+            if self._compile_context
+            else compiled_beside(self.tracker.compiled.get(device, 0)),
         )
 
     def _clean_start(self) -> None:
@@ -278,9 +276,8 @@ class Meter:
 
     def _charge(self, fixtures: Iterable[FixtureKey]) -> None:
         """Subtract the bytes that ``fixtures`` hold from the stray ones."""
-        new = [fixture for fixture in fixtures if fixture not in self._charged]
         known = self._ledger.held(self._charged)
-        self._charged += new
+        self._charged += [fixture for fixture in fixtures if fixture not in self._charged]
         stray = self._stray if self._stray is not None else {}
         for device, held in self._ledger.held(self._charged).items():
             owned = held - known.get(device, Bytes())
@@ -297,20 +294,6 @@ def compiled_beside(nbytes: int) -> tuple[str, ...]:
     return (
         f"torch compiled while the test ran and took up to {format_size(nbytes)} for that, which "
         "is in no peak of allocated memory; what it reserved stays: warmup=1 measures without",
-    )
-
-
-def _nothing_recorded() -> Positions:
-    return ()
-
-
-def _setup_phase(extent: Extent) -> PhaseRecord:
-    return PhaseRecord(
-        name=SETUP,
-        peak_allocated=extent.peak_allocated,
-        peak_reserved=extent.peak_reserved,
-        allocated_before=0,
-        allocated_after=extent.allocated_after,
     )
 
 

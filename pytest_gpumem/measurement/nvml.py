@@ -99,13 +99,14 @@ def read_device(
     NVML may count differently, so prefer the UUID where torch provides it. To see this process, and
     to see MPS, read after the CUDA context exists.
     """
-    known = os.environ if environ is None else environ
-    asker = os.getpid() if pid is None else pid
-    return _reading(nvml, lambda session: session.read(device, asker), known)
+    return _reading(nvml, lambda session: session.read(device), environ, pid)
 
 
 def _reading(
-    nvml: Nvml | None, read: Callable[[_Reader], T], environ: Mapping[str, str]
+    nvml: Nvml | None,
+    read: Callable[[_Reader], T],
+    environ: Mapping[str, str] | None = None,
+    pid: int | None = None,
 ) -> T | NvmlAbsent:
     library = nvml if nvml is not None else load_nvml()
     if library is None:
@@ -114,13 +115,14 @@ def _reading(
         library.nvmlInit()
     except library.NVMLError as error:
         return NvmlAbsent(reason_of(error))
-    session = _Reader(library, environ)
+    known = os.environ if environ is None else environ
+    session = _Reader(library, known, os.getpid() if pid is None else pid)
     try:
         return read(session)
     except (NoDeviceError, library.NVMLError) as error:
         return NvmlAbsent(reason_of(error))
     finally:
-        session.ask(library.nvmlShutdown)
+        session.query(library.nvmlShutdown)
 
 
 def read_all(nvml: Nvml | None = None) -> list[NvmlReading] | NvmlAbsent:
@@ -128,7 +130,7 @@ def read_all(nvml: Nvml | None = None) -> list[NvmlReading] | NvmlAbsent:
 
     ``CUDA_VISIBLE_DEVICES`` has no effect on it.
     """
-    return _reading(nvml, lambda session: session.read_all(os.getpid()), os.environ)
+    return _reading(nvml, lambda session: session.read_each(session.handles()))
 
 
 def read_visible(
@@ -138,8 +140,7 @@ def read_visible(
 
     Of a GPU that MIG divides, every instance is read, though CUDA shows a process only one.
     """
-    known = os.environ if environ is None else environ
-    return _reading(nvml, lambda session: session.read_visible(os.getpid()), known)
+    return _reading(nvml, lambda session: session.read_each(session.visible()), environ)
 
 
 class NvmlMemory:
@@ -151,7 +152,7 @@ class NvmlMemory:
     def __init__(self, uuid: str, nvml: Nvml | None = None) -> None:
         self._uuid = uuid
         self._given = nvml
-        self._session: _Reader | None = None
+        self._session: NvmlSession | None = None
         self._handle: Any = None
         self._process = 0
 
@@ -164,12 +165,12 @@ class NvmlMemory:
             raise LookupError(reason_of(error)) from error
         return used, session.used_by_process(self._handle) or {}
 
-    def _opened(self) -> _Reader:
+    def _opened(self) -> NvmlSession:
         if self._session is None or self._process != os.getpid():
             library = self._given if self._given is not None else load_nvml()
             if library is None:
                 raise LookupError(NOT_INSTALLED)
-            session = _Reader(library, {})
+            session = NvmlSession(library, {})
             try:
                 library.nvmlInit()
                 self._handle = session.by_uuid(self._uuid)
@@ -179,62 +180,79 @@ class NvmlMemory:
         return self._session
 
 
+@dataclass(frozen=True)
 class _Reader(NvmlSession):
-    def read(self, device: int | str, pid: int) -> NvmlReading:
-        return self._read(self.instance(self.find(device)), pid)
+    """A session that makes readings for the process ``pid``."""
 
-    def read_all(self, pid: int) -> list[NvmlReading]:
-        return self._read_with_instances(self.handles(), pid)
+    pid: int
 
-    def read_visible(self, pid: int) -> list[NvmlReading]:
+    def read(self, device: int | str) -> NvmlReading:
+        return self._read(self.instance(self.find(device)))
+
+    def visible(self) -> list[Any]:
+        """Return the handles of the devices that CUDA shows."""
         handles = list(self.handles())
         entries = visible_devices(self.environ.get("CUDA_VISIBLE_DEVICES"), len(handles))
         chosen = [entry for entry in entries if isinstance(entry, int)]
         if len(chosen) not in (0, len(handles)):
             self.require_one_order(handles)
-        found = [handles[one] if isinstance(one, int) else self.by_uuid(one) for one in entries]
-        return self._read_with_instances(found, pid)
+        return [handles[one] if isinstance(one, int) else self.by_uuid(one) for one in entries]
 
-    def _read_with_instances(self, handles: Iterable[Any], pid: int) -> list[NvmlReading]:
-        found = []
-        for handle in handles:
-            instances = list(self.instances(handle))
-            found += [self._read(one, pid) for one in instances or [handle]]
-        return found
+    def read_each(self, handles: Iterable[Any]) -> list[NvmlReading]:
+        """Read devices, each instance of those that MIG divides."""
+        return [self._read(one) for each in handles for one in list(self.instances(each)) or [each]]
 
-    def _read(self, handle: Any, pid: int) -> NvmlReading:
+    def _read(self, handle: Any) -> NvmlReading:
         nvml = self.nvml
         memory = self.memory(handle)
-        rates = self.ask(nvml.nvmlDeviceGetUtilizationRates, handle)
-        processes = self._processes(handle)
-        own = None if processes is None else processes.get(pid)
+        rates = self.query(nvml.nvmlDeviceGetUtilizationRates, handle)
+        listed = self._processes(handle)
+        processes = listed or {}
+        own = processes.get(self.pid)
+        # One unrecognised process may be this one under its PID on the host; two cannot both be.
+        alone = len(processes) == 1 if own else False if len(processes) > 1 else None
         return NvmlReading(
             uuid=nvml.nvmlDeviceGetUUID(handle),
             name=nvml.nvmlDeviceGetName(handle),
-            driver=self.ask(nvml.nvmlSystemGetDriverVersion),
+            driver=self.query(nvml.nvmlSystemGetDriverVersion),
             total=int(memory.total),
             used=int(memory.used),
             free=int(memory.free),
             process_used=own.used if own else None,
-            unattributed=_unattributed(processes, pid),
-            others=None if processes is None else _others(processes, pid),
-            alone=_alone(processes, pid),
-            mode=self._mode(handle, processes or {}, int(memory.total)),
+            unattributed=self._unattributed(listed),
+            others=None
+            if listed is None
+            else tuple(each for each in processes.values() if each.pid != self.pid),
+            alone=alone,
+            mode=self._mode(handle, processes, int(memory.total)),
             gpu_percent=None if rates is None else int(rates.gpu),
             memory_percent=None if rates is None else int(rates.memory),
-            process_gpu_percent=self._percents(handle).get(pid),
+            process_gpu_percent=self._percents(handle).get(self.pid),
         )
+
+    def _unattributed(self, processes: Mapping[int, NvmlProcess] | None) -> str | None:
+        if processes is None:
+            return "NVML does not list the device's processes"
+        if self.pid not in processes:
+            return (
+                f"this process (PID {self.pid}) is not among those NVML lists; "
+                "in a container their PIDs may be the host's"
+            )
+        if processes[self.pid].used is None:
+            return f"NVML does not say how much this process (PID {self.pid}) uses"
+        return None
 
     def _mode(self, handle: Any, processes: Mapping[int, NvmlProcess], total: int) -> NvmlMode:
         nvml = self.nvml
         name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
-        virtualization = self.ask(nvml.nvmlDeviceGetVirtualizationMode, handle)
-        compute_mode = self.ask(nvml.nvmlDeviceGetComputeMode, handle)
+        virtualization = self.query(nvml.nvmlDeviceGetVirtualizationMode, handle)
+        compute_mode = self.query(nvml.nvmlDeviceGetComputeMode, handle)
         limited_by, limit = self._limit(handle, uuid, total) or (None, None)
+        profile = re.search(r"MIG\s+(\S+)", name)
         return NvmlMode(
-            mig_profile=_mig_profile(name) if uuid.startswith("MIG-") else None,
+            mig_profile=(profile[1] if profile else "") if uuid.startswith("MIG-") else None,
             vgpu=virtualization == VIRTUALIZATION_MODE_VGPU,
-            mps=bool(self.ask(nvml.nvmlDeviceGetMPSComputeRunningProcesses, handle))
+            mps=bool(self.query(nvml.nvmlDeviceGetMPSComputeRunningProcesses, handle))
             or mps_daemon_runs(self.environ)
             or any(process.name == MPS_SERVER for process in processes.values()),
             exclusive_process=compute_mode == COMPUTE_MODE_EXCLUSIVE_PROCESS,
@@ -245,7 +263,7 @@ class _Reader(NvmlSession):
 
     def _limit(self, handle: Any, uuid: str, total: int) -> tuple[str, int | None] | None:
         """Return the software that limits this container's part of a device, and its bytes."""
-        uuids = [self.ask(self.nvml.nvmlDeviceGetUUID, one) for one in self.handles()]
+        uuids = [self.query(self.nvml.nvmlDeviceGetUUID, one) for one in self.handles()]
         index = uuids.index(uuid) if uuid in uuids else 0
         by_cgroup = self._cgroup_limit(handle)
         found = container_limit(self.environ, index, total)
@@ -258,11 +276,10 @@ class _Reader(NvmlSession):
         question = getattr(self.nvml, "nvmlDeviceGetMemoryLimits_v1", None)
         if question is None:
             return None
-        limits = self.nvml.c_nvmlGetMemoryLimits_v1_t()  # type: ignore[attr-defined]  # as above
+        limits = self.nvml.c_nvmlGetMemoryLimits_v1_t()
         limits.nameSpace = os.fsencode(own_cgroup())
-        if self.ask(_answered, question, handle, limits) is None:
-            return None
-        hard = int(limits.hardLimit)
+        self.query(question, handle, limits)
+        hard = int(limits.hardLimit)  # 0 without an answer
         return hard if 0 < hard < NO_MEMORY_LIMIT else None
 
     def _processes(self, handle: Any) -> dict[int, NvmlProcess] | None:
@@ -279,7 +296,7 @@ class _Reader(NvmlSession):
         """Return each process's share of kernel time; of several samples the latest counts."""
         # NVML raises "not found" where it has no sample, which is the rule for a short test, and
         # has been seen to return numbers above 100 (github.com/Syllo/nvtop/issues/110).
-        samples = self.ask(self.nvml.nvmlDeviceGetProcessUtilization, handle, 0) or ()
+        samples = self.query(self.nvml.nvmlDeviceGetProcessUtilization, handle, 0) or ()
         latest = sorted(samples, key=lambda sample: int(sample.timeStamp))
         return {int(one.pid): int(one.smUtil) for one in latest if one.smUtil <= 100}
 
@@ -293,40 +310,3 @@ def own_cgroup() -> str:
         return root
     found = [line.removeprefix("0::") for line in lines if line.startswith("0::")]
     return root + found[0].rstrip("/") if found else root
-
-
-def _answered(question: Callable[..., None], *args: Any) -> bool:
-    """Call a function of NVML that writes its result into an argument."""
-    question(*args)
-    return True
-
-
-def _unattributed(processes: Mapping[int, NvmlProcess] | None, pid: int) -> str | None:
-    if processes is None:
-        return "NVML does not list the device's processes"
-    if pid not in processes:
-        return (
-            f"this process (PID {pid}) is not among those NVML lists; "
-            "in a container their PIDs may be the host's"
-        )
-    if processes[pid].used is None:
-        return f"NVML does not say how much this process (PID {pid}) uses"
-    return None
-
-
-def _others(processes: Mapping[int, NvmlProcess], pid: int) -> tuple[NvmlProcess, ...]:
-    return tuple(process for process in processes.values() if process.pid != pid)
-
-
-def _alone(processes: Mapping[int, NvmlProcess] | None, pid: int) -> bool | None:
-    if processes is None:
-        return None
-    if pid in processes:
-        return len(processes) == 1
-    # One unrecognised process may be this one under its PID on the host; two cannot both be.
-    return False if len(processes) > 1 else None
-
-
-def _mig_profile(name: str) -> str:
-    profile = re.search(r"MIG\s+(\S+)", name)
-    return profile[1] if profile else ""

@@ -4,7 +4,6 @@ A value that a device, driver or permission does not give is ``None``; an error 
 call fail is one exception whose cause :func:`reason_of` returns.
 """
 
-# ruff: noqa: D102, N802, N803 - the protocol repeats pynvml's own names
 from __future__ import annotations
 
 import re
@@ -12,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -29,31 +28,8 @@ MEMORY_INFO_V2 = 0x02000028  # nvml.h, nvmlMemory_v2: `used` without the driver'
 MIG_ENABLED = 1  # nvml.h, NVML_DEVICE_MIG_ENABLE
 
 
-class Nvml(Protocol):
-    """The part of the ``pynvml`` module (package nvidia-ml-py) that this package uses."""
-
-    NVMLError: type[Exception]
-
-    def nvmlInit(self) -> None: ...
-    def nvmlShutdown(self) -> None: ...
-    def nvmlSystemGetDriverVersion(self) -> str: ...
-    def nvmlSystemGetProcessName(self, pid: int) -> str: ...
-    def nvmlDeviceGetCount(self) -> int: ...
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any: ...
-    def nvmlDeviceGetUUID(self, handle: Any) -> str: ...
-    def nvmlDeviceGetName(self, handle: Any) -> str: ...
-    def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int | None = None) -> Any: ...
-    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any: ...
-    def nvmlDeviceGetProcessUtilization(self, handle: Any, timeStamp: int) -> Sequence[Any]: ...
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
-    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
-    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
-    def nvmlDeviceGetMigMode(self, handle: Any) -> Sequence[int]: ...
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int: ...
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any: ...
-    def nvmlDeviceGetVirtualizationMode(self, handle: Any) -> int: ...
-    def nvmlDeviceGetComputeMode(self, handle: Any) -> int: ...
+Nvml = Any
+"""The module ``pynvml`` of the package nvidia-ml-py, which has no types."""
 
 
 class NoDeviceError(Exception):
@@ -66,7 +42,7 @@ def load_nvml() -> Nvml | None:
         with warnings.catch_warnings():
             # The superseded package `pynvml` warns on import; it works all the same.
             warnings.simplefilter("ignore")
-            return cast(Nvml, import_module("pynvml"))
+            return import_module("pynvml")
     except ImportError:
         return None
 
@@ -75,8 +51,7 @@ def reason_of(error: Exception) -> str:
     """Return one clause on the cause of an error of NVML."""
     if isinstance(error, NoDeviceError):
         return str(error)
-    code = getattr(error, "value", None)
-    return REASONS.get(cast(int, code), f"NVML says: {error}")
+    return REASONS.get(getattr(error, "value", 0), f"NVML says: {error}")
 
 
 @dataclass(frozen=True)
@@ -86,7 +61,7 @@ class NvmlSession:
     nvml: Nvml
     environ: Mapping[str, str]
 
-    def ask(self, call: Callable[..., T], *args: Any) -> T | None:
+    def query(self, call: Callable[..., T], *args: Any) -> T | None:
         """Return the result of ``call``, ``None`` where device, driver or permission deny it."""
         try:
             return call(*args)
@@ -96,15 +71,15 @@ class NvmlSession:
     def memory(self, handle: Any) -> Any:
         """Return the total, used and free bytes."""
         # Drivers before 510 only know the first form, whose `used` includes the driver's reserve.
-        newer = self.ask(self.nvml.nvmlDeviceGetMemoryInfo, handle, MEMORY_INFO_V2)
+        newer = self.query(self.nvml.nvmlDeviceGetMemoryInfo, handle, MEMORY_INFO_V2)
         return self.nvml.nvmlDeviceGetMemoryInfo(handle) if newer is None else newer
 
     def used_by_process(self, handle: Any) -> dict[int, int | None] | None:
         """Return the bytes of every process listed, ``None`` where there is no list at all."""
         listed = [
-            self.ask(self.nvml.nvmlDeviceGetComputeRunningProcesses, handle),
-            self.ask(self.nvml.nvmlDeviceGetGraphicsRunningProcesses, handle),
-            self.ask(self.nvml.nvmlDeviceGetMPSComputeRunningProcesses, handle),
+            self.query(self.nvml.nvmlDeviceGetComputeRunningProcesses, handle),
+            self.query(self.nvml.nvmlDeviceGetGraphicsRunningProcesses, handle),
+            self.query(self.nvml.nvmlDeviceGetMPSComputeRunningProcesses, handle),
         ]
         if all(entries is None for entries in listed):
             return None
@@ -118,28 +93,25 @@ class NvmlSession:
 
     def process_name(self, pid: int) -> str | None:
         """Return the name of the program that a process runs."""
-        name = self.ask(self.nvml.nvmlSystemGetProcessName, pid)
+        name = self.query(self.nvml.nvmlSystemGetProcessName, pid)
         return re.split(r"[/\\]", name.split(" ")[0])[-1] or None if name else None
 
     def find(self, device: int | str) -> Any:
         """Return the handle of CUDA's index or a UUID; raises :class:`NoDeviceError`."""
-        wanted = self._visible(device) if isinstance(device, int) else device
-        return self.by_uuid(wanted) if isinstance(wanted, str) else wanted
-
-    def _visible(self, index: int) -> Any:
-        """Return the device of CUDA's ``index``: a UUID (possibly shortened) or NVML's handle."""
+        if isinstance(device, str):
+            return self.by_uuid(device)
         handles = list(self.handles())
         visible = self.environ.get("CUDA_VISIBLE_DEVICES")
         entries = visible_devices(visible, len(handles))
-        if not 0 <= index < len(entries):
+        if not 0 <= device < len(entries):
             shown = "unset" if visible is None else repr(visible)
             raise NoDeviceError(
-                f"there is no CUDA device {index}: NVML sees {len(handles)}, "
+                f"there is no CUDA device {device}: NVML sees {len(handles)}, "
                 f"CUDA_VISIBLE_DEVICES is {shown}"
             )
-        entry = entries[index]
+        entry = entries[device]
         if isinstance(entry, str):
-            return entry
+            return self.by_uuid(entry)
         self.require_one_order(handles)
         return handles[entry]
 
@@ -160,14 +132,14 @@ class NvmlSession:
         complete = wanted.startswith(("GPU-", "MIG-"))
         candidates = (wanted,) if complete else (f"GPU-{wanted}", f"MIG-{wanted}")
         for candidate in candidates:
-            handle = self.ask(self.nvml.nvmlDeviceGetHandleByUUID, candidate)
+            handle = self.query(self.nvml.nvmlDeviceGetHandleByUUID, candidate)
             if handle is not None:
                 return handle
         everything = [one for handle in self.handles() for one in (handle, *self.instances(handle))]
         found = [
             handle
             for handle in everything
-            if str(self.ask(self.nvml.nvmlDeviceGetUUID, handle)).startswith(candidates)
+            if str(self.query(self.nvml.nvmlDeviceGetUUID, handle)).startswith(candidates)
         ]
         if len(found) == 1:
             return found[0]
@@ -181,11 +153,11 @@ class NvmlSession:
 
     def instances(self, handle: Any) -> Iterator[Any]:
         """Yield the instances of a GPU that MIG divides."""
-        mode = self.ask(self.nvml.nvmlDeviceGetMigMode, handle)
+        mode = self.query(self.nvml.nvmlDeviceGetMigMode, handle)
         if mode is None or mode[0] != MIG_ENABLED:
             return
-        for index in range(self.ask(self.nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
-            instance = self.ask(self.nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
+        for index in range(self.query(self.nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+            instance = self.query(self.nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
             if instance is not None:
                 yield instance
 
@@ -212,18 +184,14 @@ def visible_devices(value: str | None, count: int) -> list[int | str]:
     if value is None:
         return list(range(count))
     entries: list[int | str] = []
-    for text in (part.strip() for part in value.split(",")):
-        entry = _visible_entry(text, count)
-        if entry is None:
-            break
+    for text in map(str.strip, value.split(",")):
+        entry: int | str = text
+        if not text.startswith(("GPU-", "MIG-")):
+            digits = re.match(r"\+?\d+", text)
+            if digits is None or int(digits[0]) >= count:
+                break
+            entry = int(digits[0])
         if entry in entries:
             return []
         entries.append(entry)
     return entries
-
-
-def _visible_entry(text: str, count: int) -> int | str | None:
-    if text.startswith(("GPU-", "MIG-")):
-        return text
-    digits = re.match(r"\+?\d+", text)
-    return int(digits[0]) if digits and int(digits[0]) < count else None

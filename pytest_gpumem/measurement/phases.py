@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from threading import RLock, get_ident
 
-from pytest_gpumem.measurement.statistics import Block, Reading, Readings, Statistics
+from pytest_gpumem.measurement.statistics import Block, Bytes, CudaStatistics, Reading, Readings
 from pytest_gpumem.values.measurement import CALL, SETUP, PhaseRecord
 
 Positions = Sequence[int]
 """The number of events of each device's allocator."""
+
+Window = tuple[Positions, Positions]
+"""The positions when something began and ended."""
 
 
 def position_on(device: int, positions: Positions) -> int:
@@ -29,41 +33,18 @@ SNAPSHOTS_OF_EACH_ENTRY = 8
 stay alive once they exist, and a snapshot of a large model costs milliseconds."""
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """Allocated and reserved bytes."""
-
-    allocated: int = 0
-    reserved: int = 0
-
-    def __add__(self, other: Bytes) -> Bytes:
-        return Bytes(self.allocated + other.allocated, self.reserved + other.reserved)
-
-    def __sub__(self, other: Bytes) -> Bytes:
-        return Bytes(self.allocated - other.allocated, self.reserved - other.reserved)
-
-
 @dataclass
 class Extent:
     """The range of one device's memory within a phase; bytes, before charging."""
 
-    peak_allocated: int = 0
-    peak_reserved: int = 0
+    peak: Bytes = field(default_factory=Bytes)
     allocated_before: int = 0
     allocated_after: int = 0
 
     def reach(self, reading: Reading) -> None:
         """Include a reading of the window that has just ended."""
-        self.peak_allocated = max(self.peak_allocated, reading.peak_allocated)
-        self.peak_reserved = max(self.peak_reserved, reading.peak_reserved)
+        self.peak = self.peak.at_least(reading.peak)
         self.allocated_after = reading.allocated
-
-    def raise_by(self, amount: Bytes) -> None:
-        """Count ``amount`` as if it had been present from the start."""
-        self.peak_allocated += amount.allocated
-        self.peak_reserved += amount.reserved
-        self.allocated_before += amount.allocated
-        self.allocated_after += amount.allocated
 
 
 class NestingError(ValueError):
@@ -82,7 +63,8 @@ class Phase:
     """The thread that entered it last."""
     in_window: bool = False
     """Whether a ``with`` statement has entered it, which will leave it."""
-    extents: dict[int, Extent] = field(default_factory=dict)
+    extents: defaultdict[int, Extent] = field(default_factory=lambda: defaultdict(Extent))
+    """The range on each device; zero where the phase did not see it."""
     blocks: frozenset[Block] = frozenset()
     """The live blocks when the phase was last left and inspected."""
     inspected: tuple[tuple[int, ...], ...] | None = None
@@ -90,36 +72,19 @@ class Phase:
     loop: str | None = None
     """The phase whose window it is, where windows are numbered."""
     opened: Positions = ()
-    windows: list[tuple[Positions, Positions]] = field(default_factory=list)
-    """The allocators' positions when each window began and ended."""
+    windows: list[Window] = field(default_factory=list)
 
     def copy(self) -> Phase:
         """Return an independent copy."""
-        extents = {device: replace(extent) for device, extent in self.extents.items()}
+        extents = defaultdict(Extent, {one: replace(each) for one, each in self.extents.items()})
         return replace(self, extents=extents, windows=list(self.windows))
-
-    def extent(self, device: int) -> Extent:
-        """Return the extent of ``device``, zero where the phase did not see it."""
-        return self.extents.get(device, Extent())
-
-    def begin(self, readings: Readings) -> None:
-        """Open a window at the current values."""
-        self.entered += 1
-        self.open = True
-        self.thread = get_ident()
-        self.begin_at(readings)
 
     def begin_at(self, readings: Readings) -> None:
         """Begin, or resume, at the current values."""
         for device, now in readings.items():
-            extent = self.extents.setdefault(device, Extent(allocated_before=now.allocated))
-            extent.reach(now.at_rest)
-
-    def reach(self, readings: Readings) -> None:
-        """Include a harvest made while a window was open."""
-        for device, reading in readings.items():
-            # A device that CUDA did not have yet when the phase began was empty then.
-            self.extents.setdefault(device, Extent()).reach(reading)
+            if device not in self.extents:
+                self.extents[device].allocated_before = now.allocated
+            self.extents[device].reach(now.at_rest)
 
     def inspect(self, readings: Readings, live: Callable[[], frozenset[Block]]) -> None:
         """Take the ``live`` blocks at this end of the phase, if they can hold a new workspace.
@@ -144,7 +109,7 @@ class PhaseTracker:
 
     def __init__(
         self,
-        statistics: Statistics,
+        statistics: CudaStatistics,
         positions: Callable[[], Positions] = lambda: (),
         *,
         numbered: bool = False,
@@ -158,10 +123,10 @@ class PhaseTracker:
         self._open: list[Phase] = []
         self._kept: tuple[Phase, ...] | None = None
         self.phases: dict[str, Phase] = {}
-        self.asides: list[tuple[Positions, Positions]] = []
-        """The positions around events that belong to no phase."""
-        self.unmeasured_windows: list[tuple[Positions, Positions]] = []
-        """The positions between which peaks did not count."""
+        self.asides: list[Window] = []
+        """Events in them belong to no phase."""
+        self.unmeasured_windows: list[Window] = []
+        """Peaks in them do not count."""
         self._unmeasured = False
         self.compiled: dict[int, int] = {}
         """The most bytes that torch took in addition while it compiled, by device."""
@@ -217,7 +182,10 @@ class PhaseTracker:
         phase = self.phases.setdefault(name, Phase(name, parent))
         if phase.parent != parent:
             phase.parent = None
-        phase.begin(readings)
+        phase.entered += 1
+        phase.open = True
+        phase.thread = get_ident()
+        phase.begin_at(readings)
         phase.opened = self._positions()
         phase.in_window = False
         self._open.append(phase)
@@ -239,7 +207,9 @@ class PhaseTracker:
                     one.parent = None
             for one in (*reversed(within), phase):
                 self._open.remove(one)
-                self._close(one, readings)
+                one.open = False
+                one.windows.append((one.opened, self._positions()))
+                one.inspect(readings, self._statistics.possible_workspaces)
             return within
 
     @contextmanager
@@ -277,44 +247,50 @@ class PhaseTracker:
         """Return whether a window of this name is open."""
         return name in self.phases and self.phases[name].open
 
-    @contextmanager
-    def aside(self, amounts: Callable[[], Mapping[int, Bytes]]) -> Iterator[None]:
+    def aside(self, amounts: Callable[[], Mapping[int, Bytes]]) -> AbstractContextManager[None]:
         """Exclude events inside from every phase.
 
         Memory kept, ``amounts()`` by device, counts as if it had been there before every phase.
         """
-        self._statistics.harvest()
-        self._paused = True
-        begin = self._positions()
-        try:
-            yield
-        finally:
-            readings = self._statistics.harvest()
-            self.asides.append((begin, self._positions()))
-            self._paused = False
+
+        def count(before: Readings, after: Readings) -> None:
             with self._lock:
                 for device, amount in amounts().items():
                     for phase in self.phases.values():
-                        phase.extents.setdefault(device, Extent()).raise_by(amount)
-                self._reach({device: now.at_rest for device, now in readings.items()})
+                        extent = phase.extents[device]
+                        extent.peak += amount
+                        extent.allocated_before += amount.allocated
+                        extent.allocated_after += amount.allocated
+
+        return self._paused_while(self.asides, count)
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Exclude peaks inside from all phases; memory kept counts from the end on."""
+
+        def count(before: Readings, after: Readings) -> None:
+            for device, now in after.items():
+                there = max(now.allocated, before.get(device, Reading()).allocated)
+                beyond = now.peak_allocated - there
+                self.compiled[device] = max(self.compiled.get(device, 0), beyond)
+
+        return self._paused_while(self.unmeasured_windows, count)
 
     @contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Exclude peaks inside from all phases; memory kept counts from the end on."""
+    def _paused_while(
+        self, windows: list[Window], count: Callable[[Readings, Readings], None]
+    ) -> Iterator[None]:
+        """Extend no phase by the peaks inside; ``count`` the readings before and after."""
         before = self._statistics.harvest()
         begin = self._positions()
         self._paused = True
         try:
             yield
         finally:
-            readings = self._statistics.harvest()
+            after = self._statistics.harvest()
             self._paused = False
-            self.unmeasured_windows.append((begin, self._positions()))
-            self._reach({device: now.at_rest for device, now in readings.items()})
-            for device, now in readings.items():
-                there = max(now.allocated, before.get(device, Reading()).allocated)
-                beyond = now.peak_allocated - there
-                self.compiled[device] = max(self.compiled.get(device, 0), beyond)
+            windows.append((begin, self._positions()))
+            count(before, after)
+            self._reach({device: now.at_rest for device, now in after.items()})
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
@@ -335,7 +311,7 @@ class PhaseTracker:
         ``workspaces`` are the blocks that turned out to be cuBLAS's.
         """
         return {
-            phase.name: _record(phase, device, stray, workspaces)
+            phase.name: record_of(phase, device, stray, workspaces)
             for phase in self.phases.values()
             if not phase.open and (phase.loop is None or self.phases[phase.loop].entered > 1)
         }
@@ -345,20 +321,21 @@ class PhaseTracker:
             return
         with self._lock:
             for phase in self._open:
-                phase.reach(readings)
-
-    def _close(self, phase: Phase, readings: Readings) -> None:
-        phase.open = False
-        phase.windows.append((phase.opened, self._positions()))
-        phase.inspect(readings, self._statistics.possible_workspaces)
+                # A device that CUDA did not have yet when the phase began was empty then.
+                for device, reading in readings.items():
+                    phase.extents[device].reach(reading)
 
 
-def _record(phase: Phase, device: int, stray: Bytes, workspaces: frozenset[Block]) -> PhaseRecord:
-    extent = phase.extent(device)
+def record_of(
+    phase: Phase, device: int, stray: Bytes, workspaces: frozenset[Block] = frozenset()
+) -> PhaseRecord:
+    """Return the record of ``phase`` on ``device``, without ``stray`` bytes."""
+    extent = phase.extents.get(device, Extent())
+    charged = extent.peak - stray
     return PhaseRecord(
         name=phase.name,
-        peak_allocated=extent.peak_allocated - stray.allocated,
-        peak_reserved=extent.peak_reserved - stray.reserved,
+        peak_allocated=charged.allocated,
+        peak_reserved=charged.reserved,
         allocated_before=extent.allocated_before - stray.allocated,
         allocated_after=extent.allocated_after - stray.allocated,
         cublas_workspace=bytes_on(device, phase.blocks & workspaces),

@@ -1,25 +1,32 @@
-"""The history that a real CUDA device records, in attribution's interface."""
+"""The history of devices, recorded by CUDA or by a simulated GPU, in attribution's interface."""
 
 from __future__ import annotations
 
 import pickle
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from hashlib import sha256
 from itertools import accumulate, takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_gpumem.allocator.blocks import round_size
+from pytest_gpumem.allocator.trace import FREE
 from pytest_gpumem.attribution.history import Event, Origin
 from pytest_gpumem.jsonfile import replace_file
+from pytest_gpumem.measurement.phases import position_on
+from pytest_gpumem.measurement.statistics import SUPPLY, Recorder, Segments
 from pytest_gpumem.simulated.common.callsite import shown_operator
+from pytest_gpumem.simulated.splits import Splits
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).resolve().parents[1])
@@ -91,7 +98,8 @@ class RecordedOrigin:
     @cached_property
     def _symbols(self) -> list[str]:
         """The functions of ``at::_ops`` below Python, innermost first; needs C++ frames."""
-        names = (frame["name"] for frame in takewhile(_is_cpp, self.frames))
+        cpp = takewhile(lambda frame: not frame["filename"].endswith(".py"), self.frames)
+        names = (frame["name"] for frame in cpp)
         return [match[1] for name in names if (match := _OPERATOR.search(name))]
 
     def _called(self) -> str | None:
@@ -111,10 +119,6 @@ class RecordedOrigin:
         return next((match[1] for match in matches if match), None)
 
 
-def _is_cpp(frame: dict[str, Any]) -> bool:
-    return not frame["filename"].endswith(".py")
-
-
 def _is_factory(operator: str) -> bool:
     return operator.lstrip("_").startswith(_FACTORIES)
 
@@ -131,8 +135,11 @@ def _without_overload(symbol: str) -> str:
     return symbol
 
 
-class RecordedHistory:
-    """The history that ``torch.cuda`` records of every device since :meth:`during` began."""
+class RecordedHistory(Recorder):
+    """A recorder of real devices: the history since :meth:`during` began.
+
+    Splits are not known, because recorded sizes are the requested ones.
+    """
 
     def __init__(self) -> None:
         self._start: Sequence[int] = ()
@@ -149,8 +156,9 @@ class RecordedHistory:
         if not torch.cuda.is_initialized():
             return ()
         return [
-            sum(torch._C._cuda_memoryStats(device)["allocation"]["all"][key] for key in _COUNTED)
+            counts["allocated"] + counts["freed"]
             for device in range(torch.cuda.device_count())
+            for counts in (torch._C._cuda_memoryStats(device)["allocation"]["all"],)
         ]
 
     def held(self, device: int) -> list[tuple[int, int, Origin | None]]:
@@ -169,7 +177,7 @@ class RecordedHistory:
         Sizes are the requested ones, rounded: a large block that was not split can be larger.
         """
         counted = [entry for entry in _trace(device) if entry["action"] in _ACTIONS]
-        for entry in counted[max(begin - self._started(device), 0) :]:
+        for entry in counted[max(begin - position_on(device, self._start), 0) :]:
             is_alloc = entry["action"] == "alloc"
             nbytes = round_size(entry["size"])
             yield Event(is_alloc, entry["addr"], nbytes, _origin(entry) if is_alloc else None)
@@ -179,11 +187,11 @@ class RecordedHistory:
 
         A segment belongs to the event that follows: it was obtained for that allocation.
         """
-        position = self._started(device)
+        position = position_on(device, self._start)
         changes = [0]
         for entry in _trace(device):
             if position >= begin:
-                changes[-1] += _SUPPLY.get(entry["action"], 0) * entry["size"]
+                changes[-1] += SUPPLY.get(entry["action"], 0) * entry["size"]
             if entry["action"] in _ACTIONS:
                 position += 1
                 if position > begin:
@@ -194,19 +202,9 @@ class RecordedHistory:
         series[-1] = now
         return series
 
-    def segments(self, device: int) -> Sequence[dict[str, Any]]:
-        """Return an empty sequence: splits cannot be derived from the recorded, requested sizes."""
-        return ()
-
-    def splits(
-        self, device: int, begin: int, segments: Sequence[Mapping[str, Any]]
-    ) -> Sequence[int]:
-        """Return an empty sequence, for the same reason."""
-        return ()
-
     def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
         """Return the position and the origin of the last allocation that found no memory."""
-        position = self._started(device)
+        position = position_on(device, self._start)
         failure = None
         for entry in _trace(device):
             if entry["action"] == "oom":
@@ -214,13 +212,7 @@ class RecordedHistory:
             position += entry["action"] in _ACTIONS
         return failure
 
-    def _started(self, device: int) -> int:
-        return self._start[device] if device < len(self._start) else 0
 
-
-_SUPPLY = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-"""The actions that change the bytes held from the driver, and their signs."""
-_COUNTED = ("allocated", "freed")
 _ACTIONS = ("alloc", "free_requested")
 
 
@@ -232,6 +224,64 @@ def _trace(device: int) -> list[dict[str, Any]]:
 def _origin(entry: dict[str, Any]) -> RecordedOrigin | None:
     frames = entry.get("frames")
     return RecordedOrigin(frames) if frames else None
+
+
+class SimulatedRecorder:
+    """A recorder of the simulated GPUs, whose blocks and events are always recorded."""
+
+    def __init__(self, simulation: SimulatedMachine) -> None:
+        self._gpus = simulation.gpus
+
+    def positions(self) -> tuple[int, ...]:
+        """Return the number of events of each device."""
+        return tuple([gpu.allocator.trace.position for gpu in self._gpus])
+
+    def held(self, device: int) -> list[tuple[int, int, Origin | None]]:
+        """Return address, bytes and origin of every live block."""
+        memory = self._gpus[device].allocator
+        contexts = memory.live_contexts()
+        return [
+            (address, nbytes, contexts[address]) for address, nbytes in memory.live_blocks().items()
+        ]
+
+    def events(self, device: int, begin: int) -> Iterator[Event]:
+        """Yield the events from position ``begin`` on, one for each position."""
+        for action, address, size, _, context in self._gpus[device].allocator.trace.raw(begin):
+            if action == "alloc":
+                yield Event(True, address, context.nbytes if context else size, context)
+            else:
+                # A free that a stream delays has been requested: its bytes no longer count.
+                freed = action in (FREE, "free_requested")
+                yield Event(False, address if freed else 0, 0, None)
+
+    def reserved(self, device: int, begin: int) -> Sequence[int]:
+        """Return the bytes held from the driver at position ``begin``, and after each event."""
+        memory = self._gpus[device].allocator
+        changes = [SUPPLY.get(action, 0) * size for action, _, size, *_ in memory.trace.raw(begin)]
+        return list(accumulate(changes, initial=memory.reserved - sum(changes)))
+
+    def segments(self, device: int) -> Segments:
+        """Return the segments held from the driver now, in the form of a snapshot."""
+        return self._gpus[device].allocator.segments(frames=False)
+
+    def splits(self, device: int, begin: int, segments: Segments) -> Sequence[int]:
+        """Return the bytes of free parts of segments in use, as :meth:`reserved` does.
+
+        ``segments`` are those at position ``begin``. Empty where the result of the events differs
+        from the allocator's own number.
+        """
+        memory = self._gpus[device].allocator
+        splits = Splits(segments)
+        series = [splits.bytes, *splits.after(memory.trace.raw(begin))]
+        return series if series[-1] == memory.inactive_split else ()
+
+    def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
+        """Return the position and the origin of the last allocation that found no memory."""
+        failure = None
+        for position, event in enumerate(self._gpus[device].allocator.trace.raw(0)):
+            if event[0] == "oom":
+                failure = position, event[-1]
+        return failure
 
 
 LONGEST_NAME = 120

@@ -28,14 +28,30 @@ from pytest_gpumem.simulated.gpu.workspaces import (
     workspace_bytes,
 )
 
-Path = tuple[str, ...]
-
 _POOLS = ("large_pool", "small_pool")
 MOST_IN_SMALL_POOL = 1 << 20
 """Bytes of the largest block there (``kSmallSize`` of c10/cuda/CUDACachingAllocator.cpp)."""
 
 MOST_HARVESTED = 64
 """The statistics of a device that are kept as they were read; each has some hundred numbers."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Allocated and reserved bytes."""
+
+    allocated: int = 0
+    reserved: int = 0
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.allocated + other.allocated, self.reserved + other.reserved)
+
+    def __sub__(self, other: Bytes) -> Bytes:
+        return Bytes(self.allocated - other.allocated, self.reserved - other.reserved)
+
+    def at_least(self, other: Bytes) -> Bytes:
+        """Return the larger value of each."""
+        return Bytes(max(self.allocated, other.allocated), max(self.reserved, other.reserved))
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,16 @@ class Reading:
     """Function that returns live blocks and bytes of the pools that can hold a workspace, and how
     often workspaces have been cleared; empty: not known. Only called where a phase ends: asking
     for the size of workspaces fixes it."""
+
+    @property
+    def held(self) -> Bytes:
+        """The current values."""
+        return Bytes(self.allocated, self.reserved)
+
+    @property
+    def peak(self) -> Bytes:
+        """The highest values."""
+        return Bytes(self.peak_allocated, self.peak_reserved)
 
     @property
     def at_rest(self) -> Reading:
@@ -71,51 +97,6 @@ Readings = Mapping[int, Reading]
 """Readings by device index."""
 
 
-class Statistics(Protocol):
-    """The interface of the meter to a machine's devices."""
-
-    @property
-    def listeners(self) -> list[Callable[[Readings], None]]:
-        """The callbacks for every harvest, because peaks can be taken only once."""
-
-    def harvest(self) -> Readings:
-        """Return each device's reading, and begin new peaks."""
-
-    def live_blocks(self) -> frozenset[Block]:
-        """Return every block in use."""
-
-    def possible_workspaces(self) -> frozenset[Block]:
-        """Return the blocks in use that can be workspaces of cuBLAS and cuBLASLt."""
-
-    def synchronize(self) -> None:
-        """Wait for the work queued on every device in use."""
-
-    def clear_workspaces(self) -> None:
-        """Free the cuBLAS and cuBLASLt workspaces."""
-
-    def empty_cache(self) -> None:
-        """Return unused segments to the driver."""
-
-    def forget_peaks(self) -> None:
-        """Restart the body's peaks at the current values, too."""
-
-    def unmeasured(self) -> AbstractContextManager[None]:
-        """Return a context in which peaks are not reported to listeners."""
-
-
-def clear_workspaces(statistics: Statistics) -> tuple[frozenset[Block], frozenset[Block]]:
-    """Free the cuBLAS and cuBLASLt workspaces; return the blocks they were, and those left.
-
-    torch does not mark its workspace blocks: those are the candidates that disappear when they
-    are cleared. Garbage does not disappear, because the collector is paused.
-    """
-    with paused():
-        candidates = statistics.possible_workspaces()
-        statistics.clear_workspaces()
-        after = statistics.live_blocks()
-    return candidates - after, after
-
-
 class CudaStatistics:
     """``torch.cuda``'s statistics of every visible device, real or simulated.
 
@@ -128,10 +109,10 @@ class CudaStatistics:
         self._workspaces = workspaces
         self._stats: Callable[[int], dict[str, Any]] = torch._C._cuda_memoryStats
         self._reset_peaks: Callable[[int], None] = torch._C._cuda_resetPeakMemoryStats
-        self._remembered: dict[int, dict[Path, int]] = {}
-        self._harvested: dict[int, list[Mapping[str, Any]]] = {}
-        """Each device's harvested statistics whose peaks are not among the remembered ones yet."""
+        self._harvested: dict[int, list[dict[str, Any]]] = {}
+        """Statistics of each device since the body's last reset, whose peaks were the body's."""
         self.listeners: list[Callable[[Readings], None]] = []
+        """The callbacks for every harvest, because peaks can be taken only once."""
         self._unmeasured = False
         self._clear: Callable[[], None] = torch._C._cuda_clearCublasWorkspaces
         self._times_cleared = 0
@@ -141,10 +122,21 @@ class CudaStatistics:
         readings = {}
         for device in self._devices():
             stats = self._stats(device)
-            self._keep(device, stats)
+            harvested = self._harvested.setdefault(device, [])
+            harvested.append(stats)
+            # Few bodies read their peaks, and each harvest has dozens.
+            if len(harvested) >= MOST_HARVESTED:
+                harvested[:] = [_raised(stats, harvested)]
             self._reset_peaks(device)
-            in_pools = partial(self._in_pools, device, stats, self._times_cleared)
-            readings[device] = replace(_reading(stats), in_pools=in_pools)
+            allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+            readings[device] = Reading(
+                allocated=allocated["current"],
+                reserved=reserved["current"],
+                peak_allocated=allocated["peak"],
+                peak_reserved=reserved["peak"],
+                allocations=allocated["allocated"],
+                in_pools=partial(_in_pools, device, stats, self._times_cleared),
+            )
         if not self._unmeasured:
             for listener in self.listeners:
                 listener(readings)
@@ -181,12 +173,12 @@ class CudaStatistics:
     def synchronize(self) -> None:
         """Wait for every device in use; one without allocations is left untouched."""
         for device in self._devices():
-            if _current(self._stats(device), "reserved_bytes"):
+            if self._stats(device)["reserved_bytes"]["all"]["current"]:
                 torch.cuda.synchronize(device)
 
     def clear_workspaces(self) -> None:
         """Free the cuBLAS and cuBLASLt workspaces of every thread and stream."""
-        if _initialized():
+        if torch.cuda.is_initialized():
             self._body_clears()
 
     def empty_cache(self) -> None:
@@ -195,7 +187,6 @@ class CudaStatistics:
 
     def forget_peaks(self) -> None:
         """Restart the body's peaks at the current values."""
-        self._remembered.clear()
         self._harvested.clear()
         for device in self._devices():
             self._reset_peaks(device)
@@ -217,11 +208,13 @@ class CudaStatistics:
             yield
 
     def _body_stats(self, device: int) -> dict[str, Any]:
-        return _raised(self._stats(device), self._highest(device))
+        harvested = self._harvested.get(device, [])
+        if len(harvested) > 1:
+            harvested[:] = [_raised(harvested[-1], harvested)]
+        return _raised(self._stats(device), harvested)
 
     def _body_reset(self, device: int) -> None:
         self.harvest()
-        self._remembered.pop(device, None)
         self._harvested.pop(device, None)
         self._reset_peaks(device)
 
@@ -229,24 +222,9 @@ class CudaStatistics:
         self._times_cleared += 1
         self._clear()
 
-    def _keep(self, device: int, stats: Mapping[str, Any]) -> None:
-        # Few bodies read their peaks, and each harvest has dozens.
-        harvested = self._harvested.setdefault(device, [])
-        harvested.append(stats)
-        if len(harvested) >= MOST_HARVESTED:
-            self._highest(device)
-
-    def _highest(self, device: int) -> Mapping[Path, int]:
-        """Return the body's peaks so far, by their place in torch's statistics."""
-        remembered = self._remembered.setdefault(device, {})
-        for stats in self._harvested.pop(device, ()):
-            for path, value in _peaks(stats):
-                remembered[path] = max(remembered.get(path, 0), value)
-        return remembered
-
     def _active(self, sizes: Mapping[int, frozenset[int] | None]) -> Iterator[Block]:
         """Yield the blocks in use whose requested bytes are among the ``sizes`` of their device."""
-        if not _initialized():
+        if not torch.cuda.is_initialized():
             return
         for segment in torch.cuda.memory_snapshot(**self._snapshot_options):
             device = segment["device"]
@@ -257,14 +235,8 @@ class CudaStatistics:
                 if known is None or block["requested_size"] in known:
                     yield Block(device, block["address"], block["size"])
 
-    def _in_pools(self, device: int, stats: Mapping[str, Any], cleared: int) -> tuple[int, ...]:
-        sizes = possible_sizes(device)
-        small = sizes is None or any(size <= MOST_IN_SMALL_POOL for size in sizes)
-        counted = _in_pools(stats, _POOLS if small else _POOLS[:1])
-        return (*counted, cleared) if counted else ()
-
     def _devices(self) -> range:
-        return range(self._device_count) if _initialized() else range(0)
+        return range(self._device_count) if torch.cuda.is_initialized() else range(0)
 
     @cached_property
     def _device_count(self) -> int:
@@ -277,51 +249,28 @@ class CudaStatistics:
         return {"include_traces": False} if "include_traces" in known else {}
 
 
-def _initialized() -> bool:
-    return bool(torch.cuda.is_initialized())
-
-
-def _reading(stats: Mapping[str, Any]) -> Reading:
-    allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
-    return Reading(
-        allocated=allocated["current"],
-        reserved=reserved["current"],
-        peak_allocated=allocated["peak"],
-        peak_reserved=reserved["peak"],
-        allocations=allocated["allocated"],
-    )
-
-
-def _in_pools(stats: Mapping[str, Any], pools: Sequence[str]) -> tuple[int, ...]:
-    """Return live blocks and bytes of ``pools``; nothing where the backend does not count them."""
+def _in_pools(device: int, stats: Mapping[str, Any], cleared: int) -> tuple[int, ...]:
+    """See :attr:`Reading.in_pools`; empty where the backend does not count pools."""
     blocks, size = stats["allocation"], stats["allocated_bytes"]
     if sum(blocks[pool]["current"] for pool in _POOLS) != blocks["all"]["current"]:
         return ()
-    return tuple(counted[pool]["current"] for pool in pools for counted in (blocks, size))
+    sizes = possible_sizes(device)
+    small = sizes is None or any(size <= MOST_IN_SMALL_POOL for size in sizes)
+    pools = _POOLS if small else _POOLS[:1]
+    return (*(each[pool]["current"] for pool in pools for each in (blocks, size)), cleared)
 
 
-def _current(stats: Mapping[str, Any], key: str) -> int:
-    current: int = stats[key]["all"]["current"]
-    return current
-
-
-def _peaks(stats: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, int]]:
+def _raised(stats: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return ``stats`` with the highest peaks of these and the ``earlier`` ones."""
+    result = {}
     for key, value in stats.items():
+        before = [each[key] for each in earlier if key in each]
         if isinstance(value, dict):
-            yield from _peaks(value, (*path, key))
+            value = _raised(value, before)
         elif key == "peak":
-            yield path, value
-
-
-def _raised(stats: Mapping[str, Any], peaks: Mapping[Path, int], path: Path = ()) -> dict[str, Any]:
-    return {
-        key: _raised(value, peaks, (*path, key))
-        if isinstance(value, dict)
-        else max(value, peaks.get(path, 0))
-        if key == "peak"
-        else value
-        for key, value in stats.items()
-    }
+            value = max([value, *before])
+        result[key] = value
+    return result
 
 
 def possible_sizes(device: int) -> frozenset[int] | None:
@@ -338,19 +287,16 @@ def possible_sizes(device: int) -> frozenset[int] | None:
     # Not get_device_capability(), which asks for the number of devices: a fixture that is set up
     # meanwhile would be taken to depend on it.
     found: Any = torch.cuda._get_device_properties(device)  # type: ignore[attr-defined]  # C++ sets it
-    return _sizes(config, (found.major, found.minor)) | _set_by_code()
+    sizes = _sizes(config, (found.major, found.minor))
+    # Since 2.13 code may set them (torch.backends.cuda).
+    names = ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize")
+    return sizes | {getattr(torch._C, name)() for name in names if hasattr(torch._C, name)}
 
 
 @cache
 def _per_operation() -> bool:
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return WorkspaceSettings((version[0], version[1]), (0, 0), None).per_operation
-
-
-def _set_by_code() -> set[int]:
-    """Return the sizes that 2.13 and later report, which code may set (torch.backends.cuda)."""
-    names = ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize")
-    return {getattr(torch._C, name)() for name in names if hasattr(torch._C, name)}
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return WorkspaceSettings((major, minor), (0, 0), None).per_operation
 
 
 @cache
@@ -387,8 +333,25 @@ def pausable(pause: Pause) -> Iterator[None]:
         _pauses.remove(pause)
 
 
+def clear_workspaces(statistics: CudaStatistics) -> tuple[frozenset[Block], frozenset[Block]]:
+    """Free the cuBLAS and cuBLASLt workspaces; return the blocks they were, and those left.
+
+    torch does not mark its workspace blocks: those are the candidates that disappear when they
+    are cleared. Garbage does not disappear, because the collector is paused.
+    """
+    with paused():
+        candidates = statistics.possible_workspaces()
+        statistics.clear_workspaces()
+        after = statistics.live_blocks()
+    return candidates - after, after
+
+
 Segments = Sequence[Mapping[str, Any]]
 """Segments in the form of ``torch.cuda.memory_snapshot()``."""
+
+
+SUPPLY = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+"""The actions that change the bytes held from the driver, and their signs."""
 
 
 class Recorder(Protocol):
@@ -408,12 +371,14 @@ class Recorder(Protocol):
 
     def segments(self, device: int) -> Segments:
         """Return the segments held from the driver now; none where splits are not known."""
+        return ()
 
     def splits(self, device: int, begin: int, segments: Segments) -> Sequence[int]:
         """Return the bytes of free parts of segments in use, as :meth:`reserved` does.
 
         ``segments`` are those at position ``begin``. Empty where the bytes are not known.
         """
+        return ()
 
     def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
         """Return the position and the origin of the last allocation that found no memory."""

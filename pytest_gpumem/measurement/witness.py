@@ -16,15 +16,18 @@ from pytest_gpumem.attribution.history import (
     OPTIMIZER_STATE,
     OTHER,
     PARAMETERS,
-    Sighting,
-    Span,
 )
 from pytest_gpumem.measurement.carried import Held, MadeSince
-from pytest_gpumem.measurement.contents import tensors_in
+from pytest_gpumem.measurement.contents import (
+    gradients_aside,
+    parameters_aside,
+    parts_of,
+    storage_address,
+    tensors_in,
+)
 from pytest_gpumem.measurement.facts import Facts
 from pytest_gpumem.measurement.leaks import graph_of
-from pytest_gpumem.measurement.phases import Positions, position_on
-from pytest_gpumem.measurement.sharded import gradients_aside, parameters_aside, parts_of
+from pytest_gpumem.measurement.phases import Positions
 
 Function = Callable[..., Any]
 
@@ -58,11 +61,14 @@ class Witness:
         self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._running: list[str] = []
         """Paths of the modules that have been called and not returned, outermost first."""
-        self._moving = False
+        self._moves = False
         self._span: tuple[str, Positions] | None = None
-        self._marks: list[tuple[Positions, str]] = []
-        self._spans: list[tuple[str, Positions, Positions]] = []
-        self._sightings: list[tuple[Positions, int, str, str, str]] = []
+        self.marks: list[tuple[Positions, str]] = []
+        """The positions at which modules began to run, and their paths."""
+        self.spans: list[tuple[str, Positions, Positions]] = []
+        """The automatic phases, in order."""
+        self.sightings: list[tuple[Positions, int, str, str, str]] = []
+        """Positions, and the other fields of a :class:`Sighting`."""
 
     def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Watch the module or optimizer ``holder`` from now on."""
@@ -94,7 +100,7 @@ class Witness:
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
         """Drop the records of code inside, except for its remaining modules and optimizers."""
-        notes: tuple[list[Any], ...] = (self._marks, self._spans, self._sightings)
+        notes: tuple[list[Any], ...] = (self.marks, self.spans, self.sightings)
         known, span = [len(each) for each in notes], self._span
         try:
             yield
@@ -108,6 +114,16 @@ class Witness:
                 self.watch(optimizer)
 
     # Wrappers of torch's functions while a test runs.
+
+    def wrappers(self) -> tuple[tuple[Any, str, Callable[[Function], Any]], ...]:
+        """Return functions to be wrapped as long as the test runs: owner, name and how."""
+        return (
+            (torch.nn.Module, "_apply", self._moving),
+            (torch.nn.Module, "__setstate__", self._restoring),
+            (torch.nn.Parameter, "__new__", self._making),
+            (torch.optim.Optimizer, "zero_grad", self._zeroing),
+            (torch.nn.functional, "scaled_dot_product_attention", self._attending),
+        )
 
     def calling(self, call: Function) -> Function:
         """Return a wrapper of ``call``, ``Module.__call__``, that records it."""
@@ -128,60 +144,58 @@ class Witness:
                 self.facts.recomputed(path)
             self.facts.called(path, args)
             self._running.append(path)
-            self._marks.append((self._positions(), path))
+            self.marks.append((self._positions(), path))
             try:
                 return call(module, *args, **kwargs)
             finally:
                 self._running.pop()
-                self._marks.append((self._positions(), self._running[-1] if self._running else ""))
+                self.marks.append((self._positions(), self._running[-1] if self._running else ""))
                 if first:  # shards may have been padded anew
                     self._see_module(self._positions(), module)
                 if mine:
                     self.end()
-                    self.facts.forward_ended(self._positions())
+                    self.facts.carried.forward_ended(self._positions())
 
         return called
 
-    def moving(self, apply: Function) -> Function:
-        """Return a wrapper of ``apply``, ``Module._apply``, which ``cuda()`` and ``to()`` call."""
+    def _moving(self, apply: Function) -> Function:
+        """Wrap ``Module._apply``, which ``cuda()`` and ``to()`` call."""
 
         @functools.wraps(apply)
         def moved(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._moving:
+            if self._moves:
                 return apply(module, *args, **kwargs)
-            self._moving = True
+            self._moves = True
             try:
                 result = apply(module, *args, **kwargs)
             finally:
-                self._moving = False
+                self._moves = False
             self._called.clear()
             self.watch(module)
             return result
 
         return moved
 
-    def making(self, new: Function) -> Function:
-        """Return a wrapper of ``new``, ``Parameter.__new__``: modules may never be called."""
+    def _making(self, new: Function) -> Any:
+        """Wrap ``Parameter.__new__``: modules may never be called."""
 
         @functools.wraps(new)
         def made(*args: Any, **kwargs: Any) -> Any:
             parameter = new(*args, **kwargs)
-            if isinstance(parameter, torch.Tensor):
-                self._see(self._positions(), parameter, PARAMETERS, "", "")
+            self._see(self._positions(), parameter, PARAMETERS, "", "")
             return parameter
 
-        return made
+        return staticmethod(made)
 
-    def restoring(self, set_state: Function) -> Function:
-        """Return a wrapper of ``set_state``, ``Module.__setstate__``, which ``deepcopy`` calls."""
+    def _restoring(self, set_state: Function) -> Function:
+        """Wrap ``Module.__setstate__``, which ``deepcopy`` calls."""
 
         @functools.wraps(set_state)
         def restored(module: torch.nn.Module, state: Any) -> None:
             set_state(module, state)
             now, owner = self._positions(), type(module).__name__
             for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    self._see(now, buffer, OTHER, owner, name)
+                self._see(now, buffer, OTHER, owner, name)
 
         return restored
 
@@ -201,9 +215,7 @@ class Witness:
 
         return ran
 
-    def zeroing(self, zero: Function) -> Function:
-        """Return a wrapper of ``zero``, ``Optimizer.zero_grad``, that records it."""
-
+    def _zeroing(self, zero: Function) -> Function:
         @functools.wraps(zero)
         def zeroed(owner: Any, set_to_none: bool = True) -> Any:
             self.facts.zeroed(set_to_none)
@@ -211,9 +223,7 @@ class Witness:
 
         return zeroed
 
-    def attending(self, attend: Function) -> Function:
-        """Return a wrapper of ``attend``, ``scaled_dot_product_attention``, that records it."""
-
+    def _attending(self, attend: Function) -> Function:
         @functools.wraps(attend)
         def attended(
             query: Any,
@@ -224,12 +234,12 @@ class Witness:
             is_causal: bool = False,
             **others: Any,
         ) -> Any:
+            params = query, key, value, attn_mask, dropout_p, is_causal
             if torch.compiler.is_compiling():
-                return attend(query, key, value, attn_mask, dropout_p, is_causal, **others)
-            grouped = bool(others.get("enable_gqa"))
-            why = self.facts.attends(query, key, value, attn_mask, dropout_p, is_causal, grouped)
+                return attend(*params, **others)
+            why = self.facts.attends(*params, bool(others.get("enable_gqa")))
             try:
-                return attend(query, key, value, attn_mask, dropout_p, is_causal, **others)
+                return attend(*params, **others)
             except torch.OutOfMemoryError:
                 self.facts.failed_unfused = why
                 raise
@@ -247,28 +257,8 @@ class Witness:
         """End the phase that :meth:`begin` began."""
         if self._span is not None:
             name, begin = self._span
-            self._spans.append((name, begin, self._positions()))
+            self.spans.append((name, begin, self._positions()))
             self._span = None
-
-    # The interface of attribution.
-
-    def sightings(self, device: int) -> list[Sighting]:
-        """Return the sightings; positions are those of ``device``."""
-        return [
-            Sighting(position_on(device, positions), address, category, path, name)
-            for positions, address, category, path, name in self._sightings
-        ]
-
-    def modules(self, device: int) -> list[tuple[int, str]]:
-        """Return the positions at which modules began to run, and their paths."""
-        return [(position_on(device, positions), path) for positions, path in self._marks]
-
-    def spans(self, device: int) -> list[Span]:
-        """Return the automatic phases, in order."""
-        return [
-            Span(name, position_on(device, begin), position_on(device, end))
-            for name, begin, end in self._spans
-        ]
 
     def _outermost_called(self, module: torch.nn.Module, arguments: Any) -> bool:
         """Record an outermost call; return whether it is the first since something moved."""
@@ -297,8 +287,7 @@ class Witness:
         self._see_gradients_of(now, module)
         for part in module.modules():
             for name, buffer in part._buffers.items():
-                if buffer is not None:
-                    self._see(now, buffer, OTHER, self._paths.get(part, ""), name)
+                self._see(now, buffer, OTHER, self._paths.get(part, ""), name)
 
     def _see_gradients(self) -> None:
         now = self._positions()
@@ -306,18 +295,14 @@ class Witness:
             self._see_gradients_of(now, module)
         for optimizer in list(self._optimizers):
             for held in _parameters(optimizer):
-                self._see_gradient(now, held, "", "")
+                self._see(now, held.grad, GRADIENTS, "", "")
 
     def _see_gradients_of(self, now: Positions, module: torch.nn.Module) -> None:
         for path, name, parameter in self._parameters_of(module):
-            self._see_gradient(now, parameter, path, name)
+            self._see(now, parameter.grad, GRADIENTS, path, name)
         for part in module.modules():
             for owner, name, gradient in gradients_aside(part):
                 self._see(now, gradient, GRADIENTS, self._paths.get(owner, ""), name)
-
-    def _see_gradient(self, now: Positions, parameter: torch.Tensor, path: str, name: str) -> None:
-        if parameter.grad is not None:
-            self._see(now, parameter.grad, GRADIENTS, path, name)
 
     def _parameters_of(self, module: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield the path of the owner, the name and the parameter."""
@@ -337,21 +322,20 @@ class Witness:
             if not path:
                 self._see(now, parameter, PARAMETERS, "", "")
             for name, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    self._see(now, value, OPTIMIZER_STATE, path, f"{kind}.{name}")
+                self._see(now, value, OPTIMIZER_STATE, path, f"{kind}.{name}")
 
     def _owned(self) -> Iterator[int]:
         """Yield the addresses of the tensors that known modules and optimizers hold now."""
+        held: list[Any] = []
         for module in list(self._roots):
-            for held in (*module.parameters(), *module.buffers()):
-                yield from map(_address, parts_of(held))
-                if held.grad is not None:
-                    yield from map(_address, parts_of(held.grad))
+            for tensor in (*module.parameters(), *module.buffers()):
+                held += (tensor, tensor.grad)
         for optimizer in list(self._optimizers):
             for state in optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, torch.Tensor):
-                        yield from map(_address, parts_of(value))
+                held += state.values()
+        for value in held:
+            if isinstance(value, torch.Tensor):
+                yield from map(storage_address, parts_of(value))
 
     def _owners(self) -> dict[int, str]:
         return {
@@ -360,24 +344,11 @@ class Witness:
             for path, _, parameter in self._parameters_of(module)
         }
 
-    def _see(
-        self, now: Positions, tensor: torch.Tensor, category: str, path: str, name: str
-    ) -> None:
-        for part in parts_of(tensor):
-            address = _address(part)
-            if address:
-                self._sightings.append((now, address, category, path, name))
-
-
-def _address(tensor: torch.Tensor) -> int:
-    if not tensor.is_cuda:
-        return 0
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse: no storage of its own
-        return 0
-    except ValueError:  # a lazy module's parameter, which has no shape yet and no memory
-        return 0
+    def _see(self, now: Positions, value: Any, category: str, path: str, name: str) -> None:
+        """Record the memory of ``value`` if it is a tensor."""
+        for part in parts_of(value) if isinstance(value, torch.Tensor) else ():
+            if address := storage_address(part):
+                self.sightings.append((now, address, category, path, name))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -26,8 +26,7 @@ from pytest_gpumem.attribution.history import (
 from pytest_gpumem.measurement.composition import Account
 from pytest_gpumem.measurement.nvml import NvmlAbsent, read_device
 from pytest_gpumem.measurement.phases import PhaseTracker, position_on
-from pytest_gpumem.measurement.recorded import RecordedHistory
-from pytest_gpumem.measurement.simulated_recorder import SimulatedRecorder
+from pytest_gpumem.measurement.recorded import RecordedHistory, SimulatedRecorder
 from pytest_gpumem.measurement.statistics import CudaStatistics, Recorder
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 from pytest_gpumem.values.plain import Plain

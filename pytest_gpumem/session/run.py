@@ -83,9 +83,12 @@ class Run:
                 starting.enter_context(recorder.during(settings.history or EXPLAINED_BY))
             self.is_recorded = recorder is not None
             account = None if recorder is None else self._account(recorder)
-            numbered = settings.loop_phases == "numbered"
             self._meter = Meter(
-                statistics, ledger, account, numbered=numbered, apart=device.compile_context
+                statistics,
+                ledger,
+                account,
+                numbered=settings.loop_phases == "numbered",
+                compile_context=device.compile_context,
             )
             starting.enter_context(pausable(self._meter.unmeasured))
             starting.enter_context(pausable(device.unmeasured))
@@ -126,7 +129,7 @@ class Run:
         """Put fixtures into this test's memory that its body requests and earlier tests set up."""
         device = self.prepared.device
         for fixture in device.not_in_memory(used_fixtures.fixtures_of(self.prepared.item)):
-            self._meter.found(fixture, partial(device.repeat_set_up, fixture))
+            self._meter.reused(fixture, partial(device.repeat_set_up, fixture))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

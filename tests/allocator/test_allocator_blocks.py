@@ -184,7 +184,7 @@ def test_free_memory_counts_what_others_use() -> None:
     allocator.malloc(30 * MIB)
 
     assert allocator.free_memory == GIB - 330 * MIB
-    allocator.used_elsewhere = 2 * GIB
+    allocator.memory.used_elsewhere = 2 * GIB
     assert allocator.free_memory == 0
 
 

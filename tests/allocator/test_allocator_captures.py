@@ -44,7 +44,7 @@ def test_memory_of_a_graph_stays_reserved_until_it_is_given_up() -> None:
 
     allocator.empty_cache()
     assert allocator.reserved == 30 * MIB
-    allocator.release_pool(GRAPH)
+    allocator.pools.release(GRAPH)
     allocator.empty_cache()
     assert allocator.reserved == 0
 
@@ -58,10 +58,10 @@ def test_two_graphs_share_a_pool() -> None:
         capturing.end()
     assert allocator.reserved == 30 * MIB
 
-    allocator.release_pool(GRAPH)
+    allocator.pools.release(GRAPH)
     allocator.empty_cache()
     assert allocator.reserved == 30 * MIB
-    allocator.release_pool(GRAPH)
+    allocator.pools.release(GRAPH)
     allocator.empty_cache()
     assert allocator.reserved == 0
 

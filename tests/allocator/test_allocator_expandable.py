@@ -162,7 +162,7 @@ def test_a_device_that_is_full_half_way_gives_back_what_was_mapped() -> None:
     allocator.empty_cache()
     allocator.free(between)
     assert allocator.reserved == 60 * MIB
-    allocator.used_elsewhere = 60 * MIB
+    allocator.memory.used_elsewhere = 60 * MIB
     before = len(allocator.trace)
 
     with pytest.raises(OutOfMemory):

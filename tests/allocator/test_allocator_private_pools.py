@@ -24,7 +24,7 @@ def everything(stream: int) -> bool:
 
 def with_pool(version: Version = (2, 13), conf: str = "", **options: bool) -> Allocator:
     allocator = Allocator(GIB, AllocatorSettings.parse(conf, version), version)
-    allocator.create_pool(POOL, **options)
+    allocator.pools.create(POOL, **options)
     return allocator
 
 
@@ -32,7 +32,7 @@ def in_pool(allocator: Allocator, size: int, pool: tuple[int, int] = POOL) -> in
     allocator.begin_allocate_to_pool(pool, everything)
     address = allocator.malloc(size)
     allocator.end_allocate_to_pool(pool)
-    allocator.release_pool(pool)
+    allocator.pools.release(pool)
     return address
 
 
@@ -106,37 +106,37 @@ def test_memory_of_a_pool_in_use_is_not_released() -> None:
     allocator.empty_cache()
     assert allocator.reserved == 20 * MIB
 
-    allocator.release_pool(POOL)
+    allocator.pools.release(POOL)
     assert allocator.reserved == 20 * MIB
     allocator.empty_cache()
     assert allocator.reserved == 0
     with pytest.raises(AllocatorError, match="Could not find pool"):
-        allocator.pool_uses(POOL)
+        allocator.pools.get(POOL)
 
 
 def test_a_pool_that_was_given_up_keeps_its_live_blocks() -> None:
     allocator = with_pool()
     address = in_pool(allocator, 4 * MIB)
-    allocator.release_pool(POOL)
+    allocator.pools.release(POOL)
     allocator.empty_cache()
     assert allocator.reserved == 20 * MIB
     with pytest.raises(AllocatorError, match="was given up"):
-        allocator.create_pool(POOL)
+        allocator.pools.create(POOL)
 
     allocator.free(address)
     allocator.empty_cache()
 
     assert allocator.reserved == 0
-    allocator.create_pool(POOL)
-    assert allocator.pool_uses(POOL) == 1
+    allocator.pools.create(POOL)
+    assert allocator.pools.get(POOL).uses == 1
 
 
 def test_the_cache_of_one_pool_is_emptied_alone() -> None:
     allocator = with_pool()
-    allocator.create_pool(ANOTHER)
+    allocator.pools.create(ANOTHER)
     for pool in (POOL, ANOTHER):
         allocator.free(in_pool(allocator, 4 * MIB, pool))
-        allocator.release_pool(pool)
+        allocator.pools.release(pool)
     allocator.free(allocator.malloc(4 * MIB))
     syncs = allocator.stats()["num_sync_all_streams"]
 
@@ -166,12 +166,12 @@ def test_scopes_are_opened_once_and_closed_once() -> None:
 
 def test_uses_are_counted() -> None:
     allocator = with_pool()
-    assert allocator.pool_uses(POOL) == 1
+    assert allocator.pools.get(POOL).uses == 1
     allocator.begin_allocate_to_pool(POOL, everything)
-    assert allocator.pool_uses(POOL) == 2
+    assert allocator.pools.get(POOL).uses == 2
     allocator.end_allocate_to_pool(POOL)
-    allocator.release_pool(POOL)
-    assert allocator.pool_uses(POOL) == 1
+    allocator.pools.release(POOL)
+    assert allocator.pools.get(POOL).uses == 1
 
 
 def test_reserved_bytes_of_each_pool_since_2_13() -> None:
@@ -192,7 +192,7 @@ def test_reserved_bytes_of_each_pool_since_2_13() -> None:
 
     # They outlive the pool.
     allocator.free(address)
-    allocator.release_pool(POOL)
+    allocator.pools.release(POOL)
     allocator.empty_cache()
     allocator.reset_peak_stats()
     stats = allocator.stats()["reserved_bytes_by_private_pools"]
@@ -232,7 +232,7 @@ def test_private_pools_have_expandable_segments_too() -> None:
     assert [entry.action for entry in allocator.trace].count("segment_map") == 2
     assert pools(allocator) == [(POOL, 20 * MIB), ((0, 0), 20 * MIB)]
     allocator.free(address)
-    allocator.release_pool(POOL)
+    allocator.pools.release(POOL)
     allocator.empty_cache()
     assert pools(allocator) == [((0, 0), 20 * MIB)]
 
@@ -279,7 +279,7 @@ class TestUseOnOom:
 
     def test_a_pool_that_lends_no_more(self) -> None:
         allocator, _ = self.almost_full((2, 13))
-        allocator.lend_pool(POOL, use_on_oom=False)
+        allocator.pools.get(POOL).use_on_oom = False
 
         with pytest.raises(OutOfMemory):
             allocator.malloc(300 * MIB)

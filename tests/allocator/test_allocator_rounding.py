@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_gpumem.allocator import Allocator
 from pytest_gpumem.allocator.blocks import (
     division_slot,
-    is_small,
     round_size,
     segment_size,
 )
@@ -79,7 +79,10 @@ def test_each_size_uses_its_own_slot() -> None:
     ("rounded", "small"), [(512, True), (MIB, True), (MIB + 512, False), (1 << 34, False)]
 )
 def test_pool(rounded: int, small: bool) -> None:
-    assert is_small(rounded) is small
+    allocator = Allocator(1 << 36)
+    allocator.malloc(rounded)
+
+    assert allocator.segments()[0]["segment_type"] == ("small" if small else "large")
 
 
 @pytest.mark.parametrize(

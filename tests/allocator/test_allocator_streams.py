@@ -287,3 +287,11 @@ def test_pages_of_expandable_segments_wait_too(timeline: Timeline) -> None:
     allocator.empty_cache()
     assert allocator.reserved == 40 * MIB
     assert value(allocator, "inactive_split_bytes", "allocated") == 0
+
+
+def test_a_live_block_that_another_stream_uses_keeps_its_context(allocator: Allocator) -> None:
+    address = allocator.malloc(4 * MIB, context="model.py:3")
+    allocator.record_stream(address, SIDE)
+
+    assert allocator.live_contexts() == {address: "model.py:3"}
+    assert allocator.live_contexts().keys() == allocator.live_blocks().keys()

@@ -34,7 +34,7 @@ class Program:
         self.live: dict[int, int] = {}
         self.open: list[tuple[int, int]] = []
         for pool in POOLS:
-            self.allocator.create_pool(pool, use_on_oom=pool == POOLS[0])
+            self.allocator.pools.create(pool, use_on_oom=pool == POOLS[0])
 
     def step(self) -> None:
         self.source.choices(
@@ -69,7 +69,7 @@ class Program:
         if self.open and self.source.random() < 0.6:
             pool = self.open.pop()
             self.allocator.end_allocate_to_pool(pool)
-            self.allocator.release_pool(pool)
+            self.allocator.pools.release(pool)
         elif len(self.open) < len(POOLS):
             pool = next(pool for pool in POOLS if pool not in self.open)
             stream = self.source.choice(STREAMS)
@@ -143,9 +143,9 @@ def test_after_random_programs(version: tuple[int, int], seed: int) -> None:
     while program.open:
         pool = program.open.pop()
         program.allocator.end_allocate_to_pool(pool)
-        program.allocator.release_pool(pool)
+        program.allocator.pools.release(pool)
     for pool in POOLS:
-        program.allocator.release_pool(pool)
+        program.allocator.pools.release(pool)
     program.release()
 
     program.check()

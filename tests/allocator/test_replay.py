@@ -153,7 +153,7 @@ def test_a_different_final_layout_is_found(snapshot: dict[str, Any]) -> None:
 def pooled(allocator: Allocator) -> list[int]:
     """A private pool among other allocations; the addresses of its live blocks."""
     allocator.malloc(3 * MIB)
-    allocator.create_pool((0, 1))
+    allocator.pools.create((0, 1))
     allocator.begin_allocate_to_pool((0, 1), lambda stream: True)
     inside = [allocator.malloc(size) for size in (1000, 4 * MIB, 5 * MIB)]
     allocator.end_allocate_to_pool((0, 1))
@@ -182,8 +182,8 @@ def test_a_private_pool_gives_its_memory_back() -> None:
     allocator = Allocator(1 << 34)
     for address in pooled(allocator):
         allocator.free(address)
-    while allocator.pool_uses((0, 1)):
-        allocator.release_pool((0, 1))
+    while allocator.pools.get((0, 1)).uses:
+        allocator.pools.release((0, 1))
     allocator.empty_cache()
     assert [segment["segment_pool_id"] for segment in allocator.segments()] == [(0, 0)] * 2
 

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem import simulate
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
-from pytest_gpumem.measurement.phases import Bytes, PhaseTracker
+from pytest_gpumem.measurement.phases import PhaseTracker
+from pytest_gpumem.measurement.statistics import Bytes
 from pytest_gpumem.measurement.witness import Witness
 from tests.fake_statistics import FakeStatistics
 
@@ -240,7 +241,7 @@ def test_a_lazy_module_is_watched_before_it_has_a_shape() -> None:
     with simulate("T4"):
         witness = Witness(list, list, list)
         witness.watch(nn.LazyLinear(4).cuda())
-        assert witness.sightings(0) == []
+        assert witness.sightings == []
 
 
 @pytest.mark.parametrize("witnesses", [False, True])

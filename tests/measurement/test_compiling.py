@@ -17,7 +17,8 @@ import torch
 
 from pytest_gpumem.measurement.compiling import Compiling
 from pytest_gpumem.measurement.meter import compiled_beside
-from pytest_gpumem.measurement.phases import Bytes, PhaseTracker
+from pytest_gpumem.measurement.phases import PhaseTracker
+from pytest_gpumem.measurement.statistics import Bytes
 from tests.fake_statistics import FakeStatistics
 
 pytestmark = pytest.mark.filterwarnings(

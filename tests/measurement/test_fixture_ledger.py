@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from pytest_gpumem.measurement.fixtures import FixtureLedger
-from pytest_gpumem.measurement.phases import Bytes
+from pytest_gpumem.measurement.statistics import Bytes
 from tests.fake_statistics import SEGMENT, FakeStatistics
 
 
@@ -123,7 +123,7 @@ def test_the_set_up_phase_is_the_same_whoever_set_a_fixture_up(
 
     extent = ledger.setup_extents(["first", "second"])[0]
 
-    assert (extent.peak_allocated, extent.allocated_after) == (20 + 90, 27)
+    assert (extent.peak.allocated, extent.allocated_after) == (20 + 90, 27)
 
 
 def test_a_fixture_torn_down_is_forgotten(device: FakeStatistics, ledger: Ledger) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.measurement.holders import holders_of
+from pytest_gpumem.measurement.holders import holder_names
 from pytest_gpumem.measurement.statistics import Block
 
 PLACES = """
@@ -52,13 +52,13 @@ def block(tensor: torch.Tensor) -> Block:
 def test_a_global_container(places: ModuleType) -> None:
     places.KEPT["losses"] = [None, torch.ones(128, device="cuda")]
     wanted = block(places.KEPT["losses"][1])
-    assert holders_of(frozenset({wanted})) == {wanted.address: "places.KEPT['losses'][1]"}
+    assert holder_names(frozenset({wanted})) == {wanted.address: "places.KEPT['losses'][1]"}
 
 
 def test_an_attribute_of_an_object_in_a_list_of_a_class(places: ModuleType) -> None:
     places.Registry.entries.append(places.Node(torch.ones(128, device="cuda")))
     wanted = block(places.Registry.entries[0].value)
-    found = holders_of(frozenset({wanted}))
+    found = holder_names(frozenset({wanted}))
     assert found == {wanted.address: "places.Registry.entries[0].value"}
 
 
@@ -68,7 +68,7 @@ def test_what_autograd_saved_is_held_by_the_graph(places: ModuleType) -> None:
     wanted = block(saved)
     places.KEPT["loss"] = [(saved * saved).sum()]
     del saved
-    found = holders_of(frozenset({wanted}))
+    found = holder_names(frozenset({wanted}))
     assert found == {wanted.address: "the graph of places.KEPT['loss'][0]"}
 
 
@@ -81,11 +81,11 @@ def test_a_view_whose_graph_is_gone_is_in_nobodys_way() -> None:
         _ = row.grad_fn
     assert "grad_fn=<Invalid>" in repr(row)
 
-    assert holders_of(frozenset({Block(0, 12345, 512)})) == {}
+    assert holder_names(frozenset({Block(0, 12345, 512)})) == {}
 
 
 def test_what_nobody_names_is_left_out() -> None:
-    assert holders_of(frozenset({Block(0, 12345, 512)})) == {}
+    assert holder_names(frozenset({Block(0, 12345, 512)})) == {}
 
 
 def test_an_attribute_in_a_dictionary_that_is_an_objects_own(places: ModuleType) -> None:
@@ -94,7 +94,7 @@ def test_an_attribute_in_a_dictionary_that_is_an_objects_own(places: ModuleType)
     places.KEPT["nodes"] = [node]
     wanted = block(attributes["value"])
 
-    found = holders_of(frozenset({wanted}))
+    found = holder_names(frozenset({wanted}))
 
     assert found[wanted.address] in {"places.KEPT['nodes'][0].value", "attributes['value']"}
 
@@ -108,7 +108,7 @@ def test_a_thousand_tensors_among_many_objects_take_little_longer_than_ten(
     seconds = []
     for blocks in (frozenset(sorted(wanted, key=lambda one: one.address)[:10]), wanted):
         start = time.process_time()
-        found = holders_of(blocks)
+        found = holder_names(blocks)
         seconds.append(time.process_time() - start)
 
     # One pass over all objects for all of them; one for each would be a hundred times as long.

@@ -8,14 +8,14 @@ import pytest
 
 from pytest_gpumem.measurement.phases import (
     SNAPSHOTS_OF_EACH_ENTRY,
-    Bytes,
     NestingError,
     PhaseTracker,
 )
+from pytest_gpumem.measurement.statistics import Bytes
 from pytest_gpumem.values.measurement import CALL, PhaseRecord
 from tests.fake_statistics import FakeStatistics
 
-NOBODY = Bytes()
+NO_STRAY = Bytes()
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def tracker(device: FakeStatistics) -> PhaseTracker:
     return PhaseTracker(device)
 
 
-def record(tracker: PhaseTracker, name: str, stray: Bytes = NOBODY) -> PhaseRecord:
+def record(tracker: PhaseTracker, name: str, stray: Bytes = NO_STRAY) -> PhaseRecord:
     return tracker.records(0, stray)[name]
 
 
@@ -72,7 +72,7 @@ def test_a_parent_reaches_what_its_children_reach(
         with tracker.window("later"):
             device.use(30)
 
-    peaks = {name: phase.peak_allocated for name, phase in tracker.records(0, NOBODY).items()}
+    peaks = {name: phase.peak_allocated for name, phase in tracker.records(0, NO_STRAY).items()}
     assert peaks == {"outer": 500, "inner": 500, "later": 30}
     assert record(tracker, "inner").parent == "outer"
 
@@ -179,7 +179,7 @@ def test_phases_of_two_threads_do_not_nest(device: FakeStatistics, tracker: Phas
 
 def test_an_open_phase_has_no_record_yet(tracker: PhaseTracker) -> None:
     with tracker.window("work"):
-        assert tracker.records(0, NOBODY) == {}
+        assert tracker.records(0, NO_STRAY) == {}
 
 
 def test_a_phase_left_by_an_exception_ends_there(
@@ -203,7 +203,7 @@ def test_workspaces_live_at_the_end_of_a_phase_are_told_by_their_blocks(
     before = device.live_blocks()
     device.clear_workspaces()
 
-    records = tracker.records(0, NOBODY, before - device.live_blocks())
+    records = tracker.records(0, NO_STRAY, before - device.live_blocks())
 
     assert (records["before"].cublas_workspace, records["within"].cublas_workspace) == (0, 64)
 
@@ -233,7 +233,7 @@ def test_a_phase_is_looked_at_again_where_the_pools_of_workspaces_have_changed(
     before = device.live_blocks()
     device.clear_workspaces()
 
-    records = tracker.records(0, NOBODY, before - device.live_blocks())
+    records = tracker.records(0, NO_STRAY, before - device.live_blocks())
     assert records["work"].cublas_workspace == 64
 
 
@@ -299,4 +299,4 @@ def test_phases_may_be_entered_from_several_threads(
     for thread in threads:
         thread.join()
 
-    assert set(tracker.records(0, NOBODY)) == {"one", "two"}
+    assert set(tracker.records(0, NO_STRAY)) == {"one", "two"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from pytest_gpumem import simulate
 from pytest_gpumem.allocator import allocator as allocator_module
 from pytest_gpumem.allocator import snapshot
 from pytest_gpumem.allocator.blocks import Block
+from pytest_gpumem.allocator.state import AllocatorState
 
 BLOCK = 512
 
@@ -79,13 +80,13 @@ def test_a_snapshot_shows_what_was_live_when_it_began(
     gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dead = garbage()
-    chain = snapshot._chain
+    describe = snapshot._segment
 
-    def collect_first(head: Block) -> Iterable[Block]:
+    def collect_first(memory: AllocatorState, head: Block, *, frames: bool) -> dict[str, Any]:
         gc.collect()
-        return chain(head)
+        return describe(memory, head, frames=frames)
 
-    monkeypatch.setattr(snapshot, "_chain", collect_first)
+    monkeypatch.setattr(snapshot, "_segment", collect_first)
     (segment,) = torch.cuda.memory_snapshot()
     assert [(block["address"], block["state"]) for block in segment["blocks"]] == [
         (dead, "active_allocated"),

@@ -9,7 +9,7 @@ import torch
 
 from pytest_gpumem import simulate
 from pytest_gpumem.allocator import Allocator
-from pytest_gpumem.measurement.simulated_recorder import SimulatedRecorder
+from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.simulated.splits import Splits
 
 MIB = 1 << 20

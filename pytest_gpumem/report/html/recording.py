@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from pytest_gpumem.allocator.readings import Readings
 from pytest_gpumem.allocator.replayed import START, DeviceReplay, ReplayResult, Usage
+from pytest_gpumem.allocator.state import AllocatorState
 from pytest_gpumem.attribution.composition import shown_path
 from pytest_gpumem.attribution.frames import (
     EARLIER,
@@ -47,7 +47,7 @@ class Watcher:
         self.end: Sequence[Json] = ()
         self._last = (0, 0, 0)
 
-    def after(self, index: int, allocator: Readings) -> None:
+    def after(self, index: int, allocator: AllocatorState) -> None:
         """Record the changes of the event ``index``."""
         now = allocator.allocated, allocator.reserved, allocator.inactive_split
         last, self._last = self._last, now

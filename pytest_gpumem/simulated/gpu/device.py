@@ -86,7 +86,7 @@ class Device:
     def share(self, shared: SharedDevice | None) -> None:
         """Take memory from ``shared`` from now on; memory held already is not counted there."""
         self.shared = shared
-        self.allocator.share(shared)
+        self.allocator.memory.shared = shared
 
     def restart_collector(self, collector: Collector) -> None:
         """Run ``collector`` when the number of blocks has grown enough from now on."""
@@ -97,11 +97,11 @@ class Device:
         """Free everything; return an empty memory for :meth:`go_on_with`."""
         self.workspaces.clear()
         self.workspaces.settings.forget()
-        self.allocator.share(None)
+        self.allocator.memory.shared = None
         if self.shared is not None:
             self.shared.give_all()
         memory = self.empty_memory(self.index)
-        memory.share(self.shared)
+        memory.memory.shared = self.shared
         return memory
 
     def go_on_with(self, memory: Memory) -> None:

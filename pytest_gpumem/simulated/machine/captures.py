@@ -57,7 +57,7 @@ class Capture:
         self._execution.watch(None)
         self.memory.mark_capture_end()
         self.memory.end_allocate_to_pool(self.pool)
-        self.memory.release_pool(self.pool)
+        self.memory.pools.release(self.pool)
 
     @property
     def key(self) -> StreamKey:

@@ -115,7 +115,7 @@ class Graph:
         capture.memory.mark_capture_end()
         capture.memory.end_allocate_to_pool(capture.pool)
         if not capture.valid:
-            capture.memory.release_pool(capture.pool)
+            capture.memory.pools.release(capture.pool)
             raise cuda_error("operation failed due to a previous error during capture")
         self._captured = capture
         if capture.is_empty:
@@ -156,7 +156,7 @@ class Graph:
         if captured is not None:
             if captured.gpu.version >= CLEARS_WORKSPACES:
                 captured.gpu.workspaces.clear_stream(captured.stream)
-            captured.memory.release_pool(captured.pool)
+            captured.memory.pools.release(captured.pool)
 
     def pool(self) -> PoolId:
         """Return the id of the pool, for other graphs to share."""

@@ -42,11 +42,11 @@ class SimulatedMemPool:
         self.allocator = None
         self.device = gpu.index
         self._memory: Memory = gpu.allocator
-        self._memory.create_pool(self.id, use_on_oom=use_on_oom, no_split=no_split)
+        self._memory.pools.create(self.id, use_on_oom=use_on_oom, no_split=no_split)
 
     def use_count(self) -> int:
         """Return how many pool objects, scopes and graphs refer to the memory."""
-        return self._memory.pool_uses(self.id)
+        return self._memory.pools.get(self.id).uses
 
     def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
         """Return the pool's segments."""
@@ -55,8 +55,8 @@ class SimulatedMemPool:
     def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         memory = getattr(self, "_memory", None)
         if memory is not None and not exiting():  # the modules this needs may be gone by then
-            memory.lend_pool(self.id, use_on_oom=False)
-            memory.release_pool(self.id)
+            memory.pools.get(self.id).use_on_oom = False
+            memory.pools.release(self.id)
             memory.empty_cache(self.id)
 
 
@@ -129,7 +129,7 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
 
     def release(device: int, pool: PoolId) -> None:
         with _torch_errors():
-            memory(device).release_pool((pool[0], pool[1]))
+            memory(device).pools.release((pool[0], pool[1]))
 
     def check_live(device: int, mempool_id: PoolId, expected_live_allocations: set[int]) -> bool:
         with _torch_errors():
