@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -427,3 +428,39 @@ def test_following_values_changes_no_event(dry_run: Run) -> None:
 
     assert len(found) == 8
     assert all(count > 500 and same for count, same in found.values()), found
+
+
+KERNELS = """
+import pytest, torch
+
+@torch.compile
+def scaled(x, factor):
+    return x * factor + 1
+
+@torch.compile
+def raised(x):
+    x.add_(1)
+    return x.sin()
+
+@pytest.mark.gpumem
+def test_reads():
+    count = torch.tensor([3], device="cuda")
+    scaled(torch.ones(8, device="cuda"), count)
+    assert torch.empty(int(count), device="cuda").numel() == 3
+
+@pytest.mark.gpumem
+def test_writes():
+    count = torch.tensor([3], device="cuda")
+    raised(count)
+    torch.empty(int(count), device="cuda")
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="torch.compile needs Triton for a GPU")
+def test_a_compiled_kernel_changes_what_it_writes_to_alone(dry_run: Run, tmp_path: Path) -> None:
+    (tmp_path / "test_kernels.py").write_text(KERNELS)
+    done = pytest_in(tmp_path, "-rs")
+
+    assert "1 passed, 1 skipped" in done.stdout, done.stdout
+    assert "int() at test_kernels.py:" in done.stdout
+    assert "the Triton kernel triton_" in done.stdout

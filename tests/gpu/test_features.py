@@ -242,3 +242,24 @@ def test_compiled_code_is_measured(cuda: CudaProject) -> None:
     found = records["test_compiled"]["measurement"]
     # The argument and the sums: what is between is one kernel.
     assert found["peak_allocated"] == 4 * MIB + 4096
+
+
+def test_a_compiled_kernel_changes_what_it_writes_to_alone(cuda: CudaProject) -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("torch.compile needs Triton for a GPU")
+    records = measured(
+        cuda,
+        """
+    @torch.compile
+    def scaled(x, factor):
+        return x * factor + 1
+
+    @pytest.mark.gpumem
+    def test_decides_by_an_argument():
+        count = torch.tensor([3], device="cuda")
+        scaled(torch.ones(8, device="cuda"), count)
+        assert torch.empty(int(count), device="cuda").numel() == 3
+""",
+    )
+
+    assert records["test_decides_by_an_argument"]["outcome"] == "passed"

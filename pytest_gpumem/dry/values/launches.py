@@ -1,53 +1,88 @@
-"""Launches of Triton's kernels, which compute nothing: their tensors are unknown afterwards."""
+"""Launches of Triton's kernels, which compute nothing: their results are unknown afterwards."""
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
+from pytest_gpumem.late_modules import when_imported
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import tensors_in
+from pytest_gpumem.simulated.operators.described import base_function
+from pytest_gpumem.simulated.operators.triton_stores import Stores
 
-_LAUNCHERS = (
-    ("triton.runtime.jit", "JITFunction"),
-    ("torch._inductor.runtime.triton_heuristics", "CachingAutotuner"),
-)
-"""Classes whose ``run`` launches a kernel with tensors among its arguments (Triton 3.2 to 3.6,
-torch 2.6 to 2.15)."""
+_LAUNCHERS = {
+    "triton.runtime.jit": "JITFunction",
+    "torch._inductor.runtime.triton_heuristics": "CachingAutotuner",
+}
+"""Classes whose ``run`` launches a kernel with tensors among its arguments, by module.
+
+Triton 3.2 to 3.9, torch 2.6 to 2.15.
+"""
+_OF_USER = "USER_AUTOTUNE"
+"""Kind of a user's own kernel in compiled code (``HeuristicType`` of runtime/hints.py)."""
 
 
 @contextmanager
 def launches_seen(values: DryValues, graphs: Graphs) -> Iterator[None]:
-    """Mark the tensors given to Triton's kernels inside as unknown in ``values``."""
-    patches = Patches()
-    for module, name in _LAUNCHERS:
-        kind = getattr(sys.modules.get(module), name, None)
-        if kind is not None:
-            patches.add(kind, "run", _marking(kind.run, values, graphs))
-    patches.apply()
-    try:
-        yield
-    finally:
-        patches.undo()
+    """Mark the tensors that Triton's kernels inside may write to as unknown in ``values``."""
+    stores = Stores()
+    made: list[Patches] = []
+
+    def change(module: ModuleType) -> None:
+        kind = getattr(module, _LAUNCHERS[module.__name__])
+        patches = Patches()
+        patches.add(kind, "run", _marking(kind.run, values, graphs, stores))
+        patches.apply()
+        made.append(patches)
+
+    with when_imported(dict.fromkeys(_LAUNCHERS, change)):
+        try:
+            yield
+        finally:
+            for patches in made:
+                patches.undo()
 
 
 def _name(kernel: Any) -> str:
     return str(getattr(getattr(kernel, "fn", None), "__name__", "of compiled code"))
 
 
-def _marking(run: Any, values: DryValues, graphs: Graphs) -> Any:
+def _marking(run: Any, values: DryValues, graphs: Graphs, stores: Stores) -> Any:
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         result = run(kernel, *args, **kwargs)
         values.uncomputed = values.uncomputed or f"the Triton kernel {_name(kernel)}"
-        for tensor in tensors_in((args, kwargs)):
+        for tensor in tensors_in(_written(stores, kernel, args, kwargs)):
             if tensor.__class__ in (torch.Tensor, torch.nn.Parameter) and tensor.is_cuda:
                 graphs.lost(tensor)
         return result
 
     return launch
+
+
+def _written(stores: Stores, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the arguments that ``kernel`` may write to: all, where nothing tells.
+
+    Inductor drops the source of its kernels, but names their arguments by use: ``in_ptr0`` is only
+    read (``KernelArgs`` of torch/_inductor/codegen/common.py, torch 2.6 to 2.15).
+    """
+    function = base_function(kernel)
+    if isinstance(function, FunctionType):
+        names, written = list(inspect.signature(function).parameters), set(stores.of(kernel))
+    elif getattr(getattr(kernel, "heuristic_type", None), "name", _OF_USER) == _OF_USER:
+        return args, kwargs
+    else:
+        names = kernel.fn.arg_names
+        written = {name for name in names if not name.startswith("in_ptr")}
+        written |= set(kernel.mutated_arg_names)
+    if len(args) > len(names):
+        return args, kwargs
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return [given[name] for name in given.keys() & written]

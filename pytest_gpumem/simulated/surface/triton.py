@@ -1,8 +1,8 @@
 """Triton on a simulated GPU: everything around a kernel runs, and the kernel itself does nothing.
 
 A kernel allocates nothing: the Python code around it does. So what is allocated is exact without
-any description. The tensors that a kernel gets have unknown values from then on, and nothing is
-compiled: code that asks for compiled kernels needs the dry device.
+any description. The tensors that a kernel may write to have unknown values from then on, and
+nothing is compiled: code that asks for compiled kernels needs the dry device.
 
 Source: triton/runtime/jit.py, autotuner.py and driver.py, triton/backends/nvidia/driver.py,
 releases 3.2 to 3.9.
@@ -22,6 +22,7 @@ from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, base_function, on_gpu, path_of
+from pytest_gpumem.simulated.operators.triton_stores import Stores
 from pytest_gpumem.simulated.surface.cuda import DeviceProperties
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
@@ -74,10 +75,11 @@ def _described(machine: SimulatedMachine, launch: Run) -> Run:
 
 
 def _launched(machine: SimulatedMachine, _: Run) -> Run:
-    """Return a launch that writes to the tensors it is given, and does no more.
+    """Return a launch that writes to the tensors that the kernel stores to, and does no more.
 
     It raises ``ValueError`` for a tensor of the CPU, in the words of Triton's launcher.
     """
+    stores = Stores()
 
     def is_out_of_reach(tensor: torch.Tensor) -> bool:
         if machine.storages.of(tensor) is not None:
@@ -89,13 +91,14 @@ def _launched(machine: SimulatedMachine, _: Run) -> Run:
         name = path_of(base_function(kernel))
         if warmup:
             _refuse(f"compiles the Triton kernel {name}")
-        given = [*args, *options.values()]
-        for at, value in enumerate(given):
+        given = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
+        for at, value in enumerate(given.values()):
             if any(map(is_out_of_reach, _memory_of(value))):
                 raise ValueError(
                     f"Pointer argument (at {at}) cannot be accessed from Triton (cpu tensor?)"
                 )
-        machine.kernel_wrote(*_memory_of(given))
+        written = stores.of(kernel)
+        machine.kernel_wrote(*_memory_of([given[name] for name in given.keys() & written]))
         values = machine.values
         if values.everything and values.uncomputed is None:
             values.uncomputed = f"the Triton kernel {name}"
