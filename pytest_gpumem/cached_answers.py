@@ -12,19 +12,26 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from operator import attrgetter
 from types import FrameType, ModuleType
 from typing import Any
 
-from pytest_gpumem.late_modules import from_now_on
+from pytest_gpumem.late_modules import Context, from_now_on
 
-QUESTIONS = {
-    "torch.cuda": ("is_available", "device_count"),
-    "torch.accelerator": ("is_available", "device_count", "current_accelerator"),
+Function = Callable[..., Any]
+
+WITHOUT_GPU: dict[str, dict[str, object]] = {
+    "torch": {},
+    "torch.cuda": {"is_available": False, "device_count": 0},
+    "torch.accelerator": {
+        "is_available": False,
+        "device_count": 0,
+        "current_accelerator": None,
+    },
 }
-"""Functions that answer whether there is a GPU, by module."""
+"""Functions that answer whether there is a GPU, and their results without one, by module."""
 
 _UNKNOWN = object()
 _FACTS = frozenset({"bool", "int"})
@@ -35,14 +42,26 @@ _kept: dict[bool, set[Any]] = {False: set(), True: set()}
 """Functions with a cache that have asked, by whether there was a GPU."""
 
 
-def watch() -> None:
-    """Note from now on which cached functions ask; torch may be imported later."""
-    from_now_on(dict.fromkeys(QUESTIONS, _watch))
+def watch(
+    answering: Callable[[Function, object], Function] = lambda function, _: function,
+    executed: Context = nullcontext,
+) -> None:
+    """Note from now on which cached functions ask; torch may be imported later.
+
+    A function of :data:`WITHOUT_GPU` gives the answer of the one that ``answering`` returns for it
+    and its result without a GPU. A module that is imported later is ``executed`` in a context.
+    """
+
+    def replace(module: ModuleType) -> None:
+        for name, without in WITHOUT_GPU[module.__name__].items():
+            function = getattr(module, name, None)
+            if function is not None and not hasattr(function, "__wrapped__"):
+                setattr(module, name, _watched(answering(function, without)))
+
+    from_now_on(dict.fromkeys(WITHOUT_GPU, replace), executed)
 
 
-def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function``, one of the :data:`QUESTIONS`, which notes the functions that ask it."""
-
+def _watched(function: Function) -> Function:
     @functools.wraps(function)
     def asked(*args: Any, **kwargs: Any) -> Any:
         answer = function(*args, **kwargs)
@@ -60,13 +79,6 @@ def renewed() -> Iterator[None]:
         yield
     finally:
         _clear(_kept[True])
-
-
-def _watch(module: ModuleType) -> None:
-    for name in QUESTIONS[module.__name__]:
-        function = getattr(module, name, None)
-        if function is not None and not hasattr(function, "__wrapped__"):
-            setattr(module, name, watched(function))
 
 
 def _cached_callers(frame: FrameType | None) -> Iterator[Any]:

@@ -21,14 +21,11 @@ from weakref import WeakSet
 
 import torch
 
-from pytest_gpumem.late_modules import when_imported
-from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.patching import Patches, Plan, patched_when_imported
 
 Context = Callable[[], AbstractContextManager[object]]
 TIME = 1.0
 """Milliseconds of every kernel: choices between two divide by one of them."""
-
-Plan = Callable[[Patches, ModuleType], None]
 
 
 @contextmanager
@@ -38,18 +35,9 @@ def served(following: Context) -> Iterator[None]:
     What a cache on disk says of earlier timings is neither used nor changed: it may be a GPU's.
     Inductor computes constants in a context of ``following``, where small tensors have values.
     """
-    made: list[Patches] = []
-    plans: dict[str, Plan] = {
-        **_PLANS,
-        "torch._inductor.constant_folding": partial(_of_constants, following),
-    }
-    changes = {name: partial(_change, made, plan) for name, plan in plans.items()}
-    with when_imported(changes):
-        try:
-            yield
-        finally:
-            for patches in reversed(made):
-                patches.undo()
+    constants = {"torch._inductor.constant_folding": partial(_of_constants, following)}
+    with patched_when_imported({**_PLANS, **constants}):
+        yield
 
 
 @contextmanager
@@ -64,13 +52,6 @@ def separate_pool() -> Iterator[None]:
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         yield
-
-
-def _change(made: list[Patches], plan: Plan, module: ModuleType) -> None:
-    patches = Patches()
-    plan(patches, module)
-    patches.apply()
-    made.append(patches)
 
 
 def _of_constants(following: Context, patches: Patches, module: ModuleType) -> None:

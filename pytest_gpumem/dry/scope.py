@@ -10,23 +10,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import ModuleType
 from typing import Any
 
-from pytest_gpumem.cached_answers import renewed, watched
+from pytest_gpumem.cached_answers import renewed, watch
 from pytest_gpumem.garbage import importing
-from pytest_gpumem.late_modules import from_now_on
-
-_ANSWERS: dict[str, dict[str, object]] = {
-    "torch": {},
-    "torch.cuda": {"is_available": False, "device_count": 0},
-    "torch.accelerator": {
-        "is_available": False,
-        "device_count": 0,
-        "current_accelerator": None,
-    },
-}
-"""Results of functions where there is no device, by module."""
 
 
 class _Scope:
@@ -53,7 +40,7 @@ def close(*, to_children: bool) -> None:
         disinherit()
     if not _SCOPE.is_limited:
         _SCOPE.is_limited = True
-        from_now_on(dict.fromkeys(_ANSWERS, _replace), executed=importing)
+        watch(_scoped, executed=importing)
 
 
 @contextmanager
@@ -77,13 +64,6 @@ def _inherited() -> AbstractContextManager[None]:
     from pytest_gpumem.dry.load import inherited
 
     return inherited()
-
-
-def _replace(module: ModuleType) -> None:
-    for name, answer in _ANSWERS[module.__name__].items():
-        function = getattr(module, name, None)
-        if function is not None and not hasattr(function, "__wrapped__"):
-            setattr(module, name, watched(_scoped(function, answer)))
 
 
 def _scoped(function: Callable[..., Any], answer: object) -> Callable[..., Any]:

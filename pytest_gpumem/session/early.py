@@ -7,6 +7,7 @@ With ``--gpumem-sim-scope=session`` it is the simulated GPU, because conftests d
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,7 +61,9 @@ def begin_early(config: pytest.Config) -> None:
         settings = settings_from(config, options)  # auto is a simulated device then
     if not will_run_tests:
         return
-    if settings.device.kind in ("auto", "sim") and not has_driver():
+    # Dynamo follows torch's functions as they were when it was imported.
+    is_simulated = settings.device.kind in ("auto", "sim") and not has_driver()
+    if is_simulated and "torch._dynamo" not in sys.modules:
         watch()
     if settings.share or settings.quota is not None:
         from pytest_gpumem.session.placement import place

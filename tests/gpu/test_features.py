@@ -15,6 +15,10 @@ from tests.gpu.device import is_dry, stands_in
 
 MIB = 1 << 20
 
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="torch.compile needs Triton for a GPU"
+)
+
 ALLOCATE = """
     def allocate(mib, device="cuda"):
         return torch.empty(mib << 20, dtype=torch.uint8, device=device)
@@ -223,9 +227,8 @@ def test_every_device_that_a_test_touches_is_measured(cuda: CudaProject) -> None
     assert "cuda:1" in str(records["test_too_much_on_the_second"]["verdicts"])
 
 
+@needs_triton
 def test_compiled_code_is_measured(cuda: CudaProject) -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("torch.compile needs Triton for a GPU")
     records = measured(
         cuda,
         """
@@ -244,9 +247,8 @@ def test_compiled_code_is_measured(cuda: CudaProject) -> None:
     assert found["peak_allocated"] == 4 * MIB + 4096
 
 
+@needs_triton
 def test_a_compiled_kernel_changes_what_it_writes_to_alone(cuda: CudaProject) -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("torch.compile needs Triton for a GPU")
     records = measured(
         cuda,
         """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.pytest_project import Project
 
 CACHED = """
@@ -74,3 +76,22 @@ def test_after():
 def test_a_cached_answer_is_that_of_the_present_device(project: Project) -> None:
     project.write(test_cached=CACHED)
     project.run("-p", "no:randomly").assert_outcomes(passed=3)
+
+
+PLAIN = """
+@torch.compile(fullgraph=True, backend="eager")
+def doubled_on_a_gpu(x):
+    return x * 2 if torch.cuda.is_available() else x
+
+def test_plain():
+    assert doubled_on_a_gpu(torch.ones(2)).tolist() == [1, 1]
+"""
+
+
+@pytest.mark.parametrize("before", [(), ("-p", "torch._dynamo")])
+def test_dynamo_follows_the_question_in_an_ordinary_suite(
+    project: Project, before: tuple[str, ...]
+) -> None:
+    project.write(test_plain=PLAIN)
+    result = project.run_anew(*before, device="--gpumem-device=auto")
+    result.assert_outcomes(passed=1)

@@ -12,8 +12,7 @@ import torch
 
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
-from pytest_gpumem.late_modules import when_imported
-from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.patching import Patches, patched_when_imported
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.operators.described import base_function
 from pytest_gpumem.simulated.operators.triton_stores import Stores
@@ -34,21 +33,13 @@ _OF_USER = "USER_AUTOTUNE"
 def launches_seen(values: DryValues, graphs: Graphs) -> Iterator[None]:
     """Mark the tensors that Triton's kernels inside may write to as unknown in ``values``."""
     stores = Stores()
-    made: list[Patches] = []
 
-    def change(module: ModuleType) -> None:
+    def plan(patches: Patches, module: ModuleType) -> None:
         kind = getattr(module, _LAUNCHERS[module.__name__])
-        patches = Patches()
         patches.add(kind, "run", _marking(kind.run, values, graphs, stores))
-        patches.apply()
-        made.append(patches)
 
-    with when_imported(dict.fromkeys(_LAUNCHERS, change)):
-        try:
-            yield
-        finally:
-            for patches in made:
-                patches.undo()
+    with patched_when_imported(dict.fromkeys(_LAUNCHERS, plan)):
+        yield
 
 
 def _name(kernel: Any) -> str:

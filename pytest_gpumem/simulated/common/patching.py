@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
+
+from pytest_gpumem.late_modules import when_imported
 
 _ABSENT = object()
 
@@ -123,6 +127,29 @@ class Patches:
             for replaced in resumed:
                 replaced.put_back()
             self._put_back = resumed
+
+
+Plan = Callable[[Patches, ModuleType], None]
+"""A function that adds the replacements in a module."""
+
+
+@contextmanager
+def patched_when_imported(plans: Mapping[str, Plan]) -> Iterator[None]:
+    """Apply the plan of each module that is imported before the end; undo them all there."""
+    made: list[Patches] = []
+
+    def change(plan: Plan, module: ModuleType) -> None:
+        patches = Patches()
+        plan(patches, module)
+        patches.apply()
+        made.append(patches)
+
+    with when_imported({name: partial(change, plan) for name, plan in plans.items()}):
+        try:
+            yield
+        finally:
+            for patches in reversed(made):
+                patches.undo()
 
 
 def add_functions(functions: Mapping[str, Any], patches: Patches) -> None:
