@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from producers.rebuilt_rotation import product
 from torch import Tensor, nn
 
 VOCABULARY, BATCH = 10_000, 4
@@ -40,11 +41,8 @@ class Product(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x @ weight.T``: what einsum of torch 2.6 made of "out in, batch token in"."""
-        batch, length, inputs = x.shape
-        columns = x.permute(2, 0, 1).reshape(1, inputs, batch * length)
-        product = torch.bmm(self.weight.unsqueeze(0), columns)
-        return product.view(-1, batch, length).permute(1, 2, 0)
+        """``x @ weight.T``."""
+        return product(self.weight, x)
 
 
 class Table(nn.Module):

@@ -18,7 +18,14 @@ WIDTH, INNER, LAYERS, HEADS = 1600, 6400, 48, 25
 
 
 def product(weight: Tensor, x: Tensor) -> Tensor:
-    """``x @ weight.T``: what einsum of torch 2.6 made of "out in, batch token in"."""
+    """``x @ weight.T``, by einsum as in the recorded program.
+
+    Without autocast it is what einsum of torch 2.6 made of it, whose backward pass is another one
+    than that of later releases. Under autocast, where einsum casts the weight first, only forward
+    passes were recorded, and these are the same in all.
+    """
+    if torch.is_autocast_enabled("cuda"):
+        return torch.einsum("oi,bti->bto", weight, x)
     batch, length, inputs = x.shape
     columns = x.permute(2, 0, 1).reshape(1, inputs, batch * length)
     whole = torch.bmm(weight.unsqueeze(0), columns)
