@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from producers.rebuilt_rotation import product
 from torch import Tensor, nn
+
+from producers.rebuilt_rotation import product
 
 VOCABULARY, BATCH = 10_000, 4
 

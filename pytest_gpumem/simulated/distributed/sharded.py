@@ -50,12 +50,13 @@ def bind(execution: ShapeExecution) -> None:
 
         return handle
 
-    kernels = {operator: getattr(collectives, name) for operator, name in _KERNELS.items()}
+    for operator, name in _KERNELS.items():
+        kernel = getattr(torch.ops.fsdp, operator).default
+        execution.bind(kernel, in_view(getattr(collectives, name)))
     # Since 2.15, written in C++: of gradients of one type, as most are, ``_chunk_cat``.
-    kernels["chunk_cat_mixed_dtype"] = _concatenated
-    for operator, kernel in kernels.items():
-        if (found := getattr(torch.ops.fsdp, operator, None)) is not None:
-            execution.bind(found.default, in_view(kernel))
+    mixed = getattr(torch.ops.fsdp, "chunk_cat_mixed_dtype", None)
+    if mixed is not None:
+        execution.bind(mixed.default, in_view(_concatenated))
 
 
 def _concatenated(

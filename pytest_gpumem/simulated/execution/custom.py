@@ -113,14 +113,11 @@ def _sized(runner: Runner, func: Any, shapes_only: Handler) -> Handler:
     return handle
 
 
-_PARTS = extensions.PARTS
-
-
 def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
     """Return a handler of ``func`` by its description; without one ``undescribed`` runs."""
     schema = func._schema
     undescribed = in_parts(runner, func) or _sized(runner, func, undescribed)
-    parts = _PARTS.get(str(func))
+    parts = extensions.PARTS.get(str(func))
     built = None if parts is None else of_parts(runner, on_machine(parts, func, runner.machine))
 
     def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -26,6 +26,9 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
         def __instancecheck__(cls, value: object) -> bool:
             return isinstance(value, real)
 
+        def __subclasscheck__(cls, kind: type) -> bool:
+            return issubclass(kind, real)
+
     class Generator(real, metaclass=Kind):  # type: ignore[misc,valid-type]  # as above
         _cuda_device: torch.device
         _source: torch.Generator

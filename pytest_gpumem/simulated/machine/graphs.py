@@ -173,7 +173,7 @@ class Graph:
     def enable_debug_mode(self) -> None:
         """Do nothing: ``debug_dump`` needs nothing here."""
 
-    def _refuse(self, name: str, *_: Any) -> None:
+    def _refuse(self, name: str, *_: Any, **__: Any) -> None:
         raise UnsupportedOperatorError(
             f"torch.cuda.CUDAGraph.{name} at {user_line()} needs the driver's graph, so it cannot "
             f"run on a simulated GPU"

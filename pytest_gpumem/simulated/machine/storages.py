@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext
 from threading import RLock
 from typing import Any
 
@@ -17,7 +16,6 @@ from pytest_gpumem.simulated.common.callsite import Provenance, provenance
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.gpu.memory import Memory
 
-_UNLOCKED = nullcontext()
 ELSEWHERE = 1 << 48
 """Offset of addresses of memory that is not the present test's; CUDA's have 47 bits."""
 
@@ -258,8 +256,11 @@ class Storages:
         self.died(record.key)
         if not record.address:
             return
-        with self.lock or _UNLOCKED:
+        if self.lock is None:  # nearly always
             record.allocator.free(record.address)
+        else:
+            with self.lock:
+                record.allocator.free(record.address)
 
 
 _COMPRESSED = {

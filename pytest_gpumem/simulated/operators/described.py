@@ -116,7 +116,6 @@ class _Replaced:
     def applied(self, wrote: Wrote) -> Iterator[None]:
         """Call the description instead, whatever name the function was imported under."""
         function = self.function
-        outer, self._wrote = self._wrote, wrote
         owner, name = self.owner, self.name
         own: Any = function
         replacement: Any
@@ -126,6 +125,7 @@ class _Replaced:
         else:
             replacement = self._chosen(getattr(owner, name))
         setattr(owner, name, replacement)
+        outer, self._wrote = self._wrote, wrote
         try:
             yield
         finally:

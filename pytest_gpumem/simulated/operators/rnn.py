@@ -109,12 +109,13 @@ def _layer(name: str, overload: Any) -> Composite:
 
     def layer(gpu: GPU, *args: Any) -> Any:
         input, *rest = args
-        batch_sizes = rest.pop(0).tolist() if is_packed else []
+        batch_sizes = rest.pop(0) if is_packed else None
         hx, params, *shape = rest
         if is_packed:
             shape.append(False)
         if _cudnn_takes(gpu, input):
-            return _run(name, input, hx, params, shape, batch_sizes)
+            lengths = [] if batch_sizes is None else batch_sizes.tolist()
+            return _run(name, input, hx, params, shape, lengths)
         has_cell = not is_packed and name in ("lstm", "gru")
         if has_cell and input.is_cuda and not is_traced(input):
             return rnn_cells.run_in_steps(gpu, name, input, hx, params, shape)

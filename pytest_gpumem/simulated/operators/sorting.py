@@ -97,8 +97,9 @@ def _sort_batch(gpu: GPU, elements: int, length: int, element_bytes: int) -> Non
     own = Scratch(gpu)
     if slices == 1 or length >= _OWN_SORT_FROM:
         own.take(length * INDEX_BYTES)
+        storage = cub.radix_sort_pairs_bytes(length, *pair, capability, sms)
         for _ in range(slices):
-            own.passing(cub.radix_sort_pairs_bytes(length, *pair, capability, sms))
+            own.passing(storage)
     elif slices < _SLICES_SORTED_AT_ONCE:
         own.take(elements * INDEX_BYTES)
         own.take(elements * INDEX_BYTES)

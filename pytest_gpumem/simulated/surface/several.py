@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.parallel import comm
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
@@ -36,6 +37,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     for name in _OF_COMM:
         refuse = functools.partial(_refuse, f"torch.nn.parallel.comm.{name[1:]}")
         patches.add(torch._C, name, refuse)
+    for name in ("reduce_add", "reduce_add_coalesced"):  # in Python, but for NCCL's
+        patches.add(comm, name, _reducing(name, getattr(comm, name)))
     initialize: Any = nn.DataParallel.__init__
 
     @functools.wraps(initialize)
@@ -61,6 +64,16 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
 
     for owner, name in _BEGIN_WITH_A_FACTORY:
         patches.add(owner, name, followed(getattr(owner, name)))
+
+
+def _reducing(name: str, reduce: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reduce)
+    def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(raw.is_on_device(tensor) for tensor in raw.tensors_in(inputs)):
+            _refuse(f"torch.nn.parallel.comm.{name}")
+        return reduce(inputs, *args, **kwargs)
+
+    return call
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:

@@ -334,6 +334,14 @@ def test_random_states_are_per_device() -> None:
             "torch.nn.parallel.comm.broadcast",
             lambda model: comm.broadcast(model.weight, [0, 1]),
         ),
+        (
+            "torch.nn.parallel.comm.reduce_add",
+            lambda model: comm.reduce_add([model.weight, model.weight.to("cuda:1")]),
+        ),
+        (
+            "torch.nn.parallel.comm.reduce_add_coalesced",
+            lambda model: comm.reduce_add_coalesced([[model.weight], [model.weight.to("cuda:1")]]),
+        ),
     ],
 )
 @pytest.mark.usefixtures("gpu")

@@ -681,6 +681,8 @@ class TestMisuse:
             graph.instantiate()
             with pytest.raises(UnsupportedOperatorError, match="needs the driver's graph"):
                 graph.raw_cuda_graph()
+            with pytest.raises(UnsupportedOperatorError, match="needs the driver's graph"):
+                graph.debug_dump(debug_path="graph.dot")
 
 
 class TestGraphedCallables:
