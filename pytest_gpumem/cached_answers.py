@@ -91,7 +91,7 @@ def _cached_callers(frame: FrameType | None) -> Iterator[Any]:
             function = attrgetter(rest)(function) if rest else function
         except (KeyError, AttributeError):  # a function within a function
             function = None
-        if hasattr(function, "cache_clear"):
+        if type(function) is functools._lru_cache_wrapper:
             yield function
         frame = frame.f_back
 

@@ -7,7 +7,7 @@ attributes in place, because a method call for each would halve its speed.
 
 Active is allocated, and what was freed while another stream used it: ``pending``. That is seldom,
 so ``blocks`` and ``bytes`` count what is allocated, and pending is added on reading. Peaks of both
-follow from the highest allocated value since pending last changed (:meth:`Tally.settle`).
+follow from the highest allocated value since pending last changed (:meth:`Tally.change_pending`).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from pytest_gpumem.attribution.history import (
     TEMPORARIES,
 )
 from pytest_gpumem.sizes import format_size
-from pytest_gpumem.text import listed
+from pytest_gpumem.text import counted, listed
 from pytest_gpumem.values.operator_names import FUSED
 
 Evidence = Iterator[tuple[int, str]]
@@ -62,17 +62,18 @@ def _base(operator: str) -> str:
     return name.removesuffix("_backward").lower()
 
 
+def _gained(growth: Growth, category: str, cause: str, more: str) -> tuple[int, str]:
+    """Return the evidence of ``cause``, by which the bytes of ``category`` have grown."""
+    nbytes = growth.gained(category)
+    return nbytes, f"{cause}: {format_size(nbytes)} of {category} {more}"
+
+
 def _grad_mode(growth: Growth) -> Evidence:
     now, before = growth.facts("grad")
     lost = before.get("off", 0) - now.get("off", 0)
     if lost > 0 and now.get("on", 0) > before.get("on", 0):
-        gained = growth.gained(ACTIVATIONS)
-        forwards = f"{lost} forward{'s' * (lost > 1)}"
-        yield (
-            gained,
-            f"autograd is on in {forwards} where it was off (no_grad or inference_mode is gone): "
-            f"{format_size(gained)} of activations are kept for backward",
-        )
+        where = f"{counted(lost, 'forward')} where it was off (no_grad or inference_mode is gone)"
+        yield _gained(growth, ACTIVATIONS, f"autograd is on in {where}", "are kept for backward")
 
 
 def _checkpointing(growth: Growth) -> Evidence:
@@ -89,26 +90,24 @@ def _checkpointing(growth: Growth) -> Evidence:
 def _graphs(growth: Growth) -> Evidence:
     if not growth.compares_facts:
         return
-    gained = growth.gained(ACTIVATIONS)
-    more = f"{format_size(gained)} of activations more at the peak"
+    more = "more at the peak"
     now, before = growth.facts("retain_graph")
     if now and not before:
         kept = "backward(retain_graph=True) keeps the graph of a step while the next one runs"
-        yield gained, f"{kept}: {more}"
+        yield _gained(growth, ACTIVATIONS, kept, more)
     now, before = (count or 1 for count in growth.facts("graphs"))
     if now > before:
-        yield gained, f"the graphs of {now} forwards wait for one backward, {before} before: {more}"
+        waiting = f"the graphs of {now} forwards wait for one backward, {before} before"
+        yield _gained(growth, ACTIVATIONS, waiting, more)
 
 
 def _zeroed_gradients(growth: Growth) -> Evidence:
     now, before = growth.facts("zeroed_gradients")
     if growth.compares_facts and now and not before:
-        gained = growth.gained(GRADIENTS)
-        yield (
-            gained,
-            "zero_grad(set_to_none=False) fills gradients with zeros where it freed them before: "
-            f"{format_size(gained)} of gradients are there during the next forward",
+        filled = (
+            "zero_grad(set_to_none=False) fills gradients with zeros where it freed them before"
         )
+        yield _gained(growth, GRADIENTS, filled, "are there during the next forward")
 
 
 def _carried(growth: Growth) -> Evidence:
@@ -186,25 +185,17 @@ def _optimizer_state(growth: Growth) -> Evidence:
         for optimizers in (now, before)
     )
     if kept and was and kept != was:
-        gained = growth.gained(OPTIMIZER_STATE)
-        yield (
-            gained,
-            f"the optimizer keeps {kept}, where it kept {was}: "
-            f"{format_size(gained)} of optimizer state more",
-        )
+        cause = f"the optimizer keeps {kept}, where it kept {was}"
+        yield _gained(growth, OPTIMIZER_STATE, cause, "more")
 
 
 def _optimizer_kind(growth: Growth) -> Evidence:
     now, before = growth.facts("optimizers")
-    gained = growth.gained(TEMPORARIES)
     for name, one in now.items():
         was = before.get(name, one)["kind"]
         if one["kind"] != was:
-            yield (
-                gained,
-                f"{name} steps as {one['kind']}, {was} before: "
-                f"{format_size(gained)} of temporaries in its step",
-            )
+            cause = f"{name} steps as {one['kind']}, {was} before"
+            yield _gained(growth, TEMPORARIES, cause, "in its step")
 
 
 def _copied_model(growth: Growth) -> Evidence:

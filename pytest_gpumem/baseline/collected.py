@@ -138,8 +138,10 @@ def _doubt(module: str, collected: Collected) -> str:
     """Return why entries of ``module`` that were not collected may still have their tests."""
     if reason := collected.incomplete.get(module) or collected.narrowed:
         return reason
-    if module in collected.ids or collected.partial:
-        return "" if module in collected.ids else collected.partial
+    if module in collected.ids:
+        return ""
+    if collected.partial:
+        return collected.partial
     if (collected.rootpath / module).exists():
         return f"{module} exists, but nothing was collected from it"
     return ""

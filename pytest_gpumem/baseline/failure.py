@@ -38,17 +38,19 @@ def failure_statements(broken: Iterable[Verdict]) -> list[FailureStatement]:
     those of its phases only add their numbers.
     """
     kinds: dict[tuple[str, str], list[Verdict]] = {}
-    statements = []
+    single = []
     for one in broken:
         if one.reference is not None and one.limit is not None and not one.did_not_run:
             kinds.setdefault((one.kind, one.device), []).append(one)
         else:
-            statements.append(FailureStatement(one))
+            single.append(FailureStatement(one))
+    statements = []
     for group in kinds.values():
         first = min(group, key=lambda one: (one.phase is not None, -abs(one.excess)))
         others = tuple(one for one in group if one is not first)
         statements.append(FailureStatement(first, others))
-    return sorted(statements, key=lambda statement: statement.rank)
+    # Of equals a comparison is first: it explains the bytes.
+    return sorted([*statements, *single], key=lambda statement: statement.rank)
 
 
 def main_verdict(broken: Iterable[Verdict]) -> Verdict:

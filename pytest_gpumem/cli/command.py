@@ -149,7 +149,8 @@ class Commands:
 
 def _describe(parser: argparse.ArgumentParser, command: Command | Commands) -> None:
     parser.description = command.description
-    parser.epilog = "\n".join(["examples:", *(f"  {example}" for example in command.examples)])
+    if command.examples:
+        parser.epilog = "\n  ".join(["examples:", *command.examples])
     parser.formatter_class = ExamplesBelow
 
 

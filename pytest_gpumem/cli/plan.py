@@ -146,7 +146,7 @@ def _rows(plan: Plan) -> Iterator[list[str]]:
 
 def _total(plan: Plan, minutes: float | None) -> str:
     count = len(plan.jobs)
-    machines = f"{counted(count, 'machine')}"
+    machines = counted(count, "machine")
     if plan.cost is None or plan.seconds is None:
         return f"{machines}; what they take and cost is not known"
     wanted = f" of the {minutes:g} that they have" if minutes is not None else ""

@@ -6,19 +6,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pytest_gpumem.device import Computed
-from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
 
 if TYPE_CHECKING:
+    # torch, which a process without marked tests does not need.
+    from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
     from pytest_gpumem.sharing.gate import HostDevice
     from pytest_gpumem.sharing.refusal import Refusal
     from pytest_gpumem.simulated.machine.values.work import Work
 
-Renewed = Callable[[object, Mapping[int, Bytes], Mapping[int, Bytes]], None]
+Renewed: TypeAlias = "Callable[[object, Mapping[int, Bytes], Mapping[int, Bytes]], None]"
 """A callback: fixture, and by device the bytes its set-up holds and its peak above the start."""
 
 

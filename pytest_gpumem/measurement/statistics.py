@@ -260,7 +260,7 @@ def _in_pools(device: int, stats: Mapping[str, Any], cleared: int) -> tuple[int,
     return (*(each[pool]["current"] for pool in pools for each in (blocks, size)), cleared)
 
 
-def _raised(stats: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _raised(stats: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return ``stats`` with the highest peaks of these and the ``earlier`` ones."""
     result = {}
     for key, value in stats.items():

@@ -147,10 +147,12 @@ def _arguments(given: Sequence[str], folder: Path) -> list[str]:
 
 def last_words(ran: subprocess.CompletedProcess[str]) -> str:
     """Return pytest's first error, else its last line."""
-    lines = [line.strip(" =") for line in (*ran.stderr.splitlines(), *ran.stdout.splitlines())]
-    written = [line for line in lines if line]
+    lines = [line.strip() for line in (*ran.stderr.splitlines(), *ran.stdout.splitlines())]
+    written = [line for line in lines if line.strip("= ")]
+    # Headings, as "==== ERRORS ====", have their signs still.
     errors = [line for line in written if line.startswith(("ERROR", "E  ", "FAILED"))]
-    return (errors or written[-1:] or [f"pytest ended with code {ran.returncode}"])[0]
+    last = errors or written[-1:] or [f"pytest ended with code {ran.returncode}"]
+    return last[0].strip("= ")
 
 
 def predict_test(

@@ -19,7 +19,7 @@ from pytest_gpumem.simulated.gpu.catalogue import GpuModel, find_gpu
 from pytest_gpumem.sizes import format_size
 
 MOST_RUNNERS = 8
-"""The most kinds of machines."""
+"""The most kinds of machines; every selection of them is tried."""
 
 HOUR = 3600.0
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from pytest_gpumem.baseline.collected import function_of
 from pytest_gpumem.baseline.explanation import folded
 from pytest_gpumem.baseline.failure import failure_text, main_verdict
 from pytest_gpumem.baseline.store import split_nodeid
@@ -195,7 +196,7 @@ def _more(failure: Failure, more: Sequence[Failure], verbosity: int, width: int)
         for other in more:
             yield Line.of(shorten(f"  {other.nodeid}  {other.brief}", width))
         return
-    counts = Counter(other.nodeid.partition("[")[0] for other in more)
+    counts = Counter(function_of(other.nodeid) for other in more)
     names = [
         name if number == 1 else f"{name} ({number})"
         for name, number in list(counts.items())[:MOST_FUNCTIONS]

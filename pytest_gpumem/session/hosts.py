@@ -81,9 +81,10 @@ class Hosts:
                 self.suspects.add(nodeid)
             case {"learned": data}:
                 self.learned.merge(Learned.from_dict(data))
-            case {"host": host, "device": device, "capacity": capacity, "needs": rows}:
-                name, folder = self._hosts[worker] = _Host(*host)
-                needs = {nodeid: Need(*row) for nodeid, row in rows.items()}
+            case _:
+                name, folder = self._hosts[worker] = _Host(*message["host"])
+                needs = {nodeid: Need(*row) for nodeid, row in message["needs"].items()}
+                device, capacity = message["device"], message["capacity"]
                 self._places[worker] = Place(
                     f"{name} {folder} {device}", capacity, needs, real=message["real"]
                 )

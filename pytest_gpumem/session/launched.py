@@ -125,9 +125,11 @@ class Launched:
         """Set up ``item`` inside, or call it if ``called``, with one outcome on all ranks."""
         try:
             # A device that cannot be had is reported when the test begins.
+            real = None
             with suppress(DeviceError):
-                if not called and self._meeting is not None and self._selector.real() is not None:
-                    self._ensure_group(self._meeting)
+                real = None if called or self._meeting is None else self._selector.real()
+            if self._meeting is not None and real is not None:
+                self._ensure_group(self._meeting)
             yield
         except BaseException as error:
             self._settle(item, lifecycle.current, expectation, error)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from pytest_gpumem.sharing.ledger import Entry
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import counted
 
 BARS = "▁▂▃▄▅▆▇█"
 REPORTED_FROM = 0.5
@@ -138,8 +139,8 @@ def lines(found: Sequence[Usage]) -> list[str]:
     for usage in found:
         ratio = usage.makespan / usage.bound if usage.bound else 1.0
         text.append(
-            f"{usage.device}: {_count(len(usage.spans), 'test')} on "
-            f"{_count(usage.workers, 'worker')} in {usage.makespan:.1f} s, {ratio:.2f} x the "
+            f"{usage.device}: {counted(len(usage.spans), 'test')} on "
+            f"{counted(usage.workers, 'worker')} in {usage.makespan:.1f} s, {ratio:.2f} x the "
             f"{usage.bound:.1f} s that no order can beat"
         )
         text.append(f"  use over time  {usage.picture()}")
@@ -154,7 +155,8 @@ def waits(tests: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if waited:
         longest = max(waited, key=waited.__getitem__)
         text.append(
-            f"{_count(len(waited), 'test')} waited {sum(waited.values()):.1f} s in all for memory; "
+            f"{counted(len(waited), 'test')} waited {sum(waited.values()):.1f} s in all "
+            f"for memory; "
             f"longest {longest}, {waited[longest]:.1f} s: "
             f"{tests[longest]['waited_for'] or 'for its turn'}"
         )
@@ -166,7 +168,3 @@ def waits(tests: Mapping[str, Mapping[str, Any]]) -> list[str]:
         if one["borrowed"]:
             text.append(f"{nodeid} borrowed {format_size(one['borrowed'])} above its quota")
     return text
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' * (number != 1)}"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.baseline.failure import failure_text
+from pytest_gpumem.baseline.failure import failure_text, main_verdict
 from pytest_gpumem.baseline.verdict import Improvement, Verdict, format_percent, update_command
 
 MIB = 1024**2
@@ -253,3 +253,10 @@ def test_a_few_words_for_the_short_summary(
     base: dict[str, Any], changes: dict[str, Any], brief: str
 ) -> None:
     assert verdict(base, **changes).brief == brief
+
+
+def test_of_two_that_exceed_alike_the_comparison_stands_for_the_failure() -> None:
+    grown = verdict(BASELINE, phase=None, limit=8 * MIB, actual=12 * MIB, reference=8 * MIB)
+    left = verdict(LIMIT, kind="leak", metric="leaked", limit=0, actual=4 * MIB)
+    assert main_verdict([left, grown]) is grown
+    assert main_verdict([grown, left]) is grown

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,11 @@ def test_a_script_is_told_what_all_ranks_took(project: Project) -> None:
         ),
         (0, "[8192]\n"),
     ]
+
+
+def test_a_rank_without_marked_tests_needs_no_torch() -> None:
+    program = "import sys, pytest_gpumem.session.launched; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_workers_of_xdist_and_ranks_are_one_too_many(
