@@ -75,7 +75,7 @@ def test_after():
 
 def test_a_cached_answer_is_that_of_the_present_device(project: Project) -> None:
     project.write(test_cached=CACHED)
-    project.run("-p", "no:randomly").assert_outcomes(passed=3)
+    project.run_anew("-p", "no:randomly").assert_outcomes(passed=3)
 
 
 PLAIN = """
