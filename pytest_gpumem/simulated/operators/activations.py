@@ -90,13 +90,11 @@ COMPOSITES: dict[str, Composite] = {
     "aten.softmax.int": _of_halves(_aten.softmax.int.decompose, _aten._softmax),
     "aten.log_softmax.int": _of_halves(_aten.log_softmax.int.decompose, _aten._log_softmax),
 }
-"""By overload."""
 
 RULES = {
-    "aten::_softmax": Rule(after=copies_of("self")),
-    "aten::_log_softmax": Rule(after=copies_of("self")),
-    "aten::_softmax_backward_data": Rule(after=_backward),
-    "aten::_log_softmax_backward_data": Rule(after=copies_of("grad_output", "output")),
-    "aten::_safe_softmax": Rule(after=_safe),
-    "aten::native_dropout": Rule(placed=_dropped),
+    "_softmax _log_softmax": Rule(after=copies_of("self")),
+    "_softmax_backward_data": Rule(after=_backward),
+    "_log_softmax_backward_data": Rule(after=copies_of("grad_output", "output")),
+    "_safe_softmax": Rule(after=_safe),
+    "native_dropout": Rule(placed=_dropped),
 }

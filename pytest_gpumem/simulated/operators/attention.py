@@ -407,16 +407,16 @@ def _workspace(
 
 
 RULES = {
-    "aten::_scaled_dot_product_flash_attention": Rule(placed=_flash_outputs),
-    "aten::_scaled_dot_product_flash_attention_backward": Rule(
+    "_scaled_dot_product_flash_attention": Rule(placed=_flash_outputs),
+    "_scaled_dot_product_flash_attention_backward": Rule(
         before=_before_flash_backward, after=flash_backward
     ),
-    "aten::_scaled_dot_product_efficient_attention": Rule(
+    "_scaled_dot_product_efficient_attention": Rule(
         after=efficient_forward, placed=efficient_outputs
     ),
-    "aten::_scaled_dot_product_efficient_attention_backward": Rule(
+    "_scaled_dot_product_efficient_attention_backward": Rule(
         before=_before_efficient_backward, after=efficient_backward, shapes=_gradients_by_length
     ),
-    "aten::_scaled_dot_product_cudnn_attention": Rule(placed=_cudnn_outputs),
-    "aten::_scaled_dot_product_cudnn_attention_backward": Rule(after=_cudnn_backward),
+    "_scaled_dot_product_cudnn_attention": Rule(placed=_cudnn_outputs),
+    "_scaled_dot_product_cudnn_attention_backward": Rule(after=_cudnn_backward),
 }

@@ -272,6 +272,6 @@ IN_VIEW: dict[str, Composite] = {
 """By overload."""
 
 RULES = {
-    "aten::native_batch_norm": Rule(after=_batch_norm_forward),
-    "aten::native_batch_norm_backward": Rule(placed=_batch_norm_backward),
+    "native_batch_norm": Rule(after=_batch_norm_forward),
+    "native_batch_norm_backward": Rule(placed=_batch_norm_backward),
 }

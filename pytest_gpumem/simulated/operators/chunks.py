@@ -85,7 +85,7 @@ def _rolled_so_far(gpu: GPU, self: Tensor, dims: Sequence[int]) -> Scratch | Non
 
 
 RULES = {
-    "aten::roll": Rule(before=_rolled_so_far),
-    "aten::split_with_sizes_copy": Rule(before=_split),
-    "aten::_chunk_cat": Rule(after=_concatenated),
+    "roll": Rule(before=_rolled_so_far),
+    "split_with_sizes_copy": Rule(before=_split),
+    "_chunk_cat": Rule(after=_concatenated),
 }

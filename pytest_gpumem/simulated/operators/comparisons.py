@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +28,8 @@ def isclose(self: Tensor, other: Tensor, rtol: float, atol: float, equal_nan: bo
 
     The other branch is left to torch.
     """
-    if not equal_nan or not (self.is_floating_point() or self.is_complex()):
-        return _as_it_is(self, other, rtol, atol, equal_nan)  # type: ignore[no-any-return]  # an operator
-    if self.dtype != other.dtype or rtol < 0 or atol < 0:
+    is_wide = self.is_floating_point() or self.is_complex()
+    if not (equal_nan and is_wide and self.dtype == other.dtype and rtol >= 0 and atol >= 0):
         return _as_it_is(self, other, rtol, atol, equal_nan)  # type: ignore[no-any-return]  # an operator
     close = self == other
     are_nan, others = self.isnan(), other.isnan()
@@ -59,27 +57,24 @@ def _equal(self: Tensor, other: Tensor) -> None:
     # The same elements of memory are equal unseen, but for NaN.
     if storage_key(self) == storage_key(other) and layout_of(self) == layout_of(other):
         return
-    each = self == other
+    _all(self == other)
+
+
+def _all(each: Tensor) -> None:
     every = each.all()
-    del every, each
+    del every
 
 
 def _allclose(
     self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
 ) -> None:
-    each = torch.isclose(self, other, rtol, atol, equal_nan)
-    every = each.all()
-    del every, each
+    _all(torch.isclose(self, other, rtol, atol, equal_nan))
 
 
 PARTS: dict[str, Callable[..., None]] = {"aten::equal": _equal, "aten::allclose": _allclose}
 """Functions that run the parts of an operator whose result is a Python number."""
 
 COMPOSITES: dict[str, Composite] = {"aten.isclose.default": isclose}
-"""By overload."""
-
-
-# Whether elements are among others.
 
 
 def _isin(gpu: GPU, elements: Tensor | None = None, test_elements: Tensor | None = None) -> None:
@@ -91,9 +86,6 @@ def _isin(gpu: GPU, elements: Tensor | None = None, test_elements: Tensor | None
         passing(gpu, count * others, count)
 
 
-# Where numbers belong among sorted ones.
-
-
 def _number(gpu: GPU, self: Tensor | float, sorter: Tensor | None = None) -> Scratch | None:
     """Make a number a tensor of 64 bits, and check the places in ``sorter``."""
     scratch = None if isinstance(self, Tensor) else Scratch(gpu, 8)
@@ -102,30 +94,25 @@ def _number(gpu: GPU, self: Tensor | float, sorter: Tensor | None = None) -> Scr
     return scratch
 
 
-def _search(gpu: GPU, sorted: Tensor, wanted: Tensor | float, sorter: Any) -> None:
-    if not sorted.numel() or (isinstance(wanted, Tensor) and not wanted.numel()):
+def _search(
+    gpu: GPU,
+    self: Tensor | float,
+    sorted_sequence: Tensor | None = None,
+    boundaries: Tensor | None = None,
+    sorter: Tensor | None = None,
+) -> None:
+    sorted = boundaries if sorted_sequence is None else sorted_sequence
+    assert sorted is not None
+    if not sorted.numel() or (isinstance(self, Tensor) and not self.numel()):
         return
-    tensor = wanted if isinstance(wanted, Tensor) else None
+    tensor = self if isinstance(self, Tensor) else None
     scratch = Scratch(gpu, *copied(tensor, sorted, sorter))
-    common = torch.result_type(sorted, wanted)
-    number = torch.float64 if isinstance(wanted, float) else torch.int64
+    common = torch.result_type(sorted, self)
+    number = torch.float64 if isinstance(self, float) else torch.int64
     if (number if tensor is None else tensor.dtype) != common:
         scratch.take((1 if tensor is None else tensor.numel()) * common.itemsize)
     if sorted.dtype != common:
         scratch.take(sorted.numel() * common.itemsize)
-
-
-def _searchsorted(
-    gpu: GPU, sorted_sequence: Tensor, self: Tensor | float, sorter: Tensor | None
-) -> None:
-    _search(gpu, sorted_sequence, self, sorter)
-
-
-def _bucketize(gpu: GPU, self: Tensor | float, boundaries: Tensor) -> None:
-    _search(gpu, boundaries, self, None)
-
-
-# Assertions that CUDA checks on the device.
 
 
 def _assert(gpu: GPU, self: Tensor) -> None:
@@ -140,8 +127,7 @@ def _assert(gpu: GPU, self: Tensor) -> None:
 
 
 RULES = {
-    "aten::_assert_async": Rule(before=_assert),
-    "aten::isin": Rule(after=_isin),
-    "aten::searchsorted": Rule(before=_number, after=_searchsorted),
-    "aten::bucketize": Rule(before=_number, after=_bucketize),
+    "_assert_async": Rule(before=_assert),
+    "isin": Rule(after=_isin),
+    "searchsorted bucketize": Rule(before=_number, after=_search),
 }

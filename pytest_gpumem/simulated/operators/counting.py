@@ -159,11 +159,11 @@ def _static(gpu: GPU, self: Tensor) -> None:
 
 
 RULES = {
-    "aten::nonzero_static": Rule(after=_static),
-    "aten::_unique2": Rule(before=_before, placed=_placed, after=_select),
-    "aten::unique_consecutive": Rule(
+    "nonzero_static": Rule(after=_static),
+    "_unique2": Rule(before=_before, placed=_placed, after=_select),
+    "unique_consecutive": Rule(
         before=_before_consecutive, placed=_placed_consecutive, after=_select_consecutive
     ),
-    "aten::bincount": Rule(before=_bins),
-    "aten::histc": Rule(after=_range),
+    "bincount": Rule(before=_bins),
+    "histc": Rule(after=_range),
 }

@@ -28,45 +28,54 @@ _MAX = 2
 """EmbeddingBagMode: its backward only adds."""
 
 
+def _sums_rows(indices: Tensor, by_frequency: bool, mode: int | None, sparse: bool) -> bool:
+    """Return whether rows, or those of bags by their ``mode``, are sorted and then summed."""
+    if mode is None:
+        return indices.numel() > INDICES_WITHOUT_SORT or by_frequency
+    return bool(indices.numel()) and mode != _MAX and not sparse
+
+
 def _before_backward(
     gpu: GPU,
-    grad_output: Tensor,
     indices: Tensor,
     num_weights: int,
     padding_idx: int,
     scale_grad_by_freq: bool,
+    grad_output: Tensor | None = None,
+    grad: Tensor | None = None,
+    mode: int | None = None,
+    sparse: bool = False,
 ) -> Scratch:
-    scratch = Scratch(gpu, *copied(indices, grad_output))
-    if indices.numel() > INDICES_WITHOUT_SORT or scale_grad_by_freq:
-        _sort(gpu, scratch, indices, num_weights, padding_idx, scale_grad_by_freq)
-    return scratch
-
-
-def _after_backward(gpu: GPU, indices: Tensor, scale_grad_by_freq: bool, result: Tensor) -> None:
-    if indices.numel() > INDICES_WITHOUT_SORT or scale_grad_by_freq:
-        _sum_rows(gpu, indices, result, may_be_atomic=True)
-
-
-def _sort(
-    gpu: GPU, scratch: Scratch, indices: Tensor, rows: int, padding: int, by_frequency: bool
-) -> None:
-    """The sorted indices and where they were, held in ``scratch``; their counts, too."""
+    """Sort the indices, with where they were; count them, too, to scale by their frequency."""
+    scratch = Scratch(gpu, *copied(indices if mode is None else None, grad_output, grad))
+    if not _sums_rows(indices, scale_grad_by_freq, mode, sparse):
+        return scratch
     count, element = indices.numel(), indices.element_size()
     capability = gpu.model.compute_capability
     scratch.take(count * element)
     scratch.take(count * element)
     positions = scratch.take(count * element)
-    bits = cub.bits_of(rows if padding >= 0 else rows - 1 - padding)
+    bits = cub.bits_of(num_weights if padding_idx >= 0 else num_weights - 1 - padding_idx)
     scratch.passing(cub.radix_sort_pairs_bytes(count, element, element, bits, capability))
     scratch.drop(positions)
-    if by_frequency:
+    if scale_grad_by_freq:
         scratch.take(count * element)
         for _ in ("counts", "the highest of each row"):
             scratch.passing(cub.sum_by_key_bytes(count, element, capability))
+    return scratch
 
 
-def _sum_rows(gpu: GPU, indices: Tensor, result: Tensor, may_be_atomic: bool) -> None:
+def _after_backward(
+    gpu: GPU,
+    indices: Tensor,
+    scale_grad_by_freq: bool,
+    result: Tensor,
+    mode: int | None = None,
+    sparse: bool = False,
+) -> None:
     """embedding_backward_cuda_kernel: sums of up to ten rows, then sums of those."""
+    if not _sums_rows(indices, scale_grad_by_freq, mode, sparse):
+        return
     count, element = indices.numel(), indices.element_size()
     rows, width = result.shape
     version, capability = gpu.version, gpu.model.compute_capability
@@ -81,7 +90,7 @@ def _sum_rows(gpu: GPU, indices: Tensor, result: Tensor, may_be_atomic: bool) ->
     scratch.take(INDEX_BYTES)
     partial_sums = count // _ROWS_PER_PARTIAL_SUM + segments
     scratch.take(partial_sums * element)
-    if may_be_atomic and _is_atomic(gpu, segments, partial_sums, width):
+    if mode is None and _is_atomic(gpu, segments, partial_sums, width):
         scratch.take(partial_sums * element)
         if result.element_size() < 4:
             scratch.take(result.numel() * 4)
@@ -98,31 +107,6 @@ def _is_atomic(gpu: GPU, segments: int, partial_sums: int, width: int) -> bool:
         and partial_sums > blocks * 4
         and not torch.are_deterministic_algorithms_enabled()
     )
-
-
-def _adds_bags(indices: Tensor, mode: int, sparse: bool) -> bool:
-    return bool(indices.numel()) and mode != _MAX and not sparse
-
-
-def _before_bag_backward(
-    gpu: GPU,
-    grad: Tensor,
-    indices: Tensor,
-    num_weights: int,
-    scale_grad_by_freq: bool,
-    mode: int,
-    sparse: bool,
-    padding_idx: int,
-) -> Scratch:
-    scratch = Scratch(gpu, *copied(grad))
-    if _adds_bags(indices, mode, sparse):
-        _sort(gpu, scratch, indices, num_weights, padding_idx, scale_grad_by_freq)
-    return scratch
-
-
-def _after_bag_backward(gpu: GPU, indices: Tensor, mode: int, sparse: bool, result: Tensor) -> None:
-    if _adds_bags(indices, mode, sparse):
-        _sum_rows(gpu, indices, result, may_be_atomic=False)
 
 
 def _bag_outputs(result: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -161,13 +145,12 @@ def one_hot(self: Tensor, num_classes: int) -> Tensor:
 _one_hot_as_it_is = torch.ops.aten.one_hot.default.decompose
 
 COMPOSITES: dict[str, Composite] = {"aten.one_hot.default": one_hot}
-"""By overload."""
 
 RULES = {
-    "aten::embedding": Rule(before=_in_a_row),
-    "aten::embedding_dense_backward": Rule(before=_before_backward, after=_after_backward),
-    "aten::_embedding_bag_backward": Rule(before=_before_bag_backward, after=_after_bag_backward),
-    "aten::_embedding_bag": Rule(placed=_bag_outputs),
-    "aten::_embedding_bag_forward_only": Rule(placed=_bag_outputs),
-    "aten::embedding_renorm_": Rule(after=_renorm),
+    "embedding": Rule(before=_in_a_row),
+    "embedding_dense_backward _embedding_bag_backward": Rule(
+        before=_before_backward, after=_after_backward
+    ),
+    "_embedding_bag _embedding_bag_forward_only": Rule(placed=_bag_outputs),
+    "embedding_renorm_": Rule(after=_renorm),
 }

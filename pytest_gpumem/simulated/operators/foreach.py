@@ -83,7 +83,6 @@ def _after_max(gpu: GPU, self: Sequence[Tensor]) -> None:
 
 
 RULES = {
-    "aten::_foreach_norm": Rule(before=_before_norm, after=_after_norm),
-    "aten::_foreach_powsum": Rule(before=_before_norm, after=_after_norm),
-    "aten::_foreach_max": Rule(before=_before_max, after=_after_max),
+    "_foreach_norm _foreach_powsum": Rule(before=_before_norm, after=_after_norm),
+    "_foreach_max": Rule(before=_before_max, after=_after_max),
 }

@@ -28,19 +28,6 @@ _DESCRIPTOR = 128
 """Bytes of a tensor map, by which the copying unit finds a matrix."""
 
 
-def _groups(a: Tensor, b: Tensor, offs: Tensor | None) -> int:
-    if a.dim() == b.dim() == 2:
-        return 0 if offs is None else offs.shape[0]
-    return b.shape[0] if a.dim() == 2 else a.shape[0]
-
-
-def _is_fast(gpu: GPU, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> bool:
-    """Return whether one kernel of CUTLASS multiplies all groups."""
-    half = a.dtype is b.dtype is torch.bfloat16 and out_dtype in (None, torch.bfloat16)
-    major = gpu.model.compute_capability[0]
-    return half and (major == 9 or (major == 10 and gpu.version >= (2, 9)))
-
-
 def _check(condition: bool, sentence: str) -> None:
     if not condition:
         raise RuntimeError(sentence)
@@ -64,20 +51,16 @@ def _shapes(
         "expected mat1 and mat2 to have the same dtype, but got: "
         f"{_IN_CPP[a.dtype]} != {_IN_CPP[b.dtype]}",
     )
-    if a.dim() == 2 and b.dim() == 2:
-        assert offs is not None
-        size: Sequence[int] = (offs.shape[0], a.shape[0], b.shape[1])
-    elif a.dim() == 2:
-        assert offs is not None
-        _check(offs.shape[0] == b.shape[0], "matrix batch sizes have to match")
-        size = (a.shape[0], b.shape[-1])
-    elif b.dim() == 2:
-        assert offs is not None
-        _check(offs.shape[0] == a.shape[0], "matrix batch sizes have to match")
-        size = (a.shape[1], b.shape[1])
-    else:
+    size: Sequence[int]
+    if offs is None:
         _check(a.shape[0] == b.shape[0], "batched dimension has to match")
         size = (a.shape[0], a.shape[1], b.shape[-1])
+    elif a.dim() == b.dim() == 2:
+        size = (offs.shape[0], a.shape[0], b.shape[1])
+    else:
+        stacked = b if a.dim() == 2 else a
+        _check(offs.shape[0] == stacked.shape[0], "matrix batch sizes have to match")
+        size = (a.shape[-2], b.shape[-1])
     dtype = out_dtype or a.dtype
     step = _ALIGNMENT // dtype.itemsize
     row = -(-size[-1] // step) * step
@@ -98,7 +81,6 @@ def _validate(gpu: GPU, a: Tensor, b: Tensor, offs: Tensor | None) -> None:
         _check(matrix.dtype in allowed, f"Expected {name} to be {expected} matrix, got {found}")
     for name, matrix in (("mat_a", a), ("mat_b", b)):
         _check(matrix.dim() in (2, 3), f"{name} has to be 2 or 3d")
-    ragged = a.dim() == 2 or b.dim() == 2
     _check(
         a.dim() == b.dim() == 2 or a.shape[-1] == b.shape[-2],
         "contraction dimension of mat_a and mat_b must match",
@@ -106,7 +88,7 @@ def _validate(gpu: GPU, a: Tensor, b: Tensor, offs: Tensor | None) -> None:
     for matrix in (a, b):
         _check_strides(matrix)
     _check(
-        (offs is not None) == ragged,
+        (offs is not None) == (2 in (a.dim(), b.dim())),
         "Have to provide offsets if there is a 2d matrix, or no offset if both matrices are 3d",
     )
     if offs is not None:
@@ -117,7 +99,6 @@ def _validate(gpu: GPU, a: Tensor, b: Tensor, offs: Tensor | None) -> None:
 def _check_strides(matrix: Tensor) -> None:
     rows, columns = matrix.shape[-2:]
     down, across = matrix.stride()[-2:]
-    step = _ALIGNMENT // matrix.element_size()
     if down == 1 and across >= max(1, rows):
         leading = across
     elif across == 1 and down >= max(1, columns):
@@ -127,7 +108,9 @@ def _check_strides(matrix: Tensor) -> None:
             f"Invalid strides/sizes, got {list(matrix.stride())} for strides and "
             f"{list(matrix.shape)} for sizes"
         )
-    _check(leading % step == 0, "strides should be multiple of 16 bytes")
+    _check(
+        leading * matrix.element_size() % _ALIGNMENT == 0, "strides should be multiple of 16 bytes"
+    )
 
 
 def _grouped(
@@ -138,8 +121,10 @@ def _grouped(
     out_dtype: torch.dtype | None,
     result: Tensor,
 ) -> None:
-    if _is_fast(gpu, self, mat2, out_dtype):
-        _fast(gpu, _groups(self, mat2, offs))
+    half = self.dtype is mat2.dtype is torch.bfloat16 and out_dtype in (None, torch.bfloat16)
+    major = gpu.model.compute_capability[0]
+    if half and (major == 9 or (major == 10 and gpu.version >= (2, 9))):
+        _fast(gpu, self, mat2, offs)
         return
     if offs is not None:
         gpu.simulation.streams.host_waits(gpu.index)
@@ -147,8 +132,13 @@ def _grouped(
         gpu.workspaces.gemm(gpu.stream)
 
 
-def _fast(gpu: GPU, groups: int) -> None:
-    """Pointers, strides and sizes of all groups; then CUTLASS's own, a map of each matrix by SM."""
+def _fast(gpu: GPU, self: Tensor, mat2: Tensor, offs: Tensor | None) -> None:
+    """One kernel of CUTLASS: pointers, strides and sizes of all groups; then a map of each matrix
+    by SM."""
+    if self.dim() == mat2.dim() == 2:
+        groups = 0 if offs is None else offs.shape[0]
+    else:
+        groups = (mat2 if self.dim() == 2 else self).shape[0]
     pointers = (groups + 1) // 2 * 2 * 3 * 8
     maps = 4 * _DESCRIPTOR * gpu.model.sm_count
     arguments = Scratch(gpu, pointers + groups * 3 * 4 + groups * 3 * 8)
@@ -179,17 +169,13 @@ def _refusal(gpu: GPU) -> type[Exception]:
     return ValueError if gpu.version >= (2, 10) else RuntimeError
 
 
-def _scaled_grouped(gpu: GPU, self: Tensor, mat2: Tensor, offs: Tensor | None) -> None:
-    _fast(gpu, _groups(self, mat2, offs))
-
-
 def _scaled(gpu: GPU, result: Tensor) -> None:
     if result.numel():
         gpu.workspaces.gemm_lt(gpu.stream)
 
 
 RULES = {
-    "aten::_grouped_mm": Rule(shapes=_shapes, after=_grouped),
-    "aten::_scaled_grouped_mm": Rule(before=_scaled_grouped_device, after=_scaled_grouped),
-    "aten::_scaled_mm": Rule(before=_scaled_device, after=_scaled),
+    "_grouped_mm": Rule(shapes=_shapes, after=_grouped),
+    "_scaled_grouped_mm": Rule(before=_scaled_grouped_device, after=_fast),
+    "_scaled_mm": Rule(before=_scaled_device, after=_scaled),
 }

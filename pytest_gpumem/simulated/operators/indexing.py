@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,19 +23,18 @@ from pytest_gpumem.simulated.operators.counting import BOTH_EXTREMES_SINCE
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
+_aten = torch.ops.aten
 _FLAGS = frozenset({torch.bool, torch.uint8})
-
-
 _Indices = Sequence[Tensor | None]
 
 
 def _converted(gpu: GPU, indices: _Indices) -> Scratch:
     scratch = Scratch(gpu)
-    _convert(gpu, scratch, _given(gpu, indices))
+    _convert(scratch, _given(gpu, indices))
     return scratch
 
 
-def _convert(gpu: GPU, scratch: Scratch, given: list[Tensor]) -> None:
+def _convert(scratch: Scratch, given: list[Tensor]) -> None:
     """make_info: indices from the CPU, and 32-bit ones, become 64-bit ones on the device."""
     if not given or any(index.dtype in _FLAGS for index in given):
         return
@@ -93,7 +91,7 @@ def _before_index_put(
     given = _given(gpu, indices)
     scratch = Scratch(gpu, values.element_size() if _is_number(storages, values) else 0)
     if not _is_sorted(values, accumulate):
-        _convert(gpu, scratch, given)
+        _convert(scratch, given)
     return scratch
 
 
@@ -125,8 +123,7 @@ def _index_put(
 ) -> None:
     # autograd's own formula puts with indices marked as safe
     in_formula = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-    are_checked = not (unsafe or in_formula)
-    _put_sorted(gpu, self, indices, values, accumulate, are_checked=are_checked)
+    _put_sorted(gpu, self, indices, values, accumulate, not (unsafe or in_formula))
 
 
 def _put_sorted(
@@ -135,8 +132,7 @@ def _put_sorted(
     indices: _Indices,
     values: Tensor,
     accumulate: bool,
-    *,
-    are_checked: bool,
+    are_checked: bool = True,
 ) -> None:
     """index_put_with_sort_kernel, allocation by allocation."""
     given = _given(gpu, indices)
@@ -146,38 +142,28 @@ def _put_sorted(
     if not _is_sorted(values, accumulate):
         return
     scratch = Scratch(gpu, *copied(self))
-    count = torch.broadcast_shapes(*(index.shape for index in given)).numel()
-    _linear_index(gpu, scratch, given, count, are_checked=are_checked)
-    places = [at for at, index in enumerate(indices) if index is not None]
-    slices = self.numel() // max(math.prod(self.shape[place] for place in places), 1)
-    wanted = count * slices
-    if values.numel() != wanted or not values.is_contiguous():
-        scratch.take(wanted * self.element_size())
-    if wanted:
-        _sort(gpu, scratch, count, self.numel() // math.prod(self.shape[places[-1] + 1 :]))
-
-
-def _unsafe_index_put(
-    gpu: GPU, self: Tensor, indices: _Indices, values: Tensor, accumulate: bool
-) -> None:
-    """``at::index_put(self, indices, values, accumulate)``, whose indices are checked anywhere."""
-    _put_sorted(gpu, self, indices, values, accumulate, are_checked=True)
-
-
-def _linear_index(
-    gpu: GPU, scratch: Scratch, given: list[Tensor], count: int, *, are_checked: bool
-) -> None:
-    """computeLinearIndex: the sum of the indices, each wrapped and times its stride."""
+    # computeLinearIndex: the sum of the indices, each wrapped and times its stride.
     shape = torch.broadcast_shapes(*(index.shape for index in given))
+    count = shape.numel()
     for at, index in enumerate(given):
         if are_checked and count and not _on_cpu(index):
             _check(gpu, count, is_copied=index.shape != shape or not index.is_contiguous())
         # An index on the CPU is wrapped and scaled there, and comes to the device after.
         wrapped = 0 if _on_cpu(index) else scratch.take(count * INDEX_BYTES)
         scaled = scratch.take(count * INDEX_BYTES)
-        scratch.drop(wrapped)
-        if at:
-            scratch.drop(scaled)
+        scratch.drop(wrapped, *[scaled] * bool(at))
+    places = [at for at, index in enumerate(indices) if index is not None]
+    slices = self.numel() // max(math.prod(self.shape[place] for place in places), 1)
+    wanted = count * slices
+    if values.numel() != wanted or not values.is_contiguous():
+        scratch.take(wanted * self.element_size())
+    if not wanted:
+        return
+    for _ in ("sorted", "original", "range"):
+        scratch.take(count * INDEX_BYTES)
+    bits = cub.bits_of(self.numel() // math.prod(self.shape[places[-1] + 1 :]) - 1)
+    capability = gpu.model.compute_capability
+    scratch.passing(cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability))
 
 
 def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
@@ -192,14 +178,6 @@ def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
         for _ in range(comparisons):
             extremes.passing(1)
         extremes.free()
-
-
-def _sort(gpu: GPU, scratch: Scratch, count: int, keys: int) -> None:
-    for _ in ("sorted", "original", "range"):
-        scratch.take(count * INDEX_BYTES)
-    bits = cub.bits_of(keys - 1)
-    capability = gpu.model.compute_capability
-    scratch.passing(cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability))
 
 
 def _where(gpu: GPU, self: Tensor, other: Tensor) -> Scratch:
@@ -237,30 +215,17 @@ def _place_set(gpu: GPU, self: Tensor) -> None:
         passing(gpu, cub.flagged_bytes(self.numel(), capability, gpu.version))
 
 
-def _masked_fill(self: Tensor, mask: Tensor) -> Tensor:
-    """Fill with a tensor of no dimensions, whose number CUDA reads from any device."""
-    return torch.ops.aten.masked_fill.Scalar(self, mask, 0)  # type: ignore[no-any-return]  # an operator
-
-
-def _masked_fill_in_place(self: Tensor, mask: Tensor) -> Any:
-    return torch.ops.aten.masked_fill_.Scalar(self, mask, 0)
-
-
 IN_VIEW: dict[str, Composite] = {
-    "aten.masked_fill.Tensor": _masked_fill,
-    "aten.masked_fill_.Tensor": _masked_fill_in_place,
+    # Of a tensor of no dimensions CUDA reads the number from any device.
+    "aten.masked_fill.Tensor": lambda self, mask: _aten.masked_fill.Scalar(self, mask, 0),
+    "aten.masked_fill_.Tensor": lambda self, mask: _aten.masked_fill_.Scalar(self, mask, 0),
 }
-"""Operators that CUDA builds from others."""
 
-_PUT = Rule(before=_before_index_put, after=_index_put)
 RULES = {
-    "aten::index": Rule(before=_converted),
-    "aten::_unsafe_index": Rule(before=_converted),
-    "aten::_unsafe_index_put": Rule(before=_before_index_put, after=_unsafe_index_put),
-    "aten::index_put_": _PUT,
-    "aten::index_put": _PUT,
-    "aten::_index_put_impl_": _PUT,
-    "aten::nonzero": Rule(before=_count_set, after=_place_set),
-    "aten::where": Rule(before=_where),
-    "aten::pow": Rule(after=_power),
+    "index _unsafe_index": Rule(before=_converted),
+    "_unsafe_index_put": Rule(before=_before_index_put, after=_put_sorted),
+    "index_put_ index_put _index_put_impl_": Rule(before=_before_index_put, after=_index_put),
+    "nonzero": Rule(before=_count_set, after=_place_set),
+    "where": Rule(before=_where),
+    "pow": Rule(after=_power),
 }

@@ -59,9 +59,6 @@ def soft_margin_loss_backward(
     return result.div_(exponential).mul_(grad_output)
 
 
-# Each loss is reduced from one value per element; what differs is which of the two is the result.
-
-
 def _reduce_all(gpu: GPU, elements: int, dtype: torch.dtype) -> None:
     reductions.reduce(gpu, (elements,), (1,), dtype, None, reductions.SUMS, dtype)
 
@@ -70,51 +67,28 @@ def _elements(self: Tensor, target: Tensor) -> int:
     return math.prod(torch.broadcast_shapes(self.shape, target.shape))
 
 
-def _into_result(self: Tensor, target: Tensor, reduction: int, result: Tensor) -> Iterator[Tensor]:
-    """Yield a result as large as the input; the values are in a temporary of that size."""
-    if reduction:
-        _enlarge(result, _elements(self, target))
+def _enlarged(self: Tensor, target: Tensor, result: Tensor) -> Iterator[Tensor]:
+    """Yield a result as large as the input, which shrinks where it is reduced."""
+    result.untyped_storage().resize_(_elements(self, target) * result.element_size())
     yield result
 
 
-def _reduce_temporary(
-    gpu: GPU, self: Tensor, target: Tensor, reduction: int, result: Tensor
-) -> None:
-    if reduction:
-        elements = _elements(self, target)
-        values = Scratch(gpu, elements * result.element_size())
-        _reduce_all(gpu, elements, result.dtype)
-        values.free()
+def _reducing(*, in_result: bool) -> Rule:
+    """Return the rule of a loss with a value of each element: in its result, or in a temporary."""
 
+    def after(gpu: GPU, self: Tensor, target: Tensor, reduction: int, result: Tensor) -> None:
+        if reduction:
+            elements = _elements(self, target)
+            other = Scratch(gpu, (1 if in_result else elements) * result.element_size())
+            _reduce_all(gpu, elements, result.dtype)
+            other.free()
 
-def _in_result(self: Tensor, target: Tensor, result: Tensor) -> Iterator[Tensor]:
-    """Yield the result with the values, which shrinks to their mean or sum."""
-    _enlarge(result, _elements(self, target))
-    yield result
-
-
-def _reduce_result(gpu: GPU, self: Tensor, target: Tensor, reduction: int, result: Tensor) -> None:
-    if reduction:
-        reduced = Scratch(gpu, result.element_size())
-        _reduce_all(gpu, _elements(self, target), result.dtype)
-        reduced.free()
-
-
-def _enlarge(result: Tensor, elements: int) -> None:
-    result.untyped_storage().resize_(elements * result.element_size())
-
-
-def _huber_values(gpu: GPU, self: Tensor, reduction: int) -> Scratch | None:
-    return Scratch(gpu, self.nbytes) if reduction else None
+    return Rule(placed=_enlarged, after=after)
 
 
 def _huber(gpu: GPU, self: Tensor, reduction: int, result: Tensor) -> None:
     if reduction:
         _reduce_all(gpu, self.numel(), result.dtype)
-
-
-def _last_first(result: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    return result[::-1]
 
 
 def _margin_of_rows(gpu: GPU, self: Tensor, reduction: int) -> None:
@@ -131,10 +105,6 @@ def _target_first(
     rows = Scratch(gpu, self.shape[0] * self.element_size() if is_reduced else 0)
     yield result[0]
     rows.free()
-
-
-def _without_buffer(result: tuple[Tensor, Tensor]) -> tuple[Tensor]:
-    return result[:1]  # the buffer is empty on CUDA
 
 
 # Connectionist temporal classification, by ATen's own kernels.
@@ -179,11 +149,6 @@ def _ctc_loss(overload: Any) -> Composite:
     return ctc_loss
 
 
-def _lengths(gpu: GPU, log_probs: Tensor) -> Scratch:
-    # The lengths of targets and of inputs, and where each target begins.
-    return Scratch(gpu, *[log_probs.shape[1] * INDEX_BYTES] * 3)
-
-
 def _ctc_backward(log_probs: Tensor, log_alpha: Tensor) -> Tensor:
     lengths = [log_alpha.new_empty(log_probs.shape[1], dtype=torch.int64) for _ in range(3)]
     log_beta = torch.empty_like(log_alpha, memory_format=torch.contiguous_format)
@@ -203,17 +168,21 @@ IN_VIEW: dict[str, Composite] = {
 }
 """Operators that autograd sees whole and that CUDA builds from others."""
 
-_INTO_RESULT = Rule(placed=_into_result, after=_reduce_temporary)
-_IN_RESULT = Rule(placed=_in_result, after=_reduce_result)
 RULES = {
-    "aten::_ctc_loss": Rule(before=_lengths, placed=_last_first),
-    "aten::log_sigmoid_forward": Rule(placed=_without_buffer),
-    "aten::mse_loss": _INTO_RESULT,
-    "aten::smooth_l1_loss": _INTO_RESULT,
-    "aten::binary_cross_entropy": _IN_RESULT,
-    "aten::soft_margin_loss": _IN_RESULT,
-    "aten::huber_loss": Rule(before=_huber_values, after=_huber),
-    "aten::nll_loss2d_forward": Rule(placed=_last_first),
-    "aten::multi_margin_loss": Rule(after=_margin_of_rows),
-    "aten::multilabel_margin_loss_forward": Rule(placed=_target_first),
+    # The lengths of targets and of inputs, and where each target begins.
+    "_ctc_loss": Rule(
+        before=lambda gpu, log_probs: Scratch(gpu, *[log_probs.shape[1] * INDEX_BYTES] * 3),
+        placed=lambda result: result[::-1],
+    ),
+    # The buffer is empty on CUDA.
+    "log_sigmoid_forward": Rule(placed=lambda result: result[:1]),
+    "mse_loss smooth_l1_loss": _reducing(in_result=False),
+    "binary_cross_entropy soft_margin_loss": _reducing(in_result=True),
+    "huber_loss": Rule(
+        before=lambda gpu, self, reduction: Scratch(gpu, self.nbytes if reduction else 0),
+        after=_huber,
+    ),
+    "nll_loss2d_forward": Rule(placed=lambda result: result[::-1]),
+    "multi_margin_loss": Rule(after=_margin_of_rows),
+    "multilabel_margin_loss_forward": Rule(placed=_target_first),
 }

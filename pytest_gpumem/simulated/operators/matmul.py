@@ -147,20 +147,13 @@ def _dot(gpu: GPU, self: Tensor) -> None:
 
 
 RULES = {
-    "aten::mm": Rule(after=_mm),
-    "aten::bmm": Rule(after=_bmm),
-    "aten::baddbmm": Rule(after=_batched),
-    "aten::baddbmm_": Rule(after=_batched),
-    "aten::addbmm": Rule(after=_each_batch),
-    "aten::addbmm_": Rule(after=_each_batch),
-    "aten::mv": Rule(after=_mv),
-    "aten::addmv": Rule(after=_mv),
-    "aten::addmv_": Rule(after=_mv),
-    "aten::addmm": Rule(after=_addmm),
-    "aten::addmm_": Rule(after=_addmm),
-    "aten::_addmm_activation": Rule(after=_addmm),
-    "aten::dot": Rule(after=_dot),
-    "aten::vdot": Rule(after=_dot),
+    "mm": Rule(after=_mm),
+    "bmm": Rule(after=_bmm),
+    "baddbmm baddbmm_": Rule(after=_batched),
+    "addbmm addbmm_": Rule(after=_each_batch),
+    "mv addmv addmv_": Rule(after=_mv),
+    "addmm addmm_ _addmm_activation": Rule(after=_addmm),
+    "dot vdot": Rule(after=_dot),
 }
 
 

@@ -272,14 +272,12 @@ def _group_norm_backward(
 COMPOSITES: dict[str, Composite] = {"aten.rms_norm.default": rms_norm}
 
 RULES = {
-    "aten::native_layer_norm": Rule(before=copies_of("input", "weight", "bias")),
-    "aten::native_layer_norm_backward": Rule(
+    "native_layer_norm": Rule(before=copies_of("input", "weight", "bias")),
+    "native_layer_norm_backward": Rule(
         before=copies_of("input", "weight", "bias"),
         placed=_layer_norm_gradients,
         after=_layer_norm_backward,
     ),
-    "aten::native_group_norm": Rule(before=_group_norm_before, after=_group_norm),
-    "aten::native_group_norm_backward": Rule(
-        before=_group_norm_gradients, after=_group_norm_backward
-    ),
+    "native_group_norm": Rule(before=_group_norm_before, after=_group_norm),
+    "native_group_norm_backward": Rule(before=_group_norm_gradients, after=_group_norm_backward),
 }

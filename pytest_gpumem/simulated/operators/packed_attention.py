@@ -97,14 +97,12 @@ def _gradients(
 
 
 RULES = {
-    "aten::_flash_attention_forward": Rule(placed=_flash_outputs),
-    "aten::_flash_attention_backward": Rule(
-        before=copies_of("grad_out", "out"), after=_flash_backward
-    ),
-    "aten::_efficient_attention_forward": Rule(
+    "_flash_attention_forward": Rule(placed=_flash_outputs),
+    "_flash_attention_backward": Rule(before=copies_of("grad_out", "out"), after=_flash_backward),
+    "_efficient_attention_forward": Rule(
         after=attention.efficient_forward, placed=attention.efficient_outputs
     ),
-    "aten::_efficient_attention_backward": Rule(
+    "_efficient_attention_backward": Rule(
         before=copies_of("grad_out_"), after=_efficient_backward, shapes=_gradients
     ),
 }

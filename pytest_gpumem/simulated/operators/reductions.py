@@ -294,11 +294,6 @@ def _truth(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:
         reduce_tensor(gpu, self, dim, _TRUTH, result.dtype)
 
 
-def _truth_values(gpu: GPU, self: Tensor) -> Scratch:
-    # count_nonzero is (self != 0).sum(dim).
-    return Scratch(gpu, self.numel())
-
-
 # Distances between rows: the parts of their gradients; norms that are limited.
 
 
@@ -339,28 +334,19 @@ def _renorm(gpu: GPU, self: Tensor, dim: int) -> None:
 
 
 RULES = {
-    "aten::_cdist_backward": Rule(after=_cdist_backward),
-    "aten::_pdist_backward": Rule(after=_pdist_backward),
-    "aten::renorm": Rule(after=_renorm),
-    "aten::renorm_": Rule(after=_renorm),
-    "aten::sum": Rule(after=_sum),
-    "aten::nansum": Rule(after=_sum),
-    "aten::mean": Rule(after=_sum),
-    "aten::prod": Rule(after=_sum),
-    "aten::linalg_vector_norm": _over(NORMS),
-    "aten::norm": _over(NORMS),
-    "aten::var": _over(MOMENTS),
-    "aten::std": _over(MOMENTS),
-    "aten::var_mean": _over(MOMENTS),
-    "aten::std_mean": _over(MOMENTS),
-    "aten::argmax": Rule(after=_position),
-    "aten::argmin": Rule(after=_position),
-    "aten::max": Rule(after=_highest),
-    "aten::min": Rule(after=_highest),
-    "aten::amax": _over(VALUES),
-    "aten::amin": _over(VALUES),
-    "aten::aminmax": _over(TWO_VALUES),
-    "aten::any": Rule(after=_truth),
-    "aten::all": Rule(after=_truth),
-    "aten::count_nonzero": Rule(before=_truth_values, after=_converted_sum),
+    "_cdist_backward": Rule(after=_cdist_backward),
+    "_pdist_backward": Rule(after=_pdist_backward),
+    "renorm renorm_": Rule(after=_renorm),
+    "sum nansum mean prod": Rule(after=_sum),
+    "linalg_vector_norm norm": _over(NORMS),
+    "var std var_mean std_mean": _over(MOMENTS),
+    "argmax argmin": Rule(after=_position),
+    "max min": Rule(after=_highest),
+    "amax amin": _over(VALUES),
+    "aminmax": _over(TWO_VALUES),
+    "any all": Rule(after=_truth),
+    # (self != 0).sum(dim)
+    "count_nonzero": Rule(
+        before=lambda gpu, self: Scratch(gpu, self.numel()), after=_converted_sum
+    ),
 }

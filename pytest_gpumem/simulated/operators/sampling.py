@@ -42,7 +42,6 @@ def _bernoulli(gpu: GPU, self: Tensor, p: Tensor | float | None = None) -> None:
 
 
 RULES = {
-    "aten::normal": Rule(before=_check, after=_normal),
-    "aten::bernoulli": Rule(after=_bernoulli),
-    "aten::bernoulli_": Rule(after=_bernoulli),
+    "normal": Rule(before=_check, after=_normal),
+    "bernoulli bernoulli_": Rule(after=_bernoulli),
 }

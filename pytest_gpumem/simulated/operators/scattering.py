@@ -41,18 +41,15 @@ def _before_segments(gpu: GPU, lengths: Tensor | None, unsafe: bool) -> None:
     passing(gpu, rows * INDEX_BYTES, rows, 1)
 
 
-def _segments(gpu: GPU, data: Tensor, lengths: Tensor | None, offsets: Tensor | None) -> None:
-    _other_segments(gpu, lengths, offsets, of_a_row=data.dim() == 1)
-
-
-def _segments_again(gpu: GPU, lengths: Tensor | None, offsets: Tensor | None) -> None:
-    _other_segments(gpu, lengths, offsets, of_a_row=False)
-
-
-def _other_segments(
-    gpu: GPU, lengths: Tensor | None, offsets: Tensor | None, *, of_a_row: bool
+def _segments(
+    gpu: GPU,
+    lengths: Tensor | None,
+    offsets: Tensor | None,
+    data: Tensor,
+    grad: Tensor | None = None,
 ) -> None:
     """The other of lengths and offsets, along the last dimension; CUB reduces those of a row."""
+    of_a_row = grad is None and data.dim() == 1
     if lengths is None:
         if offsets is not None:
             rows = offsets.numel() // max(offsets.shape[-1], 1)
@@ -79,11 +76,9 @@ def _unfold_backward(
 
 
 RULES = {
-    "aten::scatter_reduce": Rule(after=_scattered_mean),
-    "aten::scatter_reduce_": Rule(after=_scattered_mean),
-    "aten::index_reduce": Rule(after=_mean_by_index),
-    "aten::index_reduce_": Rule(after=_mean_by_index),
-    "aten::segment_reduce": Rule(before=_before_segments, after=_segments),
-    "aten::_segment_reduce_backward": Rule(after=_segments_again),
-    "aten::unfold_backward": Rule(after=_unfold_backward),
+    "scatter_reduce scatter_reduce_": Rule(after=_scattered_mean),
+    "index_reduce index_reduce_": Rule(after=_mean_by_index),
+    "segment_reduce": Rule(before=_before_segments, after=_segments),
+    "_segment_reduce_backward": Rule(after=_segments),
+    "unfold_backward": Rule(after=_unfold_backward),
 }

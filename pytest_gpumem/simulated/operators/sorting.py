@@ -314,18 +314,14 @@ def _check_weights(gpu: GPU, scratch: Scratch, weights: Tensor, rows: int) -> No
 
 
 RULES = {
-    "aten::sort": Rule(after=_sort),
-    "aten::topk": Rule(after=_topk),
-    "aten::kthvalue": Rule(before=copies_of("self")),
-    "aten::median": Rule(before=_median),
-    "aten::nanmedian": Rule(before=_nanmedian),
-    "aten::mode": Rule(after=_mode),
-    "aten::cumsum": Rule(after=_scan),
-    "aten::cumprod": Rule(after=_scan),
-    "aten::_logcumsumexp": Rule(after=_scan),
-    "aten::logcumsumexp": Rule(after=_scan),
-    "aten::_cummax_helper": Rule(after=copies_of("self")),
-    "aten::_cummin_helper": Rule(after=copies_of("self")),
-    "aten::randperm": Rule(after=_randperm),
-    "aten::multinomial": Rule(after=_multinomial),
+    "sort": Rule(after=_sort),
+    "topk": Rule(after=_topk),
+    "kthvalue": Rule(before=copies_of("self")),
+    "median": Rule(before=_median),
+    "nanmedian": Rule(before=_nanmedian),
+    "mode": Rule(after=_mode),
+    "cumsum cumprod _logcumsumexp logcumsumexp": Rule(after=_scan),
+    "_cummax_helper _cummin_helper": Rule(after=copies_of("self")),
+    "randperm": Rule(after=_randperm),
+    "multinomial": Rule(after=_multinomial),
 }

@@ -226,11 +226,9 @@ def flash_attn_with_kvcache(
         cache_seqlens = torch.full(
             (k_cache.shape[0],), cache_seqlens, dtype=torch.int32, device=k_cache.device
         )
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     out, lse = fwd_kvcache(
-        *(q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx),
-        *(cache_leftpad, block_table, alibi_slopes, None, scale, causal, *window_size, softcap),
-        *(rotary_interleaved, num_splits),
+        *(q, k_cache, v_cache, (k, v), cache_seqlens, block_table, alibi_slopes, window_size),
+        *(softcap, num_splits),
     )
     return (out, lse) if return_softmax_lse else out
 
