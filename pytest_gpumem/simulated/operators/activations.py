@@ -42,35 +42,22 @@ def dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return _aten.native_dropout(input, p, train)[0]  # type: ignore[no-any-return]  # an operator
 
 
-def _dropped(p: float, train: bool | None, result: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """dropout_cuda makes the mask first; where everything is dropped, zeros come before theirs."""
-    output, mask = result
-    return (output, mask) if p == 1 or train is False else (mask, output)
-
-
 def _backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
-    product = grad_output.nbytes
-    again = [] if _is_product_contiguous(grad_output, output) else [product]
-    passing(gpu, product, *again, *copied(output))
+    """The product, whose strides are in the order of its factors', and a contiguous copy of it."""
+    sizes = [grad_output.nbytes]
+    if not (grad_output.is_contiguous() and output.is_contiguous()):
+        strides = compute_elementwise_output_strides(grad_output, output)
+        wanted = make_contiguous_strides_for(output.shape)
+        compared = zip(output.shape, strides, wanted, strict=True)
+        if any(size != 1 and stride != step for size, stride, step in compared):
+            sizes *= 2
+    passing(gpu, *sizes, *copied(output))
 
 
 def _safe(gpu: GPU, dim: int, result: Tensor) -> None:
     """Allocate for ``_safe_softmax`` of native/transformers/attention.cpp."""
     rows = result.numel() // max(result.shape[dim], 1) if result.dim() else 1
     passing(gpu, result.numel(), rows, result.element_size())
-
-
-def _is_product_contiguous(gradient: Tensor, output: Tensor) -> bool:
-    """Return whether the product is contiguous; its strides are in the order of its factors'."""
-    if gradient.is_contiguous() and output.is_contiguous():
-        return True
-    strides = compute_elementwise_output_strides(gradient, output)
-    shape = output.shape
-    expected = make_contiguous_strides_for(shape)
-    return all(
-        size == 1 or stride == wanted
-        for size, stride, wanted in zip(shape, strides, expected, strict=True)
-    )
 
 
 def _of_halves(whole: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Composite:
@@ -96,5 +83,8 @@ RULES = {
     "_softmax_backward_data": Rule(after=_backward),
     "_log_softmax_backward_data": Rule(after=copies_of("grad_output", "output")),
     "_safe_softmax": Rule(after=_safe),
-    "native_dropout": Rule(placed=_dropped),
+    # dropout_cuda makes the mask first; where everything is dropped, zeros come before theirs.
+    "native_dropout": Rule(
+        placed=lambda p, train, result: result if p == 1 or train is False else result[::-1]
+    ),
 }

@@ -36,8 +36,6 @@ def batch_norm(
     running_mean: Tensor | None,
     running_var: Tensor | None,
     training: bool,
-    momentum: float,
-    eps: float,
     *args: Any,
 ) -> Tensor:
     """``aten::batch_norm`` as CUDA takes it apart."""
@@ -59,15 +57,10 @@ def batch_norm(
         return _batch_norm(*args)  # type: ignore[no-any-return]  # an operator
     assert weight is not None
     assert bias is not None
-    kept = [
-        input.contiguous(memory_format=suggested_format(input)),
-        weight.contiguous(),
-        bias.contiguous(),
-    ]
+    kept = [input.contiguous(memory_format=suggested_format(input))]
+    kept += [weight.contiguous(), bias.contiguous()]
     output: Tensor
-    output, _mean, _variance, _reserve = torch.ops.aten.cudnn_batch_norm(
-        *kept, running_mean, running_var, training, momentum, eps
-    )
+    output, _mean, _variance, _reserve = torch.ops.aten.cudnn_batch_norm(*kept, *args[3:8])
     # _batch_norm_impl_index drops its copies, batch_norm then the rest of its results.
     del kept
     return output
@@ -84,16 +77,6 @@ def _accumulated_bytes(tensor: Tensor) -> int:
 
 _MOMENTS, _SUMS = 4, 2
 """Partial results that a block keeps of each channel."""
-_CONTIGUOUS, _CHANNELS_LAST, _GENERAL = "contiguous", "channels last", "general"
-
-
-def _implementation(tensor: Tensor) -> str:
-    """batch_norm_choose_impl."""
-    if tensor.numel() > INDEXABLE:
-        return _GENERAL
-    if tensor.is_contiguous():
-        return _CHANNELS_LAST if tensor.stride(1) == 1 else _CONTIGUOUS
-    return _CHANNELS_LAST if _is_channels_last(tensor) else _GENERAL
 
 
 def _reads_channels_last(tensor: Tensor) -> bool:
@@ -107,37 +90,39 @@ def _is_channels_last(tensor: Tensor) -> bool:
     return tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
 
 
-_LARGEST_BLOCK, _TILE, _PER_THREAD, _MOST_ROWS = 512, 32, 16, 128
+_LARGEST_BLOCK, _TILE, _PER_THREAD, _MOST_ROWS, _FEWEST_ROWS = 512, 32, 16, 128, 8
 
 
-def _staging(channels: int, per_channel: int) -> tuple[int, int]:
-    """flexible_launch_configs: blocks over channels, and over the reduced dims."""
+def _stage(gpu: GPU, input: Tensor, values: int) -> None:
+    """Partial results of ``values`` numbers per channel, and the semaphores of their blocks.
+
+    flexible_launch_configs: blocks over channels, and over the reduced dims.
+    """
+    channels = input.shape[1]
+    per_channel = input.numel() // channels
     width = min(reductions.power_below(channels), _TILE)
     height = min(reductions.power_below(-(-per_channel // _PER_THREAD)), _LARGEST_BLOCK // width)
     if width * height != _LARGEST_BLOCK:
         width = min(reductions.power_below(channels), _LARGEST_BLOCK // height)
     rows = min(-(-per_channel // (height * _PER_THREAD)), _MOST_ROWS)
-    return -(-channels // width), 1 if rows < 8 else rows
-
-
-def _stage(gpu: GPU, input: Tensor, values: int) -> None:
-    """Partial results of ``values`` numbers per channel, and the semaphores of their blocks."""
-    channels = input.shape[1]
-    columns, rows = _staging(channels, input.numel() // channels)
-    if rows > 1:
+    if rows >= _FEWEST_ROWS:
+        columns = -(-channels // width)
         passing(gpu, values * channels * rows * _accumulated_bytes(input), 4 * columns)
 
 
 def _batch_norm_forward(
     gpu: GPU, input: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool
 ) -> None:
-    implementation = _implementation(input)
-    if training and implementation == _CHANNELS_LAST:
-        _stage(gpu, input, _MOMENTS)
-    elif training and implementation == _GENERAL:
+    # batch_norm_choose_impl
+    is_contiguous = input.is_contiguous()
+    are_channels_last = input.stride(1) == 1 if is_contiguous else _is_channels_last(input)
+    is_general = input.numel() > INDEXABLE or not (is_contiguous or are_channels_last)
+    if training and is_general:
         kept = [dim for dim in range(input.dim()) if dim != 1]
         reductions.reduce_tensor(gpu, input, kept, reductions.MOMENTS)
-    if implementation == _GENERAL:
+    elif training and are_channels_last:
+        _stage(gpu, input, _MOMENTS)
+    if is_general:
         passing(gpu, *[_accumulated_bytes(input) for given in (weight, bias) if given is None])
 
 
@@ -229,25 +214,16 @@ def _backward_reduce(
     input_g: bool,
     weight_g: bool,
     bias_g: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    if _reads_channels_last(grad_out) and _reads_channels_last(input):
-        sums = torch.empty_like(mean), torch.empty_like(mean)
-        gradients = [_for_weight(wanted, mean, weight) for wanted in (weight_g, bias_g)]
-        _stage(gpu, input, _SUMS)
-        return *(sums if input_g else (None, None)), *gradients
-    kept = _by_channel(input), _by_channel(grad_out)
-    sum_dy = torch.empty_like(mean) if input_g else None
-    sum_dy_xmu = torch.empty_like(mean) if input_g else None
-    grad_weight, grad_bias = [_for_weight(wanted, mean, weight) for wanted in (weight_g, bias_g)]
-    del kept
-    return sum_dy, sum_dy_xmu, grad_weight, grad_bias
-
-
-def _for_weight(wanted: bool, mean: Tensor, weight: Tensor | None) -> Tensor | None:
-    if not wanted:
-        return None
+) -> tuple[Tensor | None, ...]:
+    are_channels_last = _reads_channels_last(grad_out) and _reads_channels_last(input)
+    kept = () if are_channels_last else (_by_channel(input), _by_channel(grad_out))
+    sums = [torch.empty_like(mean) for _ in range(2 if input_g or are_channels_last else 0)]
     like = mean if weight is None else weight
-    return like.new_empty(mean.shape)
+    gradients = [like.new_empty(mean.shape) if one else None for one in (weight_g, bias_g)]
+    if are_channels_last:
+        _stage(gpu, input, _SUMS)
+    del kept
+    return *(sums if input_g else (None, None)), *gradients
 
 
 def _backward_elemt(grad_out: Tensor, input: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,20 +37,15 @@ _Sizes = Sequence[int]
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def convolution(
-    gpu: GPU,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: _Sizes,
-    padding: _Sizes,
-    dilation: _Sizes,
-    transposed: bool,
-    output_padding: _Sizes,
-    groups: int,
-) -> Tensor:
+def convolution(gpu: GPU, input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
     """``aten::convolution`` (``_convolution``)."""
-    settings = stride, padding, dilation, transposed, output_padding, groups
+    return _convolved(gpu, input, weight, bias, *args[3:9])
+
+
+def _convolved(
+    gpu: GPU, input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any
+) -> Tensor:
+    """Return the output; ``settings`` are those of ``parameters_of``, in the schema's order."""
     call = _Call(gpu, parameters_of(weight, *settings))
     if weight.dim() > 3:
         return call.forward(input, weight, bias)
@@ -61,17 +57,11 @@ def convolution_backward(
     grad_output: Tensor,
     input: Tensor,
     weight: Tensor,
-    stride: _Sizes,
-    padding: _Sizes,
-    dilation: _Sizes,
-    transposed: bool,
-    output_padding: _Sizes,
-    groups: int,
     output_mask: Sequence[bool],
+    *args: Any,
 ) -> _Gradients:
     """``aten::convolution_backward``."""
-    settings = stride, padding, dilation, transposed, output_padding, groups
-    call = _Call(gpu, parameters_of(weight, *settings))
+    call = _Call(gpu, parameters_of(weight, *args[4:10]))
     if weight.dim() > 3:
         return call.backward(grad_output, input, weight, output_mask)
     flat = input.contiguous()
@@ -96,7 +86,7 @@ def _by_cudnn(
 ) -> Tensor:
     transposed = output_padding is not None
     settings = stride, padding, dilation, transposed, output_padding or (0,), groups
-    return convolution(gpu, self, weight, None, *settings)
+    return _convolved(gpu, self, weight, None, *settings)
 
 
 IN_VIEW: dict[str, Composite] = {
@@ -123,9 +113,9 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, parameters: Param
     sizes, groups = list(weight.shape), parameters.groups
     channels = sizes[0] if parameters.transposed else sizes[1] * groups
     if input.shape[1] != channels:
-        transposed = "transposed=1" if parameters.transposed else f"groups={groups}"
+        given = "transposed=1" if parameters.transposed else f"groups={groups}"
         raise RuntimeError(
-            f"Given {transposed}, weight of size {sizes}, expected input{list(input.shape)} to "
+            f"Given {given}, weight of size {sizes}, expected input{list(input.shape)} to "
             f"have {channels} channels, but got {input.shape[1]} channels instead"
         )
     if parameters.transposed:
@@ -159,10 +149,10 @@ class _Call(Choice):
             if bias is not None:
                 output.add_(bias.view(1, -1, *[1] * (input.dim() - 2)))
             return output
-        if kernel == DEPTHWISE:
-            return _depthwise_forward(input.contiguous(), weight, shape)
         if kernel == SLOW:
             return self._slow_forward(input, weight, shape, bias is not None)
+        if kernel == DEPTHWISE:
+            return _depthwise_forward(input.contiguous(), weight, shape)
         return input.new_empty(shape)
 
     def _toward(self, direction: str, given: Tensor, weight: Tensor, shape: _Sizes) -> Tensor:
@@ -204,20 +194,10 @@ class _Call(Choice):
         """
         parameters = self.parameters
         call = cudnn.Convolution(
-            direction,
-            tuple(input.shape),
-            output.shape[1],
-            tuple(weight.shape[2:]),
-            parameters.stride,
-            parameters.dilation,
-            parameters.groups,
-            input.nbytes,
-            weight.nbytes,
-            output.nbytes,
-            input.element_size(),
-            channels_last,
-            self._on_tensor_cores(input.dtype),
-            self.gpu.model.compute_capability,
+            *(direction, tuple(input.shape), output.shape[1], tuple(weight.shape[2:])),
+            *(parameters.stride, parameters.dilation, parameters.groups),
+            *(input.nbytes, weight.nbytes, output.nbytes, input.element_size(), channels_last),
+            *(self._on_tensor_cores(input.dtype), self.gpu.model.compute_capability),
         )
         frugal = self.gpu.frugal_plans
         nbytes = 0 if frugal and call in frugal else cudnn.convolution_bytes(call)

@@ -70,14 +70,8 @@ def parameters_of(
         full = tuple(values) * dims if len(values) == 1 else tuple(values)
         return (of_row, *full) if dims == 1 else full
 
-    return Parameters(
-        expanded(stride, 1),
-        expanded(padding, 0),
-        expanded(dilation, 1),
-        transposed,
-        expanded(output_padding, 0),
-        groups,
-    )
+    sizes = expanded(stride, 1), expanded(padding, 0), expanded(dilation, 1)
+    return Parameters(*sizes, transposed, expanded(output_padding, 0), groups)
 
 
 @dataclass(frozen=True)
@@ -116,8 +110,10 @@ class Choice:
         ):
             return False
         # cuDNN 9.3, in the wheels of 2.7 and later, indexes with 64 bits.
-        if self.gpu.version < (2, 7) and self._exceeds_int(input, weight):
-            return False
+        if self.gpu.version < (2, 7):
+            sizes = input.shape, parameters.output_shape(input.shape, weight.shape)
+            if any(math.prod(size[1:]) > INDEXABLE for size in sizes):
+                return False  # needs_64bit_indexing_no_split
         if (
             self.gpu.version < (2, 9)
             and torch.backends.cudnn.deterministic
@@ -125,11 +121,8 @@ class Choice:
             and common_format(input, weight) is CONTIGUOUS
         ):
             return False
-        padding_is_big = any(
-            pad >= step
-            for pad, step in zip(parameters.output_padding, parameters.stride, strict=True)
-        )
-        return not padding_is_big
+        paddings = zip(parameters.output_padding, parameters.stride, strict=True)
+        return all(padding < step for padding, step in paddings)
 
     def _cudnn_depthwise(self, input: Tensor, weight: Tensor) -> bool:
         parameters = self.parameters
@@ -148,13 +141,6 @@ class Choice:
             and self._cudnn(input, weight)
             and _suits_cudnn_depthwise(tuple(input.shape), stride[1], tuple(weight.shape[2:]))
         )
-
-    def _exceeds_int(self, input: Tensor, weight: Tensor) -> bool:
-        # needs_64bit_indexing_no_split
-        if input.numel() // input.shape[0] > INDEXABLE:
-            return True
-        output = self.parameters.output_shape(input.shape, weight.shape)
-        return math.prod(output[1:]) > INDEXABLE
 
     @property
     def ampere(self) -> bool:

@@ -26,98 +26,71 @@ _STATIC_TILE = 512 * 16
 """Elements that a block of nonzero_static_cuda_out_impl (Nonzero.cu) counts at once."""
 
 
-def _before(gpu: GPU, self: Tensor, return_inverse: bool) -> Scratch | None:
-    """Sort and number the distinct values, before the results are allocated."""
-    if not self.numel():
-        return None
-    scratch = Scratch(gpu, *copied(self))
-    if self.dtype == torch.bool:
-        scratch.take(4)
-        return scratch
-    _sort(gpu, scratch, self, return_inverse)
-    if return_inverse:
-        _number(gpu, scratch, self.numel(), INDEX_BYTES)
-    return scratch
-
-
-def _before_consecutive(
-    gpu: GPU, self: Tensor, return_inverse: bool, dim: int | None
+def _before(
+    gpu: GPU,
+    self: Tensor,
+    return_inverse: bool,
+    dim: int | None = None,
+    sorted: bool | None = None,
 ) -> Scratch | None:
+    """Sort and number the distinct values, before the results are allocated.
+
+    Equal neighbours (unique_consecutive, which has no ``sorted``) are only numbered.
+    """
     if dim is not None or not self.numel():
         return None
     scratch = Scratch(gpu, *copied(self))
+    if sorted is not None and self.dtype == torch.bool:
+        scratch.take(4)
+        return scratch
+    count, size = self.numel(), self.element_size()
+    if sorted is not None:
+        index = INDEX_BYTES if return_inverse else 0
+        scratch.take(count * size)
+        indices = scratch.take(count * index)
+        scratch.take(count * index)
+        at = gpu.model.compute_capability, gpu.model.sm_count
+        scratch.passing(cub.radix_sort_pairs_bytes(count, size, index, 8 * size, *at))
+        scratch.drop(indices)
     if return_inverse:
-        _number(gpu, scratch, self.numel(), _SHORT_INDEX_BYTES)
+        # The inverse is there already; it comes to stay where this leaves room.
+        inverse = scratch.take(count * INDEX_BYTES)
+        numbers = scratch.take(count * (_SHORT_INDEX_BYTES if sorted is None else INDEX_BYTES))
+        storage = cub.scan_bytes(min(count, cub.LARGEST_SCAN), 4, gpu.version)
+        scratch.drop(scratch.estimate(storage, "CUB", "a prefix sum"))
+        scratch.drop(numbers, inverse)
     return scratch
-
-
-def _sort(gpu: GPU, scratch: Scratch, tensor: Tensor, inverse: bool) -> None:
-    count, size = tensor.numel(), tensor.element_size()
-    index = INDEX_BYTES if inverse else 0
-    scratch.take(count * size)
-    indices = scratch.take(count * index)
-    scratch.take(count * index)
-    at = gpu.model.compute_capability, gpu.model.sm_count
-    scratch.passing(cub.radix_sort_pairs_bytes(count, size, index, 8 * size, *at))
-    scratch.drop(indices)
-
-
-def _number(gpu: GPU, scratch: Scratch, count: int, number_bytes: int) -> None:
-    # The inverse is there already; it comes to stay where this leaves room.
-    inverse = scratch.take(count * INDEX_BYTES)
-    numbers = scratch.take(count * number_bytes)
-    storage = cub.scan_bytes(min(count, cub.LARGEST_SCAN), 4, gpu.version)
-    scratch.drop(scratch.estimate(storage, "CUB", "a prefix sum"))
-    scratch.drop(numbers, inverse)
 
 
 _Distinct = tuple[Tensor, Tensor, Tensor]
 """Values, the index of each element's value, and the count of each value."""
 
 
-def _placed(self: Tensor, return_counts: bool, result: _Distinct) -> Iterator[Tensor]:
+def _placed(
+    self: Tensor,
+    return_counts: bool,
+    result: _Distinct,
+    dim: int | None = None,
+    sorted: bool | None = None,
+) -> Iterator[Tensor]:
     """Yield the results, which CUDA makes as large as the input and then shortens in place."""
     values, inverse, counts = result
-    is_truth = self.dtype == torch.bool
+    is_truth = sorted is not None and self.dtype == torch.bool
     room = 2 if is_truth else self.numel()
     yield inverse
-    _make_room(values, room)
-    yield values
-    if is_truth or return_counts:
-        _make_room(counts, room)
-    yield counts
-
-
-def _placed_consecutive(
-    self: Tensor, return_counts: bool, dim: int | None, result: _Distinct
-) -> Iterator[Tensor]:
-    values, inverse, counts = result
-    yield inverse
     if dim is None:
-        _make_room(values, self.numel())
+        values.untyped_storage().resize_(room * values.element_size())
     yield values
-    if dim is None and return_counts:
-        _make_room(counts, self.numel())
+    if dim is None and (is_truth or return_counts):
+        counts.untyped_storage().resize_(room * counts.element_size())
     yield counts
 
 
-def _make_room(tensor: Tensor, elements: int) -> None:
-    tensor.untyped_storage().resize_(elements * tensor.element_size())
-
-
-def _select(gpu: GPU, self: Tensor) -> None:
-    if self.numel() and self.dtype != torch.bool:
-        _select_first(gpu, self.numel())
-
-
-def _select_consecutive(gpu: GPU, self: Tensor, dim: int | None) -> None:
-    if self.numel() and dim is None:
-        _select_first(gpu, self.numel())
-
-
-def _select_first(gpu: GPU, count: int) -> None:
-    storage = cub.unique_bytes(count, gpu.model.compute_capability, gpu.version)
-    Scratch(gpu, INDEX_BYTES).estimate(storage, "CUB", "a selection")
+def _select(gpu: GPU, self: Tensor, dim: int | None = None, sorted: bool | None = None) -> None:
+    if dim is None and self.numel() and (sorted is None or self.dtype != torch.bool):
+        capability = gpu.model.compute_capability
+        storage = cub.unique_bytes(self.numel(), capability, gpu.version)
+        Scratch(gpu, INDEX_BYTES).estimate(storage, "CUB", "a selection")
 
 
 def _extreme(gpu: GPU, tensor: Tensor) -> None:
@@ -160,10 +133,7 @@ def _static(gpu: GPU, self: Tensor) -> None:
 
 RULES = {
     "nonzero_static": Rule(after=_static),
-    "_unique2": Rule(before=_before, placed=_placed, after=_select),
-    "unique_consecutive": Rule(
-        before=_before_consecutive, placed=_placed_consecutive, after=_select_consecutive
-    ),
+    "_unique2 unique_consecutive": Rule(before=_before, placed=_placed, after=_select),
     "bincount": Rule(before=_bins),
     "histc": Rule(after=_range),
 }

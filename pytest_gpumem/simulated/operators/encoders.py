@@ -8,12 +8,14 @@ made of ordinary operators; else it has kernels of its own (masked_softmax of at
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.attention_choice import EFFICIENT, FLASH, chosen_kernel
+from pytest_gpumem.simulated.operators.attention_choice import EFFICIENT, FLASH, AttentionCall
 from pytest_gpumem.simulated.operators.rules import Composite
 
 _aten = torch.ops.aten
@@ -26,13 +28,6 @@ def is_followed(tokens: Tensor) -> bool:
 
 _PADDED_SINCE = (2, 12)
 """First release whose fused kernels take heads of any size (tried on 2.11 and 2.13)."""
-
-
-def _takes_fused_kernel(gpu: GPU, tokens: Tensor, heads: int) -> bool:
-    if gpu.version < _PADDED_SINCE and tokens.shape[-1] // heads % 8:
-        return False
-    by_head = _by_head(tokens, heads)
-    return chosen_kernel(gpu, by_head, by_head, by_head) in (FLASH, EFFICIENT)
 
 
 def _by_head(tokens: Tensor, heads: int) -> Tensor:
@@ -52,7 +47,12 @@ def _attention(
     need_weights: bool,
     average_attn_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    if need_weights or mask is not None or not _takes_fused_kernel(gpu, query, num_head):
+    is_fused = False
+    is_padded = gpu.version < _PADDED_SINCE and query.shape[-1] // num_head % 8
+    if not (need_weights or mask is not None or is_padded):
+        by_head = _by_head(query, num_head)
+        is_fused = AttentionCall(gpu, *[by_head] * 3).kernel() in (FLASH, EFFICIENT)
+    if not is_fused:
         projection = proj_weight, proj_bias
         kept = _NO_WEIGHTS if not need_weights else _MEAN if average_attn_weights else _WEIGHTS
         return _by_own_kernels(gpu, query, num_head, qkv_weight, projection, mask, kept)
@@ -108,30 +108,21 @@ def _encoder_layer(
     src: Tensor,
     embed_dim: int,
     num_heads: int,
-    qkv_weight: Tensor,
-    qkv_bias: Tensor,
-    proj_weight: Tensor,
-    proj_bias: Tensor,
     use_gelu: bool,
     norm_first: bool,
     eps: float,
-    norm_weight_1: Tensor,
-    norm_bias_1: Tensor,
-    norm_weight_2: Tensor,
-    norm_bias_2: Tensor,
-    ffn_weight_1: Tensor,
-    ffn_bias_1: Tensor,
-    ffn_weight_2: Tensor,
-    ffn_bias_2: Tensor,
     mask: Tensor | None,
+    *args: Any,
 ) -> Tensor:
+    # Each a weight and its bias, the first of them two.
+    attention, first, second = args[3:7], args[10:12], args[12:14]
+    weight_1, bias_1, weight_2, bias_2 = args[14:18]
+
     def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return functional.layer_norm(x, (embed_dim,), weight, bias, eps)
 
-    first, second = (norm_weight_1, norm_bias_1), (norm_weight_2, norm_bias_2)
     x = norm(src, *first) if norm_first else src
-    weights = qkv_weight, qkv_bias, proj_weight, proj_bias
-    x = _attention(gpu, x, num_heads, *weights, mask, False, False)[0]
+    x = _attention(gpu, x, num_heads, *attention, mask, False, False)[0]
     x.add_(src)
     if not norm_first:
         x = norm(x, *first)
@@ -139,8 +130,8 @@ def _encoder_layer(
     if norm_first:
         x = norm(x, *second)
     rows = x.flatten(0, 1)
-    rows = _aten._addmm_activation(ffn_bias_1, rows, ffn_weight_1.t(), use_gelu=use_gelu)
-    rows = torch.addmm(ffn_bias_2, rows, ffn_weight_2.t())
+    rows = _aten._addmm_activation(bias_1, rows, weight_1.t(), use_gelu=use_gelu)
+    rows = torch.addmm(bias_2, rows, weight_2.t())
     x = rows.view(src.shape)
     del rows
     x.add_(before)

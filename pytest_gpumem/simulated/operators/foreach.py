@@ -22,7 +22,7 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, accumulated, is_dense
 from pytest_gpumem.simulated.operators.reductions import NORMS, reduce_tensor
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
 CHUNK = 65_536
 """Elements one block reduces."""
@@ -33,8 +33,8 @@ _FAST_ORDERS = frozenset({1, 2, math.inf})
 
 
 def _is_one_launch(tensors: Sequence[Tensor]) -> bool:
-    first = tensors[0]
-    return all(
+    first = tensors[0] if tensors else None
+    return first is not None and all(
         tensor.dtype == first.dtype and tensor.device == first.device and is_dense(tensor)
         for tensor in tensors
     )
@@ -60,7 +60,7 @@ def _partial_results(gpu: GPU, tensors: Sequence[Tensor], itemsize: int) -> list
 def _before_norm(
     gpu: GPU, self: Sequence[Tensor], ord: float, dtype: torch.dtype | None
 ) -> Scratch | None:
-    if not self or not _norm_is_one_launch(self, ord):
+    if not _norm_is_one_launch(self, ord):
         return None
     return Scratch(gpu, *_partial_results(gpu, self, accumulated(dtype or self[0].dtype).itemsize))
 
@@ -72,14 +72,14 @@ def _after_norm(gpu: GPU, self: Sequence[Tensor], ord: float) -> None:
 
 
 def _before_max(gpu: GPU, self: Sequence[Tensor]) -> Scratch | None:
-    if not self or not _is_one_launch(self):
+    if not _is_one_launch(self):
         return None
     return Scratch(gpu, *_partial_results(gpu, self, self[0].element_size())[:-1])
 
 
 def _after_max(gpu: GPU, self: Sequence[Tensor]) -> None:
-    if self and _is_one_launch(self):
-        Scratch(gpu, _partial_results(gpu, self, self[0].element_size())[-1]).free()
+    if _is_one_launch(self):
+        passing(gpu, _partial_results(gpu, self, self[0].element_size())[-1])
 
 
 RULES = {

@@ -7,6 +7,8 @@ CUDABlas.cpp (gemm, bgemm, gemv and dot take getCurrentCUDABlasHandle()), native
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -38,10 +40,14 @@ _SUMS_BY_LT_SINCE = (2, 14)
 
 
 def _product(gpu: GPU, mat1: Tensor, mat2: Tensor, result: Tensor, *, by_lt: bool) -> None:
-    if not result.numel() or not mat1.numel():
-        return
-    operands = (mat2, mat1) if result.is_contiguous() else (mat1, mat2)
-    copied = [operand.nbytes for operand in operands if not _readable(operand)]
+    if result.numel() and mat1.numel():
+        operands = (mat2, mat1) if result.is_contiguous() else (mat1, mat2)
+        copied = [operand.nbytes for operand in operands if not _readable(operand)]
+        _multiply(gpu, copied, by_lt=by_lt)
+
+
+def _multiply(gpu: GPU, copied: Sequence[int], *, by_lt: bool = False) -> None:
+    """Call the library while copies of operands exist."""
     copies = Scratch(gpu, *copied) if copied else None
     if by_lt:
         gpu.workspaces.gemm_lt(gpu.stream)
@@ -53,9 +59,7 @@ def _product(gpu: GPU, mat1: Tensor, mat2: Tensor, result: Tensor, *, by_lt: boo
 
 def _each_batch(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:
     """addbmm_impl_ (native/LinearAlgebra.cpp): ``addmm_`` of one batch after the other."""
-    if not result.numel() or not batch1.numel():
-        return
-    for _ in range(batch1.shape[0]):
+    for _ in range(batch1.shape[0] if result.numel() and batch1.numel() else 0):
         gpu.workspaces.gemm(gpu.stream)
 
 
@@ -71,23 +75,20 @@ def _readable(matrix: Tensor) -> bool:
 
 
 def _bmm(gpu: GPU, self: Tensor, mat2: Tensor, result: Tensor) -> None:
-    if not _is_outer_product(gpu, self, mat2):
+    is_outer_product = (
+        gpu.version >= _OUTER_PRODUCT_SINCE
+        and self.shape[2] == 1
+        and self.numel() > 0
+        and mat2.numel() > 0
+        and not self.is_complex()
+    )
+    if not is_outer_product:
         _batched(gpu, self, mat2, result)
 
 
 _OUTER_PRODUCT_SINCE = (2, 12)
 """Since this release ``bmm`` with one element a row is a Triton kernel (torch/_native/ops/
 bmm_outer_product/triton_impl.py), which takes no workspace."""
-
-
-def _is_outer_product(gpu: GPU, first: Tensor, second: Tensor) -> bool:
-    return (
-        gpu.version >= _OUTER_PRODUCT_SINCE
-        and first.shape[2] == 1
-        and first.numel() > 0
-        and second.numel() > 0
-        and not first.is_complex()
-    )
 
 
 def _batched(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:
@@ -102,10 +103,7 @@ def _batched(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:
     m, n, k = result.shape[fast], result.shape[leading], first.shape[leading]
     read = (first, m, k), (second, k, n)
     copied = [each[0].nbytes for each in read if not _batch_readable(fast, leading, *each)]
-    copies = Scratch(gpu, *copied) if copied else None
-    gpu.workspaces.gemm(gpu.stream)
-    if copies is not None:
-        copies.free()
+    _multiply(gpu, copied)
 
 
 def _batch_readable(fast: int, leading: int, matrix: Tensor, along: int, other: int) -> bool:
@@ -136,9 +134,7 @@ def _bias_in_epilogue(
 def _mv(gpu: GPU, vec: Tensor, result: Tensor) -> None:
     """addmv_out_cuda: gemv reads no vector whose elements are one number."""
     if result.numel() and vec.numel():
-        copied = Scratch(gpu, vec.nbytes if not vec.stride(0) else 0)
-        gpu.workspaces.gemm(gpu.stream)
-        copied.free()
+        _multiply(gpu, [] if vec.stride(0) else [vec.nbytes])
 
 
 def _dot(gpu: GPU, self: Tensor) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import attention
-from pytest_gpumem.simulated.operators.rules import Rule, copies_of, passing
+from pytest_gpumem.simulated.operators.rules import Rule, copies_of
 
 
 def _by_head(tensor: Tensor) -> Tensor:
@@ -42,19 +41,8 @@ def _flash_outputs(
 
 def _flash_backward(gpu: GPU, query: Tensor, key: Tensor, cum_seq_q: Tensor | None) -> None:
     if cum_seq_q is None:
-        attention.flash_backward(gpu, _by_head(query), _by_head(key))
-        return
-    total, heads, size = query.shape
-    batch = cum_seq_q.numel() - 1
-    rows = (total + 128 * batch) * heads
-    copies = 1
-    if torch.are_deterministic_algorithms_enabled():
-        copies = -(-gpu.model.sm_count // (batch * heads))
-    expanded = []
-    if key.shape[1] != heads:
-        expanded = [key.shape[0] * heads * size * key.element_size()] * 2
-    wide = attention.head_size_rounded(size)
-    passing(gpu, rows * 4, copies * rows * wide * 4, *expanded)
+        query, key = _by_head(query), _by_head(key)
+    attention.flash_backward(gpu, query, key, cum_seq_q)
 
 
 def _efficient_backward(
@@ -83,7 +71,6 @@ def _gradients(
     shared_storage_dqdkdv: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Contiguous ones: torch's shapes leave out an argument (2.13)."""
-    made: list[Tensor]
     if shared_storage_dqdkdv:
         shape = (*query.shape[:-2], 3, *query.shape[-2:])
         made = list(raw.empty(shape, dtype=query.dtype, device=META).unbind(-3))

@@ -100,20 +100,19 @@ class SlowConvolution:
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
     ) -> _Gradients:
         """Each gradient has columns of its own."""
-        nbytes = self._column_bytes(input, weight, grad_output.shape)
-        grad_input = grad_weight = None
-        if mask[0]:
-            grad_input = input.new_empty(input.shape)
-            columns = Scratch(self.gpu, nbytes)
+
+        def multiply() -> None:
+            columns = Scratch(self.gpu, self._column_bytes(input, weight, grad_output.shape))
             self._multiply(input.shape[0])
             columns.free()
-        if mask[1]:
-            grad_weight = weight.new_empty(weight.shape)
+
+        grad_input = input.new_empty(input.shape) if mask[0] else None
+        if mask[0]:
+            multiply()
+        grad_weight = weight.new_empty(weight.shape) if mask[1] else None
         grad_bias = _summed(grad_output) if mask[2] else None
         if mask[1]:
-            columns = Scratch(self.gpu, nbytes)
-            self._multiply(input.shape[0])
-            columns.free()
+            multiply()
         return grad_input, grad_weight, grad_bias
 
     def _multiply(self, times: int) -> None:

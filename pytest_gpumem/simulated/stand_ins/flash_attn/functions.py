@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.operators.attention import with_padded_heads
 from pytest_gpumem.simulated.operators.described import simulate_operator
-from pytest_gpumem.simulated.stand_ins.flash_attn.kernels import OPERATORS, padded, with_cache
+from pytest_gpumem.simulated.stand_ins.flash_attn.kernels import OPERATORS, with_cache
 
 Window = tuple[int, int]
 EVERYTHING: Window = (-1, -1)
@@ -60,7 +61,7 @@ class FlashAttention(torch.autograd.Function):
         parts = [stacked] if count == 1 else [each.detach() for each in stacked.unbind(-3)]
         size = stacked.shape[-1]
         scale = size**-0.5 if options.softmax_scale is None else options.softmax_scale
-        q, k, v = map(padded, (*separate, *parts))
+        q, k, v = map(with_padded_heads, (*separate, *parts))
         name = "_flash_attn_forward" if lengths is None else "_flash_attn_varlen_forward"
         made = OPERATORS[name](
             q,
@@ -101,7 +102,7 @@ class FlashAttention(torch.autograd.Function):
             into = gradients
         name = "_flash_attn_varlen_backward" if starts else "_flash_attn_backward"
         OPERATORS[name](
-            padded(dout),
+            with_padded_heads(dout),
             q,
             k,
             v,

@@ -12,20 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from pytest_gpumem.simulated.machine.signatures import Signature
+from pytest_gpumem.simulated.operators.attention import round_up, with_padded_heads
 from pytest_gpumem.simulated.operators.attention_choice import splits_of
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.layout import HALVES
 from pytest_gpumem.simulated.stand_ins.flash_attn import values
 from pytest_gpumem.simulated.stand_ins.imports import used
-
-
-def padded(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` with its heads a multiple of 8 long: a copy, unless they are."""
-    excess = tensor.shape[-1] % 8
-    return pad(tensor, [0, 8 - excess]) if excess else tensor
 
 
 def forward(
@@ -140,7 +134,7 @@ def backward(
         rows = [lengths[0] + 128 * batch]
     else:
         batch = lengths[0]
-        rows = [batch, _up(lengths[1], 128)]
+        rows = [batch, round_up(lengths[1], 128)]
     dq, dk, dv = (
         torch.empty_like(like) if given is None else given
         for given, like in ((dq, q), (dk, k), (dv, v))
@@ -183,9 +177,13 @@ def with_cache(
     if swapped:
         q = q.reshape(batch, key_heads, heads // key_heads, size).transpose(1, 2)
         length, heads = heads // key_heads, key_heads
-    q, wide_keys, wide_values = padded(q), padded(k_cache), padded(v_cache)
+    q, wide_keys, wide_values = (
+        with_padded_heads(q),
+        with_padded_heads(k_cache),
+        with_padded_heads(v_cache),
+    )
     out, lse = _results(q)
-    given = [padded(each) for each in new if each is not None]
+    given = [with_padded_heads(each) for each in new if each is not None]
     parts = _parts(q, batch, heads, length, keys, num_splits)
     if size % 8:
         out = out[..., :size]
@@ -219,17 +217,13 @@ def _as_one_query(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out, lse.reshape(batch, heads * length, 1)
 
 
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 def _rounded(size: int) -> int:
     """head_size_rounded."""
-    return _up(size, 32 if size <= 128 else 64)
+    return round_up(size, 32 if size <= 128 else 64)
 
 
 def _mask(q: Tensor, batch: int, heads: int, length: int, keys: int, *, kept: bool) -> Tensor:
-    shape = (batch, heads, _up(length, 128), _up(keys, 128)) if kept else (0,)
+    shape = (batch, heads, round_up(length, 128), round_up(keys, 128)) if kept else (0,)
     return q.new_empty(shape)
 
 
