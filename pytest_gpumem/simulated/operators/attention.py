@@ -296,9 +296,10 @@ def efficient_backward(
         sums = scratch.take(rows * 4)
         delta = scratch.take(rows * 4)
         scratch.drop(sums, *reversed(products))
-    sequences, *most = lengths or (batch, length, key.shape[2])
+    sequences, queries, keys = lengths or (batch, length, key.shape[2])
     staged = sizes if half and not in_registers else None
-    scratch.take(_workspace(sequences * heads, *most, size, staged, block, keys_block))
+    blocks = block, keys_block
+    scratch.take(_workspace(sequences * heads, queries, keys, size, staged, blocks))
     scratch.drop(delta)
     for tensor in grouped:
         _sum_groups(gpu, tensor, heads)
@@ -310,7 +311,7 @@ def _sum_groups(gpu: GPU, tensor: Tensor, heads: int) -> None:
     groups = heads // own_heads
     shape = batch, length, own_heads, groups, size
     strides = length * heads * size, heads * size, groups * size, size, 1
-    reductions.reduce(gpu, shape, strides, tensor.dtype, 3, reductions.SUMS, tensor.dtype)
+    reductions.reduce(gpu, shape, strides, tensor.dtype, 3, reductions.SUMS)
 
 
 def _gradients_by_length(
@@ -354,13 +355,13 @@ def _workspace(
     keys: int,
     size: int,
     staged: tuple[int, int] | None,
-    block: int,
-    keys_block: int,
+    blocks: tuple[int, int],
 ) -> int:
     """AttentionBackwardKernel::Params::workspace_size, in bytes.
 
     ``staged``: head sizes of keys and values whose gradients do not stay in registers.
     """
+    block, keys_block = blocks
     splits = -(-keys // keys_block)
     if pairs >= 256 and keys <= 2 * keys_block:
         splits = 1

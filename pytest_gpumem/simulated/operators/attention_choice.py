@@ -47,9 +47,9 @@ class AttentionCall:
         # check_prefer_cudnn_attention: needs cuDNN 9.15.1, which the wheels have since 2.11.
         if order[:1] == [FLASH] and self.gpu.version >= (2, 11) and self.capability[0] in (9, 10):
             order = [CUDNN, *(kernel for kernel in order if kernel != CUDNN)]
-        usable = {**self.fused(), MATH: torch.backends.cuda.math_sdp_enabled}
+        usable = self.fused()
         for kernel in order:
-            if usable[kernel]():
+            if torch.backends.cuda.math_sdp_enabled() if kernel == MATH else usable[kernel]():
                 return kernel
         raise RuntimeError("No available kernel. Aborting execution.")
 

@@ -194,10 +194,20 @@ class _Call(Choice):
         """
         parameters = self.parameters
         call = cudnn.Convolution(
-            *(direction, tuple(input.shape), output.shape[1], tuple(weight.shape[2:])),
-            *(parameters.stride, parameters.dilation, parameters.groups),
-            *(input.nbytes, weight.nbytes, output.nbytes, input.element_size(), channels_last),
-            *(self._on_tensor_cores(input.dtype), self.gpu.model.compute_capability),
+            direction,
+            tuple(input.shape),
+            output.shape[1],
+            tuple(weight.shape[2:]),
+            parameters.stride,
+            parameters.dilation,
+            parameters.groups,
+            input.nbytes,
+            weight.nbytes,
+            output.nbytes,
+            input.element_size(),
+            channels_last,
+            self._on_tensor_cores(input.dtype),
+            self.gpu.model.compute_capability,
         )
         frugal = self.gpu.frugal_plans
         nbytes = 0 if frugal and call in frugal else cudnn.convolution_bytes(call)

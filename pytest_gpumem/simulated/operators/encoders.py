@@ -51,7 +51,7 @@ def _attention(
     is_padded = gpu.version < _PADDED_SINCE and query.shape[-1] // num_head % 8
     if not (need_weights or mask is not None or is_padded):
         by_head = _by_head(query, num_head)
-        is_fused = AttentionCall(gpu, *[by_head] * 3).kernel() in (FLASH, EFFICIENT)
+        is_fused = AttentionCall(gpu, by_head, by_head, by_head).kernel() in (FLASH, EFFICIENT)
     if not is_fused:
         projection = proj_weight, proj_bias
         kept = _NO_WEIGHTS if not need_weights else _MEAN if average_attn_weights else _WEIGHTS
@@ -115,14 +115,15 @@ def _encoder_layer(
     *args: Any,
 ) -> Tensor:
     # Each a weight and its bias, the first of them two.
-    attention, first, second = args[3:7], args[10:12], args[12:14]
+    weights = args[3], args[4], args[5], args[6]
+    first, second = args[10:12], args[12:14]
     weight_1, bias_1, weight_2, bias_2 = args[14:18]
 
     def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return functional.layer_norm(x, (embed_dim,), weight, bias, eps)
 
     x = norm(src, *first) if norm_first else src
-    x = _attention(gpu, x, num_heads, *attention, mask, False, False)[0]
+    x = _attention(gpu, x, num_heads, *weights, mask, False, False)[0]
     x.add_(src)
     if not norm_first:
         x = norm(x, *first)

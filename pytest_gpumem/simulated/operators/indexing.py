@@ -173,7 +173,7 @@ def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
         extremes = Scratch(gpu, *[INDEX_BYTES] * comparisons)
         contiguous = Scratch(gpu, count * INDEX_BYTES if is_copied else 0)
         kind = reductions.TWO_VALUES if both else reductions.VALUES
-        reductions.reduce(gpu, (count,), (1,), torch.int64, None, kind, torch.int64)
+        reductions.reduce(gpu, (count,), (1,), torch.int64, None, kind)
         contiguous.free()
         for _ in range(comparisons):
             extremes.passing(1)

@@ -60,7 +60,7 @@ def soft_margin_loss_backward(
 
 
 def _reduce_all(gpu: GPU, elements: int, dtype: torch.dtype) -> None:
-    reductions.reduce(gpu, (elements,), (1,), dtype, None, reductions.SUMS, dtype)
+    reductions.reduce(gpu, (elements,), (1,), dtype, None, reductions.SUMS)
 
 
 def _elements(self: Tensor, target: Tensor) -> int:

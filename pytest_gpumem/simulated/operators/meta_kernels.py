@@ -26,26 +26,6 @@ def _like_first(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(tensor)
 
 
-def _into(*_: Any, out: Tensor, **__: Any) -> Tensor:
-    return out
-
-
-def _with_mask(tensor: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(tensor), torch.empty_like(tensor, dtype=torch.bool)
-
-
-def _qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    *batch, rows, columns = matrix.shape
-    factored = matrix.new_empty((*batch, columns, rows)).mT
-    return factored, matrix.new_empty((*batch, min(rows, columns)))
-
-
-def _batched_product(
-    added: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta: Any = 1, alpha: Any = 1
-) -> Tensor:
-    return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
-
-
 def _int4_product(a: Tensor, b: Tensor, group: int, scales_and_zeros: Tensor) -> Tensor:
     """``[m, k]`` times a packed ``[n / 8, k / (16 * inner), 32, inner / 2]``: ``[m, n]``.
 
@@ -160,7 +140,9 @@ native/Activation.cpp (hardswish_backward, elu_backward).
 """
 
 WRONG: dict[str, Callable[..., Any]] = {
-    "baddbmm.dtype": _batched_product,
+    "baddbmm.dtype": lambda added, a, b, out_dtype, **factors: a.new_empty(
+        (*a.shape[:-1], b.shape[-1]), dtype=out_dtype
+    ),
     "_weight_int4pack_mm": _int4_product,
     **_LAYOUTS,
 }
@@ -184,12 +166,19 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "_sample_dirichlet": _like_first,
     "_dirichlet_grad": _like_first,
     "fractional_max_pool3d_backward": _like_second,
-    "geqrf": _qr,
-    "_scaled_mm.out": _into,
-    "_scaled_mm_v2.out": _into,
-    "fake_quantize_per_tensor_affine_cachemask": _with_mask,
-    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": _with_mask,
-    "fake_quantize_per_channel_affine_cachemask": _with_mask,
+    "geqrf": lambda matrix: (
+        matrix.new_empty(matrix.mT.shape).mT,
+        matrix.new_empty((*matrix.shape[:-2], min(matrix.shape[-2:]))),
+    ),
+    **dict.fromkeys(("_scaled_mm.out", "_scaled_mm_v2.out"), lambda *_, out, **__: out),
+    **dict.fromkeys(
+        (
+            "fake_quantize_per_tensor_affine_cachemask",
+            "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+            "fake_quantize_per_channel_affine_cachemask",
+        ),
+        lambda tensor, *_: (torch.empty_like(tensor), torch.empty_like(tensor, dtype=torch.bool)),
+    ),
     **dict.fromkeys(_FUSED_OPTIMIZERS, lambda *args, **kwargs: None),
 }
 """By operator name, and what compiled code calls with a buffer of its own for the result."""

@@ -173,10 +173,9 @@ def _layer_norm_gradients(
     for tensor, earlier in zip(given, first, strict=True):
         # The sum of the partial results takes the place of the memory allocated for it.
         adopt(tensor, gpu)
-        shape, dtype = (blocks, columns), input.dtype
-        reductions.reduce(gpu, shape, (columns, 1), dtype, 0, reductions.SUMS, dtype)
+        shape = blocks, columns
+        reductions.reduce(gpu, shape, (columns, 1), input.dtype, 0, reductions.SUMS)
         scratch.drop(earlier)
-    scratch.free()
 
 
 def _layer_norm_backward(
@@ -210,10 +209,6 @@ def _is_kept(gpu: GPU, input: Tensor) -> bool:
         and layout is not torch.contiguous_format
         and input.is_contiguous(memory_format=layout)
     )
-
-
-def _group_norm_before(gpu: GPU, input: Tensor) -> Scratch | None:
-    return Scratch(gpu, *copied(input)) if gpu.version < _COPIES_INSIDE else None
 
 
 def _group_norm(
@@ -278,6 +273,11 @@ RULES = {
         placed=_layer_norm_gradients,
         after=_layer_norm_backward,
     ),
-    "native_group_norm": Rule(before=_group_norm_before, after=_group_norm),
+    "native_group_norm": Rule(
+        before=lambda gpu, input: Scratch(
+            gpu, *(copied(input) if gpu.version < _COPIES_INSIDE else ())
+        ),
+        after=_group_norm,
+    ),
     "native_group_norm_backward": Rule(before=_group_norm_gradients, after=_group_norm_backward),
 }

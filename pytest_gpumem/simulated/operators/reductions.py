@@ -188,12 +188,10 @@ def _sum_bytes(dtype: torch.dtype) -> int:
     return accumulated(dtype).itemsize
 
 
-def _norm_bytes(dtype: torch.dtype) -> int:
-    return dtype.to_real().itemsize if dtype.is_complex else _sum_bytes(dtype)
-
-
 SUMS = Accumulator(_sum_bytes)
-NORMS = Accumulator(_norm_bytes)
+NORMS = Accumulator(
+    lambda dtype: dtype.to_real().itemsize if dtype.is_complex else _sum_bytes(dtype)
+)
 VALUES = Accumulator(lambda dtype: dtype.itemsize)
 _TRUTH = Accumulator(lambda dtype: 1)
 TWO_VALUES = Accumulator(lambda dtype: 2 * dtype.itemsize, in_output=False)
@@ -209,11 +207,11 @@ def reduce(
     dtype: torch.dtype,
     dims: Over,
     accumulator: Accumulator,
-    result: torch.dtype,
+    result: torch.dtype | None = None,
 ) -> None:
     """Allocate and free the memory of reducing a tensor over ``dims`` (all: ``None``).
 
-    ``dtype`` is the type that the kernel reads, ``result`` the one it writes.
+    ``dtype`` is the type that the kernel reads, ``result`` the one it writes, by default the same.
     """
     elements, rank = math.prod(shape), len(shape)
     if elements < MAX_VALUES * 32:
@@ -230,8 +228,9 @@ def reduce(
     scratch = Scratch(gpu)
     if len(found) > 1:
         # Parts of one output are added up in a buffer where the output's type would lose digits.
-        is_buffered = not accumulator.in_output or (result == dtype and dtype in HALVES)
-        if is_buffered and result.itemsize < partial_bytes:
+        is_same = result in (None, dtype)
+        is_buffered = not accumulator.in_output or (is_same and dtype in HALVES)
+        if is_buffered and (result or dtype).itemsize < partial_bytes:
             outputs = elements // math.prod(shape[d] for d in reduced)
             scratch.take(outputs * partial_bytes)
     for sizes in found:
@@ -255,8 +254,7 @@ def reduce_tensor(
     gpu: GPU, tensor: Tensor, dims: Over, kind: Accumulator, result: torch.dtype | None = None
 ) -> None:
     """:func:`reduce` of ``tensor`` as it is, by default to its own type."""
-    dtype = tensor.dtype
-    reduce(gpu, tuple(tensor.shape), tensor.stride(), dtype, dims, kind, result or dtype)
+    reduce(gpu, tuple(tensor.shape), tensor.stride(), tensor.dtype, dims, kind, result)
 
 
 def _sum(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:
@@ -268,9 +266,8 @@ def _sum(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:
 
 
 def _converted_sum(gpu: GPU, self: Tensor, result: Tensor, dim: Over) -> None:
-    dtype = result.dtype
-    converted = Scratch(gpu, self.numel() * dtype.itemsize)
-    reduce(gpu, tuple(self.shape), self.stride(), dtype, dim, SUMS, dtype)
+    converted = Scratch(gpu, self.numel() * result.element_size())
+    reduce(gpu, tuple(self.shape), self.stride(), result.dtype, dim, SUMS)
     converted.free()
 
 
@@ -299,13 +296,9 @@ def _truth(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:
 
 def _parts(gpu: GPU, shape: tuple[int, int, int, int], like: Tensor) -> None:
     """Allocate and free (batch, others, rows, columns), and the memory of summing over others."""
-    batch, others, rows, columns = shape
-    elements = batch * others * rows * columns
-    if not elements:
-        return
-    parts = Scratch(gpu, elements * like.element_size())
-    strides = (others * rows * columns, rows * columns, columns, 1)
-    reduce(gpu, shape, strides, like.dtype, 1, SUMS, like.dtype)
+    parts = Scratch(gpu, math.prod(shape) * like.element_size())
+    strides = math.prod(shape[1:]), math.prod(shape[2:]), shape[3], 1
+    reduce(gpu, shape, strides, like.dtype, 1, SUMS)
     parts.free()
 
 

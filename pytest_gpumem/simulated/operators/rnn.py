@@ -8,7 +8,7 @@ the state of its dropout, of a size that only cuDNN determines, is left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -25,22 +25,10 @@ _DTYPES = frozenset({torch.float16, torch.float32, torch.float64})
 _aten = torch.ops.aten
 
 
-def is_acceptable(tensor: Tensor) -> bool:
-    """``torch.backends.cudnn.is_acceptable`` of a build that has cuDNN."""
-    return _may_be_acceptable(tensor) and tensor.dtype in _DTYPES
-
-
-def _may_be_acceptable(tensor: Tensor) -> bool:
-    return tensor.is_cuda and bool(torch.backends.cudnn.enabled) and tensor.numel() > 0
-
-
-def _cudnn_takes(gpu: GPU, tensor: Tensor) -> bool:
-    """``cudnn_is_acceptable``, which since 2.11 accepts a type that its Python namesake does not.
-
-    So parameters in bfloat16 are never made one buffer, and each call copies them into one.
-    """
-    also = tensor.dtype is torch.bfloat16 and gpu.version >= (2, 11)
-    return _may_be_acceptable(tensor) if also else is_acceptable(tensor)
+def is_acceptable(tensor: Tensor, dtypes: Set[torch.dtype] = _DTYPES) -> bool:
+    """``torch.backends.cudnn.is_acceptable`` of a build that has cuDNN, for these ``dtypes``."""
+    is_enabled = tensor.is_cuda and torch.backends.cudnn.enabled
+    return bool(is_enabled and tensor.numel() > 0 and tensor.dtype in dtypes)
 
 
 def flatten_weight(weights: list[Tensor], per_layer: int, *args: Any) -> Tensor:
@@ -113,7 +101,10 @@ def _layer(name: str, overload: Any) -> Composite:
         hx, params, *shape = rest
         if is_packed:
             shape.append(False)
-        if _cudnn_takes(gpu, input):
+        # cudnn_is_acceptable since 2.11 accepts a type that its Python namesake does not: bfloat16
+        # parameters are never made one buffer, and each call copies them into one.
+        also = gpu.version >= (2, 11)
+        if is_acceptable(input, {*_DTYPES, torch.bfloat16} if also else _DTYPES):
             lengths = [] if batch_sizes is None else batch_sizes.tolist()
             return _run(name, input, hx, params, shape, lengths)
         has_cell = not is_packed and name in ("lstm", "gru")
@@ -139,22 +130,9 @@ def _run(
     projected = name == "lstm" and hidden.shape[2] != size
     per_layer = (4 if has_biases else 2) + projected
     output, hy, cy, _, _ = _aten._cudnn_rnn(
-        input,
-        params,
-        per_layer,
-        _buffer_of(params),
-        hidden,
-        cell,
-        _MODES[name],
-        size,
-        hidden.shape[2] if projected else 0,
-        layers,
-        batch_first,
-        dropout,
-        train,
-        bidirectional,
-        batch_sizes,
-        None,
+        *(input, params, per_layer, _buffer_of(params), hidden, cell, _MODES[name], size),
+        *(hidden.shape[2] if projected else 0, layers, batch_first, dropout, train, bidirectional),
+        *(batch_sizes, None),
     )
     return (output, hy, cy) if name == "lstm" else (output, hy)
 
@@ -177,15 +155,10 @@ def _forward(
     weight_buf: Tensor | None,
     hx: Tensor,
     cx: Tensor | None,
-    mode: int,
-    hidden_size: int,
-    proj_size: int,
-    num_layers: int,
-    batch_first: bool,
-    train: bool,
-    bidirectional: bool,
-    batch_sizes: list[int],
+    *args: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    settings = args[6:15]
+    _, hidden_size, proj_size, _, batch_first, _, train, bidirectional, batch_sizes = settings
     by_time = input.transpose(0, 1) if batch_first and not batch_sizes else input
     copied = by_time.contiguous()
     width = (proj_size or hidden_size) * (2 if bidirectional else 1)
@@ -195,7 +168,7 @@ def _forward(
     buffer = weight_buf
     if buffer is None:
         buffer = input.new_empty(_buffer_elements(weight, weight_stride0))
-    call = _recurrent(mode, hidden_size, num_layers, bidirectional, batch_sizes, copied, buffer)
+    call = _recurrent(copied, buffer, settings)
     workspace = _workspace(gpu, call)
     reserve = input.new_empty(cudnn.reserve_bytes(call) if train else 0, dtype=torch.uint8)
     if train:
@@ -209,26 +182,14 @@ def _forward(
     return output, hy, cy, reserve, buffer
 
 
-def _recurrent(
-    mode: int,
-    hidden_size: int,
-    layers: int,
-    bidirectional: bool,
-    batch_sizes: list[int],
-    by_time: Tensor,
-    buffer: Tensor,
-) -> cudnn.Recurrent:
+def _recurrent(by_time: Tensor, buffer: Tensor, settings: Sequence[Any]) -> cudnn.Recurrent:
+    """Return a call of layers; ``settings`` are the schema's, from the mode to the batch sizes."""
+    mode, hidden_size, _, layers, _, _, _, bidirectional, batch_sizes = settings
     rows = sum(batch_sizes) if batch_sizes else by_time.shape[0] * by_time.shape[1]
-    return cudnn.Recurrent(
-        list(_MODES)[mode],
-        rows,
-        batch_sizes[0] if batch_sizes else by_time.shape[1],
-        hidden_size,
-        layers,
-        2 if bidirectional else 1,
-        buffer.numel(),
-        buffer.element_size(),
-    )
+    batch = batch_sizes[0] if batch_sizes else by_time.shape[1]
+    directions = 2 if bidirectional else 1
+    sizes = rows, batch, hidden_size, layers, directions, buffer.numel(), buffer.element_size()
+    return cudnn.Recurrent(list(_MODES)[mode], *sizes)
 
 
 def _workspace(gpu: GPU, call: cudnn.Recurrent) -> Scratch:
@@ -249,14 +210,11 @@ def _backward(
     grad_output: Tensor | None,
     grad_hy: Tensor | None,
     grad_cy: Tensor | None,
-    mode: int,
-    hidden_size: int,
-    num_layers: int,
-    batch_first: bool,
-    bidirectional: bool,
-    batch_sizes: list[int],
     output_mask: list[bool],
+    *args: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
+    settings = args[10:19]
+    _, _, _, _, batch_first, _, _, _, batch_sizes = settings
     transposed = batch_first and not batch_sizes
     if grad_output is None:
         grad_output = torch.zeros_like(output, memory_format=torch.contiguous_format)
@@ -264,9 +222,7 @@ def _backward(
     if cx is not None:
         states.append(torch.zeros_like(cx) if grad_cy is None else grad_cy)
     by_time = input.transpose(0, 1) if transposed else input
-    call = _recurrent(
-        mode, hidden_size, num_layers, bidirectional, batch_sizes, by_time, weight_buf
-    )
+    call = _recurrent(by_time, weight_buf, settings)
     kept = [
         by_time.contiguous(),
         (grad_output.transpose(0, 1) if transposed else grad_output).contiguous(),

@@ -71,7 +71,10 @@ def trilinear(
     output = torch.zeros(shape, dtype=i1.dtype, device=i1.device)
     if all(tensor.numel() for tensor in tensors):
         for at in range(sizes[unroll_dim]):
-            one, two, three = (_slice(tensor, unroll_dim, at) for tensor in tensors)
+            one, two, three = (
+                tensor.narrow(unroll_dim, at if tensor.shape[unroll_dim] > 1 else 0, 1)
+                for tensor in tensors
+            )
             first = _sumproduct_pair(one, two, of_two)
             second = _sumproduct_pair(first, three, of_three)
             del first  # buf is assigned anew
@@ -85,10 +88,6 @@ def _expanded(tensor: Tensor, dims: Sequence[int]) -> Tensor:
     for dim in sorted(dims):
         tensor = tensor.unsqueeze(dim)
     return tensor
-
-
-def _slice(tensor: Tensor, dim: int, at: int) -> Tensor:
-    return tensor.narrow(dim, at if tensor.shape[dim] > 1 else 0, 1)
 
 
 def _sumproduct_pair(left: Tensor, right: Tensor, sum_dims: Sequence[int]) -> Tensor:
@@ -124,9 +123,8 @@ def _sumproduct_pair(left: Tensor, right: Tensor, sum_dims: Sequence[int]) -> Te
     product = torch.bmm(rows, columns)
     del rows, columns
     order = [*both, *of_left, *summed, *of_right]
-    shape = [
-        1 if dim in summed else (right if dim in of_right else left).shape[dim] for dim in order
-    ]
+    # Of a dimension that is left, one of both has the size, and the other is 1.
+    shape = [1 if dim in summed else max(left.shape[dim], right.shape[dim]) for dim in order]
     return product.view(shape).permute([order.index(dim) for dim in range(left.dim())])
 
 
