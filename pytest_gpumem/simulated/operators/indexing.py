@@ -19,7 +19,7 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.operators import cub, reductions
-from pytest_gpumem.simulated.operators.counting import BOTH_EXTREMES_SINCE
+from pytest_gpumem.simulated.operators.comparisons import BOTH_EXTREMES_SINCE
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 

@@ -1,9 +1,11 @@
-"""Sorting, selecting and scanning: copies, index ranges and CUB's storage.
+"""Sorting, selecting, scanning and sampling: copies, index ranges, checks and CUB's storage.
 
 Source: aten/src/ATen/native/cuda/Sort.cpp (sort_cuda_kernel), Sort.cu (should_use_small_sort),
 SortStable.cu (launch_stable_sort_kernel), TensorTopK.cpp and .cu (mbtopk::launch), Sorting.cpp
 (kthvalue, median), TensorModeKernel.cpp, ScanKernels.cpp, ScanUtils.cuh (scan_dim), Randperm.cu,
-MultinomialKernel.cu and native/Distributions.cpp (multinomial), torch 2.6 to 2.15.
+MultinomialKernel.cu, native/Distributions.cpp (multinomial), DistributionTemplates.h (normal_impl,
+normal_out_impl, CHECK_NORMAL_TENSOR_STD, bernoulli_impl_), cuda/DistributionBernoulli.cu and
+cuda/DistributionTemplates.h (bernoulli_kernel), torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import cub, reductions
-from pytest_gpumem.simulated.operators.counting import BOTH_EXTREMES_SINCE
-from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied, is_dense
+from pytest_gpumem.simulated.operators.comparisons import BOTH_EXTREMES_SINCE
+from pytest_gpumem.simulated.operators.layout import HALVES, INDEX_BYTES, copied, is_dense
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, copies_of, passing
 
 _SORTED_IN_SHARED_MEMORY = 4096
@@ -313,6 +315,32 @@ def _check_weights(gpu: GPU, scratch: Scratch, weights: Tensor, rows: int) -> No
     scratch.passing(1)
 
 
+def _check(gpu: GPU, std: Tensor | float = 1.0) -> None:
+    """``std.min().ge(0)``: no deviation is below zero."""
+    if isinstance(std, Tensor) and std.numel():
+        least = Scratch(gpu, std.element_size())
+        reductions.reduce_tensor(gpu, std, None, reductions.VALUES)
+        least.passing(1)
+
+
+def _normal(
+    gpu: GPU, result: Tensor, mean: Tensor | float = 0.0, std: Tensor | float = 1.0
+) -> None:
+    if isinstance(std, Tensor):
+        _check(gpu, std)
+        if not isinstance(mean, Tensor):
+            passing(gpu, result.element_size())
+    elif isinstance(mean, Tensor):
+        passing(gpu, result.nbytes)
+
+
+def _bernoulli(gpu: GPU, self: Tensor, p: Tensor | float | None = None) -> None:
+    """Probabilities of 16 bits are read as float32."""
+    given = p if isinstance(p, Tensor) else self if p is None else None
+    if given is not None and given.dtype in HALVES:
+        passing(gpu, given.numel() * 4)
+
+
 RULES = {
     "sort": Rule(after=_sort),
     "topk": Rule(after=_topk),
@@ -324,4 +352,6 @@ RULES = {
     "_cummax_helper _cummin_helper": Rule(after=copies_of("self")),
     "randperm": Rule(after=_randperm),
     "multinomial": Rule(after=_multinomial),
+    "normal": Rule(before=_check, after=_normal),
+    "bernoulli bernoulli_": Rule(after=_bernoulli),
 }

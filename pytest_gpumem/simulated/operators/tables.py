@@ -22,9 +22,9 @@ from pytest_gpumem.simulated.operators.rules import BoundRule, Composite, Rule, 
 _FAMILIES = [
     import_module(f"{__package__}.{family}")
     for family in """
-        activations attention batch_norm chunks comparisons convolution counting embeddings encoders
-        engine foreach grouped indexing libraries losses matmul normalization packed_attention
-        reductions rnn sampling scattering sorting spatial whole
+        activations attention batch_norm chunks comparisons convolution embeddings encoders engine
+        indexing libraries losses matmul normalization packed_attention reductions rnn scattering
+        sorting spatial whole
     """.split()
 ]
 
