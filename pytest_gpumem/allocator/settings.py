@@ -79,10 +79,7 @@ class AllocatorSettings:
 
     @classmethod
     def parse(
-        cls,
-        conf: str | None,
-        version: Version = (2, 13),
-        previous: AllocatorSettings | None = None,
+        cls, conf: str | None, version: Version = (2, 13), previous: AllocatorSettings | None = None
     ) -> AllocatorSettings:
         """Read a configuration string as that torch version does.
 

@@ -50,10 +50,7 @@ def starting_segments(
     """
     segments = list(segments)
     blocks = _blocks_held(segments, trace)
-    held = [
-        *_segments_held(segments, trace).values(),
-        *mapped_at_start(segments, trace, settings),
-    ]
+    held = [*_segments_held(segments, trace).values(), *mapped_at_start(segments, trace, settings)]
     addresses = sorted(blocks)
     uses = _FirstUses(trace)
     start = []

@@ -52,11 +52,7 @@ class StreamUses:
     """
 
     def __init__(
-        self,
-        device: int,
-        timeline: Timeline,
-        memory: DeviceMemory,
-        in_capture: Callable[[], bool],
+        self, device: int, timeline: Timeline, memory: DeviceMemory, in_capture: Callable[[], bool]
     ) -> None:
         self.timeline = timeline
         self.live: dict[int, Block] = {}

@@ -11,7 +11,7 @@ from torch._ops import HigherOrderOperator
 from pytest_gpumem.simulated.common.callsite import running, user_line
 from pytest_gpumem.simulated.execution import computing
 from pytest_gpumem.simulated.execution.runner import CUDA, Runner
-from pytest_gpumem.simulated.machine.dispatch import Handler
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import tables
 from pytest_gpumem.simulated.operators.rules import on_machine
@@ -52,7 +52,7 @@ def in_view(runner: Runner, func: Any) -> Handler:
     )
     elsewhere = computing.of_rule(runner, func, None, resizes=False)
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         if runner.owner(args, kwargs) != CUDA:
             return elsewhere(args, kwargs)
         runner.is_elsewhere(func, args, kwargs)
@@ -80,7 +80,7 @@ def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
     if eagerly is not None:
         return of_parts(runner, eagerly)
 
-    def refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def refuse(args: Args, kwargs: Kwargs) -> Any:
         raise UnsupportedOperatorError(
             f"{func.name()} at {user_line()} is for compiled code, so it cannot run on a "
             f"simulated GPU"
@@ -92,7 +92,7 @@ def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
 def of_parts(runner: Runner, implementation: Callable[..., Any]) -> Handler:
     """Run ``implementation``, and each operator in it for itself."""
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         # Under inference_mode composite operators arrive whole: take them apart in view.
         with runner.mode:
             return implementation(*args, **kwargs)
@@ -111,7 +111,7 @@ def whole(runner: Runner, func: Any, handler: Handler) -> Handler:
     operator = Operator.of(func)
     values = runner.values
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         with values.ignoring():
             result = handler(args, kwargs)
         values.replace(operator, args, kwargs, result)
@@ -120,26 +120,20 @@ def whole(runner: Runner, func: Any, handler: Handler) -> Handler:
     return handle
 
 
-def _cond(condition: Any, if_true: Any, if_false: Any, operands: Any = ()) -> Any:
-    return (if_true if condition else if_false)(*operands)
-
-
 def _scan(combine: Callable[..., Any], init: Any, xs: Any, additional_inputs: Any = ()) -> Any:
     from torch._higher_order_ops.scan import generic_scan
 
     return generic_scan(combine, init, xs, additional_inputs=additional_inputs)
 
 
-def _invoke_subgraph(subgraph: Any, _: str, *operands: Any) -> Any:
-    if getattr(subgraph, "_boxed_call", False):
-        return subgraph(list(operands))
-    return subgraph(*operands)
-
-
 _UNSEEN: dict[str, Callable[..., Any]] = {
-    "cond": _cond,
+    "cond": lambda condition, if_true, if_false, operands=(): (if_true if condition else if_false)(
+        *operands
+    ),
     "scan": _scan,
-    "invoke_subgraph": _invoke_subgraph,
+    "invoke_subgraph": lambda subgraph, _, *operands: (
+        subgraph(list(operands)) if getattr(subgraph, "_boxed_call", False) else subgraph(*operands)
+    ),
 }
 """Replacements of torch's code for these operators, which runs only without a mode.
 

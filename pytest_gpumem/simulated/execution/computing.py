@@ -23,7 +23,7 @@ from pytest_gpumem.simulated.execution.shapes import (
     recipe,
     storages_in,
 )
-from pytest_gpumem.simulated.machine.dispatch import Handler
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import sparse, sparse_products
 from pytest_gpumem.simulated.operators.rules import BoundRule, Call, on_machine
@@ -57,7 +57,7 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
     takes_lists = is_of_lists(func)
     in_parts = None if parts is None else on_machine(parts, func, machine)
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         device = machine.current if placement is None else placement.of(name, args, kwargs)
         if machine.has_real_meta or storages.on_host or rule is not None:
             owner = runner.owner(args, kwargs)
@@ -110,16 +110,9 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
     return handle
 
 
-def each_device(runner: Runner, func: Any, handler: Handler) -> Handler:
-    """Run ``func``, of lists of tensors, on one GPU after the other where there are several."""
-    placement = runner.machine.placement
-    return handler if placement is None else placement.each(handler)
-
-
-Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-
-
-def run_by_kinds(run: Run, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_by_kinds(
+    run: Callable[[Any, Args, Kwargs], Any], key: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Run an operator of lists with ``run``; ``Shapes.find`` described its arguments as ``key``."""
     func, _, described, _ = key
     lists = [place for place, arg in enumerate(args) if isinstance(arg, (list, tuple))]
@@ -147,7 +140,7 @@ def run_by_kinds(run: Run, key: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _kinds(
-    args: tuple[Any, ...], kwargs: dict[str, Any], lists: list[int], described: tuple[Any, ...]
+    args: Args, kwargs: Kwargs, lists: list[int], described: tuple[Any, ...]
 ) -> list[tuple[Any, ...]]:
     """Return each element's description in all lists; empty if an argument differs by element."""
     others = (*kwargs.values(), *(arg for place, arg in enumerate(args) if place not in lists))

@@ -19,24 +19,16 @@ from pytest_gpumem.simulated.common.raw import META, tensors_in
 from pytest_gpumem.simulated.execution.composites import of_parts, whole
 from pytest_gpumem.simulated.execution.factories import is_factory
 from pytest_gpumem.simulated.execution.runner import CUDA, DATA_DEPENDENT, Runner
-from pytest_gpumem.simulated.execution.shapes import TORCHS_OWN
-from pytest_gpumem.simulated.machine.dispatch import Handler
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import extensions, tables
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, checked_outputs, on_gpu
 from pytest_gpumem.simulated.operators.rules import Call, on_machine
 from pytest_gpumem.values.errors import UnknownValueError
 
-
-def is_custom(func: Any) -> bool:
-    """Return whether ``func`` is no operator of torch's own."""
-    return func.namespace not in TORCHS_OWN
-
-
 _IN_PYTHON = frozenset({"flex_lib", "xformers_flash", "xformers_flash3"})
 """Namespaces of operators whose code is Python around other operators (xformers/ops/fmha/flash.py
 and flash3.py of 0.0.35; torch/_dynamo/_trace_wrapped_higher_order_op.py of torch 2.11 to 2.15)."""
-
 
 _TORCHS_OWN = frozenset({"torch_nn"})
 """Namespaces of torch's own operators that are Python around other operators
@@ -69,7 +61,7 @@ def _on_device(runner: Runner, definition: Any) -> Handler:
     shapes_only = parts if shapes is None else of_parts(runner, shapes)
     values = runner.values
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         if values.everything or not any(map(raw.is_meta, tensors_in((args, kwargs)))):
             return parts(args, kwargs)
         with values.ignoring():
@@ -95,14 +87,15 @@ def _sized(runner: Runner, func: Any, shapes_only: Handler) -> Handler:
     """
     definition = OPDEFS.get(func._schema.name)
 
-    def refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def refuse(args: Args, kwargs: Kwargs) -> Any:
         raise UnknownValueError(runner.unknown(func))
 
-    by_values = (
-        sized(runner, func, refuse) if definition is None else of_parts(runner, _kernel(definition))
-    )
+    if definition is None:
+        by_values = sized(runner, func, refuse)
+    else:
+        by_values = of_parts(runner, _kernel(definition))
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         try:
             return shapes_only(args, kwargs)
         except RuntimeError as error:
@@ -120,7 +113,7 @@ def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
     parts = extensions.PARTS.get(str(func))
     built = None if parts is None else of_parts(runner, on_machine(parts, func, runner.machine))
 
-    def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def describe(args: Args, kwargs: Kwargs) -> Any:
         description = DESCRIPTIONS.find(schema.name, schema.overload_name)
         assert description is not None
         with runner.mode:
@@ -128,7 +121,7 @@ def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
 
     described = whole(runner, func, describe)
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         if not on_gpu(args, kwargs):
             return undescribed(args, kwargs)
         if DESCRIPTIONS.find(schema.name, schema.overload_name) is not None:
@@ -154,7 +147,7 @@ def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
     placement = machine.placement
     name = func._schema.name
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         computed = None
         if runner.owner(args, kwargs) == CUDA:
             computed = runner.values.computed(operator, args, kwargs)

@@ -12,9 +12,9 @@ from pytest_gpumem.simulated.common.callsite import FROM_HOST, running, user_lin
 from pytest_gpumem.simulated.common.raw import CPU, META
 from pytest_gpumem.simulated.execution.runner import HOST, Runner
 from pytest_gpumem.simulated.machine.checks import NO_DATA
-from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.placement import source_of_node
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import sparse, tables, transfers
 from pytest_gpumem.simulated.operators.rules import Call
@@ -45,14 +45,14 @@ def factory(runner: Runner, func: Any) -> Handler:
     if not copies and func._schema.name not in _IN_CPP:
         make = partial(runner.run_once, func)
 
-    def place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> GPU:
+    def place(args: Args, kwargs: Kwargs) -> GPU:
         assert placement is not None
         source = source_of_node() if copies else None
         if source is not None:
             return machine.device(source.index)
         return placement.of(func._schema.name, args, kwargs)
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         target = kwargs.get("device")
         if kwargs.get("pin_memory"):
             # Host memory is pageable here: pinning it needs a driver.
@@ -62,14 +62,23 @@ def factory(runner: Runner, func: Any) -> Handler:
             if owner is None:
                 return runner.run_elsewhere(func, args, kwargs)
             where = CPU if owner == HOST else None
+        elif target.type == "meta":
+            # None where a CUDA tensor's own options have it.
+            here = machine.thread_state
+            where = here.destination or (META if here.on_meta else None)
         else:
-            where = _asked_for(runner, target)
+            where = target
         if where is not None and where.type not in ("cpu", "cuda"):
             machine.thread_state.on_meta = where.type == "meta"
             return runner.run_elsewhere(func, args, kwargs)
         to_host = where is not None and where.type == "cpu"
-        if copies and args[0].layout is not torch.strided:
-            _refuse_crossing(to_host=to_host, from_host=owner in (None, HOST))
+        is_sparse = copies and args[0].layout is not torch.strided
+        if is_sparse and to_host != (owner in (None, HOST)):
+            # Shapes do not show how many elements it has.
+            raise UnsupportedOperatorError(
+                f"a sparse tensor moves between host and GPU at {user_line()}, which a simulated "
+                "GPU cannot do: make it on the device it is used on, or move a dense one"
+            )
         if to_host:
             if owner is None:
                 return runner.run_elsewhere(func, args, kwargs)
@@ -118,21 +127,13 @@ def factory(runner: Runner, func: Any) -> Handler:
     return handle
 
 
-def _asked_for(runner: Runner, target: torch.device) -> torch.device | None:
-    """Return the requested device; ``None`` where a CUDA tensor's own options have it."""
-    if target.type != "meta":
-        return target
-    here = runner.machine.thread_state
-    return here.destination or (META if here.on_meta else None)
-
-
 def scalar(runner: Runner, func: Any) -> Handler:
     """Return a handler that makes a tensor of a number, as C++ does for arguments, too."""
     make = factory(runner, func)
     machine, here = runner.machine, runner.machine.thread_state
     operator = Operator.of(func)
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         target = kwargs.get("device")
         # C++ makes a number where one of its tensors is, scalar_tensor(0., grad.options()): on the
         # GPU, or on meta where there are such tensors, which the next operator shows.
@@ -147,12 +148,3 @@ def scalar(runner: Runner, func: Any) -> Handler:
         return make(args, kwargs)
 
     return handle
-
-
-def _refuse_crossing(*, to_host: bool, from_host: bool) -> None:
-    """Refuse a sparse tensor that moves: shapes do not show how many elements it has."""
-    if to_host != from_host:
-        raise UnsupportedOperatorError(
-            f"a sparse tensor moves between host and GPU at {user_line()}, which a simulated GPU "
-            "cannot do: make it on the device it is used on, or move a dense one"
-        )

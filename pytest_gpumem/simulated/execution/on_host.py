@@ -15,6 +15,7 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import META, tensors_in
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, poison
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.views import covers
@@ -33,12 +34,13 @@ class OnHost:
         self._unknown = unknown
         """Returns a sentence that an operator reads unknown values."""
 
-    def run(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run ``operator`` by shapes: tensors that it returns or writes to are unknown."""
         func = operator.func
         if any(isinstance(value, torch.UntypedStorage) for value in args):
             return func(*args, **kwargs)  # set_ to a storage, whatever that holds
-        targets = _written(operator, args, kwargs)
+        places = [args[at] if at < len(args) else kwargs.get(name) for at, name in operator.written]
+        targets = [tensor for tensor in tensors_in(places) if not raw.is_meta(tensor)]
         if targets and self._writes_known_values(operator, args, kwargs, targets):
             result = self._run(func, args, kwargs)
             for target in filter(covers, targets):
@@ -47,7 +49,7 @@ class OnHost:
         pairs = _StandIns(self._storages, targets)
         result = self._run(func, pairs.of(args), pairs.of(kwargs), unknown=True)
         for target in targets:
-            shape = pairs.shape_of(target)
+            shape = pairs.made[id(target)].shape
             if target.shape != shape:
                 target.resize_(shape)
             self.lose(func, target)
@@ -71,11 +73,7 @@ class OnHost:
         self._storages.adopt_on_host(target)
 
     def _writes_known_values(
-        self,
-        operator: Operator,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        targets: Sequence[torch.Tensor],
+        self, operator: Operator, args: Args, kwargs: Kwargs, targets: Sequence[torch.Tensor]
     ) -> bool:
         if not operator.overwrites or any(map(self._storages.is_untouched, targets)):
             return False
@@ -87,7 +85,7 @@ class OnHost:
 
     def _made(self, result: Any, pairs: _StandIns) -> Any:
         if isinstance(result, torch.Tensor):
-            given = pairs.original(result)
+            given = pairs.originals.get(id(result))
             if given is not None:
                 return given
             if not raw.is_meta(result):
@@ -110,26 +108,20 @@ class _StandIns:
         self._is_unknown = storages.is_on_host
         self._unknown_only = unknown_only
         self._targets = {id(target) for target in targets}
-        self._made: dict[int, torch.Tensor] = {}
-        self._originals: dict[int, torch.Tensor] = {}
+        self.made: dict[int, torch.Tensor] = {}
+        """By the identity of the CPU tensor; with the shape that the operator has given it."""
+        self.originals: dict[int, torch.Tensor] = {}
+        """The CPU tensors, by the identity of what stands for them."""
 
     def of(self, value: Any) -> Any:
         """Return ``value`` with the tensors in it replaced."""
         if isinstance(value, torch.Tensor):
-            return self._made.get(id(value)) if id(value) in self._made else self._stand_in(value)
+            return self.made.get(id(value)) if id(value) in self.made else self._stand_in(value)
         if isinstance(value, dict):
             return {name: self.of(item) for name, item in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)([self.of(item) for item in value])
         return value
-
-    def shape_of(self, target: torch.Tensor) -> torch.Size:
-        """Return the shape that the operator has given ``target``."""
-        return self._made[id(target)].shape
-
-    def original(self, result: torch.Tensor) -> torch.Tensor | None:
-        """Return the CPU tensor that ``result`` stands for; ``None`` for a new tensor."""
-        return self._originals.get(id(result))
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         if raw.is_meta(tensor) or tensor.layout is not torch.strided:
@@ -138,13 +130,6 @@ class _StandIns:
         if (stays or self._unknown_only) and not self._is_unknown(tensor):
             return tensor
         made = _empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
-        self._made[id(tensor)] = made
-        self._originals[id(made)] = tensor
+        self.made[id(tensor)] = made
+        self.originals[id(made)] = tensor
         return made
-
-
-def _written(
-    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
-    places = [args[at] if at < len(args) else kwargs.get(name) for at, name in operator.written]
-    return [tensor for tensor in tensors_in(places) if not raw.is_meta(tensor)]

@@ -16,6 +16,7 @@ from pytest_gpumem.simulated.execution.shapes import NEW, TORCHS_OWN, Shapes
 from pytest_gpumem.simulated.machine import checks
 from pytest_gpumem.simulated.machine.dispatch import Dispatch
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
@@ -54,21 +55,25 @@ class Runner:
         self.on_host = OnHost(self.storages, self.run, self.unknown)
         self._dispatch = dispatch
 
-    def run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, unknown: bool = False
-    ) -> Any:
+    def run(self, func: Any, args: Args, kwargs: Kwargs, *, unknown: bool = False) -> Any:
         """Run a kernel of torch's; ``unknown``: it stands for one of unknown values."""
         self._dispatch.inside = True
         try:
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            if unknown or kwargs.get("device") == META or self._is_ours(args, kwargs):
+            is_ours = unknown or kwargs.get("device") == META
+            if not is_ours and self.machine.has_real_meta:
+                # Other tensors than those that stand for memory of a GPU have errors of their own.
+                is_ours = self.owner(args, kwargs) is not None
+            elif not is_ours:
+                is_ours = any(map(raw.is_meta, tensors_in((args, kwargs))))
+            if is_ours:
                 self._explain(error, func, args, kwargs)
             raise
         finally:
             self._dispatch.inside = False
 
-    def run_once(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_once(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run a kernel of torch's that makes a tensor, or repeat its result for such arguments."""
         key, make = self.shapes.find(func, args, kwargs)
         if make is not NEW and make is not None:
@@ -78,13 +83,13 @@ class Runner:
             self.shapes.learn(key, args, kwargs, result)
         return result
 
-    def run_seeded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_seeded(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run a kernel of torch's without drawing random numbers."""
         if kwargs.get("generator") is not None and any(map(raw.is_meta, tensors_in(args))):
             kwargs = {**kwargs, "generator": None}
         return self.run(func, *self.concealed(args, kwargs))
 
-    def run_elsewhere(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_elsewhere(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator that no CUDA tensor has part in, with torch's own errors."""
         self._dispatch.inside = True
         try:
@@ -94,7 +99,7 @@ class Runner:
         self.storages.adopt_users_own(tensors_in(result))
         return result
 
-    def run_on_host(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_on_host(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator of CPU tensors whose values are unknown."""
         func = operator.func
         result = self.on_host.run(operator, args, kwargs)
@@ -106,17 +111,26 @@ class Runner:
         self.values.follow_on_host(func, args, result)
         return result
 
-    def concealed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def concealed(self, args: Args, kwargs: Kwargs) -> Any:
         """Return the arguments, with CPU tensors of unknown values on ``meta``."""
         return self.on_host.concealed((args, kwargs)) if self.storages.on_host else (args, kwargs)
 
-    def is_elsewhere(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def is_elsewhere(self, func: Any, args: Args, kwargs: Kwargs) -> bool:
         """Check arguments of a new kind: raise the errors of a GPU, which meta kernels do not.
 
         Returns whether they are on ``meta``, although not by a request in this simulation.
         """
-        place = self._place_of_index if func._schema.name in checks.INDEXING else self.place
-        tensors = checks.placed(func, args, kwargs, place)
+        indexes = func._schema.name in checks.INDEXING
+
+        def place_of(tensor: torch.Tensor) -> str:
+            place = self.place(tensor)
+            if place == "meta" and indexes and tensor.dtype in _OF_LISTS:
+                # Of x[:, [0, 1]] C++ makes a tensor out of sight.
+                is_users = storage_key(tensor) in self.storages.users_own
+                return place if is_users else checks.NUMBER
+            return place
+
+        tensors = checks.placed(func, args, kwargs, place_of)
         where = {each.device for each in tensors}
         if "meta" in where and where <= {"meta", "cpu"}:
             self.machine.has_real_meta = True
@@ -134,7 +148,7 @@ class Runner:
             for item in result:
                 self.adopt(item, device)
 
-    def owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def owner(self, args: Args, kwargs: Kwargs) -> str | None:
         """Return the owner of the memory that the tensors among the arguments stand for."""
         owner = None
         is_number = False
@@ -173,26 +187,11 @@ class Runner:
             return HOST
         return checks.NUMBER if storage_key(tensor) in self.storages.numbers else "meta"
 
-    def _place_of_index(self, tensor: torch.Tensor) -> str:
-        """Return where an indexing operand is: of x[:, [0, 1]] C++ makes a tensor out of sight."""
-        place = self.place(tensor)
-        if place != "meta" or tensor.dtype not in _OF_LISTS:
-            return place
-        return place if storage_key(tensor) in self.storages.users_own else checks.NUMBER
-
     def unknown(self, func: Any) -> str:
         """Return the sentence that ``func`` reads an unknown value."""
         return self.values.refusal(f"{func} at {user_line()} reads")
 
-    def _is_ours(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether a tensor stands for memory of a GPU; others have errors of their own."""
-        if self.machine.has_real_meta:
-            return self.owner(args, kwargs) is not None
-        return any(map(raw.is_meta, tensors_in((args, kwargs))))
-
-    def _explain(
-        self, error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _explain(self, error: Exception, func: Any, args: Args, kwargs: Kwargs) -> None:
         """Raise the error of a simulated GPU for ``error``, of a kernel without values."""
         text = str(error)
         if isinstance(error, NotImplementedError):
@@ -205,9 +204,7 @@ class Runner:
             raise UnknownValueError(self.unknown(func)) from error
 
 
-def no_shapes(
-    runner: Runner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> UnsupportedOperatorError:
+def no_shapes(runner: Runner, func: Any, args: Args, kwargs: Kwargs) -> UnsupportedOperatorError:
     """Return the refusal of the operator ``func``, called with these arguments."""
     own = func.namespace in TORCHS_OWN
     line = user_line() if own else callers_line()
@@ -216,7 +213,4 @@ def no_shapes(
     )
     if own:
         return UnsupportedOperatorError(sentence)
-    return UndescribedKernelError(
-        f"{sentence}: {how_to_describe(func)}",
-        func._schema.name,
-    )
+    return UndescribedKernelError(f"{sentence}: {how_to_describe(func)}", func._schema.name)

@@ -388,10 +388,7 @@ RULES = {
     ),
     # _cudnn_attention_forward: seed and offset even without dropout; logsumexp only to train.
     "_scaled_dot_product_cudnn_attention": Rule(
-        placed=lambda compute_log_sumexp, result: (
-            *result[6:8],
-            *result[: 1 + compute_log_sumexp],
-        )
+        placed=lambda compute_log_sumexp, result: (*result[6:8], *result[: 1 + compute_log_sumexp])
     ),
     "_scaled_dot_product_cudnn_attention_backward": Rule(after=_cudnn_backward),
 }

@@ -137,11 +137,7 @@ _STATIC_TILE = 512 * 16
 
 
 def _before(
-    gpu: GPU,
-    self: Tensor,
-    return_inverse: bool,
-    dim: int | None = None,
-    sorted: bool | None = None,
+    gpu: GPU, self: Tensor, return_inverse: bool, dim: int | None = None, sorted: bool | None = None
 ) -> Scratch | None:
     """Sort and number the distinct values, before the results are allocated.
 
@@ -241,9 +237,7 @@ def _static(gpu: GPU, self: Tensor) -> None:
     passing(gpu, blocks * 4, blocks * INDEX_BYTES)
 
 
-COMPOSITES: dict[str, Composite] = {
-    "aten.isclose.default": isclose,
-}
+COMPOSITES: dict[str, Composite] = {"aten.isclose.default": isclose}
 
 RULES = {
     "_assert_async": Rule(before=_assert),

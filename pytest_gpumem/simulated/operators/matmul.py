@@ -316,9 +316,7 @@ def _scaled(gpu: GPU, result: Tensor) -> None:
         gpu.workspaces.gemm_lt(gpu.stream)
 
 
-COMPOSITES: dict[str, Composite] = {
-    "aten.linear.default": linear,
-}
+COMPOSITES: dict[str, Composite] = {"aten.linear.default": linear}
 
 RULES = {
     "mm": Rule(after=_mm),
