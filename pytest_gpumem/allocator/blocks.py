@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from pytest_gpumem.allocator.statistics import Tally, UnsplitTally
@@ -45,21 +46,9 @@ FIRST_OF_AGE = 1 << 50
 """Lower bound of ``address + shift`` for segments sorted by age: above every address."""
 
 
+@dataclass(init=False, eq=False, slots=True)
 class Block:
     """A contiguous piece of a segment, live or free."""
-
-    __slots__ = (
-        "address",
-        "born",
-        "context",
-        "free_list",
-        "key",
-        "next",
-        "previous",
-        "requested",
-        "shift",
-        "size",
-    )
 
     address: int
     size: int
@@ -135,19 +124,6 @@ class PoolStream(int):
 
 class FreeList:
     """The free blocks of one pool and one stream, by size, then address."""
-
-    __slots__ = (
-        "blocks",
-        "every",
-        "expandable",
-        "is_expandable",
-        "keys",
-        "pool",
-        "split_above",
-        "stream",
-        "tally",
-        "unmapped",
-    )
 
     def __init__(self, pool: Pool, stream: int, plain: FreeList | None = None) -> None:
         self.pool = pool

@@ -7,9 +7,8 @@ c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from pytest_gpumem.allocator.blocks import (
     SHARED_POOL,
@@ -27,8 +26,7 @@ from pytest_gpumem.allocator.private_pools import Pools
 from pytest_gpumem.allocator.trace import RawEntry
 
 
-@dataclass(frozen=True)
-class BlockState:
+class BlockState(NamedTuple):
     """The saved state of one block; sizes are bytes."""
 
     address: int
@@ -36,8 +34,7 @@ class BlockState:
     is_live: bool
 
 
-@dataclass(frozen=True)
-class PoolState:
+class PoolState(NamedTuple):
     """The saved state of a private pool."""
 
     pool: PoolId
@@ -46,23 +43,16 @@ class PoolState:
 
 def state_of(pool: PoolId, blocks: Iterable[Block]) -> PoolState:
     """Return the state of ``pool``, whose blocks are among ``blocks``."""
-    heads = sorted(
-        (
-            block
-            for block in blocks
-            if block.previous is None and block.free_list.pool.identity == pool
-        ),
-        key=lambda block: block.address,
-    )
-    return PoolState(pool, tuple(tuple(_states(head)) for head in heads))
-
-
-def _states(head: Block) -> Iterable[BlockState]:
-    block: Block | None = head
-    while block is not None:
-        if block.is_mapped:
-            yield BlockState(block.address, block.size, not block.key)
-        block = block.next
+    segments: dict[Block, list[BlockState]] = {}
+    heads = [b for b in blocks if b.previous is None and b.free_list.pool.identity == pool]
+    for head in sorted(heads, key=lambda block: block.address):
+        block: Block | None = head
+        while block is not None:
+            if block.is_mapped:
+                state = BlockState(block.address, block.size, not block.key)
+                segments.setdefault(head, []).append(state)
+            block = block.next
+    return PoolState(pool, tuple(map(tuple, segments.values())))
 
 
 def divide(

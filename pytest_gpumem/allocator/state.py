@@ -36,31 +36,12 @@ class AllocatorState:
     """
 
     # Attributes in slots: an object with more than thirty would find them by hashing.
-    __slots__ = (
-        "_captures",
-        "_divisions",
-        "_every",
-        "_large",
-        "_large_lists",
-        "_live",
-        "_max_split",
-        "_note",
-        "_only_best_fit",
-        "_plain_below",
-        "_shown_max_split",
-        "_small",
-        "_small_lists",
-        "_split_below",
-        "_supply",
-        "_uses",
-        "caching",
-        "device",
-        "is_capturing",
-        "memory",
-        "pools",
-        "settings",
-        "trace",
-        "version",
+    __slots__ = tuple(
+        """
+        _captures _divisions _every _large _large_lists _live _max_split _note _only_best_fit
+        _plain_below _shown_max_split _small _small_lists _split_below _supply _uses caching device
+        is_capturing memory pools settings trace version
+        """.split()
     )
 
     def __init__(
