@@ -25,10 +25,8 @@ from pytest_gpumem.simulated.execution.shapes import (
 )
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.operators import sparse, sparse_products
+from pytest_gpumem.simulated.operators import sparse
 from pytest_gpumem.simulated.operators.rules import BoundRule, Call, on_machine
-
-_SPARSE_PARTS = {**sparse.PARTS, **sparse_products.PARTS}
 
 
 def may_resize(func: Any) -> bool:
@@ -53,7 +51,7 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
     name = func._schema.name
     is_checked = not resizes or "out" in func._schema.overload_name
     overload = str(func)
-    parts = _SPARSE_PARTS.get(overload)
+    parts = sparse.PARTS.get(overload)
     takes_lists = is_of_lists(func)
     in_parts = None if parts is None else on_machine(parts, func, machine)
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.execution import composites, computing, custom, factories
-from pytest_gpumem.simulated.execution.composites import followed, of_parts
+from pytest_gpumem.simulated.execution import computing, custom, factories
 from pytest_gpumem.simulated.execution.computing import may_resize
+from pytest_gpumem.simulated.execution.custom import followed, of_parts
 from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner, no_shapes
 from pytest_gpumem.simulated.execution.shapes import is_of_lists
 from pytest_gpumem.simulated.machine.checks import NO_DATA
@@ -26,7 +26,6 @@ from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import (
     comparisons,
     sparse,
-    sparse_products,
     tables,
     transfers,
 )
@@ -76,7 +75,7 @@ def views(runner: Runner, func: Any) -> Handler:
             runner.owner(args, kwargs)  # numbers that C++ makes next are of the same device
         return run(func, args, kwargs)
 
-    parts = sparse_products.TRANSPOSES.get(str(func))
+    parts = sparse.TRANSPOSES.get(str(func))
     if parts is None:
         return followed(runner, viewed)
     copied = of_parts(runner, parts)
@@ -270,8 +269,8 @@ def _name(func: Any) -> str:
 
 
 KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any], Handler]], ...] = (
-    (composites.is_composite, composites.composite),
-    (lambda func: str(func) in tables.IN_VIEW, composites.in_view),
+    (custom.is_composite, custom.composite),
+    (lambda func: str(func) in tables.IN_VIEW, custom.in_view),
     # Inductor's primitive between separate parts of a graph is made of ``Tensor.to``
     # (torch/_prims/__init__.py, 2.6 to 2.15).
     (

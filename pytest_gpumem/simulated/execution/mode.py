@@ -27,7 +27,7 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import running
 from pytest_gpumem.simulated.common.frames import let_go
 from pytest_gpumem.simulated.common.raw import tensors_in
-from pytest_gpumem.simulated.execution import composites, custom
+from pytest_gpumem.simulated.execution import custom
 from pytest_gpumem.simulated.execution.factories import is_factory
 from pytest_gpumem.simulated.execution.kinds import handler_of
 from pytest_gpumem.simulated.execution.runner import Runner
@@ -116,7 +116,7 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
 
             return without_gpu
         if isinstance(func, HigherOrderOperator):
-            return composites.higher_order(self._runner, func)
+            return custom.higher_order(self._runner, func)
         handler = handler_of(self._runner, func)
         handler = in_place(
             func, handler, lambda func, *call: self.__torch_dispatch__(func, (), *call)

@@ -4,7 +4,7 @@ Source: aten/src/ATen/native/Convolution.cpp (_convolution, convolution_backward
 native/cudnn/ConvShared.cpp (cudnn_convolution and its _transpose, _relu and _add_relu) and
 Conv_v8.cpp (run_conv_plan), native/cuda/DepthwiseConv2d.cu and DepthwiseConv3d.cu, of torch 2.6 to
 2.15. cuDNN's workspace comes from :mod:`cudnn`, and what runs without cuDNN from
-:mod:`slow_convolution`.
+:mod:`convolution_choice`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pytest_gpumem.simulated.operators.convolution_choice import (
     SLOW,
     Choice,
     Parameters,
+    SlowConvolution,
     common_format,
     parameters_of,
 )
 from pytest_gpumem.simulated.operators.layout import suggested_format
 from pytest_gpumem.simulated.operators.rules import Composite, Scratch
-from pytest_gpumem.simulated.operators.slow_convolution import SlowConvolution
 
 _Sizes = Sequence[int]
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]

@@ -23,8 +23,7 @@ _FAMILIES = [
     import_module(f"{__package__}.{family}")
     for family in """
         activations attention batch_norm chunks comparisons convolution embeddings encoders engine
-        indexing libraries losses matmul normalization packed_attention reductions rnn scattering
-        sorting spatial whole
+        indexing libraries matmul normalization reductions rnn sorting spatial whole
     """.split()
 ]
 
