@@ -20,10 +20,8 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import INDEXABLE, accumulated, suggested_format
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Composite, Gradients, Rule, Scratch, passing
 
-_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""By the input, by its weight and by its bias."""
 _LARGEST_BATCH = {True: 880_801, False: 65_535}
 """Most samples that cuDNN normalises, by whether it trains."""
 
@@ -133,7 +131,7 @@ def _batch_norm_backward(
     save_mean: Tensor | None,
     train: bool,
     output_mask: Sequence[bool],
-    result: _Gradients,
+    result: Gradients,
 ) -> Iterator[Tensor]:
     adopt = gpu.simulation.storages.adopt
     by_input, by_weight, by_bias = output_mask

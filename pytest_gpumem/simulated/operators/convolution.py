@@ -31,10 +31,9 @@ from pytest_gpumem.simulated.operators.convolution_choice import (
     parameters_of,
 )
 from pytest_gpumem.simulated.operators.layout import suggested_format
-from pytest_gpumem.simulated.operators.rules import Composite, Scratch
+from pytest_gpumem.simulated.operators.rules import Composite, Gradients, Scratch
 
 _Sizes = Sequence[int]
-_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def convolution(gpu: GPU, input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
@@ -59,7 +58,7 @@ def convolution_backward(
     weight: Tensor,
     output_mask: Sequence[bool],
     *args: Any,
-) -> _Gradients:
+) -> Gradients:
     """``aten::convolution_backward``."""
     call = _Call(gpu, parameters_of(weight, *args[4:10]))
     if weight.dim() > 3:
@@ -240,7 +239,7 @@ class _Call(Choice):
 
     def backward(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
-    ) -> _Gradients:
+    ) -> Gradients:
         """Return the gradients that ``mask`` selects."""
         kernel = self.kernel(input, weight)
         if kernel == SLOW:
@@ -282,7 +281,7 @@ class _Call(Choice):
 
     def _slow_backward(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
-    ) -> _Gradients:
+    ) -> Gradients:
         groups = self.parameters.groups
         input, weight = input.contiguous(), weight.contiguous()
         slow = SlowConvolution(self.gpu, self.parameters)

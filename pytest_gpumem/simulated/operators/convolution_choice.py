@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import HALVES, INDEXABLE, suggested_format
-from pytest_gpumem.simulated.operators.rules import Scratch
+from pytest_gpumem.simulated.operators.rules import Gradients, Scratch
 
 CUDNN, DEPTHWISE, SLOW, EMPTY = "cudnn", "depthwise", "slow", "empty"
 """Kernels: ConvBackend::Cudnn and CudnnTranspose, CudaDepthwise2d and 3d, Slow*, Empty."""
@@ -178,9 +178,6 @@ def _suits_cudnn_depthwise(input: tuple[int, ...], stride: int, kernel: tuple[in
     return batch == 1 or channels >= 512 or (channels >= 256 and width >= 28)
 
 
-_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
 @dataclass(frozen=True)
 class SlowConvolution:
     """A group of a convolution, of contiguous tensors."""
@@ -210,7 +207,7 @@ class SlowConvolution:
 
     def backward(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
-    ) -> _Gradients:
+    ) -> Gradients:
         """Return the gradients that ``mask`` selects."""
         kept = grad_output.contiguous()
         del grad_output
@@ -225,7 +222,7 @@ class SlowConvolution:
 
     def _of_images(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
-    ) -> _Gradients:
+    ) -> Gradients:
         """Return the gradients, of which two share one buffer of columns."""
         columns = Scratch(self.gpu)
         nbytes = self._column_bytes(input, weight, grad_output.shape)
@@ -244,7 +241,7 @@ class SlowConvolution:
 
     def _of_dilated(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
-    ) -> _Gradients:
+    ) -> Gradients:
         """All gradients of one sample after the other."""
         grad_input = input.new_empty(input.shape) if mask[0] else None
         grad_weight = weight.new_empty(weight.shape) if mask[1] else None
@@ -259,7 +256,7 @@ class SlowConvolution:
 
     def _of_transposed(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
-    ) -> _Gradients:
+    ) -> Gradients:
         """Each gradient has columns of its own."""
 
         def multiply() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._decomp import decompositions
 
 from pytest_gpumem.simulated.operators.layout import suggested_format
-from pytest_gpumem.simulated.operators.rules import is_traced
+from pytest_gpumem.simulated.operators.rules import Gradients, is_traced
 
 
 def _like_second(gradient: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -57,21 +57,9 @@ def _int4_product(a: Tensor, b: Tensor, group: int, scales_and_zeros: Tensor) ->
     return a.new_empty((a.shape[0], b.shape[0] * 8))
 
 
-_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""By the input, by its weight and by its bias."""
-
-
-def layer_norm(
-    grad_out: Tensor,
-    input: Tensor,
-    normalized_shape: list[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    output_mask: list[bool],
-) -> _Gradients:
+def layer_norm(grad_out: Tensor, input: Tensor, *args: Any) -> Gradients:
     """Contiguous."""
+    weight, bias, output_mask = args[-3:]
     gradient = torch.empty_like(input, memory_format=torch.contiguous_format)
     return (
         gradient if output_mask[0] else None,
@@ -80,13 +68,13 @@ def layer_norm(
     )
 
 
-def cudnn_batch_norm(input: Tensor, grad_output: Tensor, weight: Tensor, *args: Any) -> _Gradients:
+def cudnn_batch_norm(input: Tensor, grad_output: Tensor, weight: Tensor, *args: Any) -> Gradients:
     """As the input's format."""
     gradient = torch.empty_like(input, memory_format=suggested_format(input))
     return gradient, torch.empty_like(weight), torch.empty_like(weight)
 
 
-def batch_norm(grad_out: Tensor, input: Tensor, *args: Any) -> _Gradients:
+def batch_norm(grad_out: Tensor, input: Tensor, *args: Any) -> Gradients:
     """As the input's format."""
     gradient, *others = decompositions.native_batch_norm_backward(grad_out, input, *args)
     if gradient is not None:

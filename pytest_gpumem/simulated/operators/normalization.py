@@ -23,6 +23,7 @@ from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import HALVES, accumulated, copied, suggested_format
 from pytest_gpumem.simulated.operators.rules import (
     Composite,
+    Gradients,
     Rule,
     Scratch,
     copies_of,
@@ -31,8 +32,6 @@ from pytest_gpumem.simulated.operators.rules import (
 )
 
 _aten = torch.ops.aten
-_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""By the input, by its weight and by its bias."""
 
 
 def rms_norm(
@@ -152,7 +151,7 @@ def _blocks(rows: int, columns: int) -> int:
 
 
 def _layer_norm_gradients(
-    gpu: GPU, grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], result: _Gradients
+    gpu: GPU, grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], result: Gradients
 ) -> Iterator[Tensor]:
     grad_input, *others = result
     given = [tensor for tensor in others if tensor is not None]
@@ -247,7 +246,7 @@ def _group_norm_backward(
     C: int,
     HxW: int,
     group: int,
-    result: _Gradients,
+    result: Gradients,
 ) -> None:
     if not N:
         return

@@ -26,17 +26,11 @@ _aten = torch.ops.aten
 # One fused kernel behind two products.
 
 
-def _lstm_cell(
-    input: Tensor,
-    hx: list[Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None,
-    b_hh: Tensor | None,
-) -> Any:
+def _lstm_cell(*args: Any) -> Any:
+    input, hx, *parameters = args
     if not input.is_cuda:
-        return _aten.lstm_cell.default.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
-    return _lstm_step(input, (hx[0], hx[1]), (w_ih, w_hh, b_ih, b_hh))
+        return _aten.lstm_cell.default.decompose(*args)
+    return _lstm_step(input, (hx[0], hx[1]), parameters)
 
 
 def _lstm_step(input: Tensor, state: tuple[Tensor, Tensor], parameters: Any) -> Any:
@@ -46,21 +40,14 @@ def _lstm_step(input: Tensor, state: tuple[Tensor, Tensor], parameters: Any) -> 
     return (torch.matmul(hidden, projection[0].t()) if projection else hidden), cell
 
 
-def _gru_cell(
-    gpu: GPU,
-    input: Tensor,
-    hx: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None,
-    b_hh: Tensor | None,
-) -> Any:
+def _gru_cell(gpu: GPU, *args: Any) -> Any:
+    input, hx, *parameters = args
     if not input.is_cuda:
-        return _aten.gru_cell.default.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
+        return _aten.gru_cell.default.decompose(*args)
     if is_traced(input):
         # torch has no shapes for it: compiled code breaks here, and continues after it.
         raise UnsupportedOperatorException(_aten._thnn_fused_gru_cell.default)
-    return _gru_step(gpu, input, hx, (w_ih, w_hh, b_ih, b_hh))
+    return _gru_step(gpu, input, hx, parameters)
 
 
 def _gru_step(gpu: GPU, input: Tensor, hx: Tensor, parameters: Any) -> Any:

@@ -179,6 +179,9 @@ def copies_of(*names: str, like: str | None = None) -> Callable[..., Scratch]:
     return take
 
 
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""By an input, by its weight and by its bias."""
+
 Composite = Callable[..., Any]
 """A Python function for the parts of an operator, which names the values it uses, as in rules."""
 
