@@ -149,8 +149,7 @@ def _batch_norm_backward(
         sums = input.shape[1] * _accumulated_bytes(input)
         if save_mean is not None and not save_mean.numel():
             scratch.take(sums)
-        scratch.take(sums)
-        scratch.take(sums)
+        scratch.take(sums, sums)
         for gradient in (grad_weight, grad_bias):
             if gradient is not None:
                 adopt(gradient, gpu)

@@ -52,8 +52,7 @@ def _before_backward(
         return scratch
     count, element = indices.numel(), indices.element_size()
     capability = gpu.model.compute_capability
-    scratch.take(count * element)
-    scratch.take(count * element)
+    scratch.take(count * element, count * element)
     positions = scratch.take(count * element)
     bits = cub.bits_of(num_weights if padding_idx >= 0 else num_weights - 1 - padding_idx)
     scratch.passing(cub.radix_sort_pairs_bytes(count, element, element, bits, capability))
@@ -84,8 +83,7 @@ def _after_backward(
     scratch.passing(cub.unique_by_key_bytes(count, element, capability, version))
     scratch.drop(keys)
     segments = min(count, rows)
-    scratch.take(segments * element)
-    scratch.take(segments * element)
+    scratch.take(segments * element, segments * element)
     scratch.passing(cub.scan_bytes(segments, element, version))
     scratch.take(INDEX_BYTES)
     partial_sums = count // _ROWS_PER_PARTIAL_SUM + segments
@@ -122,8 +120,7 @@ def _renorm(gpu: GPU, indices: Tensor) -> None:
     positions = scratch.take(count * INDEX_BYTES)
     sort_row(gpu, count, indices.element_size())
     scratch.drop(positions)
-    scratch.take(nbytes)
-    scratch.take(INDEX_BYTES)
+    scratch.take(nbytes, INDEX_BYTES)
     scratch.passing(cub.unique_bytes(count, gpu.model.compute_capability, gpu.version))
 
 

@@ -147,9 +147,7 @@ def _by_triangles(gpu: GPU, LU: Tensor, solved: Tensor, *, transposed: bool) -> 
     scratch.take(permutation)
     scratch.drop(counted)
     if not transposed:
-        scratch.take(places)
-        scratch.take(permutation)
-        scratch.take(solved.nbytes)
+        scratch.take(places, permutation, solved.nbytes)
     for _ in ("lower", "upper"):
         _pointers(gpu, LU, 2 if rows < _WITHOUT_POINTERS else 0)
     if transposed:

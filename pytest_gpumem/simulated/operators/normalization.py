@@ -225,11 +225,9 @@ def _group_norm(
     is_copied = gpu.version >= _COPIES_INSIDE and not is_kept
     scratch = Scratch(gpu, *(copied(input) if is_copied else ()))
     if input.dtype in HALVES and gpu.version >= _FLOAT_STATISTICS:
-        scratch.take(N * group * nbytes)
-        scratch.take(N * group * nbytes)
+        scratch.take(N * group * nbytes, N * group * nbytes)
     if HxW > 1 and (weight is not None or bias is not None or is_kept):
-        scratch.take(N * C * nbytes)
-        scratch.take(N * C * nbytes)
+        scratch.take(N * C * nbytes, N * C * nbytes)
 
 
 def _group_norm_gradients(gpu: GPU, grad_out: Tensor, input: Tensor) -> Scratch:
@@ -254,8 +252,7 @@ def _group_norm_backward(
     is_kept = _is_kept(gpu, input)
     scratch = Scratch(gpu)
     if HxW > 1 or gpu.version < _COPIES_INSIDE:
-        scratch.take(N * C * nbytes)
-        scratch.take(N * C * nbytes)
+        scratch.take(N * C * nbytes, N * C * nbytes)
     if result[0] is not None:
         sums = [scratch.take(N * group * nbytes) for _ in range(2)]
         if HxW > 1 and weight is not None and not is_kept:

@@ -58,8 +58,7 @@ def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int
         strides = _with_last(tensor, dim)
         scratch.take(tensor.nbytes)
     if tuple(result_strides) != tuple(strides):
-        scratch.take(tensor.nbytes)
-        scratch.take(tensor.numel() * INDEX_BYTES)
+        scratch.take(tensor.nbytes, tensor.numel() * INDEX_BYTES)
     _sort_contiguous(gpu, tensor.numel(), length, tensor.element_size())
 
 
@@ -103,8 +102,7 @@ def _sort_batch(gpu: GPU, elements: int, length: int, element_bytes: int) -> Non
         for _ in range(slices):
             own.passing(storage)
     elif slices < _SLICES_SORTED_AT_ONCE:
-        own.take(elements * INDEX_BYTES)
-        own.take(elements * INDEX_BYTES)
+        own.take(elements * INDEX_BYTES, elements * INDEX_BYTES)
         keys = own.take(elements * element_bytes)
         own.passing(cub.radix_sort_pairs_bytes(elements, *pair, capability, sms))
         own.drop(keys)
@@ -145,8 +143,7 @@ def _topk(gpu: GPU, self: Tensor, k: int, dim: int, sorted: bool, result: _Pair)
     scratch.free()
     values, indices = result
     if sorted and k > _SORTED_IN_SHARED_MEMORY:
-        scratch.take(indices.nbytes)
-        scratch.take(values.nbytes)
+        scratch.take(indices.nbytes, values.nbytes)
         sort_slices(gpu, values, dim, values.stride())
         scratch.passing(indices.nbytes)
 
@@ -157,17 +154,13 @@ def _topk_of_many_blocks(gpu: GPU, slices: int, length: int, element_bytes: int)
     threads = model.sm_count * blocks_per_sm * _TOPK_THREADS
     items = max(4, min(-(-length * slices // threads), 64))
     blocks = slices * -(-length // (items * _TOPK_THREADS))
-    scratch = Scratch(gpu)
-    scratch.take(slices * element_bytes)
+    scratch = Scratch(gpu, slices * element_bytes)
     if gpu.version < _DIGIT_SUMS_SINCE:
         scratch.take(slices * 4)
-    scratch.take(2 * slices * 4)
-    scratch.take(2 * slices * max(4, element_bytes))
-    scratch.take(blocks * _RADIX_DIGITS * 2)
+    scratch.take(2 * slices * 4, 2 * slices * max(4, element_bytes), blocks * _RADIX_DIGITS * 2)
     if gpu.version >= _DIGIT_SUMS_SINCE:
         scratch.take(slices * _RADIX_DIGITS * 4)
-    scratch.take(blocks * 4)
-    scratch.take(blocks * 4)
+    scratch.take(blocks * 4, blocks * 4)
     for _ in range(2):
         scratch.passing(cub.sum_by_key_bytes(blocks, 4, model.compute_capability))
 
@@ -289,8 +282,7 @@ def _check_weights(gpu: GPU, scratch: Scratch, weights: Tensor, rows: int) -> No
     """Allocate for the sanity checks: extremes, their validity, whether a row has no weight."""
     size = weights.element_size()
     if gpu.version >= BOTH_EXTREMES_SINCE:
-        scratch.take(size)
-        scratch.take(size)
+        scratch.take(size, size)
         reductions.reduce_tensor(gpu, weights, None, reductions.TWO_VALUES)
         is_finite = scratch.take(1)
         is_positive = scratch.take(1)
