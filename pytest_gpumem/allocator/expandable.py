@@ -111,8 +111,12 @@ class ExpandableSegments:
         """
         for _, block in sorted(free_list.unmapped.items()):
             start = block.previous if block.previous is not None and block.previous.key else block
-            if _unused_from(start, rounded) >= rounded:
-                return start
+            unused = 0
+            following: Block | None = start
+            while following is not None and (following.key or not following.is_mapped):
+                unused, following = unused + following.size, following.next
+                if unused >= rounded:
+                    return start
         page, size = self._page_and_size(free_list)
         if size < rounded:
             return None
@@ -180,15 +184,6 @@ def _expandable_size(block: Block) -> int:
     following = block.next
     grows = following is not None and not following.is_mapped
     return block.size + (following.size if following is not None and grows else 0)
-
-
-def _unused_from(block: Block | None, enough: int) -> int:
-    """Return the bytes in a row that are free or unmapped; counted until there are ``enough``."""
-    found = 0
-    while block is not None and found < enough and (block.key or not block.is_mapped):
-        found += block.size
-        block = block.next
-    return found
 
 
 def absorb(block: Block, neighbour: Block | None, *, mapped: bool) -> int:

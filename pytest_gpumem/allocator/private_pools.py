@@ -167,31 +167,24 @@ class Pools:
 
     def stats(self, counters: Counters, max_split_size: int) -> dict[str, Any]:
         """Return the nested dict of ``torch._C._cuda_memoryStats`` of that torch version."""
-        result: dict[str, Any] = {
-            "num_alloc_retries": counters.num_alloc_retries,
-            "num_ooms": counters.num_ooms,
-            "max_split_size": max_split_size,
-            "num_sync_all_streams": counters.num_sync_all_streams,
-            "num_device_alloc": counters.num_device_alloc,
-            "num_device_free": counters.num_device_free,
-        }
+        names = "num_alloc_retries num_ooms num_sync_all_streams num_device_alloc num_device_free"
+        result: dict[str, Any] = {name: getattr(counters, name) for name in names.split()}
+        result["max_split_size"] = max_split_size
         if self.version >= OOM_REJECTIONS:
             result["num_oom_rejections"] = counters.num_oom_rejections
-        small, large = self.small.tally, self.large.tally
-        for quantity, of_all, of_small, of_large, small_totals, large_totals in zip(
-            QUANTITIES,
-            self.every.currents_and_peaks(),
-            small.currents_and_peaks(),
-            large.currents_and_peaks(),
-            small.allocated_and_freed(),
-            large.allocated_and_freed(),
-            strict=True,
-        ):
-            totals = [sum(of_both) for of_both in zip(small_totals, large_totals, strict=True)]
+        tallies = self.small.tally, self.large.tally
+        totals = [tally.allocated_and_freed() for tally in tallies]
+        peaks = [tally.currents_and_peaks() for tally in (*tallies, self.every)]
+        for at, quantity in enumerate(QUANTITIES):
+            small, large = totals[0][at], totals[1][at]
+            both = small[0] + large[0], small[1] + large[1]
             result[quantity] = {
-                "all": stat_dict(*of_all, *totals),
-                "small_pool": stat_dict(*of_small, *small_totals),
-                "large_pool": stat_dict(*of_large, *large_totals),
+                scope: stat_dict(*peaks[which][at], *total)
+                for scope, which, total in (
+                    ("all", 2, both),
+                    ("small_pool", 0, small),
+                    ("large_pool", 1, large),
+                )
             }
         if self.version >= BYTES_BY_POOL:
             result["reserved_bytes_by_private_pools"] = {
