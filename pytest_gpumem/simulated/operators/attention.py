@@ -77,14 +77,16 @@ def scaled_dot_product_attention(
         if mask is not None:
             mask = _aligned(mask).expand(*query.shape[:3], key.shape[2])
         keeps = call.trains or (mask is not None and mask.requires_grad and call.grad_mode)
-        results = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
+        return first_of(  # type: ignore[no-any-return]  # an operator
+            _aten._scaled_dot_product_efficient_attention(
+                query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
+            )
         )
-    else:
-        results = _aten._scaled_dot_product_cudnn_attention(
+    return first_of(  # type: ignore[no-any-return]  # an operator
+        _aten._scaled_dot_product_cudnn_attention(
             query, key, value, mask, call.trains, dropout_p, is_causal, False, scale=scale
         )
-    return first_of(results)  # type: ignore[no-any-return]  # an operator
+    )
 
 
 COMPOSITES: dict[str, Composite] = {

@@ -149,30 +149,25 @@ class CastCache:
     # Casting.
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._cast_tensor(value, dtype)
         if isinstance(value, (list, tuple)):
             return type(value)(self._cast(item, dtype) for item in value)
-        return value
-
-    def _cast_tensor(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if not _eligible(tensor) or tensor.dtype == dtype:
-            return tensor
+        if not _eligible(value) or value.dtype == dtype:
+            return value
         cacheable = (
             torch.is_autocast_cache_enabled()
             and dtype == torch.get_autocast_dtype("cuda")
-            and tensor.dtype == torch.float32
-            and tensor.requires_grad
-            and tensor.is_leaf
-            and not tensor._is_view()
+            and value.dtype == torch.float32
+            and value.requires_grad
+            and value.is_leaf
+            and not value._is_view()
             and not (self._for_gradients and torch.is_inference_mode_enabled())
         )
         if not cacheable:
-            return tensor.to(dtype)
-        found = self._casts.get(id(tensor))
+            return value.to(dtype)
+        found = self._casts.get(id(value))
         if found is None:
             with torch.set_grad_enabled(self._for_gradients or torch.is_grad_enabled()):
-                found = self._casts[id(tensor)] = (tensor, tensor.to(dtype))
+                found = self._casts[id(value)] = (value, value.to(dtype))
         return found[1]
 
     def _run(

@@ -199,20 +199,20 @@ def _select(gpu: GPU, self: Tensor, dim: int | None = None, sorted: bool | None 
         Scratch(gpu, INDEX_BYTES).estimate(storage, "CUB", "a selection")
 
 
-def _extreme(gpu: GPU, tensor: Tensor) -> None:
-    extreme = Scratch(gpu, tensor.element_size())
-    reductions.reduce_tensor(gpu, tensor, None, reductions.VALUES)
-    extreme.free()
-
-
 def _bins(gpu: GPU, self: Tensor, weights: Tensor | None) -> Scratch:
     scratch = Scratch(gpu)
     if weights is not None and weights.dtype not in (torch.float32, torch.float64):
         scratch.take(weights.numel() * torch.float64.itemsize)
     if self.numel():
-        for _ in range(1 if self.dtype == torch.uint8 else 2):
-            _extreme(gpu, self)
+        _extremes(gpu, self, 1 if self.dtype == torch.uint8 else 2)
     return scratch
+
+
+def _extremes(gpu: GPU, tensor: Tensor, count: int) -> None:
+    for _ in range(count):
+        extreme = Scratch(gpu, tensor.element_size())
+        reductions.reduce_tensor(gpu, tensor, None, reductions.VALUES)
+        extreme.free()
 
 
 def _range(gpu: GPU, self: Tensor, min: float, max: float) -> None:
@@ -223,8 +223,7 @@ def _range(gpu: GPU, self: Tensor, min: float, max: float) -> None:
         reductions.reduce_tensor(gpu, self, None, reductions.TWO_VALUES)
         extremes.free()
     else:
-        for _ in range(2):
-            _extreme(gpu, self)
+        _extremes(gpu, self, 2)
 
 
 def _static(gpu: GPU, self: Tensor) -> None:

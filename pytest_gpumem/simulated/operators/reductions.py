@@ -288,10 +288,6 @@ def _converted_sum(gpu: GPU, self: Tensor, result: Tensor, dim: Over) -> None:
     converted.free()
 
 
-def _highest(gpu: GPU, self: Tensor, dim: int | None = None) -> None:
-    reduce_tensor(gpu, self, dim, VALUES if dim is None else VALUE_AND_INDEX)
-
-
 def _position(gpu: GPU, self: Tensor, dim: int | None, result: Tensor) -> None:
     if dim is not None:
         reduce_tensor(gpu, self, dim, VALUE_AND_INDEX, result.dtype)
@@ -409,7 +405,11 @@ RULES = {
     "linalg_vector_norm norm": _over(NORMS),
     "var std var_mean std_mean": _over(MOMENTS),
     "argmax argmin": Rule(after=_position),
-    "max min": Rule(after=_highest),
+    "max min": Rule(
+        after=lambda gpu, self, dim=None: reduce_tensor(
+            gpu, self, dim, VALUES if dim is None else VALUE_AND_INDEX
+        )
+    ),
     "amax amin": _over(VALUES),
     "aminmax": _over(TWO_VALUES),
     "any all": Rule(after=_truth),

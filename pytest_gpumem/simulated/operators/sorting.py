@@ -40,10 +40,6 @@ def _dim(tensor: Tensor, dim: int) -> int:
 # Sort.
 
 
-def _sort(gpu: GPU, self: Tensor, dim: int, result: _Pair) -> None:
-    sort_slices(gpu, self, _dim(self, dim), result[0].stride())
-
-
 def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int]) -> None:
     """Allocate and free the memory of sorting ``tensor`` along ``dim`` into given results."""
     if not tensor.dim() or not tensor.numel():
@@ -334,7 +330,11 @@ def _bernoulli(gpu: GPU, self: Tensor, p: Tensor | float | None = None) -> None:
 
 
 RULES = {
-    "sort": Rule(after=_sort),
+    "sort": Rule(
+        after=lambda gpu, self, dim, result: sort_slices(
+            gpu, self, _dim(self, dim), result[0].stride()
+        )
+    ),
     "topk": Rule(after=_topk),
     "kthvalue": Rule(before=copies_of("self")),
     "median": Rule(before=_median),
