@@ -85,6 +85,7 @@ class Allocator(AllocatorState):
 
         tally = free_list.tally
         every = free_list.every
+        splits, every_splits = free_list.split_tallies
         address = block.address
         remaining = block.size - rounded
         previous = block.previous
@@ -107,20 +108,20 @@ class Allocator(AllocatorState):
             insort(keys, key)
             blocks[key] = tail
             if was_split:
-                tally.split_bytes_out += rounded
-                tally.split_bytes -= rounded
-                every.split_bytes -= rounded
+                splits.split_bytes_out += rounded
+                splits.split_bytes -= rounded
+                every_splits.split_bytes -= rounded
             else:
                 free_list.note_split(remaining)
         else:
             rounded = block.size
             if was_split:
-                tally.splits_out += 1
-                tally.splits -= 1
-                every.splits -= 1
-                tally.split_bytes_out += rounded
-                tally.split_bytes -= rounded
-                every.split_bytes -= rounded
+                splits.splits_out += 1
+                splits.splits -= 1
+                every_splits.splits -= 1
+                splits.split_bytes_out += rounded
+                splits.split_bytes -= rounded
+                every_splits.split_bytes -= rounded
         block.key = 0
         block.requested = size
         block.context = context
@@ -161,6 +162,7 @@ class Allocator(AllocatorState):
         free_list = block.free_list
         tally = free_list.tally
         every = free_list.every
+        splits, every_splits = free_list.split_tallies
         size = block.size
         requested = block.requested
         self._note((FREE, address, requested, free_list.stream, context or block.context))
@@ -210,30 +212,30 @@ class Allocator(AllocatorState):
         blocks[key] = block
 
         if previous is None and following is None:
-            tally.splits_out += absorbed
-            tally.splits -= absorbed
-            every.splits -= absorbed
-            tally.split_bytes_out += merged_size - size
-            tally.split_bytes -= merged_size - size
-            every.split_bytes -= merged_size - size
+            splits.splits_out += absorbed
+            splits.splits -= absorbed
+            every_splits.splits -= absorbed
+            splits.split_bytes_out += merged_size - size
+            splits.split_bytes -= merged_size - size
+            every_splits.split_bytes -= merged_size - size
             return None
-        tally.split_bytes = current = tally.split_bytes + size
-        if current > tally.split_bytes_peak:
-            tally.split_bytes_peak = current
-        every.split_bytes = current = every.split_bytes + size
-        if current > every.split_bytes_peak:
-            every.split_bytes_peak = current
+        splits.split_bytes = current = splits.split_bytes + size
+        if current > splits.split_bytes_peak:
+            splits.split_bytes_peak = current
+        every_splits.split_bytes = current = every_splits.split_bytes + size
+        if current > every_splits.split_bytes_peak:
+            every_splits.split_bytes_peak = current
         if absorbed == 0:
-            tally.splits = current = tally.splits + 1
-            if current > tally.splits_peak:
-                tally.splits_peak = current
-            every.splits = current = every.splits + 1
-            if current > every.splits_peak:
-                every.splits_peak = current
+            splits.splits = current = splits.splits + 1
+            if current > splits.splits_peak:
+                splits.splits_peak = current
+            every_splits.splits = current = every_splits.splits + 1
+            if current > every_splits.splits_peak:
+                every_splits.splits_peak = current
         elif absorbed == 2:
-            tally.splits_out += 1
-            tally.splits -= 1
-            every.splits -= 1
+            splits.splits_out += 1
+            splits.splits -= 1
+            every_splits.splits -= 1
         return None
 
     def empty_cache(self, pool: PoolId = SHARED_POOL, context: Any = None) -> None:

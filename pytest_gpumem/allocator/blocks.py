@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pytest_gpumem.allocator.statistics import Tally, UnsplitTally
+from pytest_gpumem.allocator.statistics import Tally
 
 MIN_BLOCK: Final = 512
 """kMinBlockSize: every block is a multiple of this."""
@@ -133,22 +133,20 @@ class FreeList:
         """Whether its blocks are parts of expandable segments."""
         self.expandable: FreeList | None = None
         self.unmapped: dict[int, Block] = {}
+        self.tally = pool.tally
+        self.every = pool.every
+        self.split_tallies = pool.tally, pool.every
         if plain is None:
-            self.tally = pool.tally
-            self.every = pool.every
             self.keys: list[int] = []
             self.blocks = {} if pool.make_blocks is None else pool.make_blocks(pool)
         else:
-            self.tally = UnsplitTally(pool.tally)
-            self.every = UnsplitTally(pool.every)
+            # torch leaves them out of ``inactive_split``, because their pages can be given back.
+            self.split_tallies = Tally(), Tally()
             self.keys = plain.keys
             self.blocks = plain.blocks
 
     def expandable_side(self) -> FreeList:
-        """Return the list for blocks of expandable segments: the same list, counted otherwise.
-
-        torch leaves them out of ``inactive_split``, because their pages can be given back.
-        """
+        """Return the list for blocks of expandable segments: the same list, counted otherwise."""
         if self.expandable is None:
             self.expandable = FreeList(self.pool, int(self.stream), self)
         return self.expandable
@@ -167,7 +165,7 @@ class FreeList:
 
     def note_split(self, size: int) -> None:
         """Count the split of a whole segment: its free ``size`` bytes become inactive split."""
-        for tally in (self.tally, self.every):
+        for tally in self.split_tallies:
             tally.splits += 1
             tally.splits_peak = max(tally.splits_peak, tally.splits)
             tally.split_bytes += size

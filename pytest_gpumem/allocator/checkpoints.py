@@ -80,7 +80,7 @@ def divide(
             if not was_split:
                 free_list.note_split(rest.size)
         if was_split:
-            for tally in (free_list.tally, free_list.every):
+            for tally in free_list.split_tallies:
                 tally.change("split_bytes", -block.size)
                 tally.change("splits", -int(is_last))
         block.requested = block.size

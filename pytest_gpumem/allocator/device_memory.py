@@ -47,14 +47,10 @@ class SharedDevice(Protocol):
 
 
 class DeviceMemory:
-    """The segments of one device: requested, counted, recorded and returned.
+    """The segments of one device: requested, counted by ``pools``, recorded and returned.
 
-    Args:
-        total: bytes of the device.
-        used_elsewhere: bytes in use outside the allocator; may be changed.
-        place_segment: given the size of a new segment, the address where the driver puts it.
-        pools: where the bytes are counted.
-        note: called for every event.
+    ``place_segment`` gives the address of a new segment by its size; ``used_elsewhere``, bytes
+    outside the allocator, may be changed.
     """
 
     def __init__(
