@@ -12,7 +12,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pytest_gpumem.allocator import checkpoints
 from pytest_gpumem.allocator import snapshot as snapshots
 from pytest_gpumem.allocator.blocks import (
     SHARED_POOL,
@@ -24,8 +23,8 @@ from pytest_gpumem.allocator.blocks import (
     PoolId,
     round_size,
 )
-from pytest_gpumem.allocator.checkpoints import PoolState, restore
 from pytest_gpumem.allocator.messages import AllocatorError, OutOfMemory
+from pytest_gpumem.allocator.snapshot import PoolState, restore
 from pytest_gpumem.allocator.state import AllocatorState
 from pytest_gpumem.allocator.stream_uses import complete_free, request_free
 from pytest_gpumem.allocator.trace import FREE
@@ -319,7 +318,7 @@ class Allocator(AllocatorState):
 
     def pool_state(self, pool: PoolId) -> PoolState:
         """Return how the segments of a private pool are divided now (``getCheckpointState``)."""
-        return checkpoints.state_of(self.pools.get(pool).identity, self.every_block())
+        return snapshots.state_of(self.pools.get(pool).identity, self.every_block())
 
     def set_pool_state(self, state: PoolState) -> tuple[set[int], set[int]]:
         """Divide a private pool as it was (``setCheckpointPoolState``); all that lives is freed.
@@ -337,7 +336,7 @@ class Allocator(AllocatorState):
             private = self.pools.get(state.pool)
             blocks = (*private.small.free_blocks(), *private.large.free_blocks())
             free = {block.address: block for block in blocks}
-            for block in checkpoints.divide(segment, free, self._note):
+            for block in snapshots.divide(segment, free, self._note):
                 self._live[block.address] = block
             for each in segment:
                 if each.is_live:

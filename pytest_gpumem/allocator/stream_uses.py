@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from pytest_gpumem.allocator.blocks import Block, PoolId
-from pytest_gpumem.allocator.device_memory import DeviceMemory
-from pytest_gpumem.allocator.expandable import absorb
+from pytest_gpumem.allocator.device_memory import DeviceMemory, absorb
 from pytest_gpumem.allocator.trace import Marks, StreamKey, Timeline
 
 MOST_AHEAD = 1024

@@ -21,7 +21,7 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import running, user_line
 from pytest_gpumem.simulated.common.raw import META, tensors_in
 from pytest_gpumem.simulated.execution import computing
-from pytest_gpumem.simulated.execution.factories import is_factory
+from pytest_gpumem.simulated.execution.computing import is_factory
 from pytest_gpumem.simulated.execution.runner import CUDA, DATA_DEPENDENT, Runner
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.execution import computing, custom, factories
+from pytest_gpumem.simulated.execution import computing, custom
 from pytest_gpumem.simulated.execution.computing import may_resize
 from pytest_gpumem.simulated.execution.custom import followed, of_parts
 from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner, no_shapes
@@ -279,7 +279,7 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any], Handler]], ...
     ),
     (lambda func: _name(func) in _READS, read),
     (lambda func: _name(func).startswith("aten::quantize_per_"), quantize),
-    (lambda func: _name(func) == "aten::scalar_tensor", factories.scalar),
+    (lambda func: _name(func) == "aten::scalar_tensor", computing.scalar),
     # As the methods of a tensor do.
     (
         lambda func: _name(func) == "aten::is_pinned",
@@ -289,7 +289,7 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any], Handler]], ...
         lambda func: _name(func) == "aten::_pin_memory",
         lambda runner, func: lambda args, kwargs: pinned(runner.machine, args[0]),
     ),
-    (factories.is_factory, factories.factory),
+    (computing.is_factory, computing.factory),
     (lambda func: _name(func) == "aten::copy_", copy),
     (makes_views, views),
 )

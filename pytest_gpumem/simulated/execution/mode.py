@@ -28,7 +28,7 @@ from pytest_gpumem.simulated.common.callsite import running
 from pytest_gpumem.simulated.common.frames import let_go
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.execution import custom
-from pytest_gpumem.simulated.execution.factories import is_factory
+from pytest_gpumem.simulated.execution.computing import is_factory
 from pytest_gpumem.simulated.execution.kinds import handler_of
 from pytest_gpumem.simulated.execution.runner import Runner
 from pytest_gpumem.simulated.execution.shapes import TORCHS_OWN

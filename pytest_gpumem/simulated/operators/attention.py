@@ -27,7 +27,7 @@ from pytest_gpumem.simulated.operators.attention_choice import (
     AttentionCall,
     splits_of,
 )
-from pytest_gpumem.simulated.operators.layout import HALVES, copied
+from pytest_gpumem.simulated.operators.layout import HALVES, copied, round_up
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, first_of, passing
 
 _FLOAT_BYTES = 4
@@ -216,11 +216,6 @@ def _cudnn_backward(gpu: GPU, grad_out: Tensor, query: Tensor, out: Tensor) -> N
     """
     sums = (query.numel() // query.shape[-1]) * (query.shape[-1] + 1) * _FLOAT_BYTES
     passing(gpu, out.nbytes if grad_out.stride() != out.stride() else 0, sums)
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Return the multiple of ``multiple`` that is ``value`` or next."""
-    return -(-value // multiple) * multiple
 
 
 def head_size_rounded(size: int) -> int:

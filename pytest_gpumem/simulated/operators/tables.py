@@ -39,6 +39,8 @@ def _of_all(table: str, prefix: str = "") -> dict[str, Any]:
     }
 
 
+_META = torch._C.DispatchKey.Meta
+
 RULES: dict[str, Rule] = _of_all("RULES", "aten::")
 """By operator name: hidden allocations."""
 COMPOSITES: dict[str, Composite] = _of_all("COMPOSITES")
@@ -76,7 +78,8 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
             kernel = on_machine(implementation, overload, machine)
             library.impl(operator, kernel, "AutogradMeta")
         for name, kernel in meta_kernels.SHAPES.items():
-            if _lacks_shapes(name):
+            found = overload_of(name)
+            if found is not None and not found.has_kernel_for_dispatch_key(_META):
                 library.impl(name, kernel, "Meta")
         for name, kernel in meta_kernels.WRONG.items():
             if MAY_OVERRIDE and overload_of(name) is not None:
@@ -86,9 +89,3 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
     finally:
         patches.undo()
         library._destroy()
-
-
-def _lacks_shapes(name: str) -> bool:
-    """Return whether this torch has the operator, but no kernel for ``meta``."""
-    found = overload_of(name)
-    return found is not None and not found.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.signatures import Signature
-from pytest_gpumem.simulated.operators.attention import round_up, with_padded_heads
+from pytest_gpumem.simulated.operators.attention import with_padded_heads
 from pytest_gpumem.simulated.operators.attention_choice import splits_of
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
-from pytest_gpumem.simulated.operators.layout import HALVES
+from pytest_gpumem.simulated.operators.layout import HALVES, round_up
 from pytest_gpumem.simulated.stand_ins.flash_attn import values
 from pytest_gpumem.simulated.stand_ins.imports import used
 
