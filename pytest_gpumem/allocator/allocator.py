@@ -44,8 +44,7 @@ class Allocator(AllocatorState):
         record: whether to keep the events in :attr:`trace`.
         timeline: the progress of streams as known to the host; one of its own when None.
 
-    Raises:
-        AllocatorError: a setting is not simulated.
+    Raises ``AllocatorError``: a setting is not simulated.
     """
 
     __slots__ = ()
@@ -56,8 +55,7 @@ class Allocator(AllocatorState):
         ``context`` is kept with the block and its events; if it has an attribute ``frames`` (a list
         of dicts with filename, line and name), snapshots show these.
 
-        Raises:
-            OutOfMemory: neither the cache nor the device has room.
+        Raises ``OutOfMemory``: neither the cache nor the device has room.
         """
         if 0 < size < self._plain_below:
             rounded = (size + 511) & -512
@@ -152,8 +150,7 @@ class Allocator(AllocatorState):
     def free(self, address: int, context: Any = None) -> None:
         """Free a block; address 0 is ignored, as in torch.
 
-        Raises:
-            AllocatorError: no live block starts at ``address``.
+        Raises ``AllocatorError``: no live block starts at ``address``.
         """
         block = self._live.pop(address, None)
         if block is None:
@@ -254,8 +251,7 @@ class Allocator(AllocatorState):
         ``stream`` is one of ``device``, by default of this one. A use on the block's own stream
         has no effect, as in torch.
 
-        Raises:
-            AllocatorError: no live block starts at ``address``.
+        Raises ``AllocatorError``: no live block starts at ``address``.
         """
         if address in self.memory.uncached:
             return
@@ -270,8 +266,7 @@ class Allocator(AllocatorState):
     def request_free(self, address: int, context: Any = None) -> None:
         """Free a block and keep it active until :meth:`complete_free`, as a recording has it.
 
-        Raises:
-            AllocatorError: no live block starts at ``address``.
+        Raises ``AllocatorError``: no live block starts at ``address``.
         """
         block = self._live.pop(address, None) or self._uses.take(address)
         if block is None:
@@ -282,8 +277,7 @@ class Allocator(AllocatorState):
     def complete_free(self, address: int, context: Any = None) -> None:
         """Complete a free that :meth:`request_free` began.
 
-        Raises:
-            AllocatorError: no block at ``address`` waits for this.
+        Raises ``AllocatorError``: no block at ``address`` waits for this.
         """
         block = self._uses.held.pop(address, None)
         if block is None:
@@ -325,8 +319,7 @@ class Allocator(AllocatorState):
 
         Returns the addresses that were freed, and those that are live now.
 
-        Raises:
-            AllocatorError: there is no such pool, or it lacks a segment that it had.
+        Raises ``AllocatorError``: there is no such pool, or it lacks a segment that it had.
         """
         freed = self.pool_addresses(state.pool)
         for address in freed:

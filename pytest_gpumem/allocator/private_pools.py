@@ -72,8 +72,7 @@ class Pools:
         ``use_on_oom`` lends its free blocks to all allocations when the device is full (2.8);
         ``no_split`` hands its segments out whole (2.10). These permissions only grow.
 
-        Raises:
-            AllocatorError: the pool is given up and waits for its memory to be released.
+        Raises ``AllocatorError``: the pool is given up and waits for its memory to be released.
         """
         private = self.by_id.get(identity)
         if private is None:

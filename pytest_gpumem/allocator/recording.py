@@ -51,8 +51,7 @@ def load_snapshot(path: str | Path) -> Json:
     No code that the file may name is run, and it cannot take more memory than a snapshot of its
     size would.
 
-    Raises:
-        SnapshotError: the file cannot be read, or holds anything but plain values.
+    Raises ``SnapshotError``: the file cannot be read, or holds anything but plain values.
     """
     path = Path(path)
     try:

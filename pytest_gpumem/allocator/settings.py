@@ -86,8 +86,7 @@ class AllocatorSettings:
         ``previous`` are the settings of a process that reads another string while it runs: some
         keys are reset to their defaults then, the rest is kept.
 
-        Raises:
-            SettingsError: an unknown key or a bad value, in that version's words.
+        Raises ``SettingsError``: an unknown key or a bad value, in that version's words.
         """
         if not OLDEST <= version <= NEWEST:
             raise SettingsError(

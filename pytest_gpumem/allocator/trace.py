@@ -240,8 +240,7 @@ def check_history(trace: Sequence[Json], device: int) -> None:
     A history that was cut at its beginning, as ``max_entries`` does, is whole from there on. One
     that leaves out a kind of event (``skip_actions``) is not, nor one with a pause.
 
-    Raises:
-        SnapshotError: events are missing; the sentence names the first place.
+    Raises ``SnapshotError``: events are missing; the sentence names the first place.
     """
     last: dict[int, int] = {}
     for index, event in enumerate(trace):

@@ -63,8 +63,7 @@ def _attention(
         by_head = _by_head(query, num_head)
         is_fused = AttentionCall(gpu, by_head, by_head, by_head).kernel() in (FLASH, EFFICIENT)
     if not is_fused:
-        projection = proj_weight, proj_bias
-        kept = _NO_WEIGHTS if not need_weights else _MEAN if average_attn_weights else _WEIGHTS
+        projection, kept = (proj_weight, proj_bias), (need_weights, average_attn_weights)
         return _by_own_kernels(gpu, query, num_head, qkv_weight, projection, mask, kept)
     projected = functional.linear(query, qkv_weight, qkv_bias)
     q, k, v = (_by_head(chunk, num_head) for chunk in projected.chunk(3, -1))
@@ -75,10 +74,6 @@ def _attention(
     return result, None
 
 
-_NO_WEIGHTS, _WEIGHTS, _MEAN = range(3)
-"""Attention's weights in the result: none, those of each head, or their mean."""
-
-
 def _by_own_kernels(
     gpu: GPU,
     query: Tensor,
@@ -86,9 +81,12 @@ def _by_own_kernels(
     qkv_weight: Tensor,
     projection: tuple[Tensor, Tensor],
     mask: Tensor | None,
-    kept: int,
+    kept: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with the softmax in place, unless masked, and the context where the queries were."""
+    """Attend with the softmax in place, unless masked, and the context where the queries were.
+
+    ``kept``: whether the result has attention's weights, of each head or their mean.
+    """
     batch, length, width = query.shape
     projected = torch.matmul(query, qkv_weight.t())
     packed = query.new_empty((3, batch * heads, length, width // heads))
@@ -99,14 +97,14 @@ def _by_own_kernels(
         scores = query.new_empty((batch * heads, length, length))
         del flags
     gpu.workspaces.gemm(gpu.stream)
-    if kept == _NO_WEIGHTS:
+    if not kept[0]:
         scores = None
     context = query.new_empty(query.shape)
     result = functional.linear(context, *projection)
     del context
     if scores is not None:
         scores = scores.view(batch, heads, length, length)
-        if kept == _MEAN:
+        if kept[1]:
             scores = scores.sum(1)
             scores.div_(heads)
     del packed

@@ -21,6 +21,7 @@ from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
+_aten = torch.ops.aten
 _DIMS_AT_ONCE = 3
 """Dimensions that cuFFT transforms in one call."""
 
@@ -235,11 +236,6 @@ def _singular(gpu: GPU, A: Tensor, compute_uv: bool) -> None:
     scratch.free()
 
 
-def _vectors_first(result: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    values, vectors = result
-    return (vectors, values) if vectors.numel() else (values,)
-
-
 def _eigen(gpu: GPU, A: Tensor, compute_v: bool) -> None:
     leave_out(gpu, "linalg_eigh")
     if A.numel():
@@ -270,23 +266,18 @@ def _triangular(gpu: GPU, self: Tensor, B: Tensor) -> None:
         _pointers(gpu, self, 2 if self.dim() > 2 else 0)
 
 
-def singular_values(A: Tensor, driver: str | None = None) -> Tensor:
-    """``aten::linalg_svdvals``, which for meta tensors takes vectors, too."""
-    needed = A.requires_grad and torch.is_grad_enabled()
-    values: Tensor = torch.ops.aten._linalg_svd.default(A, False, needed, driver=driver)[1]
-    return values
-
-
-def eigenvalues(self: Tensor, UPLO: str = "L") -> Tensor:
-    """``aten::linalg_eigvalsh``, which for meta tensors takes vectors, too."""
-    needed = self.requires_grad and torch.is_grad_enabled()
-    values: Tensor = torch.ops.aten._linalg_eigh.default(self, UPLO, needed)[0]
-    return values
+def _keeps_vectors(matrices: Tensor) -> bool:
+    """Return whether values alone have a gradient, which takes vectors; on ``meta`` all do."""
+    return matrices.requires_grad and torch.is_grad_enabled()
 
 
 COMPOSITES: dict[str, Composite] = {
-    "aten.linalg_svdvals.default": singular_values,
-    "aten.linalg_eigvalsh.default": eigenvalues,
+    "aten.linalg_svdvals.default": lambda A, driver=None: _aten._linalg_svd(
+        A, False, _keeps_vectors(A), driver=driver
+    )[1],
+    "aten.linalg_eigvalsh.default": lambda self, UPLO="L": _aten._linalg_eigh(
+        self, UPLO, _keeps_vectors(self)
+    )[0],
 }
 
 RULES = {
@@ -298,7 +289,10 @@ RULES = {
         after=lambda gpu, info: passing(gpu, *_flags(is_single=info.numel() == 1))
     ),
     "_linalg_det": Rule(after=_determined),
-    "_linalg_eigh": Rule(placed=_vectors_first, after=_eigen),
+    # vectors, if there are any, and values
+    "_linalg_eigh": Rule(
+        placed=lambda result: result[::-1] if result[1].numel() else result[:1], after=_eigen
+    ),
     "_linalg_solve_ex": Rule(after=_solved),
     # u, vh, values
     "_linalg_svd": Rule(placed=lambda result: (result[0], result[2], result[1]), after=_singular),

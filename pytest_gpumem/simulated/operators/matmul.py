@@ -289,26 +289,20 @@ def _fast(gpu: GPU, self: Tensor, mat2: Tensor, offs: Tensor | None) -> None:
 
 def _scaled_grouped_device(gpu: GPU) -> None:
     major = gpu.model.compute_capability[0]
-    if major == 9 or (major == 10 and gpu.version >= (2, 9)):
-        return
-    allowed = "[9.0, 10.0]" if gpu.version >= (2, 9) else "9.0"
-    raise _refusal(gpu)(
-        "torch._scaled_grouped_mm is only supported on CUDA devices with compute capability = "
-        f"{allowed}, or ROCm MI300+"
-    )
+    if not (major == 9 or (major == 10 and gpu.version >= (2, 9))):
+        _refuse(gpu, "_scaled_grouped_mm", "= [9.0, 10.0]" if gpu.version >= (2, 9) else "= 9.0")
 
 
 def _scaled_device(gpu: GPU) -> None:
-    if gpu.model.compute_capability >= (8, 9):
-        return
-    raise _refusal(gpu)(
-        "torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9, "
-        "or ROCm MI300+"
+    if gpu.model.compute_capability < (8, 9):
+        _refuse(gpu, "_scaled_mm", ">= 9.0 or 8.9")
+
+
+def _refuse(gpu: GPU, operator: str, capabilities: str) -> None:
+    raise (ValueError if gpu.version >= (2, 10) else RuntimeError)(
+        f"torch.{operator} is only supported on CUDA devices with compute capability "
+        f"{capabilities}, or ROCm MI300+"
     )
-
-
-def _refusal(gpu: GPU) -> type[Exception]:
-    return ValueError if gpu.version >= (2, 10) else RuntimeError
 
 
 def _scaled(gpu: GPU, result: Tensor) -> None:
