@@ -19,7 +19,7 @@ takes 32-bit targets in CPU memory, is not simulated: such a loss is computed by
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -176,21 +176,13 @@ def _target_first(
 
 
 def _ctc_loss(overload: Any) -> Composite:
-    def ctc_loss(
-        log_probs: Tensor,
-        targets: Tensor,
-        input_lengths: Tensor | Sequence[int],
-        target_lengths: Tensor | Sequence[int],
-        blank: int,
-        reduction: int,
-        zero_infinity: bool,
-        *args: Any,
-    ) -> Any:
+    def ctc_loss(*args: Any) -> Any:
+        log_probs, targets, _, _, blank, reduction, zero_infinity = args
         if not log_probs.is_cuda:
             return overload.decompose(*args)
         lengths = [
             given.flatten().tolist() if isinstance(given, Tensor) else list(given)
-            for given in (input_lengths, target_lengths)
+            for given in args[2:4]
         ]
         batched = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
         target = targets.to(log_probs.device, torch.int64)

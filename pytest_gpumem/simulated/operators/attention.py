@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.attention_choice import (
-    CUDNN,
     EFFICIENT,
     FLASH,
     MATH,
@@ -38,38 +37,26 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 
 
-def scaled_dot_product_attention(
-    gpu: GPU,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
+def scaled_dot_product_attention(gpu: GPU, *args: Any) -> Tensor:
     """``aten::scaled_dot_product_attention`` as CUDA takes it apart."""
-    call = AttentionCall(gpu, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    *given, scale, enable_gqa = args
+    call = AttentionCall(gpu, *given, enable_gqa)
+    query, key, value, mask = call.query, call.key, call.value, call.mask
     kernel = call.kernel()
-    are_heads_alone = query.dim() == key.dim() == value.dim() == 3 and attn_mask is None
+    are_heads_alone = query.dim() == key.dim() == value.dim() == 3 and mask is None
     if gpu.version >= _HEADS_ALONE_SINCE and are_heads_alone:
         q, k, v = (tensor.unsqueeze(0) for tensor in (query, key, value))
-        of_batch = AttentionCall(gpu, q, k, v, attn_mask, dropout_p, is_causal, enable_gqa)
-        if of_batch.kernel() in (FLASH, EFFICIENT, CUDNN):
-            return scaled_dot_product_attention(
-                gpu, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa
-            ).squeeze(0)
-    mask = _as_bias(attn_mask, query)
+        if AttentionCall(gpu, q, k, v, *given[3:], enable_gqa).kernel() != MATH:
+            return scaled_dot_product_attention(gpu, q, k, v, *args[3:]).squeeze(0)
+    mask = _as_bias(mask, query)
     if kernel == MATH:
         return _by_products(call, mask, scale)
+    options = call.dropout, call.causal
     if kernel == FLASH:
         padded = [with_padded_heads(tensor) for tensor in (query, key, value)]
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         out: Tensor = first_of(
-            _aten._scaled_dot_product_flash_attention(
-                *padded, dropout_p, is_causal, False, scale=scale
-            )
+            _aten._scaled_dot_product_flash_attention(*padded, *options, False, scale=scale)
         )
         size = value.shape[-1]
         return out if out.shape[-1] == size else out[..., :size]
@@ -79,12 +66,12 @@ def scaled_dot_product_attention(
         keeps = call.trains or (mask is not None and mask.requires_grad and call.grad_mode)
         return first_of(  # type: ignore[no-any-return]  # an operator
             _aten._scaled_dot_product_efficient_attention(
-                query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
+                query, key, value, mask, keeps, *options, scale=scale
             )
         )
     return first_of(  # type: ignore[no-any-return]  # an operator
         _aten._scaled_dot_product_cudnn_attention(
-            query, key, value, mask, call.trains, dropout_p, is_causal, False, scale=scale
+            query, key, value, mask, call.trains, *options, False, scale=scale
         )
     )
 

@@ -26,17 +26,9 @@ _LARGEST_BATCH = {True: 880_801, False: 65_535}
 """Most samples that cuDNN normalises, by whether it trains."""
 
 
-def batch_norm(
-    gpu: GPU,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    *args: Any,
-) -> Tensor:
+def batch_norm(gpu: GPU, *args: Any) -> Tensor:
     """``aten::batch_norm`` as CUDA takes it apart."""
+    input, weight, bias, running_mean, running_var, training, *_ = args
     by_cudnn = (
         weight is not None
         and bias is not None
@@ -53,8 +45,6 @@ def batch_norm(
     )
     if not by_cudnn:
         return _batch_norm(*args)  # type: ignore[no-any-return]  # an operator
-    assert weight is not None
-    assert bias is not None
     kept = [input.contiguous(memory_format=suggested_format(input))]
     kept += [weight.contiguous(), bias.contiguous()]
     output: Tensor
