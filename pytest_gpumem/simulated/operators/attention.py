@@ -40,13 +40,14 @@ _aten = torch.ops.aten
 def scaled_dot_product_attention(gpu: GPU, *args: Any) -> Tensor:
     """``aten::scaled_dot_product_attention`` as CUDA takes it apart."""
     *given, scale, enable_gqa = args
-    call = AttentionCall(gpu, *given, enable_gqa)
+    given.append(enable_gqa)
+    call = AttentionCall(gpu, *given)
     query, key, value, mask = call.query, call.key, call.value, call.mask
     kernel = call.kernel()
     are_heads_alone = query.dim() == key.dim() == value.dim() == 3 and mask is None
     if gpu.version >= _HEADS_ALONE_SINCE and are_heads_alone:
         q, k, v = (tensor.unsqueeze(0) for tensor in (query, key, value))
-        if AttentionCall(gpu, q, k, v, *given[3:], enable_gqa).kernel() != MATH:
+        if AttentionCall(gpu, q, k, v, *given[3:]).kernel() != MATH:
             return scaled_dot_product_attention(gpu, q, k, v, *args[3:]).squeeze(0)
     mask = _as_bias(mask, query)
     if kernel == MATH:
