@@ -175,18 +175,10 @@ class FreeList:
 class Pool:
     """A small or a large pool: its free lists by stream and its statistics."""
 
-    def __init__(
-        self,
-        *,
-        small: bool,
-        split_above: int,
-        tally: Tally,
-        every: Tally,
-        identity: PoolId = SHARED_POOL,
-    ) -> None:
+    def __init__(self, *, small: bool, tally: Tally, every: Tally, identity: PoolId) -> None:
         self.small = small
         self.identity = identity
-        self.split_above = split_above
+        self.split_above = 0
         """Bytes of a remainder above which a block is split."""
         self.tally = tally
         self.every = every
