@@ -115,9 +115,7 @@ def _called(op: Any, given: Any, dtype: str, has_gradient: bool, record: Record)
 def _backward(result: Any, record: Record) -> None:
     """Run the gradients of all of ``result``."""
     outputs = [
-        one
-        for one in tree_leaves(result)
-        if isinstance(one, torch.Tensor) and one.requires_grad
+        one for one in tree_leaves(result) if isinstance(one, torch.Tensor) and one.requires_grad
     ]
     if outputs:
         gradients = [torch.ones_like(one) for one in outputs]
