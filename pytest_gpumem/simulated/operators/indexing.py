@@ -1,12 +1,14 @@
 """Indexing that accumulates, embedding tables, scattering, reducing by index or segment, numbers.
 
-Source: aten/src/ATen/native/cuda/Indexing.cu (index_put_with_sort_kernel, computeLinearIndex,
-index_reduce_func_cuda_impl), Nonzero.cu (nonzero_cuda_out_impl),
-native/TensorAdvancedIndexing.cpp (_index_put_impl_, make_info, scatter_reduce_two),
+Source: aten/src/ATen/native/cuda/Indexing.cu (index_put_with_sort_kernel, computeLinearIndex),
+Nonzero.cu (nonzero_cuda_out_impl), native/TensorAdvancedIndexing.cpp (_index_put_impl_, make_info),
 native/TensorCompare.cpp (where), native/Pow.cpp (pow_Scalar_out), torch/csrc/utils/tensor_new.cpp
-(indexing_tensor_from_data); native/SegmentReduce.cpp, cuda/SegmentReduce.cu
-(_segment_reduce_lengths_ and _offsets_cuda_kernel) and cuda/UnfoldBackwardKernel.cu, of torch 2.6
-to 2.15; the order of frees is that of torch 2.6, 2.13 and 2.15 on the dry device.
+(indexing_tensor_from_data).
+
+Scattering and reducing: native/TensorAdvancedIndexing.cpp (scatter_reduce_two), SegmentReduce.cpp,
+cuda/Indexing.cu (index_reduce_func_cuda_impl), cuda/SegmentReduce.cu (_segment_reduce_lengths_ and
+_offsets_cuda_kernel) and cuda/UnfoldBackwardKernel.cu, of torch 2.6 to 2.15; the order of frees is
+that of torch 2.6, 2.13 and 2.15 on the dry device.
 
 Embedding tables have sorted indices and partial sums in the backward, and the forward's renorm:
 native/cuda/Embedding.cu (embedding_dense_backward_cuda, embedding_renorm_cuda_),
@@ -225,6 +227,9 @@ def _place_set(gpu: GPU, self: Tensor) -> None:
         passing(gpu, cub.flagged_bytes(self.numel(), capability, gpu.version))
 
 
+# Scattering, and reducing by index or segment.
+
+
 def _scattered_mean(gpu: GPU, src: Tensor, reduce: str, result: Tensor) -> None:
     """Allocate for adding up ones like the source where it went; nothing is divided by zero."""
     if reduce != "mean" or not src.numel():
@@ -281,6 +286,8 @@ def _unfold_backward(
     if step < size and input_sizes and result.numel():
         passing(gpu, input_sizes[dim] * INDEX_BYTES)
 
+
+# Embedding tables.
 
 INDICES_WITHOUT_SORT = 3072
 """Most indices for which one kernel adds the rows up in place."""
