@@ -52,11 +52,17 @@ def mish_backward(gpu: GPU, grad_output: Tensor, self: Tensor) -> Tensor:
 
 
 def dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    """``aten::dropout``: on CUDA one fused kernel with a mask of one byte per element."""
+    """``aten::dropout``: on CUDA one fused kernel with a mask of one byte per element.
+
+    Complex numbers are multiplied by real noise (_dropout_impl).
+    """
     if p == 0 or not train or input.numel() == 0:
         return input
     if p == 1:
         return input.mul(torch.zeros((), dtype=input.dtype, device=input.device))
+    if input.is_complex():
+        noise = torch.empty_like(input, dtype=input.dtype.to_real())
+        return input * noise.bernoulli_(1 - p).div_(1 - p)
     return _aten.native_dropout(input, p, train)[0]  # type: ignore[no-any-return]  # an operator
 
 
@@ -95,9 +101,9 @@ _MEAN, _SUM = 1, 2
 
 def logsumexp(self: Tensor, dim: list[int], keepdim: bool) -> Tensor:
     """``aten::logsumexp`` as its native function computes it."""
-    if not self.dtype.is_floating_point:
+    if not (self.is_floating_point() or self.is_complex()):
         self = self.to(torch.get_default_dtype())
-    highest = torch.amax(self, dim, True)
+    highest = torch.amax(torch.real(self), dim, True)
     shift = highest if keepdim else highest.squeeze(tuple(dim))
     sizes = shift.abs()
     are_infinite = sizes == math.inf

@@ -205,12 +205,15 @@ IN_PLACE: dict[str, InPlace] = {
 ACCUMULATED = frozenset({"aten.linalg_vector_norm.default", "aten.sum.dim_IntList"})
 """Overloads that a formula calls with the type which sums of a device have (renorm_backward)."""
 _SUMS_BY_DEVICE = "RenormBackward0"
+_ON_CUDA = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+"""By the type in which the CPU sums (AccumulateType.h): CUDA's, for narrower numbers."""
 
 
 def with_cuda_sums(given: Tensor, kwargs: Kwargs, node: str) -> dict[str, Any]:
-    """Return the arguments with CUDA's type of sums: that of ``meta`` tensors is float64."""
-    if node == _SUMS_BY_DEVICE and kwargs.get("dtype") is torch.float64 != given.dtype:
-        return {**kwargs, "dtype": torch.float32}
+    """Return the arguments with CUDA's type of sums: that of ``meta`` tensors is the CPU's."""
+    dtype = kwargs.get("dtype")
+    if node == _SUMS_BY_DEVICE and dtype in _ON_CUDA and dtype is not given.dtype:
+        return {**kwargs, "dtype": _ON_CUDA[dtype]}
     return kwargs
 
 

@@ -2,8 +2,7 @@
 
 Source: aten/src/ATen/native/cuda/Indexing.cu (index_put_with_sort_kernel, computeLinearIndex),
 Nonzero.cu (nonzero_cuda_out_impl), native/TensorAdvancedIndexing.cpp (_index_put_impl_, make_info),
-native/TensorCompare.cpp (where), native/Pow.cpp (pow_Scalar_out), torch/csrc/utils/tensor_new.cpp
-(indexing_tensor_from_data).
+native/TensorCompare.cpp (where), torch/csrc/utils/tensor_new.cpp (indexing_tensor_from_data).
 
 Scattering and reducing: native/TensorAdvancedIndexing.cpp (scatter_reduce_two), SegmentReduce.cpp,
 cuda/Indexing.cu (index_reduce_func_cuda_impl), cuda/SegmentReduce.cu (_segment_reduce_lengths_ and
@@ -204,12 +203,6 @@ def _where(gpu: GPU, self: Tensor, other: Tensor) -> Scratch:
         if tensor.dtype != result:
             scratch.take(tensor.numel() * result.itemsize)
     return scratch
-
-
-def _power(gpu: GPU, self: Tensor | complex) -> None:
-    if not isinstance(self, Tensor) and self != 1:
-        # The base becomes a tensor of its own type: 64-bit, or complex.
-        passing(gpu, 16 if isinstance(self, complex) else 8)
 
 
 def _count_set(gpu: GPU, self: Tensor) -> Scratch:
@@ -430,7 +423,6 @@ RULES = {
     "index_put_ index_put _index_put_impl_": Rule(before=_before_index_put, after=_index_put),
     "nonzero": Rule(before=_count_set, after=_place_set),
     "where": Rule(before=_where),
-    "pow": Rule(after=_power),
     "scatter_reduce scatter_reduce_": Rule(after=_scattered_mean),
     "index_reduce index_reduce_": Rule(after=_mean_by_index),
     "segment_reduce": Rule(before=_before_segments, after=_segments),

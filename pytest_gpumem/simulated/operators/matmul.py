@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.layout import HALVES
+from pytest_gpumem.simulated.operators.layout import HALVES, is_dense
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
 
 _LT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -50,8 +50,9 @@ _SUMS_BY_LT_SINCE = (2, 14)
 
 def _product(gpu: GPU, mat1: Tensor, mat2: Tensor, result: Tensor, *, by_lt: bool) -> None:
     if result.numel() and mat1.numel():
-        operands = (mat2, mat1) if result.is_contiguous() else (mat1, mat2)
-        copied = [operand.nbytes for operand in operands if not _readable(operand)]
+        is_transposed = result.is_contiguous()
+        operands = (mat2, mat1) if is_transposed else (mat1, mat2)
+        copied = [each.nbytes for each in operands if not _readable(each, is_transposed)]
         _multiply(gpu, copied, by_lt=by_lt)
 
 
@@ -72,15 +73,19 @@ def _each_batch(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> Non
         gpu.workspaces.gemm(gpu.stream)
 
 
-def _readable(matrix: Tensor) -> bool:
+def _readable(matrix: Tensor, result_is_transposed: bool) -> bool:
+    """prepare_matrix_for_cublas, which has the conjugate of a transposed matrix alone."""
     rows, columns = matrix.shape
     down, across = matrix.stride()
-    return (
-        (across == 1 and down >= max(1, columns))
-        or (down == 1 and across >= max(1, rows))
-        or matrix.is_contiguous()
-        or matrix.t().is_contiguous()
-    )
+    is_row_major = across == 1 and down >= max(1, columns)
+    is_column_major = down == 1 and across >= max(1, rows)
+    if is_dense(matrix):
+        is_transposed = matrix.is_contiguous()
+    elif is_row_major or is_column_major:
+        is_transposed = not is_column_major
+    else:
+        return False
+    return not (matrix.is_conj() and is_transposed == result_is_transposed)
 
 
 def _bmm(gpu: GPU, self: Tensor, mat2: Tensor, result: Tensor) -> None:
@@ -116,12 +121,14 @@ def _batched(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:
 
 
 def _batch_readable(fast: int, leading: int, matrix: Tensor, along: int, other: int) -> bool:
+    """prepare_batch_matrix_for_cublas, which conjugates transposed matrices as it reads them."""
     strides = matrix.stride()
-    return (
-        (strides[fast] == 1 and strides[leading] >= max(1, along))
-        or (strides[leading] == 1 and strides[fast] >= max(1, other))
-        or (matrix.is_contiguous() and strides[1] != 0 and strides[2] != 0)
-    )
+    if strides[fast] == 1 and strides[leading] >= max(1, along):
+        return not matrix.is_conj()
+    if strides[leading] == 1 and strides[fast] >= max(1, other):
+        return True
+    is_read = matrix.is_contiguous() and strides[1] != 0 and strides[2] != 0
+    return is_read and not (matrix.is_conj() and fast == 2)
 
 
 def _bias_in_epilogue(

@@ -233,9 +233,7 @@ def reduce(
     elements, rank = math.prod(shape), len(shape)
     if elements < MAX_VALUES * 32:
         return
-    if isinstance(dims, int):
-        dims = (dims,)
-    reduced = tuple([d % rank for d in dims]) if dims else tuple(range(rank))
+    reduced = _reduced(rank, dims)
     partial_bytes = accumulator.nbytes(dtype)
     model = gpu.model
     processors = model.sm_count, model.max_threads_per_sm
@@ -253,6 +251,18 @@ def reduce(
     for sizes in found:
         if sizes is not None:
             passing(gpu, *sizes)
+
+
+def _reduced(rank: int, dims: Over) -> Dims:
+    if isinstance(dims, int):
+        dims = (dims,)
+    return tuple([dim % rank for dim in dims]) if dims and rank else tuple(range(rank))
+
+
+def outputs_of(tensor: Tensor, dims: Over) -> int:
+    """Return the number of results of reducing ``tensor`` over ``dims``."""
+    reduced = _reduced(tensor.dim(), dims)
+    return math.prod(size for dim, size in enumerate(tensor.shape) if dim not in reduced)
 
 
 def _over(accumulator: Accumulator) -> Rule:
@@ -332,11 +342,12 @@ def _pdist_backward(gpu: GPU, self: Tensor, p: float) -> None:
 
 
 def _renorm(gpu: GPU, self: Tensor, dim: int) -> None:
-    """The norms of slices, and of halves what they are multiplied by."""
+    """The norms of slices, and what they are multiplied by where that has another type."""
     slices = self.shape[dim]
     dtype = accumulated(self.dtype)
-    is_converted = dtype != self.dtype and not self.dtype.is_complex
-    passing(gpu, slices * dtype.itemsize, slices * self.element_size() if is_converted else 0)
+    is_converted = dtype != self.dtype.to_real()
+    norms = slices * dtype.to_real().itemsize
+    passing(gpu, norms, slices * self.element_size() if is_converted else 0)
 
 
 CHUNK = 65_536
@@ -403,7 +414,6 @@ RULES = {
     "renorm renorm_": Rule(after=_renorm),
     "sum nansum mean prod": Rule(after=_sum),
     "linalg_vector_norm norm": _over(NORMS),
-    "var std var_mean std_mean": _over(MOMENTS),
     "argmax argmin": Rule(after=_position),
     "max min": Rule(
         after=lambda gpu, self, dim=None: reduce_tensor(
@@ -413,10 +423,12 @@ RULES = {
     "amax amin": _over(VALUES),
     "aminmax": _over(TWO_VALUES),
     "any all": Rule(after=_truth),
-    # (self != 0).sum(dim)
+    # (self != 0).sum(dim), but of truth, which is summed as it is
     "count_nonzero": Rule(
-        before=lambda gpu, self: Scratch(gpu, self.numel()), after=_converted_sum
+        before=lambda gpu, self: Scratch(gpu, 0 if self.dtype == torch.bool else self.numel()),
+        after=_converted_sum,
     ),
+    "trace": Rule(after=lambda gpu, self, result: _sum(gpu, self.diagonal(), result)),
     "_foreach_norm _foreach_powsum": Rule(before=_before_norm, after=_after_norm),
     "_foreach_max": Rule(before=_before_max, after=_after_max),
 }

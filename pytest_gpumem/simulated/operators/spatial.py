@@ -4,38 +4,34 @@ Source: aten/src/ATen/native/cuda/DilatedMaxPool2d.cu, DilatedMaxPool3d.cu, Aver
 AveragePool3d.cu, AdaptiveAveragePooling.cu, AdaptiveMaxPooling2d.cu, UpSampleNearest1d.cu to 3d.cu,
 UpSampleLinear1d.cu, UpSampleBilinear2d.cu, UpSampleTrilinear3d.cu and ReflectionPad.cu, of torch
 2.6 to 2.15. Outputs come first: the meta kernels give their sizes, types and memory formats as
-CUDA's do.
+CUDA's do. Linear, bicubic and trilinear resizing reads its input by its strides. Each resizing is
+seen on the dry device, 2.13 and 2.15, of contiguous, strided and channels-last inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.layout import copied
+from pytest_gpumem.simulated.operators.layout import copied, suggested_format
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, copies_of
 
 _READING = {
-    copies_of("self", like="self"): """
-        max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d upsample_nearest2d
-        upsample_bilinear2d
-    """,
+    copies_of("self", like="self"): "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d",
     copies_of("grad_output", like="self"): "avg_pool2d_backward _adaptive_avg_pool2d_backward",
     copies_of("grad_output", "self", "indices", like="self"): "max_pool2d_with_indices_backward",
-    copies_of("grad_output", like="grad_output"): """
-        upsample_nearest2d_backward upsample_bilinear2d_backward _upsample_nearest_exact2d_backward
-    """,
     copies_of("self"): """
-        reflection_pad1d reflection_pad2d reflection_pad3d upsample_nearest1d upsample_nearest3d
-        upsample_linear1d upsample_trilinear3d max_pool3d_with_indices avg_pool3d
-        _adaptive_avg_pool3d
+        reflection_pad1d reflection_pad2d reflection_pad3d upsample_nearest1d
+        _upsample_nearest_exact1d max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d
     """,
     copies_of("grad_output"): """
         reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
-        upsample_bicubic2d_backward _upsample_bicubic2d_aa_backward
-        _upsample_nearest_exact1d_backward _upsample_nearest_exact3d_backward
+        upsample_bicubic2d_backward _upsample_bicubic2d_aa_backward upsample_nearest1d_backward
+        _upsample_nearest_exact1d_backward upsample_nearest3d_backward
+        _upsample_nearest_exact3d_backward upsample_linear1d_backward
         _upsample_bilinear2d_aa_backward adaptive_max_pool2d_backward
         adaptive_max_pool3d_backward
     """,
@@ -58,8 +54,49 @@ def _into_columns(gpu: GPU, self: Tensor, result: Tensor) -> Iterator[Tensor]:
     copies.free()
 
 
+_CHANNELS = 4
+"""Fewest channels that the kernels for channels last resize at once."""
+_CHANNELS_OF_BILINEAR = 16
+
+
+def _reads_channels_last(read: Tensor, written: Tensor, fewest: int) -> bool:
+    layout = suggested_format(read)
+    return (
+        layout is torch.channels_last
+        and read.shape[1] >= fewest
+        and written.is_contiguous(memory_format=layout)
+    )
+
+
+def _resized(gpu: GPU, read: Tensor, written: Tensor) -> Scratch:
+    """A copy in the layout of one of two kernels; the other one's result is copied, too."""
+    if _reads_channels_last(read, written, _CHANNELS):
+        return Scratch(gpu, *copied(read, memory_format=torch.channels_last))
+    return Scratch(gpu, *copied(written, read))
+
+
+def _bilinear(gpu: GPU, self: Tensor, result: Tensor) -> Scratch:
+    """Images are read as they lie, but for many channels that are last."""
+    is_last = _reads_channels_last(self, result, _CHANNELS_OF_BILINEAR)
+    return Scratch(gpu, *(copied(self, memory_format=torch.channels_last) if is_last else ()))
+
+
 RULES = {
     **{names: Rule(after=reading) for reading, names in _READING.items()},
+    "upsample_bilinear2d": Rule(after=_bilinear),
+    "upsample_nearest2d _upsample_nearest_exact2d": Rule(
+        after=lambda gpu, self, result: _resized(gpu, self, result)
+    ),
+    "upsample_nearest2d_backward upsample_bilinear2d_backward _upsample_nearest_exact2d_backward": (
+        Rule(after=lambda gpu, grad_output, result: _resized(gpu, grad_output, result))
+    ),
+    # A result that is not contiguous is copied from one that is.
+    "upsample_nearest3d _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa": (
+        Rule(after=lambda gpu, self, result: Scratch(gpu, *copied(result, self)))
+    ),
+    "upsample_trilinear3d_backward": Rule(
+        after=lambda gpu, grad_output, result: Scratch(gpu, *copied(grad_output, result))
+    ),
     # max_unpooling2d_forward_out_cuda copies before its result is resized.
     "max_unpool2d max_unpool3d": Rule(before=copies_of("self", "indices")),
     "im2col col2im": Rule(placed=_into_columns),

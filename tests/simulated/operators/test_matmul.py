@@ -50,3 +50,28 @@ def test_a_vector_of_one_number_is_copied_for_the_product(on: Any) -> None:
     matrix.mv(row)  # takes cuBLAS's workspace
     assert gpu.of(lambda: matrix.mv(row)) == [256]
     assert gpu.of(lambda: matrix.mv(number)) == [256, 128, -128]
+
+
+def test_a_conjugate_is_read_of_a_transposed_matrix_and_copied_of_others(on: Any) -> None:
+    # cuBLAS has the conjugate transpose; a row-major result is computed transposed.
+    gpu = on()
+    a, b = (torch.zeros(64, 64, dtype=torch.complex64, device="cuda") for _ in range(2))
+    size = 64 * 64 * 8
+    torch.mm(a, b)  # takes cuBLAS's workspace
+    assert gpu.of(lambda: torch.mm(a, b.mH)) == [size]
+    assert gpu.of(lambda: torch.mm(a.conj(), b)) == [size, size, -size]
+    assert gpu.of(lambda: torch.mm(a, b.conj())) == [size, size, -size]
+    rows = torch.zeros(64, 128, dtype=torch.complex64, device="cuda")[:, :64]
+    assert gpu.of(lambda: torch.mm(a, rows.mH)) == [size]
+    assert gpu.of(lambda: torch.mm(a, rows.conj())) == [size, size, -size]
+    columns = torch.zeros(64, 64, 2, dtype=torch.complex64, device="cuda")[..., 0]
+    assert gpu.of(lambda: torch.mm(a, columns.mH)) == [size, size, -size]
+
+
+def test_a_conjugate_of_batches_is_read_where_it_is_transposed(on: Any) -> None:
+    gpu = on()
+    a, b = (torch.zeros(4, 64, 64, dtype=torch.complex64, device="cuda") for _ in range(2))
+    size = 4 * 64 * 64 * 8
+    torch.bmm(a, b)
+    assert gpu.of(lambda: torch.bmm(a, b.mH)) == [size]
+    assert gpu.of(lambda: torch.bmm(a, b.conj())) == [size, size, -size]

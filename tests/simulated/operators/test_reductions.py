@@ -73,6 +73,9 @@ def test_counting_converts_truth_to_integers(on: Any) -> None:
     assert gpu.of(truth.sum) == [8, 1024 * 8, -1024 * 8]
     numbers = torch.ones(32, 32, device="cuda")
     assert gpu.of(numbers.count_nonzero) == [1024, 8, 1024 * 8, -1024 * 8, -1024]
+    assert gpu.of(truth.count_nonzero) == [8, 1024 * 8, -1024 * 8]
+    assert gpu.of(truth.trace) == [8, 32 * 8, -32 * 8]
+    assert gpu.of(numbers.trace) == [4]
 
 
 def test_16_bit_sums_in_float_are_not_converted(on: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,16 +14,24 @@ from torch.nn import functional
 SIZE = 2 * 8 * 12 * 12 * 4
 
 
+def _doubled(x: torch.Tensor, mode: str) -> torch.Tensor:
+    return functional.interpolate(x, scale_factor=2, mode=mode)
+
+
 @pytest.mark.parametrize(
     ("call", "outputs"),
     [
         (lambda x: functional.max_pool2d(x, 2), [SIZE // 4, SIZE // 2]),
         (lambda x: functional.avg_pool2d(x, 2), [SIZE // 4]),
         (lambda x: functional.interpolate(x, scale_factor=2), [4 * SIZE]),
-        (lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear"), [4 * SIZE]),
+        (lambda x: functional.interpolate(x, scale_factor=2, mode="nearest-exact"), [4 * SIZE]),
+        (
+            lambda x: functional.interpolate(x, scale_factor=2, mode="bicubic", antialias=True),
+            [4 * SIZE],
+        ),
         (lambda x: functional.pad(x, (1, 1, 1, 1), mode="reflect"), [2 * 8 * 14 * 14 * 4]),
     ],
-    ids=["max", "avg", "nearest", "bilinear", "reflect"],
+    ids=["max", "avg", "nearest", "exact", "smooth", "reflect"],
 )
 def test_strided_inputs_are_copied(
     on: Any, call: Callable[[torch.Tensor], torch.Tensor], outputs: list[int]
@@ -32,6 +41,57 @@ def test_strided_inputs_are_copied(
     assert gpu.of(lambda: call(x)) == outputs
     strided = torch.randn(2, 8, 24, 12, device="cuda", requires_grad=True)[:, :, ::2]
     assert gpu.of(lambda: call(strided)) == [*outputs, SIZE, -SIZE]
+
+
+@pytest.mark.parametrize(
+    ("mode", "dims"), [("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)]
+)
+def test_linear_resizing_reads_by_strides(on: Any, mode: str, dims: int) -> None:
+    gpu = on()
+    size = 2 * 4 * 6**dims * 4
+    x = torch.zeros(2, 4, *[6] * dims, 2, device="cuda")[..., 0].requires_grad_()
+    assert gpu.of(lambda: _doubled(x, mode)) == [size * 2**dims]
+    y = _doubled(x, mode)
+    gradient = torch.ones((), device="cuda").expand_as(y)
+    copy = size * 2**dims
+    assert gpu.of(lambda: torch.autograd.grad(y, x, gradient))[:3] == [size, copy, -copy]
+
+
+@pytest.mark.parametrize(
+    ("mode", "channels", "is_kept"),
+    [("nearest", 4, True), ("nearest", 2, False), ("bilinear", 16, True)],
+)
+def test_few_channels_that_are_last_are_resized_as_first(
+    on: Any, mode: str, channels: int, is_kept: bool
+) -> None:
+    gpu = on()
+    size = 2 * channels * 6 * 6 * 4
+    x = torch.zeros(2, channels, 6, 6, device="cuda").to(memory_format=torch.channels_last)
+    made = [] if is_kept else [4 * size, size, -size, -4 * size]
+    assert gpu.of(lambda: _doubled(x, mode)) == [4 * size, *made]
+    wide = torch.zeros(2, 2 * channels, 6, 6, device="cuda").to(memory_format=torch.channels_last)
+    copied = [size, -size] if is_kept else made
+    assert gpu.of(lambda: _doubled(wide[:, :channels], mode)) == [4 * size, *copied]
+
+
+def test_bilinear_resizing_reads_few_channels_by_strides(on: Any) -> None:
+    gpu = on()
+    x = torch.zeros(2, 16, 6, 6, device="cuda").to(memory_format=torch.channels_last)[:, :8]
+    resized = 4 * x.nbytes
+    assert gpu.of(lambda: _doubled(x, "bilinear")) == [resized]
+
+
+def test_volumes_are_resized_into_a_contiguous_result(on: Any) -> None:
+    gpu = on()
+    x = torch.zeros(2, 4, 6, 6, 6, device="cuda").to(memory_format=torch.channels_last_3d)
+    x.requires_grad_()
+    size = x.nbytes
+    copies = [8 * size, size, -size, -8 * size]
+    for mode in ("nearest", "nearest-exact"):
+        assert gpu.of(partial(_doubled, x, mode)) == [8 * size, *copies]
+    y = _doubled(x, "trilinear")
+    gradient = torch.ones_like(y)
+    assert gpu.of(lambda: torch.autograd.grad(y, x, gradient))[:5] == [size, *copies]
 
 
 def test_channels_last_is_pooled_as_it_lies(on: Any) -> None:
