@@ -43,12 +43,12 @@ def scaled_dot_product_attention(gpu: GPU, *args: Any) -> Tensor:
     given.append(enable_gqa)
     call = AttentionCall(gpu, *given)
     query, key, value, mask = call.query, call.key, call.value, call.mask
-    kernel = call.kernel()
-    are_heads_alone = query.dim() == key.dim() == value.dim() == 3 and mask is None
+    are_heads_alone = query.dim() == key.dim() == value.dim() == 3
     if gpu.version >= _HEADS_ALONE_SINCE and are_heads_alone:
-        q, k, v = (tensor.unsqueeze(0) for tensor in (query, key, value))
-        if AttentionCall(gpu, q, k, v, *given[3:]).kernel() != MATH:
-            return scaled_dot_product_attention(gpu, q, k, v, *args[3:]).squeeze(0)
+        batch = [tensor.unsqueeze(0) for tensor in (query, key, value)]
+        mask = mask.unsqueeze(0) if mask is not None and mask.dim() == 3 else mask
+        return scaled_dot_product_attention(gpu, *batch, mask, *args[4:]).squeeze(0)
+    kernel = call.kernel()
     mask = _as_bias(mask, query)
     if kernel == MATH:
         return _by_products(call, mask, scale)
@@ -82,7 +82,7 @@ COMPOSITES: dict[str, Composite] = {
 }
 
 _HEADS_ALONE_SINCE = (2, 14)
-"""First release whose fused kernels take tensors of three dimensions (tried on 2.13, 2.15)."""
+"""First release that takes tensors of three dimensions for a batch of one (tried on 2.13, 2.15)."""
 
 
 def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
@@ -126,10 +126,11 @@ def _by_products(call: AttentionCall, mask: Tensor | None, scale: float | None) 
         shown = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
         mask = _as_bias(shown, scaled)
         del shown
+    keys, values = key, value
     if call.gqa and not query.shape[-3] == key.shape[-3] == value.shape[-3]:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scores = torch.matmul(scaled, key.transpose(-2, -1) * factor)
+        keys = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        values = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = torch.matmul(scaled, keys.transpose(-2, -1) * factor)
     if mask is not None:
         scores.add_(mask)
     weights = torch._safe_softmax(scores, -1)
@@ -138,8 +139,8 @@ def _by_products(call: AttentionCall, mask: Tensor | None, scale: float | None) 
         weights = torch.dropout(weights, call.dropout, True)
     # make_tuple(matmul(attn, value).to(dtype), attn.to(dtype)): the second one is made first.
     kept = weights.to(dtype)
-    out = torch.matmul(weights, value).to(dtype)
-    del weights, scaled, mask, value, key, query
+    out = torch.matmul(weights, values).to(dtype)
+    del weights, keys, values, scaled, mask, value, key, query
     del kept
     return out
 

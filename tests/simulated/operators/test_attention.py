@@ -245,3 +245,39 @@ def test_a_capture_keeps_seed_and_offset_on_the_device(on: Any, version: str) ->
         gpu.events()  # up to 2.13 the capture's own generator
         result = attend(given, given, given)
     assert gpu.events()[:5] == [8, 8, result.nbytes, -8, -8]
+
+
+@pytest.mark.parametrize(("version", "is_one"), [("2.13", False), ("2.15", True)])
+def test_three_dimensions_are_a_batch_of_one_since_2_14(
+    on: Any, version: str, is_one: bool
+) -> None:
+    gpu = on("A100-40GB", version)
+    query, key, value = (torch.zeros(4, length, 8, device="cuda") for length in (3, 6, 6))
+    mask = torch.zeros(3, 6, device="cuda")
+    # The efficient kernel's mask has rows of eight; products begin with scaled queries.
+    first = 3 * 8 * 4 if is_one else query.nbytes
+    assert gpu.of(lambda: attend(query, key, value, mask))[0] == first
+    wide = [tensor.double().requires_grad_() for tensor in (query, key, value)]
+    queries, keys = wide[0].nbytes, wide[1].nbytes
+    out = attend(*wide)
+    gradient = torch.ones_like(out)
+    events = gpu.of(lambda: out.backward(gradient))
+    # Gradients of what was scaled; that of keys is copied to their layout behind their batch.
+    copied, scaled = [keys, -keys], [queries, -queries]
+    order = [*scaled, *copied] if is_one else [*copied, *scaled]
+    assert events[-7:-1] == [keys, -keys, *order]
+
+
+def test_halves_of_groups_live_as_float32_until_the_end(on: Any) -> None:
+    gpu = on("A100-40GB", "2.13")
+    query, key = (
+        torch.zeros(1, *shape, dtype=torch.float16, device="cuda", requires_grad=True)
+        for shape in ((4, 3, 8), (2, 6, 8))
+    )
+    queries, keys, weights = 4 * 3 * 8, 2 * 6 * 8, 4 * 3 * 6
+    with sdpa_kernel(SDPBackend.MATH):
+        events = gpu.of(lambda: attend(query, key, key, enable_gqa=True))
+    # Queries, keys and values; queries scaled; keys and values of each head.
+    assert events[:6] == [4 * queries, 4 * keys, 4 * keys, 4 * queries, 8 * keys, 8 * keys]
+    freed = [-4 * queries, -8 * keys, -4 * keys, -4 * keys, -4 * queries, -2 * weights]
+    assert events[-7:] == [2 * queries, *freed]
