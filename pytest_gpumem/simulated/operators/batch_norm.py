@@ -2,7 +2,8 @@
 
 Source: aten/src/ATen/native/Normalization.cpp (_select_batch_norm_backend,
 _batch_norm_impl_index), native/cudnn/BatchNorm.cpp, native/cuda/Normalization.cu and .cuh
-(batch_norm_cuda, batch_norm_backward_cuda and their channels-last templates; batch_norm_stats_cuda,
+(batch_norm_cuda, batch_norm_backward_cuda and their channels-last templates, also as
+_batch_norm_with_update_cuda and _new_batch_norm_backward_cuda call them; batch_norm_stats_cuda,
 batch_norm_gather_stats_cuda, batch_norm_backward_reduce_cuda, batch_norm_backward_elemt_cuda and
 batch_norm_update_stats_cuda, which ``nn.SyncBatchNorm`` puts together), of torch 2.6 to 2.15.
 cuDNN needs no workspace and no reserve for batch norm of contiguous tensors; for channels-last
@@ -11,7 +12,7 @@ training it does, in sizes that only it determines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,15 +27,21 @@ _LARGEST_BATCH = {True: 880_801, False: 65_535}
 """Most samples that cuDNN normalises, by whether it trains."""
 
 
-def batch_norm(gpu: GPU, *args: Any) -> Tensor:
-    """``aten::batch_norm`` as CUDA takes it apart."""
-    input, weight, bias, running_mean, running_var, training, *_ = args
-    by_cudnn = (
+def _by_cudnn(
+    gpu: GPU,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+) -> bool:
+    """_select_batch_norm_backend."""
+    return (
         weight is not None
         and bias is not None
         and torch.backends.cudnn.enabled
-        and input.numel()
-        and input.is_cuda
+        and input.numel() > 0
         and torch.bfloat16 not in (input.dtype, weight.dtype)
         and (input.dtype != torch.float16 or weight.dtype == torch.float32)
         and (running_mean is None) == (running_var is None)
@@ -43,7 +50,12 @@ def batch_norm(gpu: GPU, *args: Any) -> Tensor:
         and input.shape[0] <= _LARGEST_BATCH[training]
         and (input.numel() < INDEXABLE or gpu.version < (2, 14))
     )
-    if not by_cudnn:
+
+
+def batch_norm(gpu: GPU, *args: Any) -> Tensor:
+    """``aten::batch_norm`` as CUDA takes it apart."""
+    input, weight, bias = args[:3]
+    if not (input.is_cuda and _by_cudnn(gpu, *args[:6])):
         return _batch_norm(*args)  # type: ignore[no-any-return]  # an operator
     kept = [input.contiguous(memory_format=suggested_format(input))]
     kept += [weight.contiguous(), bias.contiguous()]
@@ -101,13 +113,18 @@ def _stage(gpu: GPU, input: Tensor, values: int) -> None:
 def _batch_norm_forward(
     gpu: GPU, input: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool
 ) -> None:
-    # batch_norm_choose_impl
+    # batch_norm_choose_impl, which knows the layout of images only
     is_contiguous = input.is_contiguous()
-    are_channels_last = input.stride(1) == 1 if is_contiguous else _is_channels_last(input)
+    is_image = input.dim() == 4 and _is_channels_last(input)
+    are_channels_last = input.stride(1) == 1 if is_contiguous else is_image
     is_general = input.numel() > INDEXABLE or not (is_contiguous or are_channels_last)
     if training and is_general:
+        # make_reduction: of 16 bits only float16 is read as it is into two results.
+        is_converted = input.dtype == torch.bfloat16
+        converted = Scratch(gpu, input.numel() * _accumulated_bytes(input) if is_converted else 0)
         kept = [dim for dim in range(input.dim()) if dim != 1]
         reductions.reduce_tensor(gpu, input, kept, reductions.MOMENTS)
+        converted.free()
     elif training and are_channels_last:
         _stage(gpu, input, _MOMENTS)
     if is_general:
@@ -148,6 +165,37 @@ def _batch_norm_backward(
     if by_input and grad_input is not None:
         adopt(grad_input, gpu)
     scratch.free()
+
+
+def _update(
+    gpu: GPU,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+) -> None:
+    """_batch_norm_with_update_cuda, of programs that torch.export made."""
+    if not _by_cudnn(gpu, input, weight, bias, running_mean, running_var, training=True):
+        _batch_norm_forward(gpu, input, weight, bias, training=True)
+
+
+def _update_backward(
+    gpu: GPU,
+    grad_out: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    update: bool,
+    output_mask: Sequence[bool],
+    result: Gradients,
+) -> Iterable[Tensor]:
+    """_new_batch_norm_backward_cuda."""
+    if _by_cudnn(gpu, input, weight, weight, running_mean, running_var, update):
+        return [gradient for gradient in result if gradient is not None]
+    return _batch_norm_backward(gpu, grad_out, input, save_mean, update, output_mask, result)
 
 
 def _merges(gradient: Tensor) -> bool:
@@ -237,4 +285,6 @@ IN_VIEW: dict[str, Composite] = {
 RULES = {
     "native_batch_norm": Rule(after=_batch_norm_forward),
     "native_batch_norm_backward": Rule(placed=_batch_norm_backward),
+    "_batch_norm_with_update": Rule(after=_update),
+    "batch_norm_backward": Rule(placed=_update_backward),
 }

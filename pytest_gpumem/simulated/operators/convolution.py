@@ -151,7 +151,7 @@ class _Call(Choice):
         if kernel == SLOW:
             return self._slow_forward(input, weight, shape, bias is not None)
         if kernel == DEPTHWISE:
-            return _depthwise_forward(input.contiguous(), weight, shape)
+            return _depthwise_forward(input, weight, bias, shape)
         return input.new_empty(shape)
 
     def _toward(self, direction: str, given: Tensor, weight: Tensor, shape: _Sizes) -> Tensor:
@@ -250,18 +250,14 @@ class _Call(Choice):
                 kept = input.contiguous(memory_format=common_format(input, weight))
             grad_input, grad_weight = self._cudnn_backward(grad_output, kept, weight, mask)
             del kept
+        elif kernel == DEPTHWISE and input.dim() == 5:
+            return _depthwise_volume_backward(grad_output, input, weight, mask)
         elif kernel == DEPTHWISE:
             grad_input, grad_weight = _depthwise_backward(grad_output, input, weight, mask)
         else:
             grad_input = torch.zeros_like(input) if mask[0] else None
             grad_weight = torch.zeros_like(weight) if mask[1] else None
-        grad_bias = None
-        if mask[2]:
-            dims = [0, *range(2, grad_output.dim())]
-            # Where autocast casts the sum, the engine casts the gradient back.
-            dtype = torch.float32 if sums_in_float32(grad_output) else None
-            grad_bias = grad_output.sum(dims, dtype=dtype)
-        return grad_input, grad_weight, grad_bias
+        return grad_input, grad_weight, _bias_gradient(grad_output) if mask[2] else None
 
     def _cudnn_backward(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
@@ -310,29 +306,48 @@ def _empty(shape: _Sizes, like: Tensor, memory_format: torch.memory_format) -> T
     )
 
 
-def _depthwise_forward(input: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _bias_gradient(grad_output: Tensor) -> Tensor:
+    dims = [0, *range(2, grad_output.dim())]
+    # Where autocast casts the sum, the engine casts the gradient back.
+    dtype = torch.float32 if sums_in_float32(grad_output) else None
+    return grad_output.sum(dims, dtype=dtype)
+
+
+def _depthwise_forward(
+    input: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...]
+) -> Tensor:
     """conv_depthwise2d_cuda, conv_depthwise3d_cuda, which add the bias in their kernels."""
-    kept = weight.contiguous() if input.dim() == 4 else None
-    output = input.new_empty(shape)
-    if kept is None:
-        weight.contiguous()
+    input = input.contiguous()
+    output = input.new_empty(shape) if input.dim() == 5 else None
+    weight = weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    if output is None:
+        output = input.new_empty(shape)
+    del bias, weight, input
     return output
+
+
+def _depthwise_volume_backward(
+    grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
+) -> Gradients:
+    """conv_depthwise3d_backward_cuda."""
+    grad_input = grad_output.new_empty(input.shape) if mask[0] else None
+    grad_weight = grad_output.new_empty(weight.shape) if mask[1] else None
+    kept = grad_output.contiguous()
+    if mask[0]:
+        weight.contiguous()
+    if mask[1]:
+        input.contiguous()
+    grad_bias = _bias_gradient(grad_output) if mask[2] else None
+    del kept
+    return grad_input, grad_weight, grad_bias
 
 
 def _depthwise_backward(
     grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """conv_depthwise2d_backward_cuda_out, _depthwise_3d_backward_cuda_out."""
+    """conv_depthwise2d_backward_cuda_out."""
     grad_input = grad_weight = None
-    if input.dim() == 5:
-        grad_input = grad_output.new_empty(input.shape) if mask[0] else None
-        grad_weight = grad_output.new_empty(weight.shape) if mask[1] else None
-        kept = grad_output.contiguous()
-        if mask[0]:
-            weight.contiguous()
-        if mask[1]:
-            input.contiguous()
-        return grad_input, grad_weight
     kept = grad_output.contiguous()
     if mask[1]:
         copied = input.contiguous()

@@ -58,11 +58,13 @@ def segmented_sort_pairs_bytes(count: int, key_bytes: int, value_bytes: int) -> 
     return alias_temporaries(count * key_bytes, count * value_bytes)
 
 
-def scan_bytes(count: int, element_bytes: int, version: Version) -> int:
+def scan_bytes(
+    count: int, element_bytes: int, version: Version, *, is_complex: bool = False
+) -> int:
     """Return the bytes for a prefix sum of ``count`` numbers, by an operator that is not CUB's."""
     items = max(1, min(15 * 4 // element_bytes, 30))
-    if element_bytes < 4:
-        # c10::Half and c10::BFloat16 are no numbers to CUB: flags and both sums are kept apart.
+    if element_bytes < 4 or is_complex:
+        # c10's types are no numbers to CUB: flags and both sums are kept apart.
         states = -(-count // (128 * items)) + _LANES
         apart = alias_temporaries(states * 4, states * element_bytes, states * element_bytes)
         return alias_temporaries(apart)

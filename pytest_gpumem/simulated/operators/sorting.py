@@ -224,7 +224,8 @@ def _scan_one_row(gpu: GPU, scratch: Scratch, elements: int, result: Tensor) -> 
     for first in range(0, elements, cub.LARGEST_SCAN):
         carried = scratch.take(size) if first else 0
         count = min(elements - first, cub.LARGEST_SCAN)
-        scratch.passing(cub.scan_bytes(count, size, gpu.version))
+        is_complex = result.is_complex()
+        scratch.passing(cub.scan_bytes(count, size, gpu.version, is_complex=is_complex))
         scratch.drop(carried)
 
 

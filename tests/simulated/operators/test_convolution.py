@@ -184,6 +184,30 @@ def test_depthwise_backward_computes_the_weight_first(on: Any) -> None:
     assert events[:2] == [128 * 9 * 4, IMAGE]
 
 
+def test_depthwise_kernels_read_contiguous_weights_and_biases(on: Any) -> None:
+    gpu = on()
+    # Convolutions of complex numbers are three of their parts, which lie beside each other.
+    weight = torch.zeros(128, 1, 3, 3, dtype=torch.complex64, device="cuda").real
+    bias = torch.zeros(128, dtype=torch.complex64, device="cuda").real
+    x, numbers = image(grad=False), 128 * 9 * 4
+    events = gpu.of(lambda: functional.conv2d(x, weight, bias, padding=1, groups=128))
+    assert events == [numbers, 512, IMAGE, -512, -numbers]
+
+
+def test_a_volumes_bias_is_summed_before_its_gradients_copy_is_freed(on: Any) -> None:
+    gpu = on()
+    x, weight, bias = (
+        torch.zeros(shape, device="cuda", requires_grad=True)
+        for shape in ((2, 4, 8, 8, 8), (4, 1, 3, 3, 3), (4,))
+    )
+    with torch.backends.cudnn.flags(enabled=False):
+        output = functional.conv3d(x, weight, bias, groups=4)
+    gradient = torch.zeros(*output.shape, 2, device="cuda")[..., 0]
+    events = gpu.of(lambda: torch.autograd.grad(output, (x, weight, bias), gradient))
+    copy = output.nbytes
+    assert events == [x.nbytes, weight.nbytes, copy, bias.nbytes, -copy]
+
+
 def test_without_cudnn_patches_become_columns(on: Any) -> None:
     gpu = on()
     layer, x = conv(), image()

@@ -75,6 +75,15 @@ def test_prefix_sum(count: int, element: int, version: tuple[int, int], answer: 
 
 
 @pytest.mark.parametrize(
+    ("count", "element", "answer"),
+    [(1000, 8, 1791), (3_000_000, 8, 68_351), (1000, 16, 2303), (3_000_000, 16, 283_391)],
+)
+def test_prefix_sum_of_complex_numbers(count: int, element: int, answer: int) -> None:
+    # As torch's own code asks on the dry device (2.15), in tiles of 128 threads.
+    assert cub.scan_bytes(count, element, CUDA_13, is_complex=True) == answer
+
+
+@pytest.mark.parametrize(
     ("count", "index", "answers"),
     [
         (3000, 8, (1023, 1023, 1023)),

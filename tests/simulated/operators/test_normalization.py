@@ -158,3 +158,40 @@ def test_rms_norm_was_made_of_operators_before(on: Any) -> None:
         output = norm(torch.randn(8, 64, device="cuda", requires_grad=True))
         nodes.append(output.grad_fn.name())
     assert nodes == ["MulBackward0", "_FusedRmsNormBackward"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "converted"),
+    [(torch.float32, []), (torch.float16, []), (torch.bfloat16, [1536, -1536])],
+)
+def test_volumes_of_channels_last_are_normalised_as_any_layout(
+    on: Any, dtype: torch.dtype, converted: list[int]
+) -> None:
+    # Their moments are reduced, of bfloat16 in float32; weights and biases are made of none.
+    gpu = on()
+    x = torch.zeros(2, 3, 4, 4, 4, dtype=dtype, device="cuda")
+    x = x.to(memory_format=torch.channels_last_3d)
+    mean, variance = torch.zeros(3, device="cuda"), torch.ones(3, device="cuda")
+    kept = [x.nbytes, 12, 12]
+    events = gpu.of(lambda: torch.native_batch_norm(x, None, None, mean, variance, True, 0.1, 1e-5))
+    assert events == [*kept, *converted, 4, 4, -4, -4]
+
+
+def test_batch_norm_of_exported_programs_takes_the_same_kernels(on: Any) -> None:
+    gpu = on("A100-40GB")
+    update = torch.ops.aten._batch_norm_with_update
+    weights = [torch.zeros(64, device="cuda") for _ in range(4)]
+    rows = torch.zeros(4096, 64, device="cuda")
+    # 32 channels of 16 rows in a block, 16 rows a thread: 16 blocks' four numbers of a channel.
+    partial = [16 * 64 * 4 * 4, 4 * 2]
+    taken = [rows.nbytes, 256, 256, *partial, -partial[1], -partial[0]]
+    assert gpu.of(lambda: update(rows, *weights, 0.1, 1e-5)) == taken
+    weights = [torch.zeros(3, device="cuda") for _ in range(4)]
+    # Sums of each channel come before the gradients; cuDNN takes volumes and images.
+    sums = [12, 12, 12, 12]
+    for x, first in ((torch.zeros(20, 3), [*sums, 240]), (torch.zeros(2, 3, 5), [120, 12, 12])):
+        given = [x.cuda().requires_grad_(), *[one.requires_grad_() for one in weights[:2]]]
+        output = update(*given, *weights[2:], 0.1, 1e-5)[0]
+        gradient = torch.ones_like(output)
+        events = gpu.of(lambda: torch.autograd.grad(output, given, gradient))  # noqa: B023
+        assert events[: len(first)] == first
