@@ -148,9 +148,11 @@ def process_quota(value: str) -> Quota:
 
 def shard_part(value: str) -> tuple[int, int]:
     """Return the part's number and the number of parts: ``2/5``."""
-    from pytest_gpumem.sharing.weights import parse_shard
-
-    return parse_shard(value)
+    numbers = re.fullmatch(r"\s*([0-9]{1,6})/([0-9]{1,6})\s*", value)
+    shard = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    if not 1 <= shard[0] <= shard[1]:
+        raise ValueError(f"{_quoted(value)} is not a shard; write K/N with K from 1 to N, like 2/4")
+    return shard
 
 
 def one_of(*choices: Any) -> Callable[[str], Any]:

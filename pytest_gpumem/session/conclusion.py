@@ -147,13 +147,13 @@ class Conclusion:
 
     def _write_baselines(self, *, prune: bool) -> Iterator[str]:
         settings = self._settings
-        prune = prune and settings.prune
-        if settings.update is None and not prune:
+        prune = prune and settings.prune_baselines
+        if settings.update_baselines is None and not prune:
             return
         self._update = update_baselines(
             BaselineStore(settings.baselines),
             list(self._measured_tests()),
-            mode=settings.update,
+            mode=settings.update_baselines,
             prune=prune,
             collected=self._collection(),
         )
@@ -162,7 +162,7 @@ class Conclusion:
     def _look_for_missing(self) -> Iterator[str]:
         """Find baselines that no test uses; yield the errors where baselines are required."""
         settings = self._settings
-        if settings.prune or not any(record.expectation for record in self._results.records):
+        if settings.prune_baselines or not any(one.expectation for one in self._results.records):
             return
         store, tests = BaselineStore(settings.baselines), list(self._measured_tests())
         self._missing = Missing(
@@ -171,7 +171,7 @@ class Conclusion:
             relative(settings.baselines, self._config.invocation_params.dir).replace(os.sep, "/"),
         )
         moved = self._missing.moved
-        if moved and settings.require_baselines and settings.update is None:
+        if moved and settings.require_baselines and settings.update_baselines is None:
             yield (
                 f"{moved} test{'s' * (moved > 1)} {_were(moved)} compared with nothing, because "
                 "what is stored has another name, which fails this run as baselines are required"

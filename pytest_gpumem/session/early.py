@@ -118,7 +118,7 @@ def selector_of(config: pytest.Config, settings: Settings) -> DeviceSelector:
     if ambient := current_ambient(config):
         return ambient.selector
     selector = config.stash.get(SELECTOR, None) or DeviceSelector(settings.device)
-    selector.stand_ins = settings.stand_ins
+    selector.stand_ins = settings.sim_stand_ins != "off"
     selector.compile = settings.sim_compile
     return selector
 

@@ -80,7 +80,7 @@ class Judge:
         # While baselines are replaced nothing is compared, and the update itself reports a file
         # that cannot be read.
         baseline = None
-        if expectation.baseline is not False and self._settings.update != "all":
+        if expectation.baseline is not False and self._settings.update_baselines != "all":
             baseline = self._store.entry(record.environment, *split_nodeid(record.nodeid))
         judgement = self._compared(
             record,
@@ -127,7 +127,7 @@ class Judge:
             baseline=baseline,
             environment=record.environment,
             require_baseline=bool(self._config.getoption(name, None) or self._config.getini(name)),
-            update=self._settings.update,
+            update=self._settings.update_baselines,
             elsewhere=elsewhere,
             used_elsewhere=used_elsewhere,
             default_phases=self._settings.defaults.get("phases", {}),

@@ -111,7 +111,7 @@ class GpumemSession(Parts):
         """Whether files are written at the end, or may have to be."""
         settings = self.settings
         asked = any(not target.unasked for target in settings.reports)
-        changes = settings.update or settings.prune
+        changes = settings.update_baselines or settings.prune_baselines
         return bool(self.results.by_run or asked or changes or settings.share or settings.shard)
 
     def fixture(self) -> Gpumem | IdleGpumem:
