@@ -52,9 +52,7 @@ REWRITTEN = (
     *("pytest_gpumem.session.sharing", "pytest_gpumem.session.waiting"),
     *("pytest_gpumem.sharing.watched", "pytest_gpumem.session.device_admissions"),
     *("pytest_gpumem.sharing.admission", "pytest_gpumem.sharing.gate"),
-    *("pytest_gpumem.sharing.ledger", "pytest_gpumem.sharing.need"),
-    *("pytest_gpumem.sharing.need", "pytest_gpumem.sharing.device_counts"),
-    *("pytest_gpumem.sharing.usage", "pytest_gpumem.sharing.watched"),
+    *("pytest_gpumem.sharing.ledger", "pytest_gpumem.sharing.usage"),
     *("xdist.dsession", "xdist.remote", "xdist.report", "xdist.scheduler", "xdist.workermanage"),
 )
 """What runs import by pytest's import hook."""

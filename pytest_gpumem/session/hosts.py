@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pytest_gpumem.sharing.admission import NOWHERE, Need, Place
 from pytest_gpumem.sharing.database import default_folder
 from pytest_gpumem.sharing.learned import Learned
 from pytest_gpumem.sharing.ledger import Entry
-from pytest_gpumem.sharing.need import NOWHERE, Need, Place
 from pytest_gpumem.sharing.usage import Usage, usages
 
 if TYPE_CHECKING:

@@ -191,7 +191,6 @@ class TestLifecycle:
             record = getattr(report, ATTRIBUTE, None)
             if record is not None and sharing is not None and sharing.admissions:
                 record["sharing"] = sharing.admissions.to_dict()
-                sharing.learn(record)
             if report.failed:
                 self._faults.check_context(item, report, self.current.device, sharing)
         if report.when == "teardown" and sharing and (beside := sharing.beside()) is not None:

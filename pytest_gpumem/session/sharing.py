@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,12 +27,11 @@ from pytest_gpumem.session.hosts import ControllerChannel
 from pytest_gpumem.session.predictions import Predictions
 from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again
 from pytest_gpumem.session.waiting import Waiting
+from pytest_gpumem.sharing.admission import Need
 from pytest_gpumem.sharing.database import SharingError, default_folder
-from pytest_gpumem.sharing.device_counts import DeviceCounts
 from pytest_gpumem.sharing.gate import Admission, Gate
 from pytest_gpumem.sharing.learned import Learned, TestCost, learned_before
 from pytest_gpumem.sharing.ledger import Ledger
-from pytest_gpumem.sharing.need import Need
 from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.sharing.usage import Usage
 from pytest_gpumem.values.measurement import Measurement
@@ -59,7 +59,6 @@ class Sharing:
         self._worker = 0
         self._gates: dict[Device, Gate] = {}
         self._waiting = Waiting(config)
-        self._device_counts = DeviceCounts(config.rootpath)
         self._unusable: str | None = None
         """The reason why there is no gate for the current test."""
         self.admissions: DeviceAdmissions | None = None
@@ -218,14 +217,8 @@ class Sharing:
             return self._ledger.beside(self._worker)
         return None
 
-    def learn(self, record: Mapping[str, Any]) -> None:
-        """Record how many devices the test of ``record`` uses."""
-        with suppress(SharingError):
-            self._device_counts.learn(record)
-
     def close(self) -> None:
         """Leave the ledger."""
-        self._device_counts.close()
         if self._ledger is not None:
             self._ledger.leave(self._worker)
             self._ledger.close()
@@ -237,14 +230,11 @@ class Sharing:
             if self._ledger is None:
                 self._ledger = Ledger(folder)
                 self._worker = self._ledger.join(self._run, self._name)
-            shared = device.share(folder)
-            self._device_counts.remember(len(shared))
             self._gates[device] = Gate(
                 self._ledger,
                 self._worker,
-                shared,
+                device.share(folder),
                 held=device.held,
-                reach=self._device_counts.of,
                 tidy=lambda: item.session._setupstate.teardown_exact(None),
                 patience=self._settings.share_timeout,
                 waits=self._waiting.report,
@@ -256,18 +246,19 @@ class Sharing:
         quota = expectation.quota if expectation else None
         if quota is not None and (size is None or size > quota):
             size, source = int(quota), "quota"
-        duration = self._cost(item.nodeid, device).seconds
+        cost = self._cost(item.nodeid, device)
         suspect = self._ledger is not None and self._ledger.is_suspect(self._run, item.nodeid)
+        need = Need(size, source, cost.seconds, exclusive=suspect, devices=cost.devices)
         if expectation is None:
-            return Need(size, source, duration, exclusive=suspect)
-        self._device_counts.declare(item.nodeid, expectation.gpu)
-        return Need(
-            size,
-            source,
-            duration,
+            return need
+        # The marker's first gpu, "A100-80GB*2", has two devices.
+        _, _, declared = next(iter(expectation.gpu), "").partition("*")
+        return replace(
+            need,
             exclusive=expectation.exclusive or suspect,
             priority=expectation.priority,
             guaranteed=expectation.qos == GUARANTEED,
+            devices=int(declared or need.devices),
         )
 
     def _known(

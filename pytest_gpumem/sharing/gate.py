@@ -8,10 +8,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pytest_gpumem.sharing.admission import Device
+from pytest_gpumem.sharing.admission import Device, Need
 from pytest_gpumem.sharing.database import SharingError
 from pytest_gpumem.sharing.ledger import Ledger, State
-from pytest_gpumem.sharing.need import Need
 from pytest_gpumem.sharing.processes import UNKNOWN_PROCESS, Process, descends_from, name_of
 from pytest_gpumem.sizes import format_size
 
@@ -54,10 +53,6 @@ class Admission:
     """Seconds since the epoch."""
 
 
-class NotAdmittedError(SharingError):
-    """A test waited too long, or needs more than the empty device has; one sentence on it."""
-
-
 class Gate:
     """A worker's access to the devices that it shares.
 
@@ -66,7 +61,6 @@ class Gate:
         worker: its number there.
         devices: the devices that its tests use; needs are stated for the first.
         held: what this process holds between two tests, by device: context and fixtures in bytes.
-        reach: how many devices a test uses, the first ones, by its id; ``None`` for all.
         tidy: tears down the fixtures that live between two tests.
         patience: seconds that a test may wait.
         waits: called repeatedly while a test waits, with its id, the seconds, and the holders.
@@ -79,7 +73,6 @@ class Gate:
         devices: Sequence[HostDevice],
         *,
         held: Callable[[str], tuple[int, int]],
-        reach: Callable[[str], int | None] = lambda nodeid: 1,
         tidy: Callable[[], None],
         patience: float,
         waits: Callable[[str, float, str], None] = lambda *waiting: None,
@@ -90,7 +83,6 @@ class Gate:
         self._worker = worker
         self._devices = {device.name: device for device in devices}
         self._held = held
-        self._reach = reach
         self._tidy = tidy
         self._patience = patience
         self._waits = waits
@@ -115,11 +107,14 @@ class Gate:
 
     @contextmanager
     def admitted(self, nodeid: str, need: Need) -> Iterator[Admission]:
-        """Run the test inside, once there is memory for it; raises :class:`NotAdmittedError`."""
+        """Run the test inside, once there is memory for it.
+
+        Raises ``SharingError`` where it waits too long, or needs more than the empty device has.
+        """
         test = self._ledger.ask(
             self._worker,
             nodeid,
-            self._above_held(nodeid, need),
+            self._above_held(need),
             duration=need.duration,
             exclusive=need.exclusive or need.bytes is None,
             priority=need.priority,
@@ -163,14 +158,12 @@ class Gate:
                 is_tidy = True
                 self._tidy()
                 self.declare()
-                self._ledger.ask_anew(test, self._above_held(nodeid, need))
+                self._ledger.ask_anew(test, self._above_held(need))
                 continue
             self._refuse_too_large(answer.state, nodeid, need)
             holders = self._holders(answer.state)
             if waited > self._patience:
-                raise NotAdmittedError(
-                    f"{nodeid} waited {waited:.0f} s for {_amount(need)}: {holders}"
-                )
+                raise SharingError(f"{nodeid} waited {waited:.0f} s for {_amount(need)}: {holders}")
             self._waits(nodeid, waited, f"{_amount(need)}: {holders}")
             self._sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE)
@@ -211,7 +204,7 @@ class Gate:
         parts = [*holding(state), *filter(None, [self.foreign_processes()])]
         return ", ".join(parts) or "no process holds memory, and tests before it wait too"
 
-    def _above_held(self, nodeid: str, need: Need) -> dict[str, int]:
+    def _above_held(self, need: Need) -> dict[str, int]:
         """Return the bytes of each device that the test takes beyond what its worker holds anyway.
 
         The same for each, since limits and baselines apply to each. A test of unknown need has all
@@ -219,14 +212,14 @@ class Gate:
         """
         if need.bytes is None:
             return dict.fromkeys(self._devices, 0)
-        names = list(self._devices)[: self._reach(nodeid)]
+        names = list(self._devices)[: need.devices]
         return {name: max(need.bytes - self._held(name)[1], 0) for name in names}
 
     def _refuse_too_large(self, state: State, nodeid: str, need: Need) -> None:
         name, device = next(iter(state.devices.items()))
         most = device.capacity - sum(device.contexts.values())
         if need.bytes is not None and need.bytes > most:
-            raise NotAdmittedError(
+            raise SharingError(
                 f"{nodeid} needs {format_size(need.bytes)} by its {need.source}, and {name} has "
                 f"{format_size(most)} for tests"
             )

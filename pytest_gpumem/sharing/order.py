@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from xdist.scheduler.load import LoadScheduling
 
-from pytest_gpumem.sharing.need import NO_MEMORY, Need, Place
+from pytest_gpumem.sharing.admission import NO_MEMORY, Need, Place
 
 if TYPE_CHECKING:
     import pytest

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_gpumem.session.hosts import Hosts, differing
+from pytest_gpumem.sharing.admission import NOWHERE, Need
 from pytest_gpumem.sharing.learned import Learned, TestCost
-from pytest_gpumem.sharing.need import NOWHERE, Need
 from pytest_gpumem.values.environment import Environment
 
 T4 = Environment(True, "T4", "7.5", "2.13")
