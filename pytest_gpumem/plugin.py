@@ -156,7 +156,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
             again = lifecycle.again(item, error)
             if again is None:
                 raise
-        return lifecycle.repeat(item, again, lambda again: again.set_up())
+        return lifecycle.repeat(item, again, called=False)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -192,8 +192,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
             again = lifecycle.again(item, error)
             if again is None:
                 raise
-        if again is not None:
-            lifecycle.repeat(item, again, lambda again: again.call())
+        lifecycle.repeat(item, again, called=True)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.expected import Expectations
     from pytest_gpumem.session.item import MeasuredItem
     from pytest_gpumem.session.own_group import OwnGroup
-    from pytest_gpumem.session.rerun import Measured
     from pytest_gpumem.session.results import Results
     from pytest_gpumem.simulated.distributed.meeting import Meeting
     from pytest_gpumem.values.world import World
@@ -117,7 +116,7 @@ class Launched:
     def settling(
         self,
         item: pytest.Item,
-        lifecycle: Measured,
+        current: Callable[[], MeasuredItem | None],
         expectation: Expectation | None,
         *,
         called: bool,
@@ -132,10 +131,10 @@ class Launched:
                 self._ensure_group(self._meeting)
             yield
         except BaseException as error:
-            self._settle(item, lifecycle.current, expectation, error)
+            self._settle(item, current(), expectation, error)
             raise
         if called:
-            self._settle(item, lifecycle.current, expectation, collected_error(item))
+            self._settle(item, current(), expectation, collected_error(item))
 
     def _ensure_group(self, meeting: Meeting) -> None:
         """Initialise ``torch.distributed``, as is automatic in a simulated rank."""

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ from pytest_gpumem.options import Settings
 from pytest_gpumem.report.pytest_reports import without_group
 from pytest_gpumem.session.device_admissions import DeviceAdmissions, interruptible
 from pytest_gpumem.session.hosts import ControllerChannel
+from pytest_gpumem.session.item import MeasuredItem
 from pytest_gpumem.session.predictions import Predictions
-from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again
+from pytest_gpumem.session.rerun import can_run_again
 from pytest_gpumem.session.waiting import Waiting
 from pytest_gpumem.sharing.admission import Need
 from pytest_gpumem.sharing.database import SharingError, default_folder
@@ -98,11 +100,14 @@ class Sharing:
         return self.admissions is not None and bool(self.admissions.next_run(error, refusal, quota))
 
     def again(
-        self, lifecycle: Measured, item: pytest.Item, error: BaseException | None
-    ) -> Rerun | None:
-        """Return the run that the current test needs after ``error``; fail it without room."""
-        admissions, current = self.admissions, lifecycle.current
-        if admissions is None or current is None or not can_run_again(item):
+        self, current: MeasuredItem, item: pytest.Item, error: BaseException | None
+    ) -> Callable[[], None] | None:
+        """Return the function that admits the run which ``item`` needs after ``error``, if any.
+
+        Fails the test where there was no room for it even alone.
+        """
+        admissions = self.admissions
+        if admissions is None or not can_run_again(item):
             return None
         refused = current.run.shortage, current.run.prepared.quota
         following = admissions.next_run(error, *refused)
@@ -110,12 +115,7 @@ class Sharing:
             if error is not None:
                 # Memory that the frames hold would be missing from the device.
                 traceback.clear_frames(error.__traceback__)
-
-            def begin() -> None:
-                admissions.enter_again(following)
-                lifecycle.begin(item)
-
-            return Rerun(lifecycle, item, begin)
+            return partial(admissions.enter_again, following)
         if error is not None and (problem := admissions.crowded_out(*refused)):
             pytest.fail(problem, pytrace=False)
         return None

@@ -64,7 +64,8 @@ class TestCost(Plain):
     def from_dict(cls, data: Mapping[str, Any]) -> TestCost:
         """Rebuild what :meth:`to_dict` returned; values that are no numbers are left out."""
         numbers = {one.name: data.get(one.name) for one in fields(cls)}
-        return cls(**{name: value for name, value in numbers.items() if _is_amount(value)})
+        given: dict[str, Any] = {n: value for n, value in numbers.items() if _is_amount(value)}
+        return cls(**given)
 
 
 class Learned:
