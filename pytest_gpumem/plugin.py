@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.options import MARKER, add_options
+from pytest_gpumem.options import MARKER, add_options, settings_from
 from pytest_gpumem.report.pytest_reports import (
     ARGUMENTS,
     LOST,
@@ -20,7 +20,7 @@ from pytest_gpumem.report.pytest_reports import (
     status_of,
 )
 from pytest_gpumem.session.early import begin_early
-from pytest_gpumem.session.host import leave_if_refused
+from pytest_gpumem.session.parts import REFUSAL, SIZED
 from pytest_gpumem.session.session import GpumemSession
 
 if TYPE_CHECKING:
@@ -120,9 +120,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Return the number of workers of ``-n auto`` that the shared memory suffices for."""
-    from pytest_gpumem.session.workers import workers_by_memory
+    settings = settings_from(config)
+    if not settings.share or os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return None
+    from pytest_gpumem.session.placement import workers_by_memory
 
-    return workers_by_memory(config)
+    if (found := workers_by_memory(config, settings)) is None:
+        return None
+    workers, config.stash[SIZED] = found
+    return workers
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -300,8 +306,9 @@ class ReportHooks:
         self._session.results.take(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Record a module that could not be collected."""
-        leave_if_refused(report)
+        """Record a module that could not be collected; end a run that a worker refuses."""
+        if hasattr(report, REFUSAL) and "PYTEST_XDIST_WORKER" not in os.environ:
+            raise pytest.UsageError(str(report.longrepr))
         if report.failed:
             self._session.results.not_collected(report.nodeid)
 

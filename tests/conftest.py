@@ -63,8 +63,8 @@ _OF_EVERY_RUN = """
     pytest_gpumem.report.failures pytest_gpumem.report.header pytest_gpumem.report.remarks
     pytest_gpumem.report.record pytest_gpumem.report.terminal pytest_gpumem.report.written
     pytest_gpumem.session.lifecycle pytest_gpumem.session.conclusion
-    pytest_gpumem.session.affinity pytest_gpumem.session.prepare pytest_gpumem.session.lifecycle
-    pytest_gpumem.session.hooks pytest_gpumem.session.item pytest_gpumem.session.judge
+    pytest_gpumem.session.used_fixtures pytest_gpumem.session.prepare
+    pytest_gpumem.session.hooks pytest_gpumem.session.item
     pytest_gpumem.sharing.learned
     pytest_gpumem.session.rerun pytest_gpumem.sharing.watched
 """

@@ -13,6 +13,7 @@ import pytest
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.report.pytest_reports import SKIPPED_AT_IMPORT
 from pytest_gpumem.session.expected import MARKER_NAME
+from pytest_gpumem.session.parts import REFUSAL
 
 if TYPE_CHECKING:
     from pytest_gpumem.session.parts import Parts
@@ -32,16 +33,21 @@ class Collection:
         items = [node for node in report.result or () if isinstance(node, pytest.Item)]
         problems = ((item.nodeid, self._parts.expectations.problem(item)) for item in items)
         errors = [f"{nodeid}: {problem}" for nodeid, problem in problems if problem]
-        host = self._parts.host
         if errors:
             report.outcome = "failed"
             report.longrepr = "\n".join(errors)
             report.result = []
         # A question that imports torch is asked only where its answer matters.
-        elif items and (why := host.refusal):
+        elif items and (why := self._parts.refusal):
             found = (self._parts.shares(item) for item in items)
             if any(shares and shares[1] is self._parts.selector.real() for shares in found):
-                host.refuse(report, why)
+                if not self._parts.is_worker:
+                    raise pytest.UsageError(why)
+                # The controller ends the run.
+                report.outcome = "failed"
+                report.longrepr = why
+                report.result = []
+                setattr(report, REFUSAL, True)
 
     def note_module(self, collector: pytest.Collector, report: pytest.CollectReport) -> None:
         """Record a module that skipped itself by a condition on the device."""

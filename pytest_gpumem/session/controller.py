@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.report.pytest_reports import LOST, RESCHEDULED
-from pytest_gpumem.session.host import REFUSAL
+from pytest_gpumem.session.parts import REFUSAL
 
 if TYPE_CHECKING:
     import pytest
@@ -45,7 +45,7 @@ class Controller:
         """Send this process's data to a worker, which may be on another host."""
         self._run_id = node.workerinput["testrunuid"]
         if node.gateway.spec.popen:  # a worker of this host
-            node.workerinput[REFUSAL] = self._parts.host.refusal
+            node.workerinput[REFUSAL] = self._parts.refusal
         if weights is None and not self._parts.settings.share:
             return
         from pytest_gpumem.sharing.learned import INPUT, WEIGHTS, learned_before

@@ -1,7 +1,12 @@
-"""One attempt at a measured test: run, judge, explain, in this order."""
+"""One attempt at a measured test: run, judge, explain, in this order.
+
+To explain a test, its body is run once more, recorded, where the run that counts was not. The
+numbers of the earlier run count.
+"""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -9,25 +14,146 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pytest_gpumem.baseline.store import BaselineError
+from pytest_gpumem.baseline.compare import Judgement, judge, judge_prediction
+from pytest_gpumem.baseline.failure import failure_text
+from pytest_gpumem.baseline.store import (
+    BaselineEntry,
+    BaselineError,
+    BaselineStore,
+    split_nodeid,
+)
 from pytest_gpumem.device.device import Device
+from pytest_gpumem.device.select import SELECTOR
+from pytest_gpumem.marker import Expectation
+from pytest_gpumem.measurement.composition import explained_by
+from pytest_gpumem.measurement.recorded import RecordedHistory, write_snapshot
+from pytest_gpumem.options import Settings
+from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.junit import set_user_properties
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, BROKEN_PLUGINS, SENTENCE, with_outcome
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.session.explain import (
-    explained_again,
-    needs_second_run,
-    out_of_memory,
-    snapshot_of,
-)
 from pytest_gpumem.session.hooks import Hooks
-from pytest_gpumem.session.judge import Judge
-from pytest_gpumem.session.run import Run
+from pytest_gpumem.session.run import EXPLAINED_BY, Prepared, Run
 from pytest_gpumem.sharing.refusal import Refusal
+from pytest_gpumem.sharing.refusal import sentence as sentence_of
+from pytest_gpumem.sizes import format_size, in_words
+from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.errors import SimulationError
 from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.values.prediction import PredictedTest
 
 RunsAgain = Callable[[Refusal | None, int | None, Exception], bool]
+
+_OUTCOMES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
+"""Exceptions of a second run that do not replace the first one's failure."""
+
+CHECKED_ON_A_GPU = "predict= is checked on a GPU; simulated, a prediction is the measurement itself"
+
+
+class Judge:
+    """A comparison of measurements with limits, and with the baselines of the settings."""
+
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+        self._config = config
+        self._settings = settings
+        self._store = BaselineStore(settings.baselines)
+        self._predicts = SELECTOR in config.stash
+        """Whether the process only makes predictions."""
+
+    def record(
+        self,
+        prepared: Prepared,
+        measurement: Measurement,
+        others: Sequence[Measurement],
+        *,
+        passed: bool,
+        ranks: str = "",
+    ) -> TestRecord | None:
+        """Return the record of a test whose body ``passed`` or not.
+
+        ``ranks`` names the rank of ``measurement`` among several. ``None`` where an unmarked
+        test used no device. Raises :class:`BaselineError` where the stored baseline cannot be read.
+        """
+        expectation, predicted = prepared.expectation, prepared.predicted
+        if expectation is None and measurement.peak_allocated <= 0 and not others:
+            return None
+        if expectation and expectation.predict and measurement.simulated and not self._predicts:
+            measurement = replace(measurement, notes=(*measurement.notes, CHECKED_ON_A_GPU))
+        environment = prepared.device.environment
+        record = TestRecord(
+            nodeid=prepared.item.nodeid,
+            outcome="passed" if passed else "failed",
+            environment=replace(environment, ranks=ranks) if ranks else environment,
+            measurement=measurement,
+            other_devices=tuple(others),
+            expectation=expectation.to_dict() if expectation else {},
+            prediction=predicted.to_dict() if predicted else None,
+            judged=False,
+            nvml=prepared.device.nvml(),
+        )
+        if expectation is None or not passed:
+            return record
+        return self._with_verdicts(record, expectation, predicted)
+
+    def _with_verdicts(
+        self, record: TestRecord, expectation: Expectation, predicted: PredictedTest | None
+    ) -> TestRecord:
+        assert record.measurement is not None
+        # While baselines are replaced nothing is compared, and the update itself reports a file
+        # that cannot be read.
+        baseline = None
+        if expectation.baseline is not False and self._settings.update_baselines != "all":
+            baseline = self._store.entry(record.environment, *split_nodeid(record.nodeid))
+        judgement = self._compared(
+            record,
+            expectation,
+            record.measurement,
+            baseline,
+            used_elsewhere=bool(record.other_devices),
+        )
+        verdicts = list(judgement.verdicts)
+        if predicted is not None and expectation.predict is not None:
+            verdicts += judge_prediction(
+                record.measurement, predicted, expectation.predict, record.environment
+            )
+        for other in record.other_devices:
+            elsewhere = replace(expectation, baseline=False)
+            verdicts += self._compared(record, elsewhere, other, None, used_elsewhere=True).verdicts
+        return replace(
+            record,
+            judged=True,
+            baseline=baseline.to_dict() if baseline else None,
+            verdicts=tuple(verdicts),
+            improvements=judgement.improvements,
+            missing_baseline=judgement.missing_baseline,
+        )
+
+    def _compared(
+        self,
+        record: TestRecord,
+        expectation: Expectation,
+        measurement: Measurement,
+        baseline: BaselineEntry | None,
+        *,
+        used_elsewhere: bool,
+    ) -> Judgement:
+        elsewhere: Sequence[tuple[Environment, BaselineEntry]] = ()
+        if baseline is None and expectation.baseline is not False:
+            module, test_id = split_nodeid(record.nodeid)
+            elsewhere = self._store.elsewhere(module, test_id, record.environment)
+        # If CI turned the option on by itself it is for tests with baseline=True.
+        name = "gpumem_require_baselines"
+        return judge(
+            expectation,
+            measurement,
+            baseline=baseline,
+            environment=record.environment,
+            require_baseline=bool(self._config.getoption(name, None) or self._config.getini(name)),
+            update=self._settings.update_baselines,
+            elsewhere=elsewhere,
+            used_elsewhere=used_elsewhere,
+            default_phases=self._settings.defaults.get("phases", {}),
+        )
 
 
 class MeasuredItem:
@@ -108,7 +234,7 @@ class MeasuredItem:
             if isinstance(error, torch.OutOfMemoryError) and not (
                 self._runs_again and self._runs_again(run.shortage, run.prepared.quota, error)
             ):
-                self._record, lines = out_of_memory(run, self._record, error)
+                self._record, lines = _out_of_memory(run, self._record, error)
                 self._sections += lines
             raise
         # unittest's failures do not reach pytest as exceptions: the item collects them.
@@ -133,7 +259,7 @@ class MeasuredItem:
         used = [other for other in others if other.peak_allocated > 0]
         self._take(own, used, passed=passed and not self.run.prepared.among_ranks)
         if not passed and self._record is not None:
-            self.note(*snapshot_of(self.run))
+            self.note(*_snapshot_of(self.run))
 
     def _take(
         self, own: Measurement, others: Sequence[Measurement], *, passed: bool, ranks: str = ""
@@ -155,13 +281,94 @@ class MeasuredItem:
         record = self._record
         if record is None or not record.broken:
             return
-        if needs_second_run(self.run):
-            explained, notes = explained_again(self.run, record)
+        if self.run.is_explained_later:
+            explained, notes = _explained_again(self.run, record)
             if explained:
                 prepared = self.run.prepared
                 again = self._judge.record(prepared, explained[0], explained[1:], passed=True)
                 record = self._record = again or record
         else:
-            notes = snapshot_of(self.run)
+            notes = _snapshot_of(self.run)
         self.note(*notes)
-        pytest.fail(self._judge.failure_text(record), pytrace=False)
+        config = self._item.config
+        update = Command.of(config).records(record.nodeid)
+        text = failure_text(record.broken, update, every=config.get_verbosity() > 1)
+        pytest.fail(text, pytrace=False)
+
+
+def _explained_again(run: Run, record: TestRecord) -> tuple[tuple[Measurement, ...], list[str]]:
+    """Return the measurements of ``record`` with sites, if a second run passes; and notes."""
+    item = run.prepared.item
+    recorder = RecordedHistory()
+    try:
+        with recorder.during(EXPLAINED_BY):
+            run.record_again(recorder)
+            with run.body():
+                item.runtest()
+            own, others = run.measured(passed=True)
+            # Written here, because the recording is gone afterwards.
+            notes = _snapshot_of(run)
+    except _OUTCOMES as error:
+        why = (
+            f"{item.nodeid}: nothing explains its memory, because the body does not run "
+            f"twice: {type(error).__name__}: {error}"
+        )
+        return (), [*_snapshot_of(run), why]
+    again = {one.device: one for one in (own, *others)}
+    pairs = [(first, again.get(first.device)) for first in record.measurements]
+    return tuple(explained_by(one, two) if two else one for one, two in pairs), notes
+
+
+def _out_of_memory(
+    run: Run, record: TestRecord | None, error: torch.OutOfMemoryError
+) -> tuple[TestRecord | None, list[str]]:
+    """Return ``record`` with why the body ran out of memory, and the lines on it.
+
+    The body is run again for that if it was not recorded.
+    """
+    if not run.is_explained_later:
+        return _post_mortem(run, record)
+    # Else memory of the first run would be missing from the second one's. pytest
+    # shows the traceback all the same, without the values of its variables.
+    traceback.clear_frames(error.__traceback__)
+    recorder = RecordedHistory()
+    with recorder.during(EXPLAINED_BY), suppress(*_OUTCOMES):
+        run.record_again(recorder)
+        try:
+            with run.body():
+                run.prepared.item.runtest()
+        except torch.OutOfMemoryError:
+            explained = _post_mortem(run, record)
+            if record is not None:
+                _snapshot_of(run)
+            return explained
+    return record, []
+
+
+def _snapshot_of(run: Run) -> list[str]:
+    """Write the artifact if it is requested; return the sentence on it."""
+    folder, nodeid = run.settings.artifacts, run.prepared.item.nodeid
+    if folder is None:
+        return []
+    try:
+        return [f"{nodeid}: its snapshot is {write_snapshot(folder, nodeid)}"]
+    except OSError as error:
+        return [
+            f"{nodeid}: its snapshot cannot be written: {error.strerror or error}; "
+            "give --gpumem-artifacts a folder that can be written"
+        ]
+
+
+def _post_mortem(run: Run, record: TestRecord | None) -> tuple[TestRecord | None, list[str]]:
+    found, shortage = run.out_of_memory(), run.shortage
+    lines = [] if shortage is None else [sentence_of(shortage, run.prepared.quota)]
+    if found is None or record is None:
+        return record, lines
+    lines += found.lines()
+    expectation = run.prepared.expectation
+    limit = expectation.max if expectation else None
+    if limit is not None and found.allocated > limit:
+        written = in_words(limit) or format_size(limit)
+        text = format_size(found.allocated)
+        lines.append(f"  its limit max={written} was passed before: {text} were allocated")
+    return replace(record, out_of_memory=found.to_dict()), ["\n".join(lines)]

@@ -20,10 +20,9 @@ from _pytest.tmpdir import tmppath_result_key
 from pytest_gpumem.device import Computed
 from pytest_gpumem.garbage import importing
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, LOST, of_builtin_types
-from pytest_gpumem.session.affinity import FixtureDevices
 from pytest_gpumem.session.kept import process_kept
 from pytest_gpumem.session.results import BESIDE
-from pytest_gpumem.session.used_fixtures import taken_back
+from pytest_gpumem.session.used_fixtures import FixtureDevices, taken_back
 
 if TYPE_CHECKING:
     from _pytest.fixtures import FixtureDef

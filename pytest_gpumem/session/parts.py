@@ -6,6 +6,7 @@ need are local.
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,17 +17,24 @@ from pytest_gpumem.device import DeviceError
 from pytest_gpumem.options import settings_from
 from pytest_gpumem.session.early import selector_of, world_of_run
 from pytest_gpumem.session.expected import Expectations
-from pytest_gpumem.session.host import Host
 from pytest_gpumem.session.results import Results
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.marker import Expectation
+    from pytest_gpumem.measurement.nvml import NvmlReading
     from pytest_gpumem.session.hooks import Hooks
     from pytest_gpumem.session.isolated import Isolation
     from pytest_gpumem.session.launched import Launched
     from pytest_gpumem.session.predictions import Predictions
     from pytest_gpumem.session.sharing import Sharing
+
+REFUSAL = "gpumem_refusal"
+"""Key of a pytest-xdist worker's input, and attribute of its collection's report: the reason why
+tests cannot run on the GPU."""
+
+SIZED = pytest.StashKey[str]()
+"""The text in the header on the number of workers that ``-n auto`` stands for."""
 
 ISOLATED = "gpumem-isolated-reports"
 """The name of the plugin that marks a process of a single test."""
@@ -40,7 +48,6 @@ class Parts:
         self.settings = settings = settings_from(config)
         self.selector = selector_of(config, settings)
         self.selector.extra = lambda device: self.hooks.environment(device)
-        self.host = Host(config, settings)
         self.results = Results(config, settings)
         self.expectations = Expectations(settings, self.selector)
         self.launched = self._launched()
@@ -78,6 +85,28 @@ class Parts:
     def runs_tests(self) -> bool:
         """Whether tests run in this process: not in the controller of pytest-xdist."""
         return self.is_worker or self.config.getoption("dist", "no") == "no"
+
+    @cached_property
+    def gpus(self) -> tuple[NvmlReading, ...]:
+        """The driver's data on the GPUs, read once: by the process that starts workers for them."""
+        from pytest_gpumem.device.host_gpus import host_gpus
+
+        return host_gpus(self.settings.device)
+
+    @cached_property
+    def refusal(self) -> str | None:
+        """The reason why tests cannot run on the GPUs, ``None`` where they can."""
+        if hasattr(self.config, "workerinput"):
+            received: str | None = self.config.workerinput.get(REFUSAL)
+            return received
+        from pytest_gpumem.device.host_gpus import refusal
+
+        workers = 1
+        if not self.runs_tests:
+            specs = self.config.getoption("tx", [])
+            local = [re.fullmatch(r"(?:(\d+)\*)?popen\b.*", spec) for spec in specs]
+            workers = max(sum(int(one[1] or 1) for one in local if one), 1)
+        return refusal(self.gpus, workers, placed=self.settings.share)
 
     @cached_property
     def hooks(self) -> Hooks:

@@ -14,17 +14,16 @@ from pytest_gpumem.device.quota import QuotaError
 from pytest_gpumem.marker import Expectation
 from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.report import json_report, record, terminal
-from pytest_gpumem.session import affinity, conclusion, rerun
+from pytest_gpumem.session import conclusion, rerun, used_fixtures
 from pytest_gpumem.session.expected import model_of
-from pytest_gpumem.session.item import MeasuredItem
-from pytest_gpumem.session.judge import Judge
+from pytest_gpumem.session.item import Judge, MeasuredItem
 from pytest_gpumem.session.parts import Parts
 from pytest_gpumem.session.run import Prepared, Run
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.prediction import PredictedTest
 from pytest_gpumem.values.world import RequestedRank
 
-USED_AFTERWARDS = (affinity, conclusion, json_report, record, rerun, store, terminal, update)
+USED_AFTERWARDS = (used_fixtures, conclusion, json_report, record, rerun, store, terminal, update)
 """Modules used after bodies, imported before: a body may empty ``sys.path``, or leave a folder that
 is deleted, and must not cost the reports of the tests that are over."""
 

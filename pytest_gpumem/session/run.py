@@ -81,7 +81,8 @@ class Run:
             if recorder is None and (settings.history or settings.explain in always):
                 recorder = RecordedHistory()
                 starting.enter_context(recorder.during(settings.history or EXPLAINED_BY))
-            self.is_recorded = recorder is not None
+            self.is_explained_later = recorder is None and settings.explain == "failed"
+            """Whether it has to be repeated before its memory can be explained."""
             account = None if recorder is None else self._account(recorder)
             self._meter = Meter(
                 statistics,

@@ -17,7 +17,7 @@ from pytest_gpumem.paths import relative
 from pytest_gpumem.report.pytest_reports import HARMLESS
 from pytest_gpumem.session.early import begin, current_ambient
 from pytest_gpumem.session.expected import MARKER_NAME
-from pytest_gpumem.session.parts import Parts
+from pytest_gpumem.session.parts import SIZED, Parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +63,7 @@ class GpumemSession(Parts):
 
     def header(self) -> str:
         """Return the header line with the devices that tests are measured on."""
+        from pytest_gpumem.device.host_gpus import describe
         from pytest_gpumem.report.header import header_line, torch_release
 
         root = self.settings.baselines
@@ -72,7 +73,8 @@ class GpumemSession(Parts):
         shown = relative(root, self.config.rootpath)
         launched = self.launched
         ranks = [] if launched is None else [f"{launched.world.size} ranks, a process each"]
-        clauses = [*ranks, *self.host.described]
+        sized = self.config.stash.get(SIZED, None)
+        clauses = [*ranks, *describe(self.gpus), *([sized] if sized else [])]
         return header_line(self.selector.description, torch_release(), shown, folders, clauses)
 
     def collected(self, items: Sequence[pytest.Item]) -> None:
