@@ -10,78 +10,44 @@ memory than the same test later.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from functools import partial
+from importlib.abc import Loader
 from threading import get_ident
 from types import ModuleType
 
 from pytest_gpumem.garbage import FramesLetGo
-from pytest_gpumem.late_modules import is_only_asked, spec_of_others
+from pytest_gpumem.late_modules import Finder, Wrapped, is_only_asked
 
 
 @contextmanager
 def imports_watched() -> Iterator[None]:
     """Clear the frames that an import inside leaves behind, when it ends."""
-    watch = _ImportWatch()
-    sys.meta_path.insert(0, watch)
+    busy: set[int] = set()
+    """Threads that are importing something: what they import inside is theirs."""
+
+    def wrapper_of(name: str) -> Callable[[Loader], Loader] | None:
+        return None if is_only_asked(below=1) else partial(_TidyLoader, busy)
+
+    finder = Finder(wrapper_of, busy)
+    sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
-        sys.meta_path.remove(watch)
+        sys.meta_path.remove(finder)
 
 
-class _ImportWatch(MetaPathFinder):
-    """A finder that delegates to the other finders, and detects the end of the outermost import."""
-
-    def __init__(self) -> None:
-        self._busy: set[int] = set()
-        """Threads that are importing something."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Return the spec that another finder has; its loader reports when the module has run."""
-        thread = get_ident()
-        if thread in self._busy or is_only_asked():
-            return None
-        self._busy.add(thread)  # finders import, too
-        try:
-            spec = spec_of_others(fullname, path, target)
-        finally:
-            self._busy.discard(thread)
-        if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _TidyLoader(spec.loader, self._busy)
-        return spec
-
-
-class _TidyLoader(Loader):
-    """A loader that restores the module's own loader, runs it, and clears its left frames."""
-
-    def __init__(self, loader: Loader, busy: set[int]) -> None:
-        self._loader = loader
+class _TidyLoader(Wrapped):
+    def __init__(self, busy: set[int], loader: Loader) -> None:
+        super().__init__(loader)
         self._busy = busy
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the module that the loader makes."""
-        spec.loader = self._loader
-        try:
-            return self._loader.create_module(spec)
-        finally:
-            spec.loader = self
-
     def exec_module(self, module: ModuleType) -> None:
-        """Run the code of ``module``."""
-        spec = module.__spec__
-        if spec is not None and spec.loader is self:
-            spec.loader = self._loader
-        if getattr(module, "__loader__", None) is self:
-            module.__loader__ = self._loader
         thread = get_ident()
         self._busy.add(thread)
         try:
             with FramesLetGo():
-                self._loader.exec_module(module)
+                super().exec_module(module)
         finally:
             self._busy.discard(thread)
