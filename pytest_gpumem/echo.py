@@ -17,7 +17,12 @@ def printable(text: str, most: int | None = None) -> str:
     """
     if most is not None and len(text) > most:
         text = shortened(text, most)
-    return text if text.isprintable() else "".join(map(_printable, text))
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
 
 
 def quoted_for_shell(text: str) -> str:
@@ -51,7 +56,3 @@ def shortened(text: str, most: int) -> str:
     head = max(most - len(gap), 0)
     tail = head // 3
     return f"{text[: head - tail]}{gap}{text[len(text) - tail :]}"
-
-
-def _printable(char: str) -> str:
-    return char if char.isprintable() else char.encode("unicode_escape").decode("ascii")

@@ -83,9 +83,21 @@ class Collection:
         )
 
     def selected(self, items: Sequence[pytest.Item]) -> None:
-        """Prepare for the tests that are left, and send their needs to the controller."""
+        """Prepare for the tests that are left, and send their needs to the controller.
+
+        Raises ``pytest.UsageError`` where no GPU is present, in a run that requests ``cuda``.
+        """
         parts = self._parts
-        self._check_device(items)
+        if (
+            parts.settings.device.kind == "cuda"
+            # A worker of pytest-xdist cannot end a run: in it the first test fails instead.
+            and not (parts.is_worker or parts.config.option.collectonly or parts.selector.world)
+            and any(item.get_closest_marker(MARKER_NAME) for item in items)
+        ):
+            try:
+                parts.selector.real()
+            except DeviceError as error:
+                raise pytest.UsageError(str(error)) from None
         if not (parts.selector.off or parts.is_one_of_several):
             expectations = map(parts.expectations.of, items)
             if any(expectation and expectation.isolate for expectation in expectations):
@@ -95,22 +107,6 @@ class Collection:
         if parts.sharing is not None and parts.is_worker:
             shared = ((item, parts.shares(item)) for item in items)
             parts.sharing.plan((item, *found) for item, found in shared if found)
-
-    def _check_device(self, items: Sequence[pytest.Item]) -> None:
-        """Raise ``pytest.UsageError`` where no GPU is present, in a run that requests ``cuda``.
-
-        A worker of pytest-xdist cannot end a run: in it the first test fails instead.
-        """
-        parts = self._parts
-        if (
-            parts.settings.device.kind == "cuda"
-            and not (parts.is_worker or parts.config.option.collectonly or parts.selector.world)
-            and any(item.get_closest_marker(MARKER_NAME) for item in items)
-        ):
-            try:
-                parts.selector.real()
-            except DeviceError as error:
-                raise pytest.UsageError(str(error)) from None
 
 
 def _skipped_for_its_device(path: Path, longrepr: object, *, everything: bool) -> bool:
