@@ -77,7 +77,6 @@ class CudaDevice(Device):
 
     @property
     def environment(self) -> Environment:
-        """The environment that its numbers depend on; initialises CUDA."""
         return self._environment.with_extra(self.extra)
 
     @cached_property
@@ -100,7 +99,6 @@ class CudaDevice(Device):
 
     @property
     def total_memory(self) -> int:
-        """The bytes of the device's memory; initialises CUDA."""
         total: int = torch.cuda.get_device_properties(self.index).total_memory
         return total
 
@@ -175,7 +173,6 @@ class CudaDevice(Device):
         return estimate if used is None else max(used - reserved, 0), reserved
 
     def limited(self, size: int) -> AbstractContextManager[None]:
-        """Limit this process to reserving ``size`` bytes inside; raises ``QuotaError``."""
         return limited(self.index, size)
 
     def refusals(self) -> AbstractContextManager[Sequence[Refusal]]:
@@ -201,12 +198,10 @@ class CudaDevice(Device):
         return "MPS" in self.environment.partition.split("-")
 
     def empty_cache(self) -> None:
-        """Return unused segments to the driver."""
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
     def nvml(self) -> Mapping[str, Any]:
-        """Return NVML's current reading of the device, or the reason why there is none."""
         properties = torch.cuda.get_device_properties(self.index)
         return read_device(_uuid(properties) or self.index).to_dict()
 

@@ -88,7 +88,6 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     @property
     def events(self) -> int:
-        """A hash of the events of the tests' own allocator in the current test."""
         return workspaces.events(self.index)
 
     @contextmanager
@@ -142,7 +141,6 @@ class DryDevice(CudaDevice, ComputingDevice):
             self._membership.end_body()
 
     def unmeasured(self) -> AbstractContextManager[None]:
-        """Keep peaks inside from adding to the test's notes on estimates."""
         return workspaces.unmeasured()
 
     @contextmanager
@@ -171,7 +169,6 @@ class DryDevice(CudaDevice, ComputingDevice):
             yield
 
     def forget(self, fixture: object) -> None:
-        """Drop the records of a fixture that has been torn down."""
         self._fixtures.forget(fixture)
 
     def complete(self, measurement: Measurement) -> Measurement:
@@ -186,7 +183,6 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     @property
     def following(self) -> Computed | None:
-        """The values that a further run of the test computes; ``None`` where there is none."""
         return None if self._computed is Computed.ALL else Computed(self._computed + 1)
 
     @property
@@ -196,16 +192,13 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     @property
     def made_up(self) -> bool:
-        """Whether the current test used a value that was not computed."""
         return self._follower.made_up
 
     @property
     def work(self) -> Work:
-        """The work of computing all values of the current test."""
         return self._follower.work
 
     def note(self, sentence: str) -> None:
-        """Add ``sentence`` to the notes of the current test."""
         self._follower.note(sentence)
 
 

@@ -85,7 +85,6 @@ class SimulatedDevice(ComputingDevice):
 
     @property
     def environment(self) -> Environment:
-        """The environment that its numbers depend on."""
         own = self._own.environment
         if self._requested is not None:
             own = replace(own, gpu=self._name, ranks=self._requested.name)
@@ -93,17 +92,14 @@ class SimulatedDevice(ComputingDevice):
 
     @property
     def total_memory(self) -> int:
-        """The bytes of one GPU in the catalogue."""
         return self._own.model.total_memory
 
     @property
     def events(self) -> int:
-        """A hash of the events of the tests' own allocator in the current test."""
         return hash_of_events(self._own)
 
     @property
     def recorder(self) -> Recorder:
-        """The recorder of every block, which a simulated device always has."""
         return SimulatedRecorder(self._simulation)
 
     def workspaces(self) -> frozenset[Block]:
@@ -162,7 +158,6 @@ class SimulatedDevice(ComputingDevice):
         return [one for one in fixtures if one in self._set_up and one not in self._present]
 
     def repeat_set_up(self, fixture: object) -> None:
-        """Repeat the set-up of ``fixture`` in the memory of the current test."""
         self._present.add(fixture)
         logs = self._set_up[fixture].logs
         taken = [gpu.repeat(log) for gpu, log in zip(self._gpus, logs, strict=True)]
@@ -194,7 +189,6 @@ class SimulatedDevice(ComputingDevice):
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
-        """Keep peaks inside from adding to the test's notes on estimates."""
         with ExitStack() as paused:
             for gpu in self._gpus:
                 paused.enter_context(gpu.estimates.unmeasured())
@@ -255,7 +249,6 @@ class SimulatedDevice(ComputingDevice):
             self._repeat()
 
     def forget(self, fixture: object) -> None:
-        """Drop the log of a fixture that has been torn down."""
         self._set_up.pop(fixture, None)
 
     def complete(self, measurement: Measurement) -> Measurement:
@@ -274,21 +267,17 @@ class SimulatedDevice(ComputingDevice):
 
     @property
     def following(self) -> Computed | None:
-        """The values that a further run of the test computes; ``None`` where there is none."""
         return None if self.has_values else Computed.ALL
 
     @property
     def made_up(self) -> bool:
-        """Whether the current test used a value that was not computed."""
         return self._simulation.granted or bool(self._simulation.neutral_reads)
 
     @property
     def work(self) -> Work:
-        """The work of computing the values of the current test."""
         return self._simulation.values.work
 
     def note(self, sentence: str) -> None:
-        """Add ``sentence`` to the notes of the current test."""
         self._simulation.note(sentence)
 
     def share(self, folder: Path) -> Sequence[SharedSimulatedDevice]:
@@ -343,7 +332,6 @@ class SimulatedDevice(ComputingDevice):
         return refusals(gpu.allocator.observers, note)
 
     def empty_cache(self) -> None:
-        """Release unused segments and the workspaces."""
         for gpu in self._gpus:
             gpu.workspaces.clear()
             gpu.allocator.empty_cache()
