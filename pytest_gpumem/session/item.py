@@ -22,10 +22,10 @@ from pytest_gpumem.baseline.store import (
     BaselineStore,
     split_nodeid,
 )
-from pytest_gpumem.device.device import Device
 from pytest_gpumem.device.select import SELECTOR
 from pytest_gpumem.marker import Expectation
 from pytest_gpumem.measurement.composition import explained_by
+from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.measurement.recorded import RecordedHistory, write_snapshot
 from pytest_gpumem.options import Settings
 from pytest_gpumem.report.commands import Command
@@ -156,18 +156,24 @@ class Judge:
         )
 
 
-class MeasuredItem:
-    """An attempt at a test.
+class MeasuredItem(Run):
+    """An attempt at a test: a run that is judged and explained.
 
     ``runs_again`` returns, where devices are shared, whether a test that ran out of memory is run
     once more, so that this failure need not be explained.
     """
 
-    def __init__(self, run: Run, judge: Judge, hooks: Hooks, runs_again: RunsAgain | None) -> None:
-        self.run = run
-        self._item = run.prepared.item
+    def __init__(
+        self,
+        prepared: Prepared,
+        ledger: FixtureLedger,
+        settings: Settings,
+        hooks: Hooks,
+        judge: Judge,
+        runs_again: RunsAgain | None,
+    ) -> None:
+        super().__init__(prepared, ledger, settings, hooks)
         self._judge = judge
-        self._hooks = hooks
         self._runs_again = runs_again
         self.body_raised = False
         """Whether the body failed, rather than its measurement."""
@@ -179,27 +185,13 @@ class MeasuredItem:
         """The text of a failure that is not due to the test's own memory."""
 
     @property
-    def nodeid(self) -> str:
-        """The test's node id."""
-        return self._item.nodeid
-
-    @property
-    def device(self) -> Device:
-        """The device that the test runs on."""
-        return self.run.prepared.device
-
-    @property
     def measurement(self) -> Measurement | None:
         """The measurement of the test's own device; ``None`` before it is known."""
         return self._record.measurement if self._record else None
 
-    def close(self) -> None:
-        """Restore the state of the process."""
-        self.run.close()
-
     def complete(self, report: pytest.TestReport, *, raised: bool) -> None:
         """Put the record on the final report of the call, as builtin types."""
-        if self.run.in_body:  # a subtest's: they are reported while the body runs
+        if self.in_body:  # a subtest's: they are reported while the body runs
             self._subtest_failed |= raised and report.failed
         elif report.when == "call" and self._sentence:
             setattr(report, SENTENCE, self._sentence)
@@ -211,19 +203,18 @@ class MeasuredItem:
             record = with_outcome(self._record, report)
             if record is not None:
                 setattr(report, ATTRIBUTE, record.to_dict())
-                self._hooks.call_with(self._item, record)
+                self._hooks.call_with(self.item, record)
                 if self._hooks.broken:
                     setattr(report, BROKEN_PLUGINS, list(self._hooks.broken.values()))
 
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Run the body inside, after its warm-up runs; then measure and judge it, or fail it."""
-        run = self.run
         try:
-            for _ in range(run.prepared.runs - 1):
-                with run.body():
-                    self._item.runtest()
-            with run.body():
+            for _ in range(self.prepared.runs - 1):
+                with self.body():
+                    self.item.runtest()
+            with self.body():
                 yield
         except (pytest.skip.Exception, SimulationError):
             raise
@@ -232,13 +223,12 @@ class MeasuredItem:
             with suppress(BaselineError):  # the body's own failure is more important
                 self._finish()
             if isinstance(error, torch.OutOfMemoryError) and not (
-                self._runs_again and self._runs_again(run.shortage, run.prepared.quota, error)
+                self._runs_again and self._runs_again(self.shortage, self.prepared.quota, error)
             ):
-                self._record, lines = _out_of_memory(run, self._record, error)
-                self._sections += lines
+                self._sections += self._explain_shortage(error)
             raise
         # unittest's failures do not reach pytest as exceptions: the item collects them.
-        self.body_raised = self._subtest_failed or bool(getattr(self._item, "_excinfo", None))
+        self.body_raised = self._subtest_failed or bool(getattr(self.item, "_excinfo", None))
         self._judged(self._finish)
 
     def judge(self, measured: Measurement, others: Sequence[Measurement], *, ranks: str) -> None:
@@ -255,20 +245,18 @@ class MeasuredItem:
     def _finish(self) -> None:
         """Measure the last run, and judge it unless it is for all ranks to judge."""
         passed = not self.body_raised
-        own, others = self.run.measured(passed=passed)
+        own, others = self.measured(passed=passed)
         used = [other for other in others if other.peak_allocated > 0]
-        self._take(own, used, passed=passed and not self.run.prepared.among_ranks)
+        self._take(own, used, passed=passed and not self.prepared.among_ranks)
         if not passed and self._record is not None:
-            self.note(*_snapshot_of(self.run))
+            self.note(*self._snapshot())
 
     def _take(
         self, own: Measurement, others: Sequence[Measurement], *, passed: bool, ranks: str = ""
     ) -> None:
-        self._record = self._judge.record(
-            self.run.prepared, own, others, passed=passed, ranks=ranks
-        )
+        self._record = self._judge.record(self.prepared, own, others, passed=passed, ranks=ranks)
         if self._record is not None:
-            set_user_properties(self._item.user_properties, self._record)
+            set_user_properties(self.item.user_properties, self._record)
 
     def _judged(self, judge: Callable[[], None]) -> None:
         """Call ``judge``; then fail the test where a verdict does not pass."""
@@ -281,94 +269,84 @@ class MeasuredItem:
         record = self._record
         if record is None or not record.broken:
             return
-        if self.run.is_explained_later:
-            explained, notes = _explained_again(self.run, record)
-            if explained:
-                prepared = self.run.prepared
-                again = self._judge.record(prepared, explained[0], explained[1:], passed=True)
-                record = self._record = again or record
-        else:
-            notes = _snapshot_of(self.run)
-        self.note(*notes)
-        config = self._item.config
+        self.note(*self._explain(record) if self.is_explained_later else self._snapshot())
+        config, broken = self.item.config, (self._record or record).broken
         update = Command.of(config).records(record.nodeid)
-        text = failure_text(record.broken, update, every=config.get_verbosity() > 1)
+        text = failure_text(broken, update, every=config.get_verbosity() > 1)
         pytest.fail(text, pytrace=False)
 
-
-def _explained_again(run: Run, record: TestRecord) -> tuple[tuple[Measurement, ...], list[str]]:
-    """Return the measurements of ``record`` with sites, if a second run passes; and notes."""
-    item = run.prepared.item
-    recorder = RecordedHistory()
-    try:
-        with recorder.during(EXPLAINED_BY):
-            run.record_again(recorder)
-            with run.body():
-                item.runtest()
-            own, others = run.measured(passed=True)
-            # Written here, because the recording is gone afterwards.
-            notes = _snapshot_of(run)
-    except _OUTCOMES as error:
-        why = (
-            f"{item.nodeid}: nothing explains its memory, because the body does not run "
-            f"twice: {type(error).__name__}: {error}"
-        )
-        return (), [*_snapshot_of(run), why]
-    again = {one.device: one for one in (own, *others)}
-    pairs = [(first, again.get(first.device)) for first in record.measurements]
-    return tuple(explained_by(one, two) if two else one for one, two in pairs), notes
-
-
-def _out_of_memory(
-    run: Run, record: TestRecord | None, error: torch.OutOfMemoryError
-) -> tuple[TestRecord | None, list[str]]:
-    """Return ``record`` with why the body ran out of memory, and the lines on it.
-
-    The body is run again for that if it was not recorded.
-    """
-    if not run.is_explained_later:
-        return _post_mortem(run, record)
-    # Else memory of the first run would be missing from the second one's. pytest
-    # shows the traceback all the same, without the values of its variables.
-    traceback.clear_frames(error.__traceback__)
-    recorder = RecordedHistory()
-    with recorder.during(EXPLAINED_BY), suppress(*_OUTCOMES):
-        run.record_again(recorder)
+    def _explain(self, record: TestRecord) -> Sequence[str]:
+        """Judge with the sites of a second run, if that passes; return notes."""
+        item, recorder = self.item, RecordedHistory()
         try:
-            with run.body():
-                run.prepared.item.runtest()
-        except torch.OutOfMemoryError:
-            explained = _post_mortem(run, record)
-            if record is not None:
-                _snapshot_of(run)
-            return explained
-    return record, []
+            with recorder.during(EXPLAINED_BY):
+                self.record_again(recorder)
+                with self.body():
+                    item.runtest()
+                own, others = self.measured(passed=True)
+                # Written here, because the recording is gone afterwards.
+                notes = self._snapshot()
+        except _OUTCOMES as error:
+            why = (
+                f"{item.nodeid}: nothing explains its memory, because the body does not run "
+                f"twice: {type(error).__name__}: {error}"
+            )
+            return [*self._snapshot(), why]
+        again = {one.device: one for one in (own, *others)}
+        first, *rest = (
+            explained_by(one, again[one.device]) if one.device in again else one
+            for one in record.measurements
+        )
+        self._record = self._judge.record(self.prepared, first, rest, passed=True) or record
+        return notes
 
+    def _explain_shortage(self, error: torch.OutOfMemoryError) -> list[str]:
+        """Record why the body ran out of memory, and return the lines on it.
 
-def _snapshot_of(run: Run) -> list[str]:
-    """Write the artifact if it is requested; return the sentence on it."""
-    folder, nodeid = run.settings.artifacts, run.prepared.item.nodeid
-    if folder is None:
+        The body is run again for that if it was not recorded.
+        """
+        if not self.is_explained_later:
+            return self._post_mortem()
+        # Else memory of the first run would be missing from the second one's. pytest
+        # shows the traceback all the same, without the values of its variables.
+        traceback.clear_frames(error.__traceback__)
+        recorder = RecordedHistory()
+        with recorder.during(EXPLAINED_BY), suppress(*_OUTCOMES):
+            self.record_again(recorder)
+            try:
+                with self.body():
+                    self.item.runtest()
+            except torch.OutOfMemoryError:
+                lines = self._post_mortem()
+                if self._record is not None:
+                    self._snapshot()
+                return lines
         return []
-    try:
-        return [f"{nodeid}: its snapshot is {write_snapshot(folder, nodeid)}"]
-    except OSError as error:
-        return [
-            f"{nodeid}: its snapshot cannot be written: {error.strerror or error}; "
-            "give --gpumem-artifacts a folder that can be written"
-        ]
 
+    def _post_mortem(self) -> list[str]:
+        found, shortage, record = self.out_of_memory(), self.shortage, self._record
+        lines = [] if shortage is None else [sentence_of(shortage, self.prepared.quota)]
+        if found is None or record is None:
+            return lines
+        lines += found.lines()
+        expectation = self.prepared.expectation
+        limit = expectation.max if expectation else None
+        if limit is not None and found.allocated > limit:
+            written = in_words(limit) or format_size(limit)
+            text = format_size(found.allocated)
+            lines.append(f"  its limit max={written} was passed before: {text} were allocated")
+        self._record = replace(record, out_of_memory=found.to_dict())
+        return ["\n".join(lines)]
 
-def _post_mortem(run: Run, record: TestRecord | None) -> tuple[TestRecord | None, list[str]]:
-    found, shortage = run.out_of_memory(), run.shortage
-    lines = [] if shortage is None else [sentence_of(shortage, run.prepared.quota)]
-    if found is None or record is None:
-        return record, lines
-    lines += found.lines()
-    expectation = run.prepared.expectation
-    limit = expectation.max if expectation else None
-    if limit is not None and found.allocated > limit:
-        written = in_words(limit) or format_size(limit)
-        text = format_size(found.allocated)
-        lines.append(f"  its limit max={written} was passed before: {text} were allocated")
-    return replace(record, out_of_memory=found.to_dict()), ["\n".join(lines)]
+    def _snapshot(self) -> list[str]:
+        """Write the artifact if it is requested; return the sentence on it."""
+        folder, nodeid = self.settings.artifacts, self.item.nodeid
+        if folder is None:
+            return []
+        try:
+            return [f"{nodeid}: its snapshot is {write_snapshot(folder, nodeid)}"]
+        except OSError as error:
+            return [
+                f"{nodeid}: its snapshot cannot be written: {error.strerror or error}; "
+                "give --gpumem-artifacts a folder that can be written"
+            ]

@@ -114,7 +114,7 @@ class TestLifecycle:
         measured, self.current = self.current, None
         if measured is not None:
             found = measured.measurement
-            self._watched.ended(measured.nodeid, found.peak_allocated if found else None)
+            self._watched.ended(measured.item.nodeid, found.peak_allocated if found else None)
             measured.close()
 
     @contextmanager
@@ -130,7 +130,7 @@ class TestLifecycle:
                 if device is not None:
                     contexts.enter_context(device.setting_up(fixture))
             if self.current:
-                contexts.enter_context(self.current.run.setting_up(fixture, request))
+                contexts.enter_context(self.current.setting_up(fixture, request))
             contexts.enter_context(taken_back(fixture, request))
             yield
 

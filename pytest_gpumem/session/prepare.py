@@ -18,7 +18,7 @@ from pytest_gpumem.session import conclusion, rerun, used_fixtures
 from pytest_gpumem.session.expected import model_of
 from pytest_gpumem.session.item import Judge, MeasuredItem
 from pytest_gpumem.session.parts import Parts
-from pytest_gpumem.session.run import Prepared, Run
+from pytest_gpumem.session.run import Prepared
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.prediction import PredictedTest
 from pytest_gpumem.values.world import RequestedRank
@@ -78,13 +78,12 @@ class Preparation:
             quota=self._quota(expectation, device),
             among_ranks=parts.selector.world is not None,
         )
+        runs_again = parts.sharing.runs_again if parts.sharing else None
+        given = self.ledger, parts.settings, parts.hooks, self._judge, runs_again
         try:
-            run = Run(prepared, self.ledger, parts.settings, parts.hooks)
+            return MeasuredItem(prepared, *given)
         except QuotaError as error:
             problem = str(error)
-        else:
-            runs_again = parts.sharing.runs_again if parts.sharing else None
-            return MeasuredItem(run, self._judge, parts.hooks, runs_again)
         pytest.fail(problem, pytrace=False)  # outside, so that no other exception precedes it
 
     def _check_ranks(self, asked: int) -> None:

@@ -121,7 +121,7 @@ class GpumemSession(Parts):
         from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
 
         if self.lifecycle is not None and self.lifecycle.current is not None:
-            return Gpumem(self.lifecycle.current.run)
+            return Gpumem(self.lifecycle.current)
         return IdleGpumem(off=self.selector.off)
 
     def lifecycle_of(self, item: pytest.Item) -> TestLifecycle | None:

@@ -109,7 +109,7 @@ class Sharing:
         admissions = self.admissions
         if admissions is None or not can_run_again(item):
             return None
-        refused = current.run.shortage, current.run.prepared.quota
+        refused = current.shortage, current.prepared.quota
         following = admissions.next_run(error, *refused)
         if following is not None:
             if error is not None:
