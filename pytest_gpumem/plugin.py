@@ -59,12 +59,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MARKER)
     session = config.stash[SESSION] = GpumemSession(config)
     config.pluginmanager.register(ReportHooks(session), "gpumem-reports")
-    config.pluginmanager.register(IsolationHooks(), "gpumem-isolation")
     if session.launched is not None:
         config.pluginmanager.register(session.launched, "gpumem-ranks")
     if session.sharding is not None:
         config.pluginmanager.register(session.sharding, "gpumem-shard")
-    config.pluginmanager.register(Summaries(), "gpumem-summaries")
+    config.pluginmanager.register(SecondHooks(), "gpumem-second-hooks")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -265,8 +264,8 @@ def pytest_report_teststatus(report: Any) -> object | None:
     return status_of(report)
 
 
-class Summaries:
-    """The hooks of the terminal's summary: around all others, and one among them."""
+class SecondHooks:
+    """Further implementations of hooks that this module implements once already."""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(
@@ -276,20 +275,16 @@ class Summaries:
         with config.stash[SESSION].results.failures_told_once(terminalreporter):
             return (yield)
 
-
-def pytest_terminal_summary(config: pytest.Config) -> None:
-    """Write the section "gpumem"."""
-    config.stash[SESSION].summarize()
-
-
-class IsolationHooks:
-    """The hook that replaces pytest's own where a test has a process of its own."""
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
         """Run the test in its own process."""
         lifecycle = item.config.stash[SESSION].lifecycle
         return (lifecycle is not None and lifecycle.isolated(item, nextitem)) or None
+
+
+def pytest_terminal_summary(config: pytest.Config) -> None:
+    """Write the section "gpumem"."""
+    config.stash[SESSION].summarize()
 
 
 class ReportHooks:

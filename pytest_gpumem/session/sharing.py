@@ -80,13 +80,13 @@ class Sharing:
         try:
             gate = self._gate(item, device)
             need = self._need(item, expectation, device)
-            elastic = expectation is not None and expectation.elastic
+            is_elastic = expectation is not None and expectation.elastic
         except SharingError as error:
             self._unusable = str(error)
             yield
             return
         self.admissions = DeviceAdmissions(
-            gate, item.nodeid, need, device, elastic=elastic, released=self._send_released
+            gate, item.nodeid, need, device, is_elastic, self._send_released
         )
         try:
             self.admissions.enter()
