@@ -29,6 +29,8 @@ from pytest_gpumem.dry import scope
 from pytest_gpumem.report.pytest_reports import HARMLESS
 from pytest_gpumem.session.rerun import collected_error
 from pytest_gpumem.simulated.distributed.worst import imbalance, worst_of
+from pytest_gpumem.values.errors import SimulationError
+from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.world import address_of_process
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.results import Results
     from pytest_gpumem.simulated.distributed.meeting import Meeting
     from pytest_gpumem.values.world import World
+
+_SKIPS = (pytest.skip.Exception, SimulationError)
 
 _ENDED = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
 """Exit codes of a run that did not complete: the other ranks may be anywhere."""
@@ -153,10 +157,17 @@ class Launched:
 
         Raises the test's failure, where that is not ``error``.
         """
-        if self._meeting is None or isinstance(error, _ENDING):
+        if self._meeting is None or isinstance(error, KeyboardInterrupt | pytest.exit.Exception):
             return
+        measurement = current.measurement if current is not None and error is None else None
+        failed = "skipped" if isinstance(error, _SKIPS) else "failed"
+        outcome = {
+            "outcome": "passed" if error is None else failed,
+            "text": _text(item, error),
+            "measurement": measurement and measurement.to_dict(),
+        }
         with self._in_company():
-            outcomes = self._meeting.gather(item.nodeid, _outcome(item, current, error))
+            outcomes = self._meeting.gather(item.nodeid, outcome)
         verdict = error
         if self.world.rank == 0 and error is None:
             try:
@@ -183,9 +194,6 @@ class Launched:
                 pytest.fail(f"rank {rank} failed: {one['text']}", pytrace=False)
         if current is None:
             return
-        # Imported by the test that was measured.
-        from pytest_gpumem.values.measurement import Measurement
-
         measured = {
             rank: Measurement.from_dict(one["measurement"])
             for rank, one in enumerate(outcomes)
@@ -275,37 +283,14 @@ class Launched:
         pytest.exit(sentence, returncode=int(status))
 
 
-_ENDING = (KeyboardInterrupt, pytest.exit.Exception)
-"""Exceptions that end a run, and not only a test."""
-
-
-def _outcome(
-    item: pytest.Item, current: MeasuredItem | None, error: BaseException | None
-) -> Mapping[str, Any]:
-    """Return what the other ranks need to know of a test that ended with ``error``."""
-    measurement = current.measurement if current is not None and error is None else None
-    failed = "skipped" if isinstance(error, _skipping()) else "failed"
-    return {
-        "outcome": "passed" if error is None else failed,
-        "text": _text(item, error),
-        "measurement": measurement and measurement.to_dict(),
-    }
-
-
 def _text(item: pytest.Item, error: BaseException | None) -> str | None:
     """Return pytest's text for ``error``, ``None`` where it is none or a skip."""
-    if error is None or isinstance(error, _skipping()):
+    if error is None or isinstance(error, _SKIPS):
         return None
     found = pytest.ExceptionInfo.from_exception(error)
     if isinstance(error, pytest.fail.Exception) and not error.pytrace:
         return str(error)
     return f"{found.exconly(tryshort=True).splitlines()[0]}\n\n{item.repr_failure(found)}"
-
-
-def _skipping() -> tuple[type[BaseException], ...]:
-    from pytest_gpumem.values.errors import SimulationError
-
-    return (pytest.skip.Exception, SimulationError)
 
 
 def _is_main_thread() -> bool:
