@@ -32,14 +32,7 @@ class Controller:
         """The messages of workers on their devices."""
         from pytest_gpumem.session.hosts import Hosts
 
-        return Hosts()
-
-    def watch_waits(self) -> None:
-        """Report on tests that wait for shared devices, until the end of the run."""
-        from pytest_gpumem.session.waiting import WaitWatch
-
-        watch = WaitWatch(self._parts.config, lambda: self._run_id)
-        self._parts.closing.callback(watch.stop)
+        return Hosts(self._parts.config)
 
     def send_input(self, node: Any, weights: Weights | None) -> None:
         """Send this process's data to a worker, which may be on another host."""

@@ -41,8 +41,6 @@ class GpumemSession(Parts):
         if self.launched is not None:
             self.launched.keep_output()
             self.closing.callback(self.launched.end)
-        if self.settings.share and not self.runs_tests:
-            self.controller.watch_waits()
         if self.settings.sim_scope != "session" or self.selector.off or not self.runs_tests:
             return
         early = current_ambient(self.config)

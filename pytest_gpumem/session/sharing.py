@@ -28,7 +28,6 @@ from pytest_gpumem.session.hosts import ControllerChannel
 from pytest_gpumem.session.item import MeasuredItem
 from pytest_gpumem.session.predictions import Predictions
 from pytest_gpumem.session.rerun import can_run_again
-from pytest_gpumem.session.waiting import Waiting
 from pytest_gpumem.sharing.admission import Need
 from pytest_gpumem.sharing.database import SharingError, default_folder
 from pytest_gpumem.sharing.gate import Admission, Gate
@@ -60,7 +59,6 @@ class Sharing:
         self._ledger: Ledger | None = None
         self._worker = 0
         self._gates: dict[Device, Gate] = {}
-        self._waiting = Waiting(config)
         self._unusable: str | None = None
         """The reason why there is no gate for the current test."""
         self.admissions: DeviceAdmissions | None = None
@@ -237,7 +235,7 @@ class Sharing:
                 held=device.held,
                 tidy=lambda: item.session._setupstate.teardown_exact(None),
                 patience=self._settings.share_timeout,
-                waits=self._waiting.report,
+                waits=self._channel.report_wait,
             )
         return self._gates[device]
 
