@@ -26,11 +26,6 @@ def settled(choice: DeviceChoice, baselines: Path) -> DeviceChoice:
     return choice._replace(kind="dry", of_auto=True)
 
 
-def refuse(reason: str) -> None:
-    """Make ``auto`` a simulated device from now on, in this process and in those it starts."""
-    os.environ[REFUSED] = reason
-
-
 def why_not(baselines: Path) -> str | None:
     """Return why ``auto`` does not select the dry device, ``None`` if it does."""
     if reason := os.environ.get(REFUSED):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +16,7 @@ from pytest_gpumem.paths import relative
 from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.remarks import Missing, leaks, unmarked
 from pytest_gpumem.report.terminal import section, write_section
+from pytest_gpumem.text import counted
 
 if TYPE_CHECKING:
     from pytest_gpumem.session.results import Results
@@ -69,27 +70,7 @@ class Conclusion:
         results, writer = self._results, self._config.get_terminal_writer()
         for line in self._annotations:
             writer.line(line)
-        notes = [
-            *results.notes,
-            *results.broken_plugins,
-            *filter(None, [results.shard]),
-            *self._hosts(),
-            *self._uses(),
-            *self._skips(),
-        ]
-        if count := results.skipped_at_import:
-            notes.append(
-                f"{count} test{'s' * (count > 1)} that would be measured {_were(count)} skipped by "
-                f"a condition that was evaluated at import: {AT_IMPORT}"
-            )
-        if count := len(results.skipped_modules):
-            notes.append(
-                f"{count} module{'s' * (count > 1)} {_were(count)} skipped by pytest.skip() as "
-                f"{'they were' if count > 1 else 'it was'} imported: {AT_IMPORT}"
-            )
-        if self._settings.device.kind == "off" and results.any_marked:
-            notes.append("--gpumem-device=off: marked tests ran without being measured")
-        records = results.records
+        records, notes = results.records, list(self._notes())
         if not records and not notes and self._update is None:
             return
         notes += leaks(records)
@@ -114,6 +95,33 @@ class Conclusion:
         )
         write_section(writer, lines, verbosity=verbosity)
 
+    def _notes(self) -> Iterator[str]:
+        """Yield the sentences on the run, its hosts, shared devices and skipped tests."""
+        results = self._results
+        yield from (*results.notes, *results.broken_plugins, *filter(None, [results.shard]))
+        if len(results.environments) > 1:
+            from pytest_gpumem.session.hosts import differing
+
+            yield from differing(results.environments)
+        shared = {one.nodeid: one.sharing for one in results.records if one.sharing}
+        if results.usages or shared:
+            from pytest_gpumem.sharing.usage import lines, waits
+
+            yield from (*lines(results.usages), *waits(shared))
+        yield from self._skips()
+        if count := results.skipped_at_import:
+            yield (
+                f"{counted(count, 'test')} that would be measured {_were(count)} skipped by a "
+                f"condition that was evaluated at import: {AT_IMPORT}"
+            )
+        if count := len(results.skipped_modules):
+            yield (
+                f"{counted(count, 'module')} {_were(count)} skipped by pytest.skip() as "
+                f"{'they were' if count > 1 else 'it was'} imported: {AT_IMPORT}"
+            )
+        if self._settings.device.kind == "off" and results.any_marked:
+            yield "--gpumem-device=off: marked tests ran without being measured"
+
     def _skips(self) -> Iterator[str]:
         """Yield why tests could not be simulated; tests of one cause as one, unless verbose."""
         causes: dict[str, list[str]] = {}
@@ -123,27 +131,10 @@ class Conclusion:
         verbose = self._config.get_verbosity() > 0
         for tests in causes.values():
             more = 0 if verbose else len(tests) - 1
-            also = f" and {more} more test{'s' * (more > 1)}" if more else ""
+            also = f" and {counted(more, 'more test')}" if more else ""
             for nodeid in tests if verbose else tests[:1]:
                 why = self._results.unsimulated[nodeid]
                 yield f"{nodeid}{also} {_were(more + 1)} skipped: {why}"
-
-    def _uses(self) -> list[str]:
-        """Return the lines on the devices that tests shared, and on waits for them."""
-        usages = self._results.usages
-        tests = {one.nodeid: one.sharing for one in self._results.records if one.sharing}
-        if not usages and not tests:
-            return []
-        from pytest_gpumem.sharing.usage import lines, waits
-
-        return [*lines(usages), *waits(tests)]
-
-    def _hosts(self) -> Iterable[str]:
-        if len(self._results.environments) < 2:
-            return ()
-        from pytest_gpumem.session.hosts import differing
-
-        return differing(self._results.environments)
 
     def _write_baselines(self, *, prune: bool) -> Iterator[str]:
         settings = self._settings
@@ -173,7 +164,7 @@ class Conclusion:
         moved = self._missing.moved
         if moved and settings.require_baselines and settings.update_baselines is None:
             yield (
-                f"{moved} test{'s' * (moved > 1)} {_were(moved)} compared with nothing, because "
+                f"{counted(moved, 'test')} {_were(moved)} compared with nothing, because "
                 "what is stored has another name, which fails this run as baselines are required"
             )
 

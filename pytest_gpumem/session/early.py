@@ -15,7 +15,7 @@ import pytest
 
 from pytest_gpumem.cached_answers import watch
 from pytest_gpumem.device import Computed, DeviceError
-from pytest_gpumem.device.auto import has_driver, refuse
+from pytest_gpumem.device.auto import REFUSED, has_driver
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
 
@@ -98,7 +98,7 @@ def _begin_dry(config: pytest.Config, settings: Settings, *, controls: bool) -> 
     except pytest.UsageError as error:
         if not settings.device.of_auto:
             raise
-        refuse(str(error))
+        os.environ[REFUSED] = str(error)
         return False
     return True
 

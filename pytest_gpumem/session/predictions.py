@@ -74,9 +74,11 @@ class Predictions:
         # A worker receives pytest's arguments from the controller.
         given = getattr(config, "workerinput", {}).get(ARGUMENTS, config.invocation_params.args)
         seed = getattr(config.option, "randomly_seed", None)  # chosen by pytest-randomly
+        names = [without_group(item.nodeid).partition("::")[2] for item in items.values()]
         try:
             answers = run_tests(
-                list(map(_by_path, items.values())),
+                # A path that is absolute means the same in every folder.
+                [f"{item.path}::{name}" for item, name in zip(items.values(), names, strict=True)],
                 [machine],
                 arguments=list(map(os.fspath, given)),
                 folder=config.invocation_params.dir,
@@ -91,12 +93,6 @@ class Predictions:
             nodeid: _predicted(known.get(without_group(nodeid)), machine.model.name)
             for nodeid in items
         }
-
-
-def _by_path(item: pytest.Item) -> str:
-    # A path that is absolute means the same in every folder.
-    _, separator, name = without_group(item.nodeid).partition("::")
-    return f"{item.path}{separator}{name}"
 
 
 def _predicted(answer: Answer | None, gpu: str) -> PredictedTest:

@@ -64,7 +64,7 @@ class Gate:
     """The devices that tests use; needs are stated for the first."""
     _: KW_ONLY
     held: Callable[[str], tuple[int, int]]
-    """What this process holds between two tests, by device: context and fixtures in bytes."""
+    """The bytes that this process holds between two tests, by device: context and fixtures."""
     tidy: Callable[[], None]
     """The function that tears down the fixtures that live between two tests."""
     patience: float
@@ -187,7 +187,18 @@ class Gate:
 
     def _holders(self, state: State) -> str:
         """Return the holders of the memory that a test waits for, as a clause."""
-        parts = [*holding(state), *filter(None, [self.foreign_processes()])]
+        parts = [
+            f"{lease.worker} holds {format_size(sum(lease.request.needs.values()))} "
+            f"({lease.nodeid})"
+            for lease in state.running
+        ]
+        parts += [
+            f"fixtures of worker {worker} hold {format_size(held)}"
+            for device in state.devices.values()
+            for worker, held in device.fixtures.items()
+            if held
+        ]
+        parts += filter(None, [self.foreign_processes()])
         return ", ".join(parts) or "no process holds memory, and tests before it wait too"
 
     def _above_held(self, need: Need) -> dict[str, int]:
@@ -209,21 +220,6 @@ class Gate:
                 f"{nodeid} needs {format_size(need.bytes)} by its {need.source}, and {name} has "
                 f"{format_size(most)} for tests"
             )
-
-
-def holding(state: State) -> list[str]:
-    """Return the bytes of running tests and of the fixtures of all workers: a clause for each."""
-    parts = [
-        f"{lease.worker} holds {format_size(sum(lease.request.needs.values()))} ({lease.nodeid})"
-        for lease in state.running
-    ]
-    parts += [
-        f"fixtures of worker {worker} hold {format_size(held)}"
-        for device in state.devices.values()
-        for worker, held in device.fixtures.items()
-        if held
-    ]
-    return parts
 
 
 def _amount(need: Need) -> str:

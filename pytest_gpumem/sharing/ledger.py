@@ -48,10 +48,6 @@ CREATE INDEX IF NOT EXISTS log_time ON log (time);
 """
 
 
-Clock = Callable[[], float]
-"""Seconds since the epoch: one clock of the host."""
-
-
 @dataclass(frozen=True)
 class Lease:
     """A test that runs or waits, in readable form."""
@@ -99,9 +95,12 @@ class Answer:
 
 
 class Ledger(Database):
-    """A process's connection to the ledger in ``folder``; every call is one transaction."""
+    """A process's connection to the ledger in ``folder``; every call is one transaction.
 
-    def __init__(self, folder: Path, *, clock: Clock = time.time) -> None:
+    ``clock`` returns the seconds since the epoch, by one clock of the host.
+    """
+
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
         super().__init__(folder / FILE_NAME, _SCHEMA)
         self._clock = clock
         self._own: Process | None = None
