@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 from pytest_gpumem.sharing.admission import Device, Need
+from pytest_gpumem.sharing.devices import SharedSimulatedDevice
 from pytest_gpumem.sharing.gate import Gate
 from pytest_gpumem.sharing.ledger import Ledger
-from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
 
 CAPACITY, SMALL = 16 * 2**30, 2**20
 BOUND = 2.0

@@ -38,6 +38,9 @@ def _one_of(form: str, help_text: str) -> tuple[str, Callable[[Any], Any], str]:
     return form, one_of(*form.split("|")), help_text
 
 
+VALUES_LIMIT = 30.0
+"""Seconds that a second run with real values may compute where no limit is given."""
+
 _FLAGS = {
     "gpumem_all": "measure and report unmarked tests too, without judging them",
     "gpumem_share": "let tests of several workers and runs pass where there is memory for them",
@@ -163,7 +166,7 @@ class Settings(NamedTuple):
     baselines: Path
     sim_scope: Literal["test", "session"] = "test"
     sim_values: Literal["auto", "always", "never"] = "auto"
-    sim_values_limit: float = 30.0
+    sim_values_limit: float = VALUES_LIMIT
     """The most seconds of computing in a second run."""
     sim_stand_ins: Literal["auto", "off"] = "auto"
     """Whether simulated tests may import flash-attn where it is not installed."""

@@ -20,7 +20,7 @@ from pytest_gpumem.device.left_threads import LeftThreads, is_shared
 from pytest_gpumem.device.quota import limited, observers_of_torch, refusals
 from pytest_gpumem.dry import scope
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
-from pytest_gpumem.sharing.host import CONTEXT, NvmlDevice
+from pytest_gpumem.sharing.devices import CONTEXT, NvmlDevice
 from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuModel, Machine
 from pytest_gpumem.values.environment import Environment, alloc_conf_of_process

@@ -15,7 +15,7 @@ from pytest_gpumem.values.measurement import Measurement
 if TYPE_CHECKING:
     # torch, which a process without marked tests does not need.
     from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
-    from pytest_gpumem.sharing.gate import HostDevice
+    from pytest_gpumem.sharing.devices import HostDevice
     from pytest_gpumem.sharing.refusal import Refusal
     from pytest_gpumem.simulated.machine.values.work import Work
 

@@ -17,9 +17,8 @@ from pytest_gpumem.device.quota import inherited, refusals
 from pytest_gpumem.dry import scope
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
-from pytest_gpumem.sharing.placement import CandidateDevice, take_place
+from pytest_gpumem.sharing.devices import CandidateDevice, SharedSimulatedDevice, take_place
 from pytest_gpumem.sharing.refusal import Refusal
-from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
 from pytest_gpumem.simulated.common.callsite import running
 from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
 from pytest_gpumem.simulated.machine.machine import SetupLog

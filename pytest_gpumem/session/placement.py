@@ -12,9 +12,8 @@ import pytest
 
 from pytest_gpumem.device.host_gpus import host_gpus
 from pytest_gpumem.sharing.database import SharingError, default_folder
-from pytest_gpumem.sharing.host import CONTEXT
-from pytest_gpumem.sharing.host import MARGIN as LEFT_FREE
-from pytest_gpumem.sharing.placement import CandidateDevice, take_place
+from pytest_gpumem.sharing.devices import CONTEXT, CandidateDevice, take_place
+from pytest_gpumem.sharing.devices import MARGIN as LEFT_FREE
 from pytest_gpumem.sizes import MIB
 
 if TYPE_CHECKING:

@@ -6,32 +6,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
 
 from pytest_gpumem.sharing.admission import Device, Need
-from pytest_gpumem.sharing.database import SharingError
+from pytest_gpumem.sharing.database import (
+    UNKNOWN_PROCESS,
+    Process,
+    SharingError,
+    descends_from,
+    name_of,
+)
+from pytest_gpumem.sharing.devices import HostDevice
 from pytest_gpumem.sharing.ledger import Ledger, State
-from pytest_gpumem.sharing.processes import UNKNOWN_PROCESS, Process, descends_from, name_of
 from pytest_gpumem.sizes import format_size
 
 FIRST_PAUSE = 0.005
 """Seconds between two requests of a waiting test, doubled up to :data:`LONGEST_PAUSE`."""
 LONGEST_PAUSE = 0.1
-
-
-class HostDevice(Protocol):
-    """A device with the memory that all processes of the host hold."""
-
-    @property
-    def name(self) -> str:
-        """The device's name in the ledger: the same in every process of the host."""
-
-    @property
-    def capacity(self) -> int:
-        """The bytes that tests may have, all together."""
-
-    def taken(self) -> Mapping[int, int]:
-        """Return the bytes that each process holds, by PID."""
 
 
 @dataclass(frozen=True)

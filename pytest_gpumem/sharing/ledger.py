@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pytest_gpumem.sharing.admission import Device, Request, admissible, to_tidy, to_yield
-from pytest_gpumem.sharing.database import Database
-from pytest_gpumem.sharing.processes import Process, is_alive, this_process
+from pytest_gpumem.sharing.database import Database, Process, is_alive, this_process
 
 FILE_NAME = "ledger.sqlite3"
 KEPT = 86_400.0

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from pytest_gpumem.sharing.database import default_folder
-from pytest_gpumem.sharing.processes import Process, is_alive, this_process
+from pytest_gpumem.sharing.database import Process, default_folder, is_alive, this_process
 from pytest_gpumem.values.plain import Plain
 
 WATCHERS = "watchers"
