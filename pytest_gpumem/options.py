@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import pytest
 
 from pytest_gpumem import option_values as accepted
-from pytest_gpumem.device.auto import settled
+from pytest_gpumem.device.host_gpus import settled
 from pytest_gpumem.option_values import DEVICE_FORMS, REPORT_FORMS, as_marker, one_of
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from pytest_gpumem.allocator.snapshot import snapshot
 from pytest_gpumem.attribution.composition import Composition, compositions
 from pytest_gpumem.collector import Collector
-from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.dry import scope
+from pytest_gpumem.garbage import imports_watched
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import Account
 from pytest_gpumem.measurement.phases import PhaseTracker

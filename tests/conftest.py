@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 from _pytest.pytester import SysModulesSnapshot
 
-from pytest_gpumem.device.auto import REFUSED
+from pytest_gpumem.device.host_gpus import REFUSED
 from tests import distributions
 from tests.forked import be_usual, begin_to_serve, can_serve, is_quick, quick, quicken_workers
 

@@ -170,3 +170,13 @@ class ComputingDevice(Device):
     def note(self, sentence: str) -> None:
         """Add ``sentence`` to the notes of the current test."""
         raise NotImplementedError
+
+
+def is_set_up(fixture: object) -> bool:
+    """Return whether pytest's ``fixture`` has a value now."""
+    return getattr(fixture, "cached_result", None) is not None
+
+
+def is_shared(fixture: object) -> bool:
+    """Return whether pytest's ``fixture`` outlives a test."""
+    return getattr(fixture, "scope", "function") != "function"

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.collector import GROWTH, Collector
 from pytest_gpumem.device import Computed
 from pytest_gpumem.device.cuda import CudaDevice
-from pytest_gpumem.device.device import ComputingDevice
-from pytest_gpumem.device.left_threads import is_set_up
+from pytest_gpumem.device.device import ComputingDevice, is_set_up
 from pytest_gpumem.dry import autograd, compiling, scope, workspaces
 from pytest_gpumem.dry.blocks import Blocks, LeftoverBlocks
 from pytest_gpumem.dry.load import begin_placing_anew

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.collector import Collector
 from pytest_gpumem.device import Computed
-from pytest_gpumem.device.device import ComputingDevice
-from pytest_gpumem.device.imports import imports_watched
-from pytest_gpumem.device.left_threads import is_set_up, is_shared
+from pytest_gpumem.device.device import ComputingDevice, is_set_up, is_shared
 from pytest_gpumem.device.quota import inherited, refusals
 from pytest_gpumem.dry import scope
+from pytest_gpumem.garbage import imports_watched
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
 from pytest_gpumem.sharing.devices import CandidateDevice, SharedSimulatedDevice, take_place

@@ -15,7 +15,7 @@ import pytest
 
 from pytest_gpumem.cached_answers import watch
 from pytest_gpumem.device import Computed, DeviceError
-from pytest_gpumem.device.auto import REFUSED, has_driver
+from pytest_gpumem.device.host_gpus import REFUSED, has_driver
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
 

@@ -292,7 +292,7 @@ def pytest_unconfigure(config):
     result = project.run_anew("-s", device="--gpumem-device=auto")
 
     rooms = (
-        "cached_answers device device.auto device.host_gpus device.select hookspecs late_modules"
+        "cached_answers device device.host_gpus device.select hookspecs late_modules"
         " option_values options paths plugin report report.header report.pytest_reports session"
         " session.collection session.early session.expected session.parts"
         " session.results session.session"
