@@ -63,8 +63,12 @@ class TestCost(Plain):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TestCost:
         """Rebuild what :meth:`to_dict` returned; values that are no numbers are left out."""
-        numbers = {one.name: data.get(one.name) for one in fields(cls)}
-        given: dict[str, Any] = {n: value for n, value in numbers.items() if _is_amount(value)}
+        numbers: dict[str, Any] = {one.name: data.get(one.name) for one in fields(cls)}
+        given: dict[str, Any] = {
+            name: value
+            for name, value in numbers.items()
+            if type(value) in (int, float) and 0 <= value < 1e18
+        }
         return cls(**given)
 
 
@@ -182,7 +186,3 @@ def _cache_folder(config: pytest.Config) -> Path | None:
     cache: Any = getattr(config, "cache", None)
     folder: Path | None = cache and cache.mkdir("gpumem")
     return folder
-
-
-def _is_amount(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e18
