@@ -50,10 +50,7 @@ class NewerError(DocumentError):
 
 
 def decoded(content: bytes, **hooks: Any) -> Any:
-    """Return the JSON of ``content``; ``hooks`` as json.loads takes them.
-
-    Raises :class:`DocumentError` where it is none, or nested too deeply.
-    """
+    """Return the JSON of ``content``, by the ``hooks`` of json.loads; raises DocumentError."""
     import json
 
     try:
@@ -136,11 +133,7 @@ _USUAL: dict[str, tuple[type, ...]] = {
 
 
 def compiled(schema: Schema) -> Check:
-    """Return the function that finds the first fault of a document, ``None`` where it has none.
-
-    Supports the keywords in the schemas of this package; raises ``NotImplementedError`` for
-    another one.
-    """
+    """Return the function that finds the first fault of a document, ``None`` where it has none."""
     return _Compiler(schema).check(schema)
 
 

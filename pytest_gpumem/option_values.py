@@ -1,7 +1,6 @@
 """The values that options and ini names take, and the functions that parse them.
 
 Parsers raise ``ValueError`` with a clause that quotes the value and names the accepted ones.
-Every project with the plugin installed pays for this module: rarely used imports are local.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Command line and ini file, read once into one frozen :class:`Settings`.
-
-Every project with the plugin installed pays for this module: rarely used imports are local.
-"""
+"""Command line and ini file, read once into one frozen :class:`Settings`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The pytest hooks, a few lines each, which call the parts of the session."""
+"""The pytest hooks, a few lines each, which call the parts of the session.
+
+Every project with the plugin installed pays for what this module imports, directly or not: imports
+there that only measured tests need, and those rarely used, are local.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +193,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     if lifecycle is None:
         return (yield)
     with lifecycle.settling(item, called=True):
-        try:
+        try:  # no context around it: an error of a further run would then follow the first one's
             with lifecycle.calling():
                 yield
             again = lifecycle.again(item)

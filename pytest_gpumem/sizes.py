@@ -116,10 +116,7 @@ _MOST_DIGITS = 3
 
 
 def format_size(n: int, *, more: int = 0) -> str:
-    """Return ``n`` bytes for reading: ``1.62 GiB``, ``412.0 MiB``, ``-512 B``.
-
-    ``more`` digits follow the usual ones.
-    """
+    """Return ``n`` bytes for reading: ``1.62 GiB``, ``-512 B``; ``more`` digits than usual."""
     sign, size = ("-", -n) if n < 0 else ("", n)
     if size < KIB:
         return f"{sign}{size} B"

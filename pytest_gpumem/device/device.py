@@ -108,10 +108,7 @@ class Device:
         raise NotImplementedError
 
     def held(self, name: str) -> tuple[int, int]:
-        """Return the bytes that this process holds on the shared device ``name`` between two tests.
-
-        They are those of its CUDA context, and those that the allocator has reserved.
-        """
+        """Return the bytes held of the shared device ``name``: by a context, and reserved."""
         raise NotImplementedError
 
     def limited(self, size: int) -> AbstractContextManager[None]:

@@ -91,11 +91,7 @@ class DeviceAdmissions:
     def next_run(
         self, error: BaseException | None, refusal: Refusal | None, quota: int | None
     ) -> NextRun | None:
-        """Return the test's next run, ``None`` where this one's outcome stands.
-
-        The run ended with ``error``, and the allocator could not serve ``refusal`` in it
-        within ``quota``.
-        """
+        """Return the run after one with ``error`` and ``refusal``, ``None`` where that stands."""
         need = self.need
         if isinstance(error, YieldedError):
             self._yields += 1

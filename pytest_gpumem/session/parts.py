@@ -1,8 +1,4 @@
-"""The parts that tests of a process share: settings, devices, results; some made on first use.
-
-Every project with the plugin installed pays for this module: imports that only measured tests
-need are local.
-"""
+"""The parts that tests of a process share: settings, devices, results; some made on first use."""
 
 from __future__ import annotations
 

@@ -141,10 +141,8 @@ class Preparation:
     def _predicted(
         self, item: pytest.Item, expectation: Expectation | None, device: Device
     ) -> PredictedTest | None:
-        """Return the prediction that a test with ``predict=`` is compared with, else ``None``.
-
-        On a simulated device the prediction would be the measurement itself.
-        """
+        """Return the prediction that a test with ``predict=`` is compared with, else ``None``."""
+        # On a simulated device it would be the measurement itself.
         if expectation is None or expectation.predict is None or not isinstance(device, CudaDevice):
             return None
         return self._parts.predictions.of(item, device, self._wants_prediction)

@@ -1,7 +1,4 @@
-"""The results of tests, collected in the process that reports.
-
-Every project with the plugin installed pays for this module: rarely used imports are local.
-"""
+"""The results of tests, collected in the process that reports."""
 
 from __future__ import annotations
 

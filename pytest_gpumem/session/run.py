@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -137,11 +137,9 @@ class Run:
         for fixture in device.not_in_memory(fixtures_of(self.item)):
             self._meter.reused(fixture, partial(device.repeat_set_up, fixture))
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Enter the phase ``name`` inside."""
-        with self._meter.tracker.window(name):
-            yield
+        return self._meter.tracker.window(name)
 
     def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Attribute the memory of ``holder`` to it."""

@@ -1,8 +1,4 @@
-"""The session of one pytest process: what it starts, hands to its tests, and writes at its end.
-
-Every project with the plugin installed pays for this module: imports that only measured tests
-need are local.
-"""
+"""The session of one pytest process: what it starts, hands to its tests, and writes at its end."""
 
 from __future__ import annotations
 

@@ -82,10 +82,7 @@ class Gate:
 
     @contextmanager
     def admitted(self, nodeid: str, need: Need) -> Iterator[Admission]:
-        """Run the test inside, once there is memory for it.
-
-        Raises ``SharingError`` where it waits too long, or needs more than the empty device has.
-        """
+        """Run the test inside once there is memory; raises ``SharingError`` where none comes."""
         test = self.ledger.ask(
             self.worker,
             nodeid,

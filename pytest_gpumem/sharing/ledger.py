@@ -94,10 +94,7 @@ class Answer:
 
 
 class Ledger(Database):
-    """A process's connection to the ledger in ``folder``; every call is one transaction.
-
-    ``clock`` returns the seconds since the epoch, by one clock of the host.
-    """
+    """A process's connection to the ledger in ``folder``; every call is one transaction."""
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
         super().__init__(folder / FILE_NAME, _SCHEMA)
@@ -159,10 +156,7 @@ class Ledger(Database):
             self._enter_needs(test, needs)
 
     def try_grant(self, test: int, devices: Mapping[str, Device]) -> Answer:
-        """Grant ``test`` its memory if it may run now.
-
-        ``devices`` holds each capacity; the bytes that workers hold are read from the ledger.
-        """
+        """Grant ``test`` its memory if it may run now on ``devices``, which hold no workers yet."""
         with self.transaction():
             answer = self._answer(test, devices)
             # Looking up dead processes costs more than the rest, and can only make more room.
