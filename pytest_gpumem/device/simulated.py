@@ -12,6 +12,7 @@ from pytest_gpumem.collector import Collector
 from pytest_gpumem.device import Computed
 from pytest_gpumem.device.device import ComputingDevice, is_set_up, is_shared
 from pytest_gpumem.device.quota import inherited, refusals
+from pytest_gpumem.device.random_numbers import own_numbers
 from pytest_gpumem.dry import scope
 from pytest_gpumem.garbage import imports_watched
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
@@ -181,6 +182,7 @@ class SimulatedDevice(ComputingDevice):
         with (
             self._simulation.threads.owned_by(name),
             imports_watched(),
+            own_numbers(),
             self._collector.in_charge(),
         ):
             yield
@@ -229,6 +231,7 @@ class SimulatedDevice(ComputingDevice):
         with ExitStack() as logging:
             if is_shared(fixture):
                 logging.enter_context(self._simulation.threads.owned_by(None))
+                logging.enter_context(own_numbers())
             logs = [logging.enter_context(gpu.logging()) for gpu in self._gpus]
             yield
         after = self._simulation.current_index
