@@ -11,9 +11,8 @@ import pytest
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.paths import relative
 from pytest_gpumem.report.pytest_reports import HARMLESS
-from pytest_gpumem.session.early import begin, current_ambient
 from pytest_gpumem.session.expected import MARKER_NAME
-from pytest_gpumem.session.parts import SIZED, Parts
+from pytest_gpumem.session.parts import SIZED, Parts, begin, current_ambient
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

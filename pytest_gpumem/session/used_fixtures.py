@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -136,15 +137,6 @@ class _Origin:
     asked: bool = False
     """Whether the set-up called torch's functions on CUDA devices."""
 
-    def noticing(self, question: Callable[[], Any]) -> Callable[[], Any]:
-        """Return ``question`` as a function that also records that it is called."""
-
-        def noticed() -> Any:
-            self.asked = True
-            return question()
-
-        return noticed
-
 
 class FixtureDevices:
     """A record of the devices that shared fixtures were set up on."""
@@ -160,9 +152,14 @@ class FixtureDevices:
             return
         origin = self._origins[fixture] = _Origin(device)
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
+
+        def noticed(question: Callable[[], Any]) -> Any:
+            origin.asked = True
+            return question()
+
         with pytest.MonkeyPatch.context() as patches:
             for name in _QUESTIONS if cuda else ():
-                patches.setattr(cuda, name, origin.noticing(getattr(cuda, name)))
+                patches.setattr(cuda, name, partial(noticed, getattr(cuda, name)))
             yield
 
     def forget(self, fixture: FixtureDef[Any]) -> None:
