@@ -142,8 +142,8 @@ _MARKER_DEFAULTS: Mapping[str, Callable[[Any], Any]] = {
     "gpumem_max_reserved": as_marker("max_reserved"),
     "gpumem_max_leak": as_marker("max_leak"),
     "gpumem_predict": as_marker("predict"),
-    "gpumem_warmup": accepted.run_count("warmup"),
-    "gpumem_repeat": accepted.run_count("repeat"),
+    "gpumem_warmup": as_marker("warmup", accepted.run_count),
+    "gpumem_repeat": as_marker("repeat", accepted.run_count),
     "gpumem_gpu": accepted.gpu_models,
     "gpumem_min_memory": as_marker("min_memory"),
 }
@@ -244,7 +244,7 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
     }
     defaults = {
         **{name: reader.one(name, parse) for name, parse in _MARKER_DEFAULTS.items()},
-        "gpumem_phases": reader.one("gpumem_phases", accepted.phase_limits),
+        "gpumem_phases": reader.one("gpumem_phases", as_marker("phases", accepted.phase_limits)),
         "gpumem_baseline": reader.flag("gpumem_baseline"),
         "gpumem_tolerance": given["gpumem_tolerance"],
     }

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.collector import GROWTH, Collector
 from pytest_gpumem.device import Computed
 from pytest_gpumem.device.cuda import CudaDevice
-from pytest_gpumem.device.device import ComputingDevice, is_set_up, is_shared
+from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
 from pytest_gpumem.device.random_numbers import own_numbers
 from pytest_gpumem.dry import autograd, compiling, scope, workspaces
 from pytest_gpumem.dry.blocks import Blocks, LeftoverBlocks
@@ -33,7 +33,6 @@ from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.world import RequestedRank, world_of
 
 if TYPE_CHECKING:
-    from pytest_gpumem.device.device import Renewed
     from pytest_gpumem.dry.ranks import Membership
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.collector import Collector
 from pytest_gpumem.device import Computed
-from pytest_gpumem.device.device import ComputingDevice, is_set_up, is_shared
+from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
 from pytest_gpumem.device.quota import inherited, refusals
 from pytest_gpumem.device.random_numbers import own_numbers
 from pytest_gpumem.dry import scope
@@ -30,7 +30,6 @@ from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.world import RequestedRank, world_of
 
 if TYPE_CHECKING:
-    from pytest_gpumem.device.device import Renewed
     from pytest_gpumem.simulated.distributed.process_groups import Membership
 
 

@@ -6,17 +6,13 @@ import ast
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.report.pytest_reports import SKIPPED_AT_IMPORT
 from pytest_gpumem.session.expected import MARKER_NAME
-from pytest_gpumem.session.parts import REFUSAL
-
-if TYPE_CHECKING:
-    from pytest_gpumem.session.parts import Parts
+from pytest_gpumem.session.parts import REFUSAL, Parts
 
 _DEVICE = r"(?i)cuda|gpu|accelerator|is_available|device"
 """Words in conditions on a device, and in their reasons."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,10 +15,8 @@ from pytest_gpumem.paths import relative
 from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.remarks import Missing, leaks, unmarked
 from pytest_gpumem.report.terminal import section, write_section
+from pytest_gpumem.session.results import Results
 from pytest_gpumem.text import counted
-
-if TYPE_CHECKING:
-    from pytest_gpumem.session.results import Results
 
 AT_IMPORT = "there a GPU that is simulated exists only with --gpumem-sim-scope=session"
 

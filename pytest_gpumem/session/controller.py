@@ -5,14 +5,13 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from pytest_gpumem.report.pytest_reports import LOST, RESCHEDULED
-from pytest_gpumem.session.parts import REFUSAL
+from pytest_gpumem.session.parts import REFUSAL, Parts
 
 if TYPE_CHECKING:
-    import pytest
-
     from pytest_gpumem.session.hosts import Hosts
-    from pytest_gpumem.session.parts import Parts
     from pytest_gpumem.sharing.usage import Usage
     from pytest_gpumem.sharing.weights import Weights
 

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from pluggy import HookCaller
 
-from pytest_gpumem.attribution.history import CATEGORIES
+from pytest_gpumem.attribution.history import CATEGORIES, Origin
 from pytest_gpumem.device import DeviceError
+from pytest_gpumem.device.device import Device
 from pytest_gpumem.device.select import SELECTOR
 from pytest_gpumem.echo import printable, quoted
-
-if TYPE_CHECKING:
-    from pluggy import HookCaller
-
-    from pytest_gpumem.attribution.history import Origin
-    from pytest_gpumem.device.device import Device
-    from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.report.record import TestRecord
 
 _FAILURES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 """Exceptions of an implementation that do not end the run, unlike ``pytest.exit`` or Ctrl-C."""

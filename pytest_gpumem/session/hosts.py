@@ -10,22 +10,19 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import astuple, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import pytest
 
 from pytest_gpumem.sharing.admission import NOWHERE, Need, Place
 from pytest_gpumem.sharing.database import default_folder
 from pytest_gpumem.sharing.learned import Learned
 from pytest_gpumem.sharing.ledger import Entry
 from pytest_gpumem.sharing.usage import Usage, usages
-
-if TYPE_CHECKING:
-    import pytest
-
-    from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.environment import Environment
 
 CHANNEL = "gpumem_channel"
 """Key of a pytest-xdist worker's input: its channel to :class:`Hosts`."""
-
 
 REPORTED_AT = (5.0, 60.0, 600.0)
 """Seconds of waiting after which a line reports it, with the holders."""

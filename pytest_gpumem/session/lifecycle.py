@@ -195,8 +195,8 @@ class TestLifecycle:
                     item._excinfo.clear()
                 with again.bounded():
                     self._set_up_again(item, again)
-                    if called and self.current is not None:
-                        with self.current.calling():
+                    if called:
+                        with self.calling():
                             item.runtest()
                 again = self.again(item)
             except BaseException as error:

@@ -6,20 +6,18 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from pytest_gpumem.device.host_gpus import host_gpus
+from pytest_gpumem.measurement.nvml import NvmlReading
+from pytest_gpumem.option_values import Quota
+from pytest_gpumem.options import Settings
 from pytest_gpumem.sharing.database import SharingError, default_folder
 from pytest_gpumem.sharing.devices import CONTEXT, CandidateDevice, take_place
 from pytest_gpumem.sharing.devices import MARGIN as LEFT_FREE
 from pytest_gpumem.sizes import MIB
-
-if TYPE_CHECKING:
-    from pytest_gpumem.measurement.nvml import NvmlReading
-    from pytest_gpumem.option_values import Quota
-    from pytest_gpumem.options import Settings
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MPS_THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"

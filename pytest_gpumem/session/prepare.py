@@ -20,7 +20,6 @@ from pytest_gpumem.session.item import Judge, MeasuredItem
 from pytest_gpumem.session.parts import Parts
 from pytest_gpumem.session.run import Prepared
 from pytest_gpumem.sizes import format_size
-from pytest_gpumem.values.prediction import PredictedTest
 from pytest_gpumem.values.world import RequestedRank
 
 USED_AFTERWARDS = (used_fixtures, conclusion, json_report, record, rerun, store, terminal, update)
@@ -70,11 +69,15 @@ class Preparation:
         """Begin to measure ``item`` on ``device``."""
         parts = self._parts
         expectation = parts.expectations.of(item)
+        predicted = None
+        # On a simulated device the prediction would be the measurement itself.
+        if expectation is not None and expectation.predict and isinstance(device, CudaDevice):
+            predicted = parts.predictions.of(item, device, self._wants_prediction)
         prepared = Prepared(
             item,
             expectation,
             device,
-            predicted=self._predicted(item, expectation, device),
+            predicted=predicted,
             quota=self._quota(expectation, device),
             among_ranks=parts.selector.world is not None,
         )
@@ -137,15 +140,6 @@ class Preparation:
             return None
         workers = getattr(self._parts.config, "workerinput", {}).get("workercount", 1)
         return quota.of(device.total_memory, workers)
-
-    def _predicted(
-        self, item: pytest.Item, expectation: Expectation | None, device: Device
-    ) -> PredictedTest | None:
-        """Return the prediction that a test with ``predict=`` is compared with, else ``None``."""
-        # On a simulated device it would be the measurement itself.
-        if expectation is None or expectation.predict is None or not isinstance(device, CudaDevice):
-            return None
-        return self._parts.predictions.of(item, device, self._wants_prediction)
 
     def _wants_prediction(self, item: pytest.Item) -> bool:
         expectation = self._parts.expectations.of(item)

@@ -246,7 +246,9 @@ class Sharing:
             size, source = int(quota), "quota"
         cost = self._cost(item.nodeid, device)
         suspect = self._ledger is not None and self._ledger.is_suspect(self._run, item.nodeid)
-        need = Need(size, source, cost.seconds, exclusive=suspect, devices=cost.devices)
+        need = Need(
+            size, source, cost.seconds, exclusive=suspect, devices=max(int(cost.devices), 1)
+        )
         if expectation is None:
             return need
         # The marker's first gpu, "A100-80GB*2", has two devices.
