@@ -22,7 +22,7 @@ from pytest_gpumem.sizes import format_size
 MOST_CALM = 30.0
 """The most seconds that a test that was crowded out waits until others leave it its room."""
 
-MOST_YIELDS = 3
+MOST_YIELDS = 2
 """The number of times that an opportunistic test yields; then it counts as guaranteed."""
 
 
