@@ -158,7 +158,9 @@ class _Compiler:
             checks.append(self._object(schema))
         if "items" in schema:
             checks.append(self._array(schema["items"]))
-        return checks[0] if len(checks) == 1 else _all(checks)
+        if len(checks) == 1:
+            return checks[0]
+        return lambda value: next(filter(None, (check(value) for check in checks)), None)
 
     def _reference(self, reference: str) -> Check:
         if reference not in self._named:
@@ -237,13 +239,3 @@ class _Compiler:
             return None
 
         return check
-
-
-def _all(checks: list[Check]) -> Check:
-    def check(value: Any) -> Fault | None:
-        for one in checks:
-            if (fault := one(value)) is not None:
-                return fault
-        return None
-
-    return check

@@ -22,8 +22,8 @@ from pytest_gpumem.device.quota import limited, observers_of_torch, refusals
 from pytest_gpumem.dry import scope
 from pytest_gpumem.garbage import imports_watched
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
+from pytest_gpumem.sharing.admission import Refusal
 from pytest_gpumem.sharing.devices import CONTEXT, NvmlDevice
-from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuModel, Machine
 from pytest_gpumem.values.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.values.measurement import Measurement

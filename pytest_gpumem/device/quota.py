@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 
-from pytest_gpumem.sharing.refusal import Refusal
+from pytest_gpumem.sharing.admission import Refusal
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.environment import alloc_conf_variable
 

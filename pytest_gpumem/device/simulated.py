@@ -17,8 +17,8 @@ from pytest_gpumem.dry import scope
 from pytest_gpumem.garbage import imports_watched
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
+from pytest_gpumem.sharing.admission import Refusal
 from pytest_gpumem.sharing.devices import CandidateDevice, SharedSimulatedDevice, take_place
-from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.simulated.common.callsite import running
 from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
 from pytest_gpumem.simulated.machine.machine import SetupLog

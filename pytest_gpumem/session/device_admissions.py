@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from pytest_gpumem.device.device import Device
-from pytest_gpumem.sharing.admission import Need
+from pytest_gpumem.sharing.admission import Cause, Need, Refusal, cause_of
 from pytest_gpumem.sharing.database import SharingError
 from pytest_gpumem.sharing.gate import Admission, Gate
-from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
 from pytest_gpumem.sizes import format_size
 
 MOST_CALM = 30.0

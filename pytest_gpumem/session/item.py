@@ -34,8 +34,7 @@ from pytest_gpumem.report.pytest_reports import ATTRIBUTE, BROKEN_PLUGINS, SENTE
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.session.hooks import Hooks
 from pytest_gpumem.session.run import EXPLAINED_BY, Prepared, Run
-from pytest_gpumem.sharing.refusal import Refusal
-from pytest_gpumem.sharing.refusal import sentence as sentence_of
+from pytest_gpumem.sharing.admission import Refusal, refusal_sentence
 from pytest_gpumem.sizes import format_size, in_words
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.errors import SimulationError
@@ -104,13 +103,7 @@ class Judge:
         baseline = None
         if expectation.baseline is not False and self._settings.update_baselines != "all":
             baseline = self._store.entry(record.environment, *split_nodeid(record.nodeid))
-        judgement = self._compared(
-            record,
-            expectation,
-            record.measurement,
-            baseline,
-            used_elsewhere=bool(record.other_devices),
-        )
+        judgement = self._compared(record, expectation, record.measurement, baseline)
         verdicts = list(judgement.verdicts)
         if predicted is not None and expectation.predict is not None:
             verdicts += judge_prediction(
@@ -118,7 +111,7 @@ class Judge:
             )
         for other in record.other_devices:
             elsewhere = replace(expectation, baseline=False)
-            verdicts += self._compared(record, elsewhere, other, None, used_elsewhere=True).verdicts
+            verdicts += self._compared(record, elsewhere, other, None).verdicts
         return replace(
             record,
             judged=True,
@@ -134,8 +127,6 @@ class Judge:
         expectation: Expectation,
         measurement: Measurement,
         baseline: BaselineEntry | None,
-        *,
-        used_elsewhere: bool,
     ) -> Judgement:
         elsewhere: Sequence[tuple[Environment, BaselineEntry]] = ()
         if baseline is None and expectation.baseline is not False:
@@ -151,7 +142,7 @@ class Judge:
             require_baseline=bool(self._config.getoption(name, None) or self._config.getini(name)),
             update=self._settings.update_baselines,
             elsewhere=elsewhere,
-            used_elsewhere=used_elsewhere,
+            used_elsewhere=bool(record.other_devices),
             default_phases=self._settings.defaults.get("phases", {}),
         )
 
@@ -325,7 +316,7 @@ class MeasuredItem(Run):
 
     def _post_mortem(self) -> list[str]:
         found, shortage, record = self.out_of_memory(), self.shortage, self._record
-        lines = [] if shortage is None else [sentence_of(shortage, self.prepared.quota)]
+        lines = [] if shortage is None else [refusal_sentence(shortage, self.prepared.quota)]
         if found is None or record is None:
             return lines
         lines += found.lines()

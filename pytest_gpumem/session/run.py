@@ -31,7 +31,7 @@ from pytest_gpumem.session.used_fixtures import (
     fixtures_of,
     noticing,
 )
-from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
+from pytest_gpumem.sharing.admission import Cause, Refusal, cause_of
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 from pytest_gpumem.values.prediction import PredictedTest
 

@@ -28,12 +28,11 @@ from pytest_gpumem.session.hosts import ControllerChannel
 from pytest_gpumem.session.item import MeasuredItem
 from pytest_gpumem.session.predictions import Predictions
 from pytest_gpumem.session.rerun import can_run_again
-from pytest_gpumem.sharing.admission import Need
+from pytest_gpumem.sharing.admission import Need, Refusal
 from pytest_gpumem.sharing.database import SharingError, default_folder
 from pytest_gpumem.sharing.gate import Admission, Gate
 from pytest_gpumem.sharing.learned import Learned, TestCost, learned_before
 from pytest_gpumem.sharing.ledger import Ledger
-from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.sharing.usage import Usage
 from pytest_gpumem.values.measurement import Measurement
 
