@@ -61,12 +61,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Read the settings, and register the session and the hooks that depend on it."""
     config.addinivalue_line("markers", MARKER)
     session = config.stash[SESSION] = GpumemSession(config)
-    config.pluginmanager.register(ReportHooks(session), "gpumem-reports")
     if session.launched is not None:
         config.pluginmanager.register(session.launched, "gpumem-ranks")
     if session.sharding is not None:
         config.pluginmanager.register(session.sharding, "gpumem-shard")
-    config.pluginmanager.register(SecondHooks(), "gpumem-second-hooks")
+    config.pluginmanager.register(MoreHooks(session), "gpumem-more-hooks")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -267,31 +266,13 @@ def pytest_report_teststatus(report: Any) -> object | None:
     return status_of(report)
 
 
-class SecondHooks:
-    """Further implementations of hooks that this module implements once already."""
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_terminal_summary(
-        self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
-    ) -> Generator[None]:
-        """Report failures of one cause once."""
-        with config.stash[SESSION].results.failures_told_once(terminalreporter):
-            return (yield)
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
-        """Run the test in its own process."""
-        lifecycle = item.config.stash[SESSION].lifecycle
-        return (lifecycle is not None and lifecycle.isolated(item, nextitem)) or None
-
-
 def pytest_terminal_summary(config: pytest.Config) -> None:
     """Write the section "gpumem"."""
     config.stash[SESSION].summarize()
 
 
-class ReportHooks:
-    """The hooks that receive neither session nor config."""
+class MoreHooks:
+    """The hooks that receive no config, and further implementations of those of this module."""
 
     def __init__(self, session: GpumemSession) -> None:
         self._session = session
@@ -309,6 +290,20 @@ class ReportHooks:
             raise pytest.UsageError(str(report.longrepr))
         if report.failed:
             self._session.results.not_collected(report.nodeid)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
+    ) -> Generator[None]:
+        """Report failures of one cause once."""
+        with config.stash[SESSION].results.failures_told_once(terminalreporter):
+            return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
+        """Run the test in its own process."""
+        lifecycle = item.config.stash[SESSION].lifecycle
+        return (lifecycle is not None and lifecycle.isolated(item, nextitem)) or None
 
 
 @pytest.fixture
