@@ -30,8 +30,6 @@ MOST_RANKS = 1 << 20
 GUARANTEED, OPPORTUNISTIC = "guaranteed", "opportunistic"
 """Qualities of service on a shared device."""
 
-NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
-
 
 class MarkerError(ValueError):
     """Bad arguments of the marker; the message is one sentence, without the test's name."""
@@ -114,7 +112,7 @@ def _plain(value: Any) -> Any:
 
 
 def expectation_of(
-    markers: Iterable[pytest.Mark], defaults: Mapping[str, Any] = NO_DEFAULTS
+    markers: Iterable[pytest.Mark], defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> Expectation:
     """Return the expectation that a test's markers, closest first, add up to.
 

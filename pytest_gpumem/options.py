@@ -132,11 +132,6 @@ _VALUES: Mapping[str, tuple[str, Callable[[Any], Any] | None, str]] = {
     "gpumem_artifacts": ("DIR", None, "write memory snapshots of failing tests to this folder"),
 }
 """The form of each option's value, its parser (``None`` for a path) and its help."""
-_REPORT = (
-    REPORT_FORMS.replace(" or ", "|") + "|off",
-    "write a report; may be given several times (on GitHub and GitLab one is written by itself; "
-    "off: none but those given)",
-)
 _MARKER_DEFAULTS: Mapping[str, Callable[[Any], Any]] = {
     "gpumem_max": as_marker("max"),
     "gpumem_max_reserved": as_marker("max_reserved"),
@@ -148,6 +143,7 @@ _MARKER_DEFAULTS: Mapping[str, Callable[[Any], Any]] = {
     "gpumem_min_memory": as_marker("min_memory"),
 }
 """Ini names that set a default of the marker's keyword, and how their value is parsed."""
+
 
 _FURTHER = ("gpumem_report", "gpumem_baseline", "gpumem_phases")
 """Settings that are registered one by one."""
@@ -202,7 +198,11 @@ def add_options(parser: pytest.Parser, given: Sequence[str] = ()) -> None:
     for name, (form, _, help_text) in _VALUES.items():
         group.addoption(_option(name), metavar=form, dest=name, help=help_text)
         parser.addini(name, f"{form}: {help_text}".replace("%%", "%"), default=None)
-    name, (form, help_text) = "gpumem_report", _REPORT
+    name, form = "gpumem_report", REPORT_FORMS.replace(" or ", "|") + "|off"
+    help_text = (
+        "write a report; may be given several times (on GitHub and GitLab one is written by "
+        "itself; off: none but those given)"
+    )
     group.addoption(_option(name), action="append", metavar=form, dest=name, help=help_text)
     parser.addini(name, f"{form}: {help_text}", type="linelist", default=None)
     for name, help_text in _FLAGS.items():

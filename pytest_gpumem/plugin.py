@@ -292,17 +292,15 @@ class MoreHooks:
             self._session.results.not_collected(report.nodeid)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_terminal_summary(
-        self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
-    ) -> Generator[None]:
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Generator[None]:
         """Report failures of one cause once."""
-        with config.stash[SESSION].results.failures_told_once(terminalreporter):
+        with self._session.results.failures_told_once(terminalreporter):
             return (yield)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
         """Run the test in its own process."""
-        lifecycle = item.config.stash[SESSION].lifecycle
+        lifecycle = self._session.lifecycle
         return (lifecycle is not None and lifecycle.isolated(item, nextitem)) or None
 
 

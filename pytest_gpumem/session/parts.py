@@ -48,9 +48,6 @@ SIZED = pytest.StashKey[str]()
 ISOLATED = "gpumem-isolated-reports"
 """The name of the plugin that marks a process of a single test."""
 
-_OF_TORCH = ("PYTORCH_", "CUBLAS", "TORCH_")
-"""Prefixes of variables that a device reads when it is made."""
-
 
 class Ambient(NamedTuple):
     """The device of code that is not measured, active until its resources are closed."""
@@ -280,4 +277,6 @@ def world_of_run(config: pytest.Config) -> World | None:
 
 
 def _variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(_OF_TORCH)}
+    """Return the variables that a device reads when it is made."""
+    prefixes = "PYTORCH_", "CUBLAS", "TORCH_"
+    return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}

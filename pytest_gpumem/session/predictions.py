@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.device.cuda import CudaDevice
     from pytest_gpumem.prediction.process import Answer
 
-LEAST = 4
-"""The least number of unknown tests; fewer have run alone before a simulation begins."""
-
 PATIENCE = 120.0
 """Seconds after which the simulation begins no other test: remaining ones run alone."""
 
@@ -106,7 +103,7 @@ def _predicted(answer: Answer | None, gpu: str) -> PredictedTest:
 
 def is_worth_it(unknown: int, workers: int) -> bool:
     """Return whether ``unknown`` tests are to be simulated for a run of so many workers."""
-    return workers > 1 and unknown >= LEAST
+    return workers > 1 and unknown >= 4  # fewer have run alone before a simulation begins
 
 
 def foreseen(folder: Path, run: str, simulate: Callable[[], Mapping[str, int]]) -> dict[str, int]:

@@ -122,10 +122,6 @@ def _foreign(path: Path, problem: str) -> WeightsError:
     )
 
 
-UNKNOWN_SECONDS = 1.0
-"""Seconds of every test where no test has a known duration."""
-
-
 @dataclass(frozen=True)
 class Weight:
     """The expected cost of a test, or of a group that stays together."""
@@ -146,8 +142,10 @@ def split(tests: Collection[Weight], count: int) -> list[list[str]]:
     same parts, in whatever order the tests came.
     """
     tests = sorted(tests, key=lambda test: test.name)  # sums of floats depend on their order
-    seconds = _filled([test.seconds for test in tests], UNKNOWN_SECONDS)
-    sizes = _filled([None if test.bytes is None else float(test.bytes) for test in tests], 0.0)
+    seconds = _filled([test.seconds for test in tests], unknown=1.0)
+    sizes = _filled(
+        [None if test.bytes is None else float(test.bytes) for test in tests], unknown=0.0
+    )
     times = _shares(seconds)
     areas = _shares([one * size for one, size in zip(seconds, sizes, strict=True)])
     heaviest = sorted(zip(tests, times, areas, strict=True), key=lambda one: -max(one[1:]))
