@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -14,9 +15,10 @@ from pytest_gpumem.baseline.update import UpdateReport, update_baselines
 from pytest_gpumem.paths import relative
 from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.remarks import Missing, leaks, unmarked
-from pytest_gpumem.report.terminal import section, write_section
+from pytest_gpumem.report.terminal import describe, section, write_section
 from pytest_gpumem.session.results import Results
 from pytest_gpumem.text import counted
+from pytest_gpumem.values.environment import Environment
 
 AT_IMPORT = "there a GPU that is simulated exists only with --gpumem-sim-scope=session"
 
@@ -97,8 +99,6 @@ class Conclusion:
         results = self._results
         yield from (*results.notes, *results.broken_plugins, *filter(None, [results.shard]))
         if len(results.environments) > 1:
-            from pytest_gpumem.session.hosts import differing
-
             yield from differing(results.environments)
         shared = {one.nodeid: one.sharing for one in results.records if one.sharing}
         if results.usages or shared:
@@ -243,3 +243,21 @@ def _elsewhere(store: BaselineStore, tests: Sequence[MeasuredTest]) -> Counter[s
             continue
         found.update(environment.key for environment, _ in known)
     return found
+
+
+def differing(environments: Mapping[str, Iterable[Environment]]) -> Iterator[str]:
+    """Yield the workers of each environment, if hosts differ; ``environments`` are by worker.
+
+    The header is the controller's, which may have other devices or none. Tests of different
+    simulated models do not count as different hosts.
+    """
+    places: dict[frozenset[Environment], list[str]] = {}
+    for worker, seen in environments.items():
+        hosts = frozenset(
+            replace(one, gpu="GPU", compute_capability="") if one.simulated else one for one in seen
+        )
+        places.setdefault(hosts, []).append(worker)
+    if len(places) > 1:
+        for hosts, workers in sorted(places.items(), key=lambda place: min(place[1])):
+            where = " and ".join(sorted(map(describe, hosts)))
+            yield f"{', '.join(sorted(workers))}: {where}"

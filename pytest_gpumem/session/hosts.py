@@ -7,7 +7,7 @@ needs goes through the gateway: a channel of execnet's that travels with the wor
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import astuple, replace
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from pytest_gpumem.sharing.database import default_folder
 from pytest_gpumem.sharing.learned import Learned
 from pytest_gpumem.sharing.ledger import Entry
 from pytest_gpumem.sharing.usage import Usage, usages
-from pytest_gpumem.values.environment import Environment
 
 CHANNEL = "gpumem_channel"
 """Key of a pytest-xdist worker's input: its channel to :class:`Hosts`."""
@@ -139,23 +138,3 @@ class Hosts:
                 for usage in usages(entries, run, capacity)
             ]
         return found
-
-
-def differing(environments: Mapping[str, Iterable[Environment]]) -> Iterator[str]:
-    """Yield the workers of each environment, if hosts differ; ``environments`` are by worker.
-
-    The header is the controller's, which may have other devices or none. Tests of different
-    simulated models do not count as different hosts.
-    """
-    from pytest_gpumem.report.terminal import describe
-
-    places: dict[frozenset[Environment], list[str]] = {}
-    for worker, seen in environments.items():
-        hosts = frozenset(
-            replace(one, gpu="GPU", compute_capability="") if one.simulated else one for one in seen
-        )
-        places.setdefault(hosts, []).append(worker)
-    if len(places) > 1:
-        for hosts, workers in sorted(places.items(), key=lambda place: min(place[1])):
-            where = " and ".join(sorted(map(describe, hosts)))
-            yield f"{', '.join(sorted(workers))}: {where}"

@@ -8,7 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from pytest_gpumem.session.hosts import CHANNEL, ControllerChannel, Hosts, differing
+from pytest_gpumem.session.conclusion import differing
+from pytest_gpumem.session.hosts import CHANNEL, ControllerChannel, Hosts
 from pytest_gpumem.sharing.admission import NOWHERE, Need
 from pytest_gpumem.sharing.learned import Learned, TestCost
 from pytest_gpumem.values.environment import Environment
