@@ -149,7 +149,13 @@ class _Compiler:
             raise NotImplementedError(f"JSON schema keywords {sorted(unknown)}")
         checks = []
         if "$ref" in schema:
-            checks.append(self._reference(schema["$ref"]))
+            reference = schema["$ref"]
+            if reference not in self._named:
+                named = self._root
+                for part in reference.removeprefix("#/").split("/"):
+                    named = named[part]
+                self._named[reference] = self.check(named)
+            checks.append(self._named[reference])
         if of_value := {key: schema[key] for key in schema if key in _OF_VALUES}:
             checks.append(self._value(of_value))
         if schema.keys() & _OF_OBJECTS:
@@ -161,14 +167,6 @@ class _Compiler:
         if len(checks) == 1:
             return checks[0]
         return lambda value: next(filter(None, (check(value) for check in checks)), None)
-
-    def _reference(self, reference: str) -> Check:
-        if reference not in self._named:
-            schema = self._root
-            for part in reference.removeprefix("#/").split("/"):
-                schema = schema[part]
-            self._named[reference] = self.check(schema)
-        return self._named[reference]
 
     def _value(self, schema: Schema) -> Check:
         if "anyOf" in schema:

@@ -6,16 +6,14 @@ needs goes through the gateway: a channel of execnet's that travels with the wor
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 
 from pytest_gpumem.sharing.admission import NOWHERE, Need, Place
-from pytest_gpumem.sharing.database import default_folder
 from pytest_gpumem.sharing.learned import Learned
 from pytest_gpumem.sharing.ledger import Entry
 from pytest_gpumem.sharing.usage import Usage, usages
@@ -36,16 +34,12 @@ class ControllerChannel:
         self._wait_lines: dict[str, int] = {}
         """The number of lines on its waiting by test."""
 
-    def send_needs(
-        self, device: str, capacity: int, needs: Mapping[str, Need], *, real: bool
-    ) -> None:
-        """Send the needs of the worker's tests on ``device``, which has ``capacity`` bytes."""
-        rows = {nodeid: list(astuple(need)) for nodeid, need in needs.items()}
-        host = [socket.gethostname(), str(default_folder())]
-        self.send(host=host, device=device, capacity=capacity, needs=rows, real=real)
-
     def send(self, **message: Any) -> None:
-        """Send builtin types: ``entries`` of the ledger, a ``suspect``, ``learned``, ``waits``."""
+        """Send builtin types.
+
+        They are the worker's ``needs`` on its ``device``, ``entries`` of the ledger, a ``suspect``,
+        what is ``learned``, or the line of a test that ``waits``.
+        """
         if self._channel is not None:
             with suppress(OSError):  # of a controller that is gone
                 self._channel.send(message)

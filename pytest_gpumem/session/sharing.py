@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
@@ -152,10 +153,11 @@ class Sharing:
         self._foresee(tests)
         gates = [self._gate(item, device) for item, _, device in tests]
         if tests:
-            self._channel.send_needs(
-                gates[0].name,
-                max(gate.capacity for gate in gates),
-                {test[0].nodeid: self._need(*test) for test in tests},
+            self._channel.send(
+                host=[socket.gethostname(), str(default_folder())],
+                device=gates[0].name,
+                capacity=max(gate.capacity for gate in gates),
+                needs={test[0].nodeid: list(astuple(self._need(*test))) for test in tests},
                 real=not all(device.environment.simulated for _, _, device in tests),
             )
 
