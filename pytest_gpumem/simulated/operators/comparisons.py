@@ -148,6 +148,8 @@ def _before(
     scratch = Scratch(gpu, *copied(self))
     if sorted is not None and self.dtype == torch.bool:
         scratch.take(4)
+        model = gpu.model
+        scratch.passing(cub.count_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
         return scratch
     count, size = self.numel(), self.element_size()
     if sorted is not None:
@@ -183,13 +185,15 @@ def _placed(
     values, inverse, counts = result
     is_truth = sorted is not None and self.dtype == torch.bool
     room = 2 if is_truth else self.numel()
-    yield inverse
+    if not is_truth:
+        yield inverse
     if dim is None:
         values.untyped_storage().resize_(room * values.element_size())
     yield values
     if dim is None and (is_truth or return_counts):
         counts.untyped_storage().resize_(room * counts.element_size())
     yield counts
+    yield inverse  # of truth it is the last
 
 
 def _select(gpu: GPU, self: Tensor, dim: int | None = None, sorted: bool | None = None) -> None:

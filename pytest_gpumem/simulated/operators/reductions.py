@@ -5,9 +5,7 @@ Source: aten/src/ATen/native/cuda/Reduce.cuh (setReduceConfig, gpu_reduce_kernel
 and ReduceOpsUtils.h (make_reduction_from_out_ty, count_nonzero_cuda, argmax_argmin_impl), and for
 the type a kernel accumulates in ReduceSumProdKernel.cu, ReduceMomentKernel.cu, ReduceNormKernel.cu,
 ReduceLogicKernel.cu, ReduceArgMaxKernel.cu, ReduceMaxValuesKernel.cu, ReduceAMinMaxKernel.cu;
-DistanceKernel.cu (pdist_backward_kernel_impl, cdist_backward_kernel_impl: each pair of rows writes
-its part of a gradient, and ``sum_out`` adds them up), native/Normalization.cpp (renorm_out), of
-torch 2.6 to 2.15.
+native/ReduceAllOps.cpp (max, min), of torch 2.6 to 2.15.
 
 Lists of tensors are reduced in one launch: ForeachReduceOp.cu (foreach_tensor_norm_cuda,
 foreach_tensor_max_cuda), MultiTensorApply.cuh (kChunkSize) and native/ForeachUtils.h
@@ -31,6 +29,7 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.operators.layout import (
     HALVES,
     INDEX_BYTES,
@@ -302,9 +301,28 @@ def _position(gpu: GPU, self: Tensor, dim: int | None, result: Tensor) -> None:
     if dim is not None:
         reduce_tensor(gpu, self, dim, VALUE_AND_INDEX, result.dtype)
         return
-    row = Scratch(gpu, *copied(self))
-    reduce(gpu, (self.numel(),), (1,), self.dtype, 0, VALUE_AND_INDEX, result.dtype)
-    row.free()
+    row = self.reshape(-1)
+    is_copied = storage_key(row) != storage_key(self)
+    copy = Scratch(gpu, self.nbytes if is_copied else 0)
+    reduce_tensor(gpu, row, 0, VALUE_AND_INDEX, result.dtype)
+    copy.free()
+
+
+def _of_all_or_along(whole: Accumulator, along: Accumulator) -> Rule:
+    """Return a rule for an operator whose kernel for all elements reads a row (max_all)."""
+
+    def after(
+        gpu: GPU, self: Tensor, result: Tensor | tuple[Tensor, Tensor], dim: Over = None
+    ) -> None:
+        if dim is not None:
+            first = result if isinstance(result, Tensor) else result[0]
+            reduce_tensor(gpu, self, dim, along, first.dtype)
+            return
+        copy = Scratch(gpu, *copied(self))
+        reduce(gpu, (self.numel(),), (1,), self.dtype, 0, whole)
+        copy.free()
+
+    return Rule(after=after)
 
 
 def _truth(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:
@@ -314,41 +332,7 @@ def _truth(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:
         reduce_tensor(gpu, self, dim, _TRUTH, result.dtype)
 
 
-# Distances between rows: the parts of their gradients; norms that are limited.
-
-
-def _parts(gpu: GPU, shape: tuple[int, int, int, int], like: Tensor) -> None:
-    """Allocate and free (batch, others, rows, columns), and the memory of summing over others."""
-    parts = Scratch(gpu, math.prod(shape) * like.element_size())
-    strides = math.prod(shape[1:]), math.prod(shape[2:]), shape[3], 1
-    reduce(gpu, shape, strides, like.dtype, 1, SUMS)
-    parts.free()
-
-
-_ZERO_NORMS = (2, 15)
-"""First release that computes gradients of the norm 0; others return zeros at once."""
-
-
-def _cdist_backward(gpu: GPU, x1: Tensor, x2: Tensor, p: float, cdist: Tensor) -> None:
-    rows, others, columns = x1.shape[-2], x2.shape[-2], x1.shape[-1]
-    if rows and others and (p or gpu.version >= _ZERO_NORMS):
-        _parts(gpu, (cdist.numel() // (rows * others), others, rows, columns), x1)
-
-
-def _pdist_backward(gpu: GPU, self: Tensor, p: float) -> None:
-    rows, columns = self.shape
-    if rows > 1 and (p or gpu.version >= _ZERO_NORMS):
-        _parts(gpu, (1, rows - 1, rows, columns), self)
-
-
-def _renorm(gpu: GPU, self: Tensor, dim: int) -> None:
-    """The norms of slices, and what they are multiplied by where that has another type."""
-    slices = self.shape[dim]
-    dtype = accumulated(self.dtype)
-    is_converted = dtype != self.dtype.to_real()
-    norms = slices * dtype.to_real().itemsize
-    passing(gpu, norms, slices * self.element_size() if is_converted else 0)
-
+# Lists of tensors.
 
 CHUNK = 65_536
 """Elements one block reduces."""
@@ -409,19 +393,11 @@ def _after_max(gpu: GPU, self: Sequence[Tensor]) -> None:
 
 
 RULES = {
-    "_cdist_backward": Rule(after=_cdist_backward),
-    "_pdist_backward": Rule(after=_pdist_backward),
-    "renorm renorm_": Rule(after=_renorm),
     "sum nansum mean prod": Rule(after=_sum),
-    "linalg_vector_norm norm": _over(NORMS),
     "argmax argmin": Rule(after=_position),
-    "max min": Rule(
-        after=lambda gpu, self, dim=None: reduce_tensor(
-            gpu, self, dim, VALUES if dim is None else VALUE_AND_INDEX
-        )
-    ),
+    "max min": _of_all_or_along(VALUES, VALUE_AND_INDEX),
     "amax amin": _over(VALUES),
-    "aminmax": _over(TWO_VALUES),
+    "aminmax": _of_all_or_along(TWO_VALUES, TWO_VALUES),
     "any all": Rule(after=_truth),
     # (self != 0).sum(dim), but of truth, which is summed as it is
     "count_nonzero": Rule(

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.comparisons import BOTH_EXTREMES_SINCE
 from pytest_gpumem.simulated.operators.layout import HALVES, INDEX_BYTES, copied, is_dense
@@ -189,10 +190,11 @@ def _nanmedian(gpu: GPU, self: Tensor, dim: int | None = None) -> Scratch:
 def _sorted_values(gpu: GPU, tensor: Tensor) -> Scratch:
     """Return the values of ``tensor.flatten().sort()``, held."""
     scratch = Scratch(gpu)
-    flat = 0 if tensor.is_contiguous() else scratch.take(tensor.nbytes)
+    row = tensor.reshape(-1)
+    flat = scratch.take(tensor.nbytes if storage_key(row) != storage_key(tensor) else 0)
     scratch.take(tensor.nbytes)
     indices = scratch.take(tensor.numel() * INDEX_BYTES)
-    sort_row(gpu, tensor.numel(), tensor.element_size())
+    sort_slices(gpu, row, 0, (1,))
     scratch.drop(indices, flat)
     return scratch
 
@@ -213,7 +215,8 @@ def _scan(gpu: GPU, self: Tensor, dim: int, result: Tensor) -> None:
         return
     converted = self.numel() * result.element_size()
     scratch = Scratch(gpu, converted if self.dtype != result.dtype else 0, *copied(result))
-    if not self.is_contiguous():
+    # A conversion keeps the order of dims, and leaves no gaps.
+    if not self.is_contiguous() and (self.dtype == result.dtype or is_dense(self)):
         scratch.take(converted)
     if self.numel() == self.shape[dim]:
         _scan_one_row(gpu, scratch, self.numel(), result)
@@ -342,7 +345,7 @@ RULES = {
     "nanmedian": Rule(before=_nanmedian),
     "mode": Rule(after=_mode),
     "cumsum cumprod _logcumsumexp logcumsumexp": Rule(after=_scan),
-    "_cummax_helper _cummin_helper": Rule(after=copies_of("self")),
+    "cummax cummin _cummax_helper _cummin_helper": Rule(after=copies_of("self")),
     "randperm": Rule(after=_randperm),
     "multinomial": Rule(after=_multinomial),
     "normal": Rule(before=_check, after=_normal),

@@ -77,6 +77,7 @@ _TYPES = {
     "float": "float",
     "float?": "float | None",
     "Scalar": "float",
+    "Scalar?": "float | None",
     "ScalarType?": "torch.dtype | None",
     "Layout?": "torch.layout | None",
 }

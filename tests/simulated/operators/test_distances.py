@@ -32,3 +32,15 @@ def test_the_norm_0_has_parts_since_2_15(on: Any, version: str, parts: list[int]
     distances = torch.pdist(x, 0.0)
     gradient = torch.ones_like(distances)
     assert gpu.of(lambda: torch.autograd.grad(distances, x, gradient)) == [100, *parts]
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")  # of the order 0 on meta
+def test_norms_of_single_complex_numbers_are_absolute_values(on: Any) -> None:
+    gpu = on()
+    x = torch.zeros(100, 1, dtype=torch.complex64, device="cuda")
+    # Real parts of complex results; how many differ from zero is counted.
+    assert gpu.of(lambda: torch.linalg.vector_norm(x, 3, dim=1)) == [400, 800, -800]
+    assert gpu.of(lambda: torch.linalg.vector_norm(x, 0, dim=1)) == [400]
+    assert gpu.of(lambda: torch.linalg.vector_norm(x, 3, dim=0)) == [4]
+    assert gpu.of(x[0].norm) == [4, 8, -8]
+    assert gpu.of(x.real[0].norm) == [4]

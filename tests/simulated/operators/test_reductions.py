@@ -113,3 +113,19 @@ def test_inputs_that_32_bits_cannot_index_are_reduced_in_parts(on: Any) -> None:
     # A value with its index does not fit into the output: it has a place of its own.
     part = [4096 * 16, 4, -4, -4096 * 16]
     assert gpu.of(y.argmax) == [8, 16, *part * 2, -16]
+
+
+def test_extremes_of_all_are_those_of_a_row(on: Any) -> None:
+    gpu = on()
+    x = torch.zeros(32, 16, device="cuda").t()
+    copy = 32 * 16 * 4
+    assert gpu.of(x.max) == gpu.of(x.min) == [4, copy, -copy]
+    assert gpu.of(x.aminmax) == [4, 4, copy, -copy]
+    assert gpu.of(lambda: x.max(0)) == [32 * 4, 32 * 8]
+    assert gpu.of(x.contiguous().max) == [4]
+
+
+def test_the_position_in_a_tensor_that_is_a_row_needs_no_copy(on: Any) -> None:
+    gpu = on()
+    assert gpu.of(torch.zeros(32, 16, 2, device="cuda")[..., 0].argmax) == [8]
+    assert gpu.of(torch.zeros((), device="cuda").expand(32, 16).argmin) == [8]

@@ -131,3 +131,31 @@ def test_temporaries_end_with_an_operator_that_does_not_fit(on: Any) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         row.median()
     assert torch.cuda.memory_allocated() == held
+
+
+def test_running_extremes_read_contiguous_elements(on: Any) -> None:
+    gpu = on()
+    x = torch.zeros(30, 40, device="cuda")
+    assert gpu.of(lambda: x.cummax(0)) == [4800, 9600]
+    assert gpu.of(lambda: x.t().cummin(0)) == [4800, 9600, 4800, -4800]
+
+
+def test_a_prefix_sum_converts_what_it_reads(on: Any) -> None:
+    gpu = on()
+    truth = torch.zeros(30, 40, dtype=torch.bool, device="cuda")
+    sums = 30 * 40 * 8
+    assert gpu.of(lambda: truth.cumsum(0)) == [sums, sums, -sums]
+    # The conversion is transposed as well, and copied; one of elements with gaps has none.
+    assert gpu.of(lambda: truth.t().cumsum(0)) == [sums, sums, sums, -sums, -sums]
+    wide = torch.zeros(30, 40, 2, dtype=torch.bool, device="cuda")
+    assert gpu.of(lambda: wide[..., 0].cumsum(0)) == [sums, sums, -sums]
+
+
+def test_the_median_of_a_tensor_that_is_a_row_is_sorted_through_the_sorts_copy(on: Any) -> None:
+    gpu = on()
+    x = torch.zeros(100, 60, 2, device="cuda")[..., 0]
+    size, indices = 6000 * 4, 6000 * 8
+    events = gpu.of(x.median)
+    # Sorted values and indices; the sort's copy, and its range of indices.
+    assert events[:4] == [size, indices, size, indices]
+    assert gpu.of(x.t().median)[:3] == [size, size, indices]
