@@ -13,13 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pytest_gpumem.attribution.composition import Site
+from pytest_gpumem.attribution.explain import explain
+from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.verdict import change_text
 from pytest_gpumem.cli.command import Answer, Command, argument, parsed
 from pytest_gpumem.echo import MOST, printable
 from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.paths import git, toplevel
 from pytest_gpumem.prediction.process import last_words
-from pytest_gpumem.report.difference import explain_peaks
 from pytest_gpumem.report.json_report import ReportError, read_report
 from pytest_gpumem.sizes import Tolerance, format_exact, format_size, parse_tolerance
 from pytest_gpumem.text import counted
@@ -244,7 +246,15 @@ def _culprit_lines(search: Search, at: int, top: Path) -> Iterator[str]:
     yield f"{_commit_text(top, search.commits[at])} made it grow"
     peaks = before.peak_allocated, now.peak_allocated
     yield f"  from {format_exact(peaks[0])} to {format_exact(peaks[1])}, {change_text(*peaks)}"
-    yield from explain_peaks(before, now)
+    yield from _explanation(before, now)
+
+
+def _explanation(before: Measurement, now: Measurement) -> list[str]:
+    """Return the lines on differing bytes; none where either side recorded no lines."""
+    if not before.sites or not now.sites:
+        return []
+    changes = explain(map(Site.from_dict, now.sites), map(Site.from_dict, before.sites))
+    return explanation_lines([change.to_dict() for change in changes])
 
 
 def _commit_text(top: Path, commit: str) -> str:
@@ -260,7 +270,7 @@ def _data(search: Search, causes: range) -> dict[str, object]:
         "commits": len(search.commits),
         "peaks": {search.commits[at]: m.peak_allocated for at, m in sorted(search.found.items())},
         "not_measured": {search.commits[at]: why for at, why in sorted(search.failed.items())},
-        "explanation": explain_peaks(*pair) if pair else [],
+        "explanation": _explanation(*pair) if pair else [],
     }
 
 
