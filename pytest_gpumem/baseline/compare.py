@@ -225,7 +225,7 @@ class _Judged:
 
     def against(self, baseline: BaselineEntry, tolerance: Tolerance) -> Iterator[Verdict]:
         for phase, actual, reference in self._pairs(baseline):
-            limit = reference + _allowance(tolerance, reference)
+            limit = reference + tolerance.allowance(reference)
             passed = actual <= limit
             stored, sites = baseline.peak_of(phase), self._sites(phase)
             changes = explain(sites, stored.sites) if stored and sites else ()
@@ -246,7 +246,7 @@ class _Judged:
             )
         for phase, reference in baseline.phases.items():
             if phase not in self._peaks:
-                limit = reference + _allowance(tolerance, reference)
+                limit = reference + tolerance.allowance(reference)
                 yield self._did_not_run("baseline", phase, limit, (reference, tolerance))
 
     def against_prediction(
@@ -277,7 +277,7 @@ class _Judged:
     def _predicted(
         self, other: _Judged, phase: str | None, actual: int, reference: int, tolerance: Tolerance
     ) -> Verdict:
-        allowance = _allowance(tolerance, reference)
+        allowance = tolerance.allowance(reference)
         passed = abs(actual - reference) <= allowance
         sites, predicted = self._sites(phase), other._sites(phase)
         return self._verdict(
@@ -294,7 +294,7 @@ class _Judged:
     def improvements(self, baseline: BaselineEntry, tolerance: Tolerance) -> Iterator[Improvement]:
         measured = self._measurement
         for phase, actual, reference in self._pairs(baseline):
-            if actual < reference - _allowance(tolerance, reference):
+            if actual < reference - tolerance.allowance(reference):
                 yield Improvement(
                     "peak_allocated",
                     phase,
@@ -371,10 +371,6 @@ def _ran(phase: str, peaks: Mapping[str, int]) -> str:
     close = get_close_matches(phase.lower(), peaks, n=1, cutoff=0.7)
     ran = f"phases that ran: {', '.join(peaks) or 'none'}"
     return f"did you mean {close[0]}? {ran}" if close else ran
-
-
-def _allowance(tolerance: Tolerance, reference: int) -> int:
-    return tolerance.allowance(max(reference, 0))
 
 
 def _alike(measured: list[Site], predicted: list[Site]) -> tuple[list[Site], list[Site]]:

@@ -69,7 +69,7 @@ class Search:
         peak = self._peak(high)
         if peak is None:
             raise UnmeasuredError(self.failed[high])
-        floor = peak - self.tolerance.allowance(max(peak, 0))
+        floor = peak - self.tolerance.allowance(peak)
         skipped: set[int] = set()
         while candidates := [at for at in range(low, high) if at not in skipped]:
             middle = (low + high) // 2
@@ -204,7 +204,7 @@ class TestAt:
         if len(measured) > 1:
             names = ", ".join(record.nodeid for record in measured)
             raise ValueError(f"{self.nodeid} are {len(measured)} tests, give one of {names}")
-        whole = [one for one in measured if one.outcome in ("passed", "xpassed") or one.broken]
+        whole = [record for record in measured if record.is_whole]
         if not whole:
             raise UnmeasuredError(printable(last_words(ran), MOST))
         assert whole[0].measurement is not None

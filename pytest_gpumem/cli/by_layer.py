@@ -32,38 +32,28 @@ _TEXTS = 4
 
 def run(arguments: argparse.Namespace, gpu: str) -> Answer:
     """Run the model; raises ``ValueError`` for bad input."""
-    if arguments.csv and arguments.json:
-        raise ValueError("--csv and --json are two forms of the same; give one of them")
-    shown_gpu = "GPU" if gpu == CUDA else f"simulated {gpu}"
-    found = layers_of_target(arguments.target, gpu, arguments.input)
-    shown = [layer for layer in found if arguments.depth is None or layer.depth <= arguments.depth]
-    return Answer(
-        _csv(shown).splitlines()
-        if arguments.csv
-        else lines(arguments.target, shown, terminal_width(), gpu=shown_gpu),
-        lambda: [layer.to_dict() for layer in shown],
-    )
-
-
-def _csv(layers: Sequence[Layer]) -> str:
-    written = StringIO()
-    writer = csv.writer(written, lineterminator="\n")
-    writer.writerow(HEADER)
-    writer.writerows(map(_values, layers))
-    return written.getvalue()
-
-
-def layers_of_target(text: str, gpu: str, inputs: Sequence[tuple[int, ...]]) -> list[Layer]:
-    """Return the layers called by the target ``text``."""
-    from pytest_gpumem.prediction.layers import layers_of, on_device
+    from pytest_gpumem.prediction.layers import layers_of
+    from pytest_gpumem.prediction.lines import on_device
     from pytest_gpumem.values.errors import SimulationError
 
+    if arguments.csv and arguments.json:
+        raise ValueError("--csv and --json are two forms of the same; give one of them")
+    text: str = arguments.target
     with on_device(gpu):  # the module's import finds a GPU
         target = find_target(text)
     if isinstance(target, str):
         raise TargetError(f"{text}: layers are those of a function; write path.py:function")
     with refusing(text, SimulationError, ValueError):
-        return layers_of(target, gpu, inputs)
+        found = layers_of(target, gpu, arguments.input)
+    shown = [layer for layer in found if arguments.depth is None or layer.depth <= arguments.depth]
+    if arguments.csv:
+        written = StringIO()
+        csv.writer(written, lineterminator="\n").writerows([HEADER, *map(_values, shown)])
+        return Answer(written.getvalue().splitlines(), list)
+    return Answer(
+        lines(text, shown, terminal_width(), gpu="GPU" if gpu == CUDA else f"simulated {gpu}"),
+        lambda: [layer.to_dict() for layer in shown],
+    )
 
 
 def lines(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.cli.command import UNLIMITED, Answer, argument, terminal_width
@@ -24,28 +23,22 @@ PROCESS = 20
 
 def run(arguments: argparse.Namespace, gpu: str) -> Answer:
     """Run the function; raises ``ValueError`` for bad input."""
-    found = lines_of_target(arguments.target, arguments.function, gpu)
-    return Answer(text_lines(found, terminal_width()), lambda: [line.to_dict() for line in found])
-
-
-def lines_of_target(text: str, functions: Sequence[str], gpu: str) -> list[Line]:
-    """Return the lines run by the target ``text``."""
     import torch
 
-    from pytest_gpumem.prediction.lines import MEASURED, lines_of
-    from pytest_gpumem.simulating import simulate
+    from pytest_gpumem.prediction.lines import MEASURED, lines_of, on_device
     from pytest_gpumem.values.errors import SimulationError
 
-    # The module's import finds a GPU.
-    with nullcontext() if gpu == MEASURED else simulate(gpu):
+    text: str = arguments.target
+    with on_device(gpu):  # the module's import finds a GPU
         target = find_target(text)
-        followed = [_function(name) for name in functions]
+        followed = [_function(name) for name in arguments.function]
     if gpu == MEASURED and not torch.cuda.is_available():
         raise TargetError("torch sees no CUDA device; name a model to be simulated")
     if isinstance(target, str):
         raise TargetError(f"{text}: lines are those of a function; write path.py:function")
     with refusing(text, SimulationError, ValueError):
-        return lines_of(target, [_plain(text, target), *followed], gpu)
+        found = lines_of(target, [_plain(text, target), *followed], gpu)
+    return Answer(text_lines(found, terminal_width()), lambda: [line.to_dict() for line in found])
 
 
 def _function(text: str) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from pytest_gpumem.jsonfile import replace_file
 from pytest_gpumem.measurement.phases import position_on
 from pytest_gpumem.measurement.statistics import SUPPLY, Recorder, Segments
 from pytest_gpumem.simulated.common.callsite import shown_operator
+from pytest_gpumem.simulated.gpu.device import parse_version
 from pytest_gpumem.simulated.splits import Splits
 
 if TYPE_CHECKING:
@@ -315,8 +316,8 @@ def _unwinds_cpp() -> bool:
     """
     if platform.system() != "Linux":
         return False
-    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return platform.machine() in (("x86_64", "aarch64") if release >= (2, 13) else ("x86_64",))
+    arm = ("aarch64",) if parse_version(None) >= (2, 13) else ()
+    return platform.machine() in ("x86_64", *arm)
 
 
 def write_snapshot(folder: Path, nodeid: str) -> Path:

@@ -21,6 +21,7 @@ import torch
 
 from pytest_gpumem.attribution.history import Event, Origin
 from pytest_gpumem.garbage import paused
+from pytest_gpumem.simulated.gpu.device import parse_version
 from pytest_gpumem.simulated.gpu.workspaces import (
     LARGE_BYTES,
     WorkspaceSettings,
@@ -181,10 +182,6 @@ class CudaStatistics:
         if torch.cuda.is_initialized():
             self._body_clears()
 
-    def empty_cache(self) -> None:
-        """Return unused segments to the driver."""
-        torch.cuda.empty_cache()
-
     def forget_peaks(self) -> None:
         """Restart the body's peaks at the current values."""
         self._harvested.clear()
@@ -281,7 +278,7 @@ def possible_sizes(device: int) -> frozenset[int] | None:
     """
     if torch.version.hip is not None:
         return None
-    if _per_operation():
+    if _settings().per_operation:
         return frozenset()
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     # Not get_device_capability(), which asks for the number of devices: a fixture that is set up
@@ -294,18 +291,17 @@ def possible_sizes(device: int) -> frozenset[int] | None:
 
 
 @cache
-def _per_operation() -> bool:
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    return WorkspaceSettings((major, minor), (0, 0), None).per_operation
+def _settings() -> WorkspaceSettings:
+    return WorkspaceSettings(parse_version(None), (0, 0), None)
 
 
 @cache
 def _sizes(config: str | None, capability: tuple[int, int]) -> frozenset[int]:
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    ours = workspace_bytes(config, (major, minor), capability)
+    version = parse_version(None)
+    ours = workspace_bytes(config, version, capability)
     # 2.14 lists more GPUs with the large one than earlier releases: a size too many
     # costs nothing, one too few would count a workspace as something else.
-    return frozenset({ours, lt_workspace_bytes((major, minor), ours), LARGE_BYTES})
+    return frozenset({ours, lt_workspace_bytes(version, ours), LARGE_BYTES})
 
 
 Pause = Callable[[], AbstractContextManager[None]]

@@ -11,7 +11,6 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -21,9 +20,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pytest_gpumem.prediction.lines import MEASURED
-from pytest_gpumem.simulating import simulate
+from pytest_gpumem.measurement.contents import tensors_in
+from pytest_gpumem.prediction.lines import on_device
 from pytest_gpumem.values.plain import Plain
+
+DEEPEST = 8
+"""The levels of containers in which inputs and outputs are searched."""
 
 
 class NoModelError(ValueError):
@@ -91,11 +93,6 @@ def layers_of(
             "no model was called; let the function call one, or return it with its inputs"
         )
     return analysis.layers
-
-
-def on_device(gpu: str) -> AbstractContextManager[object]:
-    """Return a context with a simulated ``gpu``, or an empty one for ``"cuda"``."""
-    return nullcontext() if gpu == MEASURED else simulate(gpu)
 
 
 class _DoneError(BaseException):
@@ -208,7 +205,7 @@ class _Pass:
         now = torch.cuda.memory_allocated()
         given = list(_tensors(arguments))
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        storages, size = frozenset(map(_storage, given)), sum(map(_bytes, (*given, *own)))
+        storages, size = frozenset(map(_storage, given)), sum(one.nbytes for one in (*given, *own))
         self._open.append(_Open(layer, module, now, self._flops(), now, storages, size))
 
     def _leave(self, outputs: Any) -> None:
@@ -231,9 +228,9 @@ class _Pass:
         read, made = (prod(shape) for shape in first)
         counts = (count for kinds, count in _COUNTS if isinstance(call.module, kinds))
         multiply_adds, flops = next(counts, lambda *_: (0, 0))(call.module, read, made)
-        written = sum(map(_bytes, outputs))
+        written = sum(one.nbytes for one in outputs)
         own = {_storage(one): one for one in outputs if _storage(one) not in call.storages}
-        held = sum(map(_bytes, own.values()))
+        held = sum(one.nbytes for one in own.values())
         for each in self._open:
             each.flops += flops
             each.layer.multiply_adds += multiply_adds
@@ -256,18 +253,7 @@ def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return tensors_in(value, DEEPEST)
 
 
 def _storage(tensor: torch.Tensor) -> int:

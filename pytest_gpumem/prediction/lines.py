@@ -6,7 +6,7 @@ import linecache
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -29,6 +29,7 @@ from pytest_gpumem.measurement.phases import PhaseTracker, position_on
 from pytest_gpumem.measurement.recorded import RecordedHistory, SimulatedRecorder
 from pytest_gpumem.measurement.statistics import CudaStatistics, Recorder
 from pytest_gpumem.simulated.simulation import SimulatedGPU
+from pytest_gpumem.simulating import simulate
 from pytest_gpumem.values.plain import Plain
 
 MEASURED = "cuda"
@@ -115,6 +116,11 @@ class _Follower:
                 self._open[frame] = execution
                 self.executions.append(execution)
         return self._line
+
+
+def on_device(gpu: str) -> AbstractContextManager[object]:
+    """Return a context with a simulated ``gpu``, or an empty one for :data:`MEASURED`."""
+    return nullcontext() if gpu == MEASURED else simulate(gpu)
 
 
 def lines_of(

@@ -153,7 +153,7 @@ def _run(
     try:
         machines = [Machine(one.model, 1) for one in runners]
         answers = run_tests(given, machines, unbounded=True, dry=dry)
-    except PredictionError as error:
+    except ValueError as error:
         raise PredictionError(f"{' '.join(given)} was not run: {error}") from error
     by_test: dict[str, list[Answer]] = defaultdict(list)
     for answer in answers:

@@ -83,26 +83,22 @@ def run_tests(
             modules_compiled=modules_compiled,
         )
         return _answers(request, arguments, folder)
+    from pytest_gpumem.dry.load import environment_of_option
+
     found = []
     for machine in machines:
         request = Request(tuple(tests), (machine,), dry=True)
-        for answer in _answers(request, arguments, folder, _dry(machine)):
+        for answer in _answers(
+            request, arguments, folder, environment_of_option(machine.model.name)
+        ):
             if unbounded and answer.ran_out:
                 again = replace(request, tests=(answer.nodeid,))
-                (large,) = _answers(again, arguments, folder, _dry(machine, UNBOUNDED))
+                (large,) = _answers(
+                    again, arguments, folder, environment_of_option(machine.model.name, UNBOUNDED)
+                )
                 answer = replace(large, fits=False)
             found.append(answer)
     return found
-
-
-def _dry(machine: Machine, memory: int | None = None) -> Mapping[str, str]:
-    from pytest_gpumem.dry.load import environment
-    from pytest_gpumem.dry.torch_build import DryError
-
-    try:
-        return environment(machine.model.name, memory)
-    except DryError as error:
-        raise PredictionError(f"--device dry: {error}") from None
 
 
 def _answers(
@@ -175,7 +171,7 @@ def predict_test(
             modules_compiled=mode is not None and mode.modules,
             dry=dry,
         )
-    except PredictionError as error:
+    except ValueError as error:
         raise PredictionError(f"{nodeid} was not run: {error}") from error
     tests = {answer.nodeid for answer in answers}
     if len(tests) > 1:

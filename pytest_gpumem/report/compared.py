@@ -206,6 +206,6 @@ def _rows(
         if a is None or b is None:
             yield Row(phase, a, b, "new" if a is None else "gone")
             continue
-        allowance = tolerance.allowance(max(a, 0))
+        allowance = tolerance.allowance(a)
         more = "regression" if b > a + allowance else "same"
         yield Row(phase, a, b, "improvement" if b < a - allowance else more)

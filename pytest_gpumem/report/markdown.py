@@ -103,8 +103,7 @@ def bounded(parts: Iterable[str]) -> str:
 
 def is_failure(record: TestRecord) -> bool:
     """Return whether a test failed by its memory, be it that there was too little."""
-    out_of_memory = record.out_of_memory is not None and record.outcome in ("failed", "error")
-    return record.failed or out_of_memory
+    return record.failed or record.ran_out
 
 
 def code(text: str, most: int = MOST_NAME) -> str:

@@ -101,7 +101,7 @@ class Trend:
 
     def creeps(self, most: Tolerance) -> bool:
         """Return whether two or more small steps come to more than ``most`` of the level."""
-        return len(self.creeping) > 1 and self.crept > most.allowance(max(self.level, 0))
+        return len(self.creeping) > 1 and self.crept > most.allowance(self.level)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form; sizes in bytes."""
@@ -122,8 +122,7 @@ class Trend:
         tolerances = [one for one in (self.tolerance, self.own) if one is not None]
         for before, now in pairwise(self.points):
             change = abs(now.peak - before.peak)
-            peak = max(before.peak, 0)
-            is_small = change <= max(one.allowance(peak) for one in tolerances)
+            is_small = change <= max(one.allowance(before.peak) for one in tolerances)
             if change and is_small == small:
                 found.append((now, before.peak))
         return found
@@ -288,8 +287,7 @@ def peaks_of(records: Sequence[TestRecord]) -> Peaks:
         record.key: record.measurement.peak_allocated
         for record in records
         # The numbers of a body that failed end where it ended.
-        if record.measurement is not None
-        and (record.outcome in ("passed", "xpassed") or record.broken)
+        if record.measurement is not None and record.is_whole
     }
 
 

@@ -58,6 +58,17 @@ class TestRecord(Plain):
         return tuple(verdict for verdict in self.verdicts if not verdict.passed)
 
     @property
+    def ran_out(self) -> bool:
+        """Whether it failed because memory ran out."""
+        return self.out_of_memory is not None and self.outcome in ("failed", "error")
+
+    @property
+    def missing(self) -> int:
+        """The bytes that it lacked where memory ran out."""
+        facts = self.out_of_memory or {"requested": 0, "free": 0}
+        return max(int(facts["requested"]) - int(facts["free"]), 0)
+
+    @property
     def peak(self) -> int:
         """The peak of its measurement in bytes, 0 without one."""
         return self.measurement.peak_allocated if self.measurement else 0

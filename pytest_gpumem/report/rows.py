@@ -112,7 +112,7 @@ def test_status(record: TestRecord) -> str:
     """Return the word for a test: a key of :data:`STATUS_STYLE`, ``-`` where it was not judged."""
     if record.broken:
         return "FAIL" if record.outcome == "failed" else "xfail"
-    if record.out_of_memory is not None and record.outcome in ("failed", "error"):
+    if record.ran_out:
         return "OOM"
     if not record.judged or record.outcome in ("failed", "error"):
         return "-"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.failure import failure_statements
 from pytest_gpumem.echo import MOST, printable
-from pytest_gpumem.report.causes import missing as missing_bytes
 from pytest_gpumem.report.commands import PLAIN, UPDATE, Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.remarks import Missing, missing_lines
@@ -258,7 +257,7 @@ class _Section:
         if not records:
             return
         counts = Counter(map(test_status, records))
-        short = [missing_bytes(one) for one in records if test_status(one) == "OOM"]
+        short = [one.missing for one in records if test_status(one) == "OOM"]
         lacked = f" ({format_size(max(short))} too much)" if any(short) else ""
         words = {**STATUS_WORDS, "OOM": f"{STATUS_WORDS['OOM']}{lacked}"}
         states = ", ".join(f"{counts[key]} {word}" for key, word in words.items() if counts[key])

@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pytest_gpumem.dry.load import environment_of_option
 from pytest_gpumem.script import request as endings
 from pytest_gpumem.script.entry import Script, ScriptError
 from pytest_gpumem.script.request import Answer, Request
@@ -90,7 +90,9 @@ def _answered(request: Request, *, quiet: bool) -> Answer:
         path = Path(folder) / "request.json"
         request.to_file(path)
         command = [sys.executable, "-c", _PROGRAM, str(_PACKAGE), str(path)]
-        environment = {**os.environ, **_variables(request.gpu)}
+        environment = dict(os.environ)
+        if request.gpu.startswith(endings.DRY):
+            environment |= environment_of_option(request.gpu.removeprefix(endings.DRY))
         output = STDERR if quiet else None
         with subprocess.Popen(command, stdout=output, env=environment) as process:
             ending = _waited(process, request)
@@ -100,19 +102,6 @@ def _answered(request: Request, *, quiet: bool) -> Answer:
     if answer.ending == endings.INTERRUPTED:
         raise KeyboardInterrupt
     return answer
-
-
-def _variables(gpu: str) -> Mapping[str, str]:
-    """Return the variables that select the process's device; raises :class:`ScriptError`."""
-    if not gpu.startswith(endings.DRY):
-        return {}
-    from pytest_gpumem.dry.load import environment
-    from pytest_gpumem.dry.torch_build import DryError
-
-    try:
-        return environment(gpu.removeprefix(endings.DRY))
-    except DryError as error:
-        raise ScriptError(f"--device dry: {error}") from None
 
 
 def _check(answer: Answer, request: Request) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.attribution.history import CATEGORIES
 from pytest_gpumem.baseline.failure import failure_statements, main_verdict
 from pytest_gpumem.baseline.verdict import Verdict, update_command
-from pytest_gpumem.report.causes import causes_of, missing
+from pytest_gpumem.report.causes import causes_of
 from pytest_gpumem.report.past import SMALL
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import test_status
@@ -137,7 +137,7 @@ def _causes(records: Sequence[TestRecord]) -> list[dict[str, Any]]:
 def _over(record: TestRecord) -> int | None:
     """Return the bytes by which a test failed, ``None`` where no number is the reason."""
     if record.out_of_memory is not None and not record.broken:
-        return missing(record)
+        return record.missing
     first = main_verdict(record.broken) if record.broken else None
     compared = first is not None and (first.limit, first.reference) != (None, None)
     return abs(first.excess) if first is not None and compared else None
@@ -159,8 +159,8 @@ def _why(record: TestRecord) -> str | None:
         return main_verdict(record.broken).brief
     if record.out_of_memory is None:
         return None
-    lacked = missing(record)
-    return f"out of memory, {format_size(lacked)} too much" if lacked else "out of memory"
+    lacked = f", {format_size(record.missing)} too much" if record.missing else ""
+    return f"out of memory{lacked}"
 
 
 def _whole(record: TestRecord, kind: str) -> list[Verdict]:
