@@ -238,7 +238,13 @@ def _known_category(history: History, life: Life) -> str:
         return _OF_SHARDING[origin.kind]
     span = history.span_at(life.born)
     if span is None:
-        return _category_outside(history, life, origin)
+        if origin.kind in ("copy", "factory"):
+            return INPUTS if origin.kind == "copy" else OTHER
+        if life.died < history.next_backward(life.born):
+            return TEMPORARIES
+        # A copy of parameters, for instance: backward does not need tensors that autograd does not
+        # record.
+        return ACTIVATIONS if origin.has_node else OTHER
     survives = life.died >= span.end
     if span.name == "step":
         return OPTIMIZER_STATE if survives else TEMPORARIES
@@ -246,18 +252,6 @@ def _known_category(history: History, life: Life) -> str:
         return GRADIENTS if survives else TEMPORARIES
     # Checkpointing runs modules again within backward.
     return ACTIVATIONS if survives or span.name == "backward" else TEMPORARIES
-
-
-def _category_outside(history: History, life: Life, origin: Origin) -> str:
-    if origin.kind == "copy":
-        return INPUTS
-    if origin.kind == "factory":
-        return OTHER
-    if life.died < history.next_backward(life.born):
-        return TEMPORARIES
-    # A copy of parameters, for instance: backward does not need tensors that autograd does not
-    # record.
-    return ACTIVATIONS if origin.has_node else OTHER
 
 
 class ForwardLives:

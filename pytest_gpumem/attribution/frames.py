@@ -16,7 +16,9 @@ from pytest_gpumem.attribution.history import (
     OTHER,
     PARAMETERS,
     TEMPORARIES,
-    WORKSPACE,
+)
+from pytest_gpumem.attribution.history import (
+    WORKSPACE as WORKSPACES,
 )
 
 Frame = Mapping[str, Any]
@@ -24,9 +26,10 @@ Frame = Mapping[str, Any]
 MOST_LINES = 12
 """The number of lines kept of a stack, the innermost ones."""
 
-_OPERATOR = re.compile(r"\bat::_ops::(\w+?)::(?:call|redispatch)\b")
-_NODE = re.compile(r"\btorch::autograd::(?:generated::)?(\w+)::apply\b")
-_LIBRARY = re.compile(r"\b(?:getCUDABlasLtWorkspace|getNewWorkspace|allocateCublasWorkspace)\b")
+OPERATOR = re.compile(r"\bat::_ops::(\w+?)::(?:call|redispatch)\b")
+NODE = re.compile(r"\btorch::autograd::(?:generated::)?(\w+)::apply\b")
+WORKSPACE = re.compile(r"\b(getCUDABlasLtWorkspace|getNewWorkspace|allocateCublasWorkspace)\b")
+"""Functions in C++ frames: an operator, a node of autograd, the request of a workspace."""
 _MEMORY_ONLY = re.compile(r"_?(?:empty|new_empty|resize)(?:_|$)")
 """Operators that only allocate, for the operator that called them."""
 _OVERLOAD = re.compile(
@@ -76,14 +79,14 @@ def stack_facts(frames: Sequence[Frame], paths: Mapping[str, str]) -> StackFacts
     python = [frame for frame in frames if _is_python(frame)]
     line = next((frame for frame in python if not is_torchs(frame["filename"])), None)
     symbols = [frame["name"] for frame in takewhile(lambda frame: not _is_python(frame), frames)]
-    node = next((match[1] for name in symbols if (match := _NODE.search(name))), None)
+    node = next((match[1] for name in symbols if (match := NODE.search(name))), None)
     shown = [f"{_place(frame, paths)} {frame['name']}" for frame in python[:MOST_LINES]]
     return StackFacts(
         site=None if line is None else _place(line, paths),
         function=None if line is None else line["name"],
         operator=node or _operator(symbols) or _called(python),
         during="backward" if node else _during(python),
-        library=any(_LIBRARY.search(name) for name in symbols),
+        library=any(WORKSPACE.search(name) for name in symbols),
         stack=tuple(shown),
     )
 
@@ -95,7 +98,7 @@ def category(facts: StackFacts, *, kept: bool) -> str:
     the function that moved a tensor shows that it is a parameter.
     """
     if facts.library:
-        return WORKSPACE
+        return WORKSPACES
     if facts.during == "making":
         return PARAMETERS
     if not facts.during:
@@ -130,7 +133,7 @@ def _during(python: Sequence[Frame]) -> str:
 
 def _operator(symbols: Sequence[str]) -> str | None:
     """Return the innermost operator that is more than memory for another one."""
-    found = [match[1] for name in symbols if (match := _OPERATOR.search(name))]
+    found = [match[1] for name in symbols if (match := OPERATOR.search(name))]
     if not found:
         return None
     computing = (name for name in found if not _MEMORY_ONLY.match(name))

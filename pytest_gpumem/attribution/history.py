@@ -12,6 +12,10 @@ FOREVER = 1 << 62
 """Position of the free of a block that is still live."""
 
 
+SUPPLY = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+"""The actions that change the bytes held from the driver, and their signs."""
+
+
 class Origin(Protocol):
     """The origin of a block; everything may be unknown."""
 
@@ -220,7 +224,7 @@ class History:
         for sighting in self.sightings:
             for life in by_address.get(sighting.address, ()):
                 alive = life.born < sighting.position <= life.died
-                if alive and _is_better(sighting, life.sighting):
+                if alive and (life.sighting is None or _tells_more(sighting, life.sighting)):
                     life.sighting = sighting
 
 
@@ -253,9 +257,7 @@ _STRENGTH = {
 """A buffer that is passed to a module is still a buffer."""
 
 
-def _is_better(sighting: Sighting, known: Sighting | None) -> bool:
-    if known is None:
-        return True
+def _tells_more(sighting: Sighting, known: Sighting) -> bool:
     # The same tensor seen again, now with its owner's path.
     gain = _STRENGTH[sighting.category] - _STRENGTH[known.category]
     return gain > 0 or (gain == 0 and len(sighting.module) > len(known.module))

@@ -185,7 +185,7 @@ def unused_baselines(
             {one.nodeid: _numbers(one.entry) for one in unused},
             {nodeid: _numbers(entry) for nodeid, entry in new.items()},
             unlike=LEAST_ALIKE,
-            identifies=lambda numbers: numbers.peak_allocated >= TELLING,
+            identifies=lambda numbers: numbers[0] >= TELLING,
         )
         for one in unused:
             if successor := named.get(one.nodeid):
@@ -216,17 +216,9 @@ def _new_tests(
     return found
 
 
-class _Numbers(NamedTuple):
-    """The compared numbers of an entry."""
-
-    peak_allocated: int
-    peak_reserved: int
-    phases: tuple[tuple[str, int], ...]
-
-
-def _numbers(entry: BaselineEntry) -> _Numbers:
-    phases = tuple(sorted(entry.phases.items()))
-    return _Numbers(entry.peak_allocated, entry.peak_reserved, phases)
+def _numbers(entry: BaselineEntry) -> tuple[int, int, tuple[tuple[str, int], ...]]:
+    """Return the compared numbers of an entry: peak allocated, peak reserved, by phase."""
+    return entry.peak_allocated, entry.peak_reserved, tuple(sorted(entry.phases.items()))
 
 
 SAME_NUMBERS_ALIKE = 0.5

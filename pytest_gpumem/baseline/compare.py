@@ -97,7 +97,6 @@ def judge(
     baseline: BaselineEntry | None,
     environment: Environment,
     require_baseline: bool = False,
-    default_tolerance: Tolerance | None = None,
     update: UpdateMode | None = None,
     elsewhere: Sequence[tuple[Environment, BaselineEntry]] = (),
     used_elsewhere: bool = False,
@@ -107,11 +106,11 @@ def judge(
 
     ``baseline`` is the test's entry for ``environment``; ``elsewhere`` has those of other
     environments, which are shown and never compared. The tolerance is the expectation's, else
-    ``default_tolerance`` (option or ini), else nothing when simulated and ``1% + 1MiB`` when
-    measured. ``used_elsewhere`` means that the test allocated on another device, so that nothing on
-    this one is no failure; baselines belong to one device, so for the others the caller passes an
-    expectation with ``baseline=False``. A limit on a phase that did not run fails, for it checks
-    nothing; not so the project's ``default_phases``, which no test has to have.
+    nothing when simulated and ``1% + 1MiB`` when measured. ``used_elsewhere`` means that the test
+    allocated on another device, so that nothing on this one is no failure; baselines belong to one
+    device, so for the others the caller passes an expectation with ``baseline=False``. A limit on a
+    phase that did not run fails, for it checks nothing; not so the project's ``default_phases``,
+    which no test has to have.
 
     Whether a baseline is compared is the marker's ``baseline``:
 
@@ -144,8 +143,8 @@ def judge(
     eager = [note for note in measurement.notes if ran_eagerly(note)]
     if eager and not baseline.ran_eagerly:
         verdicts.append(judged.unfit("ran_eagerly", eager[0]))
-    tolerance = expectation.tolerance or default_tolerance
-    tolerance = tolerance or default_tolerance_for(measurement.simulated or measurement.dry)
+    exact = measurement.simulated or measurement.dry
+    tolerance = expectation.tolerance or default_tolerance_for(exact)
     return Judgement(
         (*verdicts, *judged.against(baseline, tolerance)),
         tuple(judged.improvements(baseline, tolerance)),

@@ -217,4 +217,4 @@ class _State:
         """Return the content that ``edit`` makes of it, ``None`` if the same."""
         tests = self._tests.copy()
         edit(tests)
-        return None if tests == self._tests else tests
+        return None if tests.to_dict() == self._tests.to_dict() else tests

@@ -6,7 +6,7 @@ Runs once, at the end, in the one process that has every result: under pytest-xd
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,7 +66,6 @@ def update_baselines(
     mode: UpdateMode | None,
     prune: bool = False,
     collected: Collected | None = None,
-    environments: Iterable[Environment] = (),
 ) -> UpdateReport:
     """Write the numbers of ``tests``, delete entries without a test; return the result.
 
@@ -76,9 +75,8 @@ def update_baselines(
     written is left as it is and becomes an error while the others are still done.
 
     ``prune`` deletes entries of tests that ``collected`` proves gone, in the environments of
-    ``tests`` and in ``environments`` (those of this session, where no test was measured): in
-    another environment, other parameters may exist. Doubtful entries stay, and a message reports
-    them.
+    ``tests``: in another environment, other parameters may exist. Doubtful entries stay, and a
+    message reports them.
     """
     with paused():
         work = _Work(store)
@@ -89,8 +87,7 @@ def update_baselines(
         gone = None
         if prune and collected is not None:
             gone = GoneTests(collected, frozenset(split_nodeid(test.nodeid) for test in tests))
-            used = [*(test.environment for test in tests), *environments]
-            for environment in {one.key: one for one in used}.values():
+            for environment in {test.environment.key: test.environment for test in tests}.values():
                 for module in store.modules(environment):
                     work.plan(environment, module).prune = True
         return work.carry_out(mode, gone)

@@ -196,10 +196,6 @@ class Improvement(Plain):
         compared = compared_text("baseline", self.actual, self.reference, self.tolerance)
         return f"{measured}, {compared}{_where(self)}"
 
-    def long(self, nodeid: str, command: str = "pytest") -> str:
-        """Return the text for the test ``nodeid``, with the command that locks the gain in."""
-        return f"{self.short}\nlock it in: {update_command(nodeid, command)}"
-
 
 def measured_text(metric: str, phase: str | None, nbytes: int, text: str) -> str:
     """Return the measured number as the start of a sentence; ``text`` is ``nbytes`` formatted."""

@@ -18,10 +18,11 @@ import torch
 
 from pytest_gpumem.allocator.blocks import round_size
 from pytest_gpumem.allocator.trace import FREE
-from pytest_gpumem.attribution.history import Event, Origin
+from pytest_gpumem.attribution.frames import NODE, OPERATOR, WORKSPACE
+from pytest_gpumem.attribution.history import SUPPLY, Event, Origin
 from pytest_gpumem.jsonfile import replace_file
 from pytest_gpumem.measurement.phases import position_on
-from pytest_gpumem.measurement.statistics import SUPPLY, Recorder, Segments
+from pytest_gpumem.measurement.statistics import Recorder, Segments
 from pytest_gpumem.simulated.common.callsite import shown_operator
 from pytest_gpumem.simulated.gpu.device import parse_version
 from pytest_gpumem.simulated.splits import Splits
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).resolve().parents[1])
-_OPERATOR = re.compile(r"\bat::_ops::(\w+?)::(?:call|redispatch)\b")
-_NODE = re.compile(r"\btorch::autograd::(?:generated::)?(\w+)::apply\b")
-_WORKSPACE = re.compile(r"\b(getCUDABlasLtWorkspace|getNewWorkspace|allocateCublasWorkspace)\b")
 _FACTORIES = (
     *("empty", "zeros", "ones", "full", "rand", "arange", "scalar_tensor", "eye", "linspace"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "resize"),
@@ -63,12 +61,12 @@ class RecordedOrigin:
     @cached_property
     def library(self) -> str | None:
         """The library, cuBLAS, whose workspace request appears in C++ frames."""
-        return "cuBLAS" if self._found(_WORKSPACE) else None
+        return "cuBLAS" if self._found(WORKSPACE) else None
 
     @cached_property
     def node(self) -> str | None:
         """The autograd node; needs C++ frames."""
-        return self._found(_NODE)
+        return self._found(NODE)
 
     @cached_property
     def operator_name(self) -> str | None:
@@ -101,7 +99,7 @@ class RecordedOrigin:
         """The functions of ``at::_ops`` below Python, innermost first; needs C++ frames."""
         cpp = takewhile(lambda frame: not frame["filename"].endswith(".py"), self.frames)
         names = (frame["name"] for frame in cpp)
-        return [match[1] for name in names if (match := _OPERATOR.search(name))]
+        return [match[1] for name in names if (match := OPERATOR.search(name))]
 
     def _called(self) -> str | None:
         """Return the outermost function of torch between the allocation and the user's code."""

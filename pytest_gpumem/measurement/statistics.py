@@ -346,10 +346,6 @@ Segments = Sequence[Mapping[str, Any]]
 """Segments in the form of ``torch.cuda.memory_snapshot()``."""
 
 
-SUPPLY = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-"""The actions that change the bytes held from the driver, and their signs."""
-
-
 class Recorder(Protocol):
     """The recorded events of every device."""
 

@@ -166,16 +166,11 @@ def test_measured_numbers_may_differ_by_one_per_cent_and_one_mib(
     assert bool(judgement.improvements) is improved
 
 
-def test_the_tests_own_tolerance_wins_over_the_projects_over_the_default() -> None:
-    own, projects = Tolerance(0.0, 100), Tolerance(0.0, 200)
-    (verdict,) = judged(
-        measured(1000), Expectation(tolerance=own), stored(1000), default_tolerance=projects
-    ).verdicts
+def test_the_tests_own_tolerance_wins_over_the_default() -> None:
+    own, exact = (Expectation(tolerance=Tolerance(0.0, floor)) for floor in (100, 0))
+    (verdict,) = judged(measured(1000, simulated=False), own, stored(1000)).verdicts
     assert verdict.limit == 1100
-    (verdict,) = judged(measured(1000), None, stored(1000), default_tolerance=projects).verdicts
-    assert verdict.limit == 1200
-    exact = Expectation(tolerance=Tolerance(0.0, 0))
-    (verdict,) = judged(measured(1000), exact, stored(1000), default_tolerance=projects).verdicts
+    (verdict,) = judged(measured(1000, simulated=False), exact, stored(1000)).verdicts
     assert verdict.limit == 1000
 
 
