@@ -62,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     stderr.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    _show_all_letters()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # Letters that the terminal's encoding lacks are shown as escapes instead of failing.
+            stream.reconfigure(errors="backslashreplace")
     try:
         if "_ARGCOMPLETE" in os.environ:
             _complete()
@@ -96,11 +99,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser_of(names: Collection[str]) -> argparse.ArgumentParser:
-    """Return the parser of ``gpumem``; the subcommands ``names`` are imported for it."""
+    """Return the parser of ``gpumem``; the subcommands ``names`` are imported for it.
+
+    Its help has every command under its question: one screen of 80 columns and 24 lines.
+    """
+    lines = ["Memory that tests and training runs take of a GPU: measured or simulated.", ""]
+    for question, group in GROUPS.items():
+        lines += [question, *(f"    {name:<12}{purpose}" for name, purpose in group.items())]
+    lines += ["", "exit code: 0 fine, 1 a regression or what does not fit, 2 bad input"]
     parser = _Parser(
         prog="gpumem",
         usage="gpumem COMMAND ...   (COMMAND --help: its options, with examples)",
-        description=_overview(),
+        description="\n".join(lines),
         formatter_class=ExamplesBelow,
         add_help=False,
     )
@@ -119,15 +129,6 @@ def parser_of(names: Collection[str]) -> argparse.ArgumentParser:
             command: Command | Commands = import_module(f"{__name__}.{name}").COMMAND
             command.add_to(own, name)
     return parser
-
-
-def _overview() -> str:
-    """Return every command under its question: one screen of 80 columns and 24 lines."""
-    lines = ["Memory that tests and training runs take of a GPU: measured or simulated.", ""]
-    for question, commands in GROUPS.items():
-        lines += [question, *(f"    {name:<12}{purpose}" for name, purpose in commands.items())]
-    lines += ["", "exit code: 0 fine, 1 a regression or what does not fit, 2 bad input"]
-    return "\n".join(lines)
 
 
 class _ShowVersion(argparse.Action):
@@ -186,10 +187,3 @@ def _complete() -> None:
 def _refused(sentence: str) -> int:
     print(f"gpumem: {printable(sentence, MOST_REFUSED)}", file=sys.stderr)
     return BAD_INPUT
-
-
-def _show_all_letters() -> None:
-    """Print letters that the terminal's encoding lacks as escapes instead of failing."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")

@@ -237,16 +237,12 @@ def _lines(search: Search, causes: range, top: Path, good: str) -> Iterator[str]
         for at in causes:
             yield f"  {_commit_text(top, commits[at]) if at else f'{good}, or one before it'}"
     else:
-        yield from _culprit_lines(search, causes[0], top)
+        now, before = search.found[causes[0]], search.found[causes[0] - 1]
+        yield f"{_commit_text(top, commits[causes[0]])} made it grow"
+        peaks = before.peak_allocated, now.peak_allocated
+        yield f"  from {format_exact(peaks[0])} to {format_exact(peaks[1])}, {change_text(*peaks)}"
+        yield from _explanation(before, now)
     yield f"{counted(search.runs, 'run')} among {len(commits)} commits"
-
-
-def _culprit_lines(search: Search, at: int, top: Path) -> Iterator[str]:
-    now, before = search.found[at], search.found[at - 1]
-    yield f"{_commit_text(top, search.commits[at])} made it grow"
-    peaks = before.peak_allocated, now.peak_allocated
-    yield f"  from {format_exact(peaks[0])} to {format_exact(peaks[1])}, {change_text(*peaks)}"
-    yield from _explanation(before, now)
 
 
 def _explanation(before: Measurement, now: Measurement) -> list[str]:

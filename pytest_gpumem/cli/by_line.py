@@ -11,7 +11,7 @@ from pytest_gpumem.cli.target import TargetError, find_target, refusing
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
-    from pytest_gpumem.prediction.lines import Group, Line
+    from pytest_gpumem.prediction.lines import Line
 
 
 MOST_SOURCE, LEAST_SOURCE = 60, 20
@@ -59,7 +59,7 @@ def _plain(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def text_lines(lines: Sequence[Line], width: int = UNLIMITED) -> Iterator[str]:
     """Yield the lines of output; a narrow terminal shortens the source."""
-    from pytest_gpumem.prediction.lines import shown
+    from pytest_gpumem.prediction.lines import shown as shown_path
 
     number = max((len(str(line.number)) for line in lines), default=1)
     wide = width >= number + NUMBERS + PROCESS + LEAST_SOURCE
@@ -68,7 +68,7 @@ def text_lines(lines: Sequence[Line], width: int = UNLIMITED) -> Iterator[str]:
     source = min(max((len(line.source) for line in lines), default=1), room)
     heading = ""
     for line in lines:
-        place = f"{shown(line.path)}, {line.function}()"
+        place = f"{shown_path(line.path)}, {line.function}()"
         if place != heading:
             if heading:
                 yield ""
@@ -84,13 +84,10 @@ def text_lines(lines: Sequence[Line], width: int = UNLIMITED) -> Iterator[str]:
         )
         for sign, groups in (("+", line.added), ("-", line.removed)):
             for group in groups:
-                yield f"  {'':>{number}}    {sign} {_group(group)}"
-
-
-def _group(group: Group) -> str:
-    shape = "" if group.shape is None else f"({','.join(map(str, group.shape))})"
-    words = [f"{group.count} ×", shape, format_size(group.bytes), group.dtype, group.kind]
-    return " ".join(filter(None, words))
+                shape = "" if group.shape is None else f"({','.join(map(str, group.shape))})"
+                words = (f"{group.count} ×", shape, format_size(group.bytes), group.dtype)
+                shown = " ".join(filter(None, (*words, group.kind)))
+                yield f"  {'':>{number}}    {sign} {shown}"
 
 
 ARGUMENTS = (

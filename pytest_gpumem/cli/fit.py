@@ -99,7 +99,16 @@ def beside_lines(target: str, both: Beside, width: int = UNLIMITED) -> Iterator[
     phases = phases_of(predictions)
     yield from fit_table(predictions, phases, width)
     yield ""
-    yield from _changes(both, phases, width)
+    rows = [["by compiling", "peak", "reserved", *phases]]
+    for eager, compiled in both.pairs:
+        name = f"{eager.gpu}, {compiled.ranks}" if compiled.ranks else eager.gpu
+        changed = [
+            _change(eager.peak_allocated, compiled.peak_allocated),
+            _change(eager.peak_reserved, compiled.peak_reserved),
+            *(_change(eager.phases.get(one), compiled.phases.get(one)) for one in phases),
+        ]
+        rows.append([name, *changed])
+    yield from table(rows, left=(0,), given_up=range(len(rows[0]) - 1, 1, -1), width=width)
     yield ""
     yield from _by_line(*both.pairs[0], phases, width)
     yield CONTEXT
@@ -135,20 +144,6 @@ def _line_changes(eager: Prediction, compiled: Prediction, phase: str) -> list[d
     from pytest_gpumem.prediction.compiled import changes_by_line  # imports torch
 
     return [change.to_dict() for change in changes_by_line(eager, compiled, phase)]
-
-
-def _changes(both: Beside, phases: list[str], width: int) -> Iterator[str]:
-    """Yield the change of each peak by compiling."""
-    rows = [["by compiling", "peak", "reserved", *phases]]
-    for eager, compiled in both.pairs:
-        name = f"{eager.gpu}, {compiled.ranks}" if compiled.ranks else eager.gpu
-        changed = [
-            _change(eager.peak_allocated, compiled.peak_allocated),
-            _change(eager.peak_reserved, compiled.peak_reserved),
-            *(_change(eager.phases.get(one), compiled.phases.get(one)) for one in phases),
-        ]
-        rows.append([name, *changed])
-    yield from table(rows, left=(0,), given_up=range(len(rows[0]) - 1, 1, -1), width=width)
 
 
 def _change(eager: int | None, compiled: int | None) -> str:

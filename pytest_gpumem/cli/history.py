@@ -81,7 +81,7 @@ def _lines(
     every: bool,
     moments: int,
 ) -> Iterator[str]:
-    changed = [trend for trend in trends if len({point.peak for point in trend.points}) > 1]
+    changed = [trend for trend in trends if trend.range]
     shown = trends if every else changed
     several = len({trend.environment for trend in trends}) > 1
     if shown:

@@ -236,7 +236,7 @@ def draw_history(figure: Figure, past: Past, trends: Sequence[Trend], small: Tol
     A step, a change by more than ``small``, has a triangle, the largest also its size and its
     commit or report; growth within ``small`` has a dot.
     """
-    shown = sorted(trends, key=_change, reverse=True)[:MOST_PANELS]
+    shown = sorted(trends, key=lambda trend: trend.range, reverse=True)[:MOST_PANELS]
     figure.set_figheight(1.4 + 1.25 * len(shown))
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     several = len({trend.environment for trend in trends}) > 1
@@ -249,12 +249,14 @@ def draw_history(figure: Figure, past: Past, trends: Sequence[Trend], small: Tol
     hidden = f", the {MOST_PANELS} of {len(trends)} tests that changed most"
     where = "" if several else f" [{printable(shown[0].environment)}]"
     figure.suptitle(f"Peak over time{hidden if len(trends) > MOST_PANELS else ''}{where}")
-    _legend(figure, small)
+    from matplotlib.lines import Line2D
 
-
-def _change(trend: Trend) -> int:
-    peaks = [point.peak for point in trend.points]
-    return max(peaks) - min(peaks)
+    signs = (("^", UP, "step up"), ("v", DOWN, "step down"), ("o", DOT, f"grew within {small}"))
+    handles = [
+        Line2D([], [], marker=marker, color=color, linestyle="none", label=label)
+        for marker, color, label in signs
+    ]
+    figure.legend(handles=handles, loc="outside lower right", ncols=3, frameon=False, fontsize=8)
 
 
 def _panel(axes: Axes, past: Past, trend: Trend, several: bool) -> None:
@@ -298,7 +300,10 @@ def _panel(axes: Axes, past: Past, trend: Trend, several: bool) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     name = f"{trend.nodeid} [{trend.environment}]" if several else trend.nodeid
     axes.set_title(shorten(name, MOST_TITLE), loc="left", fontsize=9)
-    axes.set_title(_summary(trend), loc="right", fontsize=9)
+    now = format_size(trend.last)
+    since = f"{change_text(trend.first, trend.last)} since the first"
+    since = since if trend.last != trend.first else "as at first"
+    axes.set_title(f"{now}, {since}", loc="right", fontsize=9)
 
 
 def _annotated(
@@ -315,23 +320,6 @@ def _annotated(
         ):
             taken.append((begin, end, peak))
             yield step, at
-
-
-def _summary(trend: Trend) -> str:
-    if trend.last == trend.first:
-        return f"{format_size(trend.last)}, as at first"
-    return f"{format_size(trend.last)}, {change_text(trend.first, trend.last)} since the first"
-
-
-def _legend(figure: Figure, small: Tolerance) -> None:
-    from matplotlib.lines import Line2D
-
-    signs = (("^", UP, "step up"), ("v", DOWN, "step down"), ("o", DOT, f"grew within {small}"))
-    handles = [
-        Line2D([], [], marker=marker, color=color, linestyle="none", label=label)
-        for marker, color, label in signs
-    ]
-    figure.legend(handles=handles, loc="outside lower right", ncols=3, frameon=False, fontsize=8)
 
 
 ARGUMENTS = (

@@ -46,7 +46,13 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     refuse_others(arguments, f"--by {arguments.by}" if arguments.by else "no --by", _GROUPS)
     device: DeviceOption = arguments.device
     if arguments.by is not None:
-        return _by_part(arguments, device)
+        gpus = device.models(arguments.gpu, [DEFAULT_GPU])
+        if len(gpus) > 1:
+            raise ValueError(f"--by {arguments.by} looks at one GPU, not at {len(gpus)}; give one")
+        if device.kind == DRY:
+            return run_on_dry(arguments.given, gpus[0])
+        show = by_line.run if arguments.by == LINE else by_layer.run
+        return show(arguments, CUDA if device.kind == CUDA else gpus[0])
     gpus = device.models(arguments.gpu, list(GPUS))
     if device.kind != SIM:
         return _measured(arguments, device.kind, gpus)
@@ -62,17 +68,6 @@ def run(arguments: argparse.Namespace) -> Answer | int:
         lambda: {"target": arguments.target, **fit.beside_dict(both)},
         0 if all(compiled.fits for _, compiled in both.pairs) else DOES_NOT_FIT,
     )
-
-
-def _by_part(arguments: argparse.Namespace, device: DeviceOption) -> Answer | int:
-    """Show the memory of lines or layers, on one GPU."""
-    gpus = device.models(arguments.gpu, [DEFAULT_GPU])
-    if len(gpus) > 1:
-        raise ValueError(f"--by {arguments.by} looks at one GPU, not at {len(gpus)}; give one")
-    if device.kind == DRY:
-        return run_on_dry(arguments.given, gpus[0])
-    show = by_line.run if arguments.by == LINE else by_layer.run
-    return show(arguments, CUDA if device.kind == CUDA else gpus[0])
 
 
 def _answer(target: str, predictions: Sequence[Prediction], whose: str = RULES) -> Answer:

@@ -152,7 +152,13 @@ def lines(
 def _phase_lines(measured: Measurement, width: int) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [("phase", "peak", "after", "reserved", "cuBLAS")]
     depths: dict[str | None, int] = {}
-    shown = _shown(measured)
+    highest: dict[int, int] = defaultdict(int)
+    for name, phase in measured.phases.items():
+        if (number := iteration_of(name)) is not None:
+            highest[number] = max(highest[number], phase.peak_allocated)
+    # Of the iterations the first two, the one with the highest peak and the last.
+    shown = {None, 1, 2, max(highest, key=highest.__getitem__, default=None)}
+    shown.add(max(highest, default=None))
     left_out = 0
     for phase in parents_first(measured.phases):
         if iteration_of(phase.name) not in shown:
@@ -167,16 +173,6 @@ def _phase_lines(measured: Measurement, width: int) -> Iterator[str]:
     yield from table(rows, left=(0,), given_up=(4, 3), width=width)
     if left_out:
         yield f"{left_out} iterations between are left out: --json has them"
-
-
-def _shown(measured: Measurement) -> set[int | None]:
-    """Return the numbers of the iterations to show: the first two, the highest and the last."""
-    peaks: dict[int, int] = defaultdict(int)
-    for name, phase in measured.phases.items():
-        if (number := iteration_of(name)) is not None:
-            peaks[number] = max(peaks[number], phase.peak_allocated)
-    highest = max(peaks, key=peaks.__getitem__, default=None)
-    return {None, 1, 2, highest, max(peaks, default=None)}
 
 
 def _peak_lines(measured: Measurement, width: int) -> Iterator[str]:

@@ -80,6 +80,12 @@ class Trend:
         return self.points[-1].peak
 
     @property
+    def range(self) -> int:
+        """The bytes between the lowest and the highest peak."""
+        peaks = [point.peak for point in self.points]
+        return max(peaks) - min(peaks)
+
+    @property
     def steps(self) -> tuple[Step, ...]:
         """The changes by more than the tolerance, the oldest first."""
         return tuple(Step(point, before) for point, before in self._changes(small=False))
