@@ -33,7 +33,16 @@ def workflow_commands(run: ReportedRun) -> list[str]:
     better = [record for record in run.records if record.improvements and not is_failure(record)]
     return [
         *_limited("error", [_failure(record, run, changed) for record in failed]),
-        *_limited("notice", [_improvement(record, run) for record in better]),
+        *_limited(
+            "notice",
+            [
+                (
+                    "\n".join(printable(improvement.short) for improvement in record.improvements),
+                    _place("less GPU memory", record, run),
+                )
+                for record in better
+            ],
+        ),
     ]
 
 
@@ -101,11 +110,6 @@ def _grown_line(
         if int(line) in lines.get(known, ()):
             return {"file": printable(_in_repository(file)), "line": int(line)}
     return None
-
-
-def _improvement(record: TestRecord, run: ReportedRun) -> tuple[str, dict[str, str | int]]:
-    texts = [printable(improvement.short) for improvement in record.improvements]
-    return "\n".join(texts), _place("less GPU memory", record, run)
 
 
 def _place(title: str, record: TestRecord, run: ReportedRun) -> dict[str, str | int]:

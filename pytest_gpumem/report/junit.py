@@ -51,8 +51,5 @@ def _sizes(prefix: str, measurement: Measurement) -> Iterator[tuple[str, object]
         yield f"{prefix}leaked", measurement.leaked
     yield f"{prefix}cublas_workspace", measurement.cublas_workspace
     for name, phase in measurement.phases.items():
-        yield f"{prefix}phase_{_word(name)}_peak_allocated", phase.peak_allocated
-
-
-def _word(name: str) -> str:
-    return re.sub(r"\W+", "_", name)
+        word = re.sub(r"\W+", "_", name)
+        yield f"{prefix}phase_{word}_peak_allocated", phase.peak_allocated

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from pytest_gpumem.baseline.failure import main_verdict, statement_lines
 from pytest_gpumem.baseline.verdict import change_text, update_command
@@ -17,7 +16,6 @@ from pytest_gpumem.report.causes import causes_of
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import counted
-from pytest_gpumem.values.environment import Environment
 
 MARKER = "pytest-gpumem"
 """A marker in the first line, by which a comment can be found and updated."""
@@ -51,20 +49,26 @@ def document(
     ``command`` is pytest's command line, for suggested commands; ``skipped`` has the reasons why
     tests could not be simulated, by node id; ``name`` distinguishes the comments of several jobs.
     """
+    from pytest_gpumem.report.terminal import describe
+
     failed = [record for record in records if is_failure(record)]
     improved = [record for record in records if record.improvements and record not in failed]
     # A test within its limits passes without a baseline.
     new = [record for record in records if record.missing_baseline and not record.verdicts]
+    environments = dict.fromkeys(code(describe(record.environment)) for record in records)
+    locked = f"{command} --gpumem-update-baselines"
+    if len(improved) == 1:
+        locked = accepting(improved[0].nodeid, command)
     parts = [
         f"{marker(name)}\n### GPU memory: {_headline(records, failed, improved)}",
-        _where(records),
+        f"Measured on {', '.join(environments)}." if records else "",
         _table(("test", "measured", "allowed", "over"), map(_failure_row, failed)),
         *_explanations(failed, command),
         *sections,
         _section(
             "Improved", ("test", "measured", "baseline", "change"), map(_improvement, improved)
         ),
-        _command("lock it in", [record.nodeid for record in improved], command),
+        code_block([f"lock it in: {locked}"]) if improved else "",
         _section(
             "Without baseline",
             ("test", "peak"),
@@ -146,14 +150,6 @@ def _headline(
     return f"{counted(measured, 'test')} measured, none failed by it{fell}{open_}"
 
 
-def _where(records: Sequence[TestRecord]) -> str:
-    from pytest_gpumem.report.terminal import describe
-
-    environments: dict[Environment, None] = {record.environment: None for record in records}
-    named = ", ".join(code(describe(environment)) for environment in environments)
-    return f"Measured on {named}." if records else ""
-
-
 def _section(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = _table(headings, rows)
     return f"**{title}**\n\n{lines}" if lines else ""
@@ -216,7 +212,12 @@ def failure_lines(record: TestRecord, command: str) -> Iterator[str]:
     if record.broken:
         yield from _bounded_table(statement_lines(record.broken))
     elif record.out_of_memory is not None:
-        yield from _out_of_memory(record.out_of_memory)
+        facts = record.out_of_memory
+        asked, free, total = (format_size(facts[key]) for key in ("requested", "free", "total"))
+        sentence = f"out of memory: {asked} asked for, {free} free of {total}"
+        yield str(facts.get("sentence", sentence))
+        if "sentence" not in facts and facts.get("site"):
+            yield f"  at {facts['site']}"
     if _can_be_accepted(record):
         missing = all(verdict.limit is None for verdict in record.broken)
         verb = "record" if missing else "accept"
@@ -243,16 +244,6 @@ def explained(lines: Sequence[str]) -> Iterator[str]:
         yield f"  and {len(lines) - MOST_LINES} more lines"
 
 
-def _out_of_memory(facts: Mapping[str, Any]) -> Iterator[str]:
-    if "sentence" in facts:
-        yield str(facts["sentence"])
-        return
-    asked, free, total = (format_size(facts[key]) for key in ("requested", "free", "total"))
-    yield f"out of memory: {asked} asked for, {free} free of {total}"
-    if facts.get("site"):
-        yield f"  at {facts['site']}"
-
-
 def _can_be_accepted(record: TestRecord) -> bool:
     return any(verdict.kind == "baseline" for verdict in record.broken)
 
@@ -272,10 +263,3 @@ def _improvement(record: TestRecord) -> tuple[str, ...]:
         format_size(found.reference),
         change_text(found.reference, found.actual),
     )
-
-
-def _command(why: str, nodeids: Sequence[str], command: str) -> str:
-    if not nodeids:
-        return ""
-    one = accepting(nodeids[0], command) if len(nodeids) == 1 else ""
-    return code_block([f"{why}: {one or f'{command} --gpumem-update-baselines'}"])

@@ -1,16 +1,22 @@
-"""The table of tests and phases: its rows, its columns, and their fit to the terminal."""
+"""The table of tests and phases: the tests it shows, its columns, their fit to the terminal."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
 
 from pytest_gpumem.baseline.store import split_nodeid
+from pytest_gpumem.report.causes import alike, keys_of
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.report.rows import COLUMNS, GAP, STATUS_STYLE, Column, Row, rows_of
-from pytest_gpumem.report.selection import ROWS, Sort, hidden_text, shown_tests
-from pytest_gpumem.text import Line, Span, cells, pack, pad, shorten
+from pytest_gpumem.report.rows import COLUMNS, GAP, STATUS_STYLE, Column, Row, rows_of, test_status
+from pytest_gpumem.text import Line, Span, cells, counted, pack, pad, shorten
+
+ROWS = 24
+"""Up to so many rows, every phase is shown; beyond so many tests, only those with remarks and the
+largest."""
 
 LEAST_WEIGHT = 5
 """Weight of the columns that are kept as long as anything fits."""
@@ -35,13 +41,13 @@ def table(
     """
     verbose = verbosity > 0
     most = (len(records) if verbose else ROWS) if rows is None else rows
-    shown, every = shown_tests(records, most, verbose, sort)
+    shown, every = _shown_tests(records, most, verbose, sort)
     found: dict[str, list[Row]] = defaultdict(list)
     for record in shown:
         module = split_nodeid(record.nodeid)[0] if sort in (None, "name") else ""
         found[module] += rows_of(record, every, bool(module))
     lines = _lines(found, verbose, width)
-    if hidden := hidden_text(records, shown):
+    if hidden := _hidden_text(records, shown):
         lines.append(Line.of(shorten(f"  {hidden}", width), "dim"))
     return lines
 
@@ -139,3 +145,87 @@ def _trimmed(spans: list[Span]) -> Line:
     if spans:
         spans[-1] = Span(spans[-1].text.rstrip(), spans[-1].style)
     return Line(tuple(span for span in spans if span.text))
+
+
+def _shown_tests(
+    records: Sequence[TestRecord], most: int, verbose: bool, sort: Sort | None = None
+) -> tuple[list[TestRecord], bool]:
+    """Return the tests that the table shows, and whether it shows every phase of them."""
+    ordered = list(records)
+    if sort is not None:
+        ordered.sort(key=_ORDERS[sort])
+    shown = ordered if len(ordered) <= most else _remarkable(ordered, most, sort)
+    rows = sum(1 + sum(len(m.phases) for m in record.measurements) for record in shown)
+    few = rows <= max(most, ROWS) and len(shown) == len(records)
+    return shown, verbose or few
+
+
+def _remarkable(records: Sequence[TestRecord], most: int, sort: Sort | None) -> list[TestRecord]:
+    """Return the first ``most`` tests in a requested order, else the remarkable ones as they ran.
+
+    Tests with remarks come first, then those with the largest peaks. Where more than ``most`` have
+    remarks, it limits their rows, with a few tests for each cause.
+    """
+    if sort is not None:
+        return list(records[:most])
+    remarked = [one for one in records if _has_remark(one)]
+    others = [one for one in records if not _has_remark(one)]
+    kept = remarked + sorted(others, key=lambda one: -_most(one, "peak_allocated"))
+    kept = kept[: max(most, len(remarked))]
+    if len(remarked) > most:
+        ranks = _ranks(remarked)
+        few = [one for one in remarked if ranks[id(one)] < OF_A_CAUSE]
+        few.sort(key=lambda one: ranks[id(one)])
+        rows = accumulate(len(list(rows_of(one, False))) for one in few)
+        kept = few[: max(sum(used <= most for used in rows), 1)]
+    chosen = set(map(id, kept))
+    return [one for one in records if id(one) in chosen]
+
+
+def _ranks(records: Sequence[TestRecord]) -> dict[int, int]:
+    """Return by identity how many tests of one cause failed before each: the first matter most."""
+    keys = [keys_of(record.broken) if record.failed else [record.nodeid] for record in records]
+    groups = alike(keys)
+    return {id(records[at]): rank for group in groups for rank, at in enumerate(group)}
+
+
+def _has_remark(record: TestRecord) -> bool:
+    return test_status(record) in ("FAIL", "xfail", "better") or _most(record, "leaked") > 0
+
+
+def _hidden_text(records: Sequence[TestRecord], shown: Sequence[TestRecord]) -> str:
+    """Return how many tests are not shown, and how many of these failed."""
+    seen = set(map(id, shown))
+    hidden = [record for record in records if id(record) not in seen]
+    if not hidden:
+        return ""
+    more = f"and {counted(len(hidden), 'more test')}"
+    if failed := sum(record.failed for record in hidden):
+        return f"{more}, {failed} of them failed (--gpumem-rows all shows all)"
+    return f"{more} with smaller peaks (-v shows all)"
+
+
+def _most(record: TestRecord, number: str) -> int:
+    """Return the largest ``number`` of a test's devices, in bytes."""
+    return max((getattr(one, number) or 0 for one in record.measurements), default=0)
+
+
+def _over(record: TestRecord) -> int:
+    """Return the bytes by which a test is over its limit; below it they are negative."""
+    compared = [verdict.excess for verdict in record.verdicts if verdict.limit is not None]
+    return max(compared, default=-_MOST_BYTES)
+
+
+_MOST_BYTES = 1 << 60
+
+OF_A_CAUSE = 8
+"""Rows for failures of one cause, where failures are many: FAILURES names the others."""
+
+Sort = Literal["peak", "leaked", "over", "name"]
+
+_ORDERS: Mapping[str, Callable[[TestRecord], Any]] = {
+    "peak": lambda record: -_most(record, "peak_allocated"),
+    "leaked": lambda record: -_most(record, "leaked"),
+    "over": lambda record: -_over(record),
+    "name": lambda record: record.nodeid,
+}

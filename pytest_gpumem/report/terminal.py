@@ -14,8 +14,7 @@ from pytest_gpumem.report.commands import PLAIN, UPDATE, Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.remarks import Missing, missing_lines
 from pytest_gpumem.report.rows import STATUS_STYLE, test_status
-from pytest_gpumem.report.selection import Sort
-from pytest_gpumem.report.table import table
+from pytest_gpumem.report.table import Sort, table
 from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import Line, Span, Writer, counted, pack, shorten, wrap, write_lines
