@@ -15,7 +15,6 @@ from typing import Any
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import (
     MOST,
-    Change,
     Growth,
     Side,
     block_size,
@@ -103,8 +102,14 @@ def _dtype(growth: Growth) -> Evidence:
     for (before, dtype), found in gains.items():
         found.sort(key=lambda pair: -pair[0])
         same = _same_tensors([site for _, site in found])
-        sentence = f"{same}: {before} before, {dtype} now{_new_cast(growth, dtype)}"
-        yield sum(gain for gain, _ in found), sentence
+        new = [
+            change
+            for change in growth.changes
+            if (change.change, change.site.dtype, change.site.operator) == ("new", dtype, CAST)
+        ]
+        cast = max(new, key=lambda change: change.bytes, default=None)
+        at = f"; new is the cast at {cast.site.site}" if cast else ""
+        yield sum(gain for gain, _ in found), f"{same}: {before} before, {dtype} now{at}"
 
 
 def _parameters_dtype(growth: Growth) -> Evidence:
@@ -115,17 +120,6 @@ def _parameters_dtype(growth: Growth) -> Evidence:
         dtype, was = model.get("dtype"), before.get(name, {}).get("dtype")
         if dtype and was and dtype != was:
             yield own, f"the parameters of {name}: {was} before, {dtype} now"
-
-
-def _new_cast(growth: Growth, dtype: str) -> str:
-    casts = [
-        change
-        for change in growth.changes
-        if (change.change, change.site.dtype, change.site.operator) == ("new", dtype, CAST)
-    ]
-    if not casts:
-        return ""
-    return f"; new is the cast at {max(casts, key=lambda change: change.bytes).site.site}"
 
 
 def _by_kind(sites: Iterable[Site]) -> dict[tuple[Any, ...], tuple[dict[str, int], Site]]:
@@ -163,19 +157,15 @@ def _inputs(growth: Growth) -> Evidence:
         gained = growth.gained(INPUTS, ACTIVATIONS, TEMPORARIES, OTHER)
         yield gained, f"the inputs are larger: {shape_text(was)} before, {shape_text(shape)} now"
     new = [one for one in growth.gains if one.site.category == INPUTS]
-    where = f": {site_text(new[0].site)} holds {_more(new[0])}" if new else ""
+    where = ""
+    for change in new[:1]:
+        site, more = change.site, format_size(change.bytes)
+        if site.shape and block_size(site) == change.bytes // site.count:  # all are of one shape
+            more = f"{site.count} × {shape_text(site.shape)}"
+        where = f": {site_text(site)} holds {more} more"
     held = [side.categories.get(INPUTS, 0) for side in (growth.now, growth.before)]
     sizes = f"{format_size(held[0])}, {format_size(held[1])} before"
     yield held[0] - held[1], f"the inputs hold {sizes}{where}"
-
-
-def _more(change: Change) -> str:
-    """Return by how many tensors a line holds more, where these are of one shape, else by how
-    much."""
-    site = change.site
-    if site.shape and block_size(site) == change.bytes // site.count:
-        return f"{site.count} × {shape_text(site.shape)} more"
-    return f"{format_size(change.bytes)} more"
 
 
 def _larger_model(growth: Growth) -> Evidence:

@@ -23,6 +23,7 @@ _HELD_BY = "held by "
 """The text before the variable that keeps a block, of any length."""
 
 _NAMESPACE = re.compile(r"^(?:torch\.|aten::|functional\.)(?=\w)")
+"""The namespaces that all operators have."""
 
 _BLOCKS, _PREFIXES = "blocks", "prefixes"
 _GIVEN_UP = (_BLOCKS, _PREFIXES)
@@ -122,7 +123,8 @@ def _columns(line: Line, signed: bool, without: Sequence[str]) -> tuple[str, ...
     places = [place for place in (line.get("site"), operator) if place]
     site, operator = [*places, "", ""][:2]
     blocks = ["" if _BLOCKS in without else _blocks(line, signed), line.get("dtype") or ""]
-    operator = _short(operator) if _PREFIXES in without else operator
+    if _PREFIXES in without:
+        operator = _JOINED.join(_NAMESPACE.sub("", name) for name in operator.split(_JOINED))
     if signed and line.get("change") in ("new", "gone"):
         blocks.append(f"({line['change']})")
     if line.get("held_by"):
@@ -216,11 +218,6 @@ def _last(operators: str, width: int) -> str:
                 return f"{ELLIPSIS} {last}"
         return names[-1].removesuffix(FUSED)
     return operators
-
-
-def _short(operator: str) -> str:
-    """Return ``operator`` without the namespaces that all of them have."""
-    return _JOINED.join(_NAMESPACE.sub("", name) for name in operator.split(_JOINED))
 
 
 def _end(path: str, width: int) -> str:

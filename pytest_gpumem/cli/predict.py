@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.cli import by_layer, by_line, fit
+from pytest_gpumem.cli import fit
+from pytest_gpumem.cli.by_part import (
+    LAYER_ARGUMENTS,
+    LINE_ARGUMENTS,
+    run_by_layer,
+    run_by_line,
+)
 from pytest_gpumem.cli.command import Answer, Command, argument, refuse_others, terminal_width
 from pytest_gpumem.cli.device import (
     CUDA,
@@ -51,7 +57,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
             raise ValueError(f"--by {arguments.by} looks at one GPU, not at {len(gpus)}; give one")
         if device.kind == DRY:
             return run_on_dry(arguments.given, gpus[0])
-        show = by_line.run if arguments.by == LINE else by_layer.run
+        show = run_by_line if arguments.by == LINE else run_by_layer
         return show(arguments, CUDA if device.kind == CUDA else gpus[0])
     gpus = device.models(arguments.gpu, list(GPUS))
     if device.kind != SIM:
@@ -110,7 +116,7 @@ def _measured(arguments: argparse.Namespace, kind: str, gpus: Sequence[str]) -> 
 
 
 def _measured_here(text: str) -> Prediction:
-    from pytest_gpumem.prediction.measured import device_here, predict_measured
+    from pytest_gpumem.prediction.function import device_here, predict_measured
 
     try:
         device_here()
@@ -131,8 +137,8 @@ def predictions_of(
     mode: Mode | None = None,
 ) -> list[Prediction]:
     """Return the need of the target ``text`` on each of ``gpus``, of the worst of so many ranks."""
+    from pytest_gpumem.prediction.function import predict
     from pytest_gpumem.prediction.process import predict_test
-    from pytest_gpumem.prediction.simulated import predict
     from pytest_gpumem.simulating import simulate
     from pytest_gpumem.values.errors import SimulationError
 
@@ -185,7 +191,7 @@ WHOLE = (
 )
 """Options of a prediction that is not by line or layer."""
 
-_GROUPS = {"no --by": WHOLE, "--by line": by_line.ARGUMENTS, "--by layer": by_layer.ARGUMENTS}
+_GROUPS = {"no --by": WHOLE, "--by line": LINE_ARGUMENTS, "--by layer": LAYER_ARGUMENTS}
 
 COMMAND = Command(
     description="Run TARGET on simulated GPUs and print its peak memory by phase, and whether "
@@ -210,8 +216,8 @@ COMMAND = Command(
         device_argument(),
         argument("--by", "show memory by source line, or layer by layer", choices=(LINE, LAYER)),
         *WHOLE,
-        *by_line.ARGUMENTS,
-        *by_layer.ARGUMENTS,
+        *LINE_ARGUMENTS,
+        *LAYER_ARGUMENTS,
     ),
     examples=(
         "gpumem predict train.py:step --gpu T4 --gpu A100-40GB",

@@ -68,11 +68,12 @@ class Account:
         self._root = root
         self._set_up = self._beginning = Beginning((), {}, {})
         self._end: Positions = ()
-        self.witness = Witness(recorder.positions, self._held, self._made_since)
+        self.witness = Witness(
+            recorder.positions,
+            lambda: recorder.held(torch.cuda.current_device()),
+            self._made_since,
+        )
         self.positions = recorder.positions
-
-    def _held(self) -> Iterable[tuple[int, int, Origin | None]]:
-        return self._recorder.held(torch.cuda.current_device())
 
     def _made_since(self, positions: Positions) -> Iterable[int]:
         device = torch.cuda.current_device()
@@ -144,7 +145,7 @@ class Account:
         if failure is None:
             return None
         position, origin = failure
-        history = self.history(device, tracker, ())
+        history = self.history(device, tracker)
         live = history.live_at(position - position_on(device, self._beginning.positions) - 1)
         place = history.place_of(origin) if origin else None
         shown = f"{shown_path(place[0], self._root)}:{place[1]}" if place else None
@@ -165,22 +166,23 @@ class Account:
         windows = [window for phase in tracker.phases.values() for window in phase.windows]
         if all(position_on(device, opened) >= begin for opened, _ in windows):
             return {}
-        history = self._history(device, tracker, (), self._set_up)
+        history = self.history(device, tracker, beginning=self._set_up)
         until = begin - position_on(device, self._set_up.positions)
         history.phases = [span for span in history.phases if span.begin < until]
         return compositions(history)
 
-    def history(self, device: int, tracker: PhaseTracker, workspaces: Iterable[Block]) -> History:
-        """Return the last run's history on ``device``; ``workspaces`` are its blocks of cuBLAS."""
-        return self._history(device, tracker, workspaces, self._beginning)
-
-    def _history(
+    def history(
         self,
         device: int,
         tracker: PhaseTracker,
-        workspaces: Iterable[Block],
-        beginning: Beginning,
+        workspaces: Iterable[Block] = (),
+        beginning: Beginning | None = None,
     ) -> History:
+        """Return the history on ``device`` since ``beginning``, by default of the last run.
+
+        ``workspaces`` are its blocks of cuBLAS.
+        """
+        beginning = beginning or self._beginning
         begin = position_on(device, beginning.positions)
         witness = self.witness
 

@@ -54,12 +54,9 @@ class BlockLookup:
         """Return the block of ``tensor``, ``None`` where it is in none of them."""
         try:
             pointer = tensor.data_ptr()
-        except (
-            RuntimeError,
-            UnknownValueError,
-        ):  # sparse, without a storage, or a copy on the host
-            return None
-        except ValueError:  # a lazy module's parameter, which has no shape yet and no memory
+        except (RuntimeError, UnknownValueError, ValueError):
+            # Sparse, without a storage, a copy on the host, or a lazy module's parameter, which has
+            # no shape yet and no memory.
             return None
         index = bisect_right(self._addresses, pointer) - 1
         if index < 0:

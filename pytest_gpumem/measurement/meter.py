@@ -214,6 +214,7 @@ class Meter:
         workspaces: frozenset[Block],
         leaked: frozenset[Block] | None,
     ) -> Measurement:
+        compiled = 0 if self._compile_context else self.tracker.compiled.get(device, 0)
         stray = self._stray_on(device)
         phases = self.tracker.records(device, stray, workspaces)
         left: tuple[Mapping[str, Any], ...] = ()
@@ -243,9 +244,7 @@ class Meter:
             leaks=left,
             timeline=timeline,
             facts=self._account.facts(call.sites) if self._account else {},
-            notes=()
-            if self._compile_context
-            else compiled_beside(self.tracker.compiled.get(device, 0)),
+            notes=compiled_beside(compiled),
         )
 
     def _clean_start(self) -> None:

@@ -230,18 +230,15 @@ class PhaseTracker:
             with self._lock:
                 readings = self._statistics.harvest()
                 for one in inner:
-                    self._go_on(one, readings)
+                    one.opened = self._positions()
+                    one.begin_at(readings)
+                    if one.entered == len(one.windows) == 1:
+                        # The events inside came before its own work: it is listed behind them, and
+                        # begins with the memory that they left.
+                        self.phases[one.name] = self.phases.pop(one.name)
+                        for device, now in readings.items():
+                            one.extents[device].allocated_before = now.allocated
                 self._open += inner
-
-    def _go_on(self, phase: Phase, readings: Readings) -> None:
-        phase.opened = self._positions()
-        phase.begin_at(readings)
-        if phase.entered == len(phase.windows) == 1:
-            # The events inside came before its own work: it is listed behind them, and begins
-            # with the memory that they left.
-            self.phases[phase.name] = self.phases.pop(phase.name)
-            for device, now in readings.items():
-                phase.extents[device].allocated_before = now.allocated
 
     def is_open(self, name: str) -> bool:
         """Return whether a window of this name is open."""

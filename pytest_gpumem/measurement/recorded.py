@@ -154,11 +154,9 @@ class RecordedHistory(Recorder):
         """Return the number of allocations and frees, by device."""
         if not torch.cuda.is_initialized():
             return ()
-        return [
-            counts["allocated"] + counts["freed"]
-            for device in range(torch.cuda.device_count())
-            for counts in (torch._C._cuda_memoryStats(device)["allocation"]["all"],)
-        ]
+        stats = map(torch._C._cuda_memoryStats, range(torch.cuda.device_count()))
+        counts = (each["allocation"]["all"] for each in stats)
+        return [each["allocated"] + each["freed"] for each in counts]
 
     def held(self, device: int) -> list[tuple[int, int, Origin | None]]:
         """Return address, bytes and origin of every live block."""
@@ -323,14 +321,10 @@ def write_snapshot(folder: Path, nodeid: str) -> Path:
 
     Raises ``OSError`` where the folder cannot be written.
     """
-    path = folder / f"{_file_name(nodeid)}.pickle"
+    name = re.sub(r"[^A-Za-z0-9._\[\]-]+", "-", nodeid)
+    if name != nodeid or len(name) > LONGEST_NAME:
+        # Two ids must not share a file because of the characters that were replaced.
+        name = f"{name[:LONGEST_NAME]}-{sha256(nodeid.encode()).hexdigest()[:8]}"
+    path = folder / f"{name}.pickle"
     replace_file(path, pickle.dumps(torch.cuda.memory._snapshot()))
     return path
-
-
-def _file_name(nodeid: str) -> str:
-    name = re.sub(r"[^A-Za-z0-9._\[\]-]+", "-", nodeid)
-    if name == nodeid and len(name) <= LONGEST_NAME:
-        return name
-    # Two ids must not share a file because of the characters that were replaced.
-    return f"{name[:LONGEST_NAME]}-{sha256(nodeid.encode()).hexdigest()[:8]}"

@@ -278,7 +278,7 @@ def possible_sizes(device: int) -> frozenset[int] | None:
     """
     if torch.version.hip is not None:
         return None
-    if _settings().per_operation:
+    if _per_operation():
         return frozenset()
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     # Not get_device_capability(), which asks for the number of devices: a fixture that is set up
@@ -291,8 +291,8 @@ def possible_sizes(device: int) -> frozenset[int] | None:
 
 
 @cache
-def _settings() -> WorkspaceSettings:
-    return WorkspaceSettings(parse_version(None), (0, 0), None)
+def _per_operation() -> bool:
+    return WorkspaceSettings(parse_version(None), (0, 0), None).per_operation
 
 
 @cache

@@ -101,22 +101,18 @@ class _DoneError(BaseException):
 
 def _call(returned: Any, shapes: Sequence[tuple[int, ...]]) -> None:
     if isinstance(returned, nn.Module):
-        if not shapes:
-            _check_needs_nothing(returned)
+        try:
+            if not shapes:
+                inspect.signature(returned.forward).bind()
+        except TypeError as error:
+            raise NoModelError(
+                f"the function returned a {type(returned).__name__} without its inputs ({error}); "
+                "give their shapes, like --input 1x3x224x224, or return them with it"
+            ) from error
         returned.cuda()(*(torch.randn(shape, device="cuda") for shape in shapes))
     elif isinstance(returned, tuple) and returned and isinstance(returned[0], nn.Module):
         model, *inputs = returned
         model(*inputs)
-
-
-def _check_needs_nothing(model: nn.Module) -> None:
-    try:
-        inspect.signature(model.forward).bind()
-    except TypeError as error:
-        raise NoModelError(
-            f"the function returned a {type(model).__name__} without its inputs ({error}); give "
-            "their shapes, like --input 1x3x224x224, or return them with it"
-        ) from error
 
 
 class _Analysis:
@@ -203,7 +199,7 @@ class _Pass:
         for outer in self._open[-1:]:
             outer.is_layer = False
         now = torch.cuda.memory_allocated()
-        given = list(_tensors(arguments))
+        given = list(tensors_in(arguments, DEEPEST))
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         storages, size = frozenset(map(_storage, given)), sum(one.nbytes for one in (*given, *own))
         self._open.append(_Open(layer, module, now, self._flops(), now, storages, size))
@@ -213,7 +209,7 @@ class _Pass:
         call = self._open[-1]
         call.layer.outputs = tuple(_shapes(outputs))
         if call.is_layer:
-            self._count(call, list(_tensors(outputs)))
+            self._count(call, list(tensors_in(outputs, DEEPEST)))
         self._open.pop()
         products = self._flops() - call.flops_before
         call.layer.flops = products + call.flops
@@ -249,11 +245,7 @@ class _Pass:
 
 
 def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
-    return (tuple(tensor.shape) for tensor in _tensors(value))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    return tensors_in(value, DEEPEST)
+    return (tuple(tensor.shape) for tensor in tensors_in(value, DEEPEST))
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -133,25 +133,21 @@ def lines_of(
     """
     codes = frozenset(function.__code__ for function in functions)
     if gpu == MEASURED:
-        return _measured(target, codes)
+        torch.cuda.init()
+        index = torch.cuda.current_device()
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+
+        def process() -> int | None:
+            reading = read_device(index if uuid is None else str(uuid))
+            return None if isinstance(reading, NvmlAbsent) else reading.process_used
+
+        history = RecordedHistory()
+        with history.during("all"):
+            return _followed(target, codes, history, index, process)
     device = SimulatedGPU.machine(gpu)[0]
     with device.active():
         recorder = SimulatedRecorder(device.simulation)
         return _followed(target, codes, recorder, device.index, lambda: device.allocator.reserved)
-
-
-def _measured(target: Callable[[], Any], codes: frozenset[CodeType]) -> list[Line]:
-    torch.cuda.init()
-    device = torch.cuda.current_device()
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", device)
-    recorder = RecordedHistory()
-
-    def process() -> int | None:
-        reading = read_device(str(uuid) if uuid != device else device)
-        return None if isinstance(reading, NvmlAbsent) else reading.process_used
-
-    with recorder.during("all"):
-        return _followed(target, codes, recorder, device, process)
 
 
 def _followed(
@@ -169,7 +165,7 @@ def _followed(
     with account.watching(tracker), follower.following():
         kept = target()
     account.end()
-    history = account.history(device, tracker, ())
+    history = account.history(device, tracker)
     del kept
     for execution in follower.executions:
         execution.begin -= begin

@@ -70,7 +70,7 @@ def needs_of(
     if paths and all(path.suffix == ".json" for path in paths):
         measured = [one for path in paths for one in _of_report(path)]
         tests, source = _needs(measured, runners), "as measured by"
-    elif len(paths) == 1 and _holds_baselines(paths[0]):
+    elif len(paths) == 1 and any(paths[0].rglob("*.json")) and not any(paths[0].rglob("*.py")):
         measured = list(_of_baselines(paths[0]))
         tests, source = _needs(measured, runners), "stored baselines of"
     else:
@@ -109,10 +109,6 @@ def _of_baselines(folder: Path) -> Iterator[_Measured]:
         for name, entry in file.tests.items():
             size = max(entry.peak_reserved, entry.peak_allocated)
             yield _Measured(f"{module}::{name}", file.environment, size)
-
-
-def _holds_baselines(path: Path) -> bool:
-    return path.is_dir() and any(path.rglob("*.json")) and not any(path.rglob("*.py"))
 
 
 def _needs(measured: Iterable[_Measured], runners: Sequence[Runner]) -> list[PlannedTest]:
