@@ -253,7 +253,7 @@ class Meter:
         if not self._ledger.explains(self._statistics.harvest()):
             collect_garbage()
             self._ledger.garbage_collected(self._statistics.harvest())
-        torch.cuda.empty_cache()
+        self._statistics.empty_cache()
         self._statistics.forget_peaks()
 
     def _tidy_set_up(self, fixture: FixtureKey, before: frozenset[Block]) -> None:
@@ -261,7 +261,7 @@ class Meter:
         self._statistics.synchronize()
         _, after = clear_workspaces(self._statistics)
         self._left_behind(before, after, values_of(self._ledger.with_nested([fixture])))
-        torch.cuda.empty_cache()
+        self._statistics.empty_cache()
 
     def _left_behind(
         self, before: frozenset[Block], after: frozenset[Block], roots: Iterable[Any]

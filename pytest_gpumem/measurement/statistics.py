@@ -182,6 +182,10 @@ class CudaStatistics:
         if torch.cuda.is_initialized():
             self._body_clears()
 
+    def empty_cache(self) -> None:
+        """Return unused segments to the driver."""
+        torch.cuda.empty_cache()
+
     def forget_peaks(self) -> None:
         """Restart the body's peaks at the current values."""
         self._harvested.clear()

@@ -66,12 +66,13 @@ def needs_of(
     where that cannot be read or run.
     """
     paths = [Path(one) for one in given]
+    folder = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
     measured: list[_Measured] = []
     if paths and all(path.suffix == ".json" for path in paths):
         measured = [one for path in paths for one in _of_report(path)]
         tests, source = _needs(measured, runners), "as measured by"
-    elif len(paths) == 1 and any(paths[0].rglob("*.json")) and not any(paths[0].rglob("*.py")):
-        measured = list(_of_baselines(paths[0]))
+    elif folder and any(folder.rglob("*.json")) and not any(folder.rglob("*.py")):
+        measured = list(_of_baselines(folder))
         tests, source = _needs(measured, runners), "stored baselines of"
     else:
         tests, source = _run(given or ["."], runners, dry=dry)
