@@ -10,14 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.sizes import MIB
-
-if TYPE_CHECKING:
-    from pytest_gpumem.values.environment import Environment
-    from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.measurement import Measurement
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,19 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pytest_gpumem.attribution.causes import Growth, Side, absolute_cause, cause_of, leak_cause
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import Change, explain, holdings
+from pytest_gpumem.baseline.store import BaselineEntry
 from pytest_gpumem.baseline.verdict import Improvement, Verdict
+from pytest_gpumem.marker import Expectation
 from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.sizes import MIB, Tolerance, format_size
-
-if TYPE_CHECKING:
-    from pytest_gpumem.baseline.store import BaselineEntry
-    from pytest_gpumem.marker import Expectation
-    from pytest_gpumem.values.environment import Environment
-    from pytest_gpumem.values.measurement import Measurement
-    from pytest_gpumem.values.prediction import PredictedTest
+from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.values.prediction import PredictedTest
 
 UpdateMode = Literal["all", "new"]
 

@@ -111,18 +111,16 @@ def _reading(
     library = nvml if nvml is not None else load_nvml()
     if library is None:
         return NvmlAbsent(NOT_INSTALLED)
-    try:
-        library.nvmlInit()
-    except library.NVMLError as error:
-        return NvmlAbsent(reason_of(error))
     known = os.environ if environ is None else environ
     session = _Reader(library, known, os.getpid() if pid is None else pid)
     try:
-        return read(session)
+        library.nvmlInit()
+        try:
+            return read(session)
+        finally:
+            session.query(library.nvmlShutdown)
     except (NoDeviceError, library.NVMLError) as error:
         return NvmlAbsent(reason_of(error))
-    finally:
-        session.query(library.nvmlShutdown)
 
 
 def read_all(nvml: Nvml | None = None) -> list[NvmlReading] | NvmlAbsent:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.failure import failure_statements
+from pytest_gpumem.baseline.update import UpdateReport
 from pytest_gpumem.echo import MOST, printable
 from pytest_gpumem.report.commands import PLAIN, UPDATE, Command
 from pytest_gpumem.report.record import TestRecord
@@ -19,9 +20,6 @@ from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import Line, Span, Writer, counted, pack, shorten, wrap, write_lines
 from pytest_gpumem.values.environment import Environment
-
-if TYPE_CHECKING:
-    from pytest_gpumem.baseline.update import UpdateReport
 
 MOST_LISTED = 10
 """Tests, changes and notes of one kind that are listed unless verbose."""
@@ -88,24 +86,19 @@ def section(
         records = [replace(record, missing_baseline=False) for record in records]
     most = len(records) + MOST_LISTED if verbosity > 0 else MOST_LISTED
     one = _Section(records, verbosity, width, most, command)
-    blocks: list[Iterable[Line]] = []
-    if verbosity >= 0:
-        blocks += one.tables(rows, sort)
-    if verbosity > 0:
-        blocks.append(one.expected())
-    blocks.append(one.failures(told_above))
-    if verbosity > 0:
-        blocks.append(one.compositions())
-    if verbosity >= 0:
-        blocks += [one.acceptable(), one.improvements(), one.without_baseline()]
-        if missing:
-            blocks.append(missing_lines(missing, command, most=most, width=width))
-        blocks += [one.notes([*notes, *one.notes_of_tests()], most), one.devices()]
-    else:
+    quiet, verbose = verbosity < 0, verbosity > 0
+    blocks: list[Iterable[Line]] = [] if quiet else [*one.tables(rows, sort)]
+    blocks += [one.expected()] if verbose else []
+    blocks += [one.failures(told_above), *([one.compositions()] if verbose else [])]
+    if quiet:
         # Errors with files decide the exit status and are printed however quiet pytest is. So are
         # notes on numbers that are not those of the intended code.
         eager = dict.fromkeys(note for note in one.notes_of_tests() if ran_eagerly(note))
         blocks.append(one.notes([*notes, *eager], len(notes) + MOST_LISTED))
+    else:
+        blocks += [one.acceptable(), one.improvements(), one.without_baseline()]
+        blocks += [missing_lines(missing, command, most=most, width=width)] if missing else []
+        blocks += [one.notes([*notes, *one.notes_of_tests()], most), one.devices()]
     blocks += [one.updates(update), one.summary()]
     lines: list[Line] = []
     for block in filter(None, map(list, blocks)):

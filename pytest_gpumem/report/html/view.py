@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytest_gpumem.attribution.history import CATEGORIES
 from pytest_gpumem.baseline.failure import failure_statements, main_verdict
 from pytest_gpumem.baseline.verdict import Verdict, update_command
 from pytest_gpumem.report.causes import causes_of
-from pytest_gpumem.report.past import SMALL
+from pytest_gpumem.report.past import SMALL, Past
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import test_status
 from pytest_gpumem.sizes import format_size
-
-if TYPE_CHECKING:
-    from pytest_gpumem.report.past import Past
 
 STATUSES = {
     "failed": "failed by its memory",
