@@ -223,8 +223,13 @@ class History:
                 by_address.setdefault(life.address, []).append(life)
         for sighting in self.sightings:
             for life in by_address.get(sighting.address, ()):
-                alive = life.born < sighting.position <= life.died
-                if alive and (life.sighting is None or _tells_more(sighting, life.sighting)):
+                if not life.born < sighting.position <= life.died:
+                    continue
+                # The same tensor seen again, now with its owner's path, tells more.
+                known = life.sighting or sighting
+                gain = _STRENGTH[sighting.category] - _STRENGTH[known.category]
+                path = len(sighting.module) - len(known.module)
+                if life.sighting is None or (gain, path) > (0, 0):
                     life.sighting = sighting
 
 
@@ -255,9 +260,3 @@ _STRENGTH = {
     )
 }
 """A buffer that is passed to a module is still a buffer."""
-
-
-def _tells_more(sighting: Sighting, known: Sighting) -> bool:
-    # The same tensor seen again, now with its owner's path.
-    gain = _STRENGTH[sighting.category] - _STRENGTH[known.category]
-    return gain > 0 or (gain == 0 and len(sighting.module) > len(known.module))

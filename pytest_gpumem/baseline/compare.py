@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Literal
 
@@ -323,8 +324,11 @@ class _Judged:
         self, kind: str, phase: str, limit: int, compared: _Compared | None = None
     ) -> Verdict:
         # With a negative limit, the 0 that stands for "not run" would be too much.
-        limit, notes = max(limit, 0), (_ran(phase, self._peaks),)
-        return self._verdict(kind, phase, limit, 0, False, compared=compared, notes=notes)
+        limit = max(limit, 0)
+        note = f"phases that ran: {', '.join(self._peaks) or 'none'}"
+        for close in get_close_matches(phase.lower(), self._peaks, n=1, cutoff=0.7):
+            note = f"did you mean {close}? {note}"
+        return self._verdict(kind, phase, limit, 0, False, compared=compared, notes=(note,))
 
     def _verdict(
         self,
@@ -359,15 +363,6 @@ class _Judged:
             explanation=tuple(change.to_dict() for change in explanation),
             cause=cause,
         )
-
-
-def _ran(phase: str, peaks: Mapping[str, int]) -> str:
-    """Return which phases ran, and which of them ``phase`` was to name."""
-    from difflib import get_close_matches
-
-    close = get_close_matches(phase.lower(), peaks, n=1, cutoff=0.7)
-    ran = f"phases that ran: {', '.join(peaks) or 'none'}"
-    return f"did you mean {close[0]}? {ran}" if close else ran
 
 
 def _alike(measured: list[Site], predicted: list[Site]) -> tuple[list[Site], list[Site]]:

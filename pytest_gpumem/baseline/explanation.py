@@ -100,16 +100,14 @@ def _sum(group: Sequence[Line]) -> Line:
         common[key] = values.pop() if len(values) == 1 else None
     if not common["each"] or common["each"] * count != abs(total):
         common["each"] = None
-    operator, merged = _operators(group), {FOLDED: len(group)}
-    return {**first, "bytes": total, "count": count, **common, "operator": operator, **merged}
-
-
-def _operators(group: Sequence[Line]) -> str | None:
     names = list(dict.fromkeys(line["operator"] for line in group if line.get("operator")))
-    if len(names) < 2:
-        return names[0] if names else None
-    owner, dot, _ = names[0].partition(".")
-    return f"{owner}{dot}" + ", ".join(name.removeprefix(owner + dot) for name in sorted(names))
+    operator = names[0] if names else None
+    if len(names) > 1:
+        owner, dot, _ = names[0].partition(".")
+        own = (name.removeprefix(owner + dot) for name in sorted(names))
+        operator = f"{owner}{dot}{', '.join(own)}"
+    merged = {"operator": operator, FOLDED: len(group)}
+    return {**first, "bytes": total, "count": count, **common, **merged}
 
 
 def _columns(line: Line, signed: bool, without: Sequence[str]) -> tuple[str, ...]:

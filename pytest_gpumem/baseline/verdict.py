@@ -146,7 +146,15 @@ class Verdict(Plain):
                 f"phase {self.phase} did not run, so its {self._yardstick()} of {size} was not "
                 "checked"
             )
-        return f"{self._measured()}, {self._comparison()}"
+        if self.reference is not None:
+            known = compared_text(self._yardstick(), self.actual, self.reference, self.tolerance)
+            return f"{self._measured()}, {known}"
+        # As it is written, or in the unit of the number beside it with its bytes.
+        limit, nbytes = self.sizes[1], self.limit or 0
+        if parse_size(limit.replace(",", "")) != nbytes:
+            limit = exactly(limit, nbytes)
+        over = f"{format_size(self.excess)} over" if self.excess > 0 else "within"
+        return f"{self._measured()}, {over} its limit of {limit}"
 
     @property
     def _compared(self) -> int | None:
@@ -158,16 +166,6 @@ class Verdict(Plain):
 
     def _yardstick(self) -> str:
         return self.kind if self.kind in ("baseline", "prediction") else "limit"
-
-    def _comparison(self) -> str:
-        if self.reference is not None:
-            return compared_text(self._yardstick(), self.actual, self.reference, self.tolerance)
-        # As it is written, or in the unit of the number beside it with its bytes.
-        limit, size = self.sizes[1], self.limit or 0
-        if parse_size(limit.replace(",", "")) != size:
-            limit = exactly(limit, size)
-        over = f"{format_size(self.excess)} over" if self.excess > 0 else "within"
-        return f"{over} its limit of {limit}"
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,13 @@ def run(arguments: argparse.Namespace) -> Answer | int:
         if result.reported_answer.ending in _NO_RESULT:
             return _failed(script, result)
         results.append(result)
-    test = _test(script, results, settings)
+    # A test that keeps the number; none where no number is the script's alone.
+    whole = (endings.STOPPED, endings.ENDED)
+    answers = (one.answer for one in results if one.fits and one.answer.ending in whole)
+    answer = next(answers, None)
+    test = None
+    if answer is not None:
+        test = kept_test(script, answer.gpu, answer.measurements[0], settings.steps)
     return Answer(
         lines(script, results, test, terminal_width()),
         lambda: {
@@ -79,15 +85,6 @@ def _failed(script: Script, result: Result) -> int:
 
 def _when(answer: endings.Answer) -> str:
     return f"after {counted(answer.steps, 'step')}" if answer.steps else "before its first step"
-
-
-def _test(script: Script, results: Sequence[Result], settings: Settings) -> str | None:
-    """Return a test that keeps the number, ``None`` where no number is the script's alone."""
-    whole = (endings.STOPPED, endings.ENDED)
-    answers = (one.answer for one in results if one.fits and one.answer.ending in whole)
-    if (answer := next(answers, None)) is None:
-        return None
-    return kept_test(script, answer.gpu, answer.measurements[0], settings.steps)
 
 
 def _prediction(result: Result) -> Prediction:

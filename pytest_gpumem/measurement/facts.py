@@ -244,14 +244,9 @@ def releases_of(sites: Iterable[str], root: str) -> dict[str, str]:
     Files under ``root`` are the project's own.
     """
     paths = {site.rpartition(":")[0] for site in sites}
-    foreign = {path for path in paths if not _is_own(path, root)}
+    foreign = {path for path in paths if path and not Path(root, path).exists()}
     packages = {path.partition("/")[0].removesuffix(".py") for path in foreign}
     return {package: found for package in sorted(packages) if (found := _release(package))}
-
-
-@cache
-def _is_own(path: str, root: str) -> bool:
-    return not path or Path(root, path).exists()
 
 
 @cache

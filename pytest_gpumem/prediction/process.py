@@ -113,9 +113,15 @@ def _answers(
         own = Path(temporary)
         request = replace(request, answer=own / "answer.json", basetemp=str(own / "tmp"))
         request.to_file(own / "request.json")
+        # Only tests follow ``--``.
+        given = list(arguments)
+        end = given.index("--") if "--" in given else len(given)
+        options = ["-p", "pytest_gpumem.prediction.child"]
+        for setting in (f"cache_dir={own / 'cache'}", *INI):
+            options += ["-o", setting]
         try:
             ran = subprocess.run(
-                [sys.executable, "-m", "pytest", *_arguments(arguments, own)],
+                [sys.executable, "-m", "pytest", *given[:end], *options, *given[end:]],
                 cwd=folder,
                 env={**os.environ, **(variables or {}), REQUEST: str(own / "request.json")},
                 capture_output=True,
@@ -131,14 +137,6 @@ def _answers(
     if not found:
         raise PredictionError(last_words(ran))
     return [Answer.from_dict(answer) for answer in found]
-
-
-def _arguments(given: Sequence[str], folder: Path) -> list[str]:
-    """Return ``given`` with this module's options; only tests follow ``--``."""
-    end = list(given).index("--") if "--" in given else len(given)
-    ini = [f"cache_dir={folder / 'cache'}", *INI]
-    own = ["-p", "pytest_gpumem.prediction.child", *(arg for text in ini for arg in ("-o", text))]
-    return [*given[:end], *own, *given[end:]]
 
 
 def last_words(ran: subprocess.CompletedProcess[str]) -> str:

@@ -173,20 +173,15 @@ def _remarkable(records: Sequence[TestRecord], most: int, sort: Sort | None) -> 
     kept = remarked + sorted(others, key=lambda one: -_most(one, "peak_allocated"))
     kept = kept[: max(most, len(remarked))]
     if len(remarked) > most:
-        ranks = _ranks(remarked)
+        # How many tests of one cause failed before each: the first matter most.
+        keys = [keys_of(one.broken) if one.failed else [one.nodeid] for one in remarked]
+        ranks = {id(remarked[at]): rank for group in alike(keys) for rank, at in enumerate(group)}
         few = [one for one in remarked if ranks[id(one)] < OF_A_CAUSE]
         few.sort(key=lambda one: ranks[id(one)])
         rows = accumulate(len(list(rows_of(one, False))) for one in few)
         kept = few[: max(sum(used <= most for used in rows), 1)]
     chosen = set(map(id, kept))
     return [one for one in records if id(one) in chosen]
-
-
-def _ranks(records: Sequence[TestRecord]) -> dict[int, int]:
-    """Return by identity how many tests of one cause failed before each: the first matter most."""
-    keys = [keys_of(record.broken) if record.failed else [record.nodeid] for record in records]
-    groups = alike(keys)
-    return {id(records[at]): rank for group in groups for rank, at in enumerate(group)}
 
 
 def _has_remark(record: TestRecord) -> bool:
@@ -210,12 +205,6 @@ def _most(record: TestRecord, number: str) -> int:
     return max((getattr(one, number) or 0 for one in record.measurements), default=0)
 
 
-def _over(record: TestRecord) -> int:
-    """Return the bytes by which a test is over its limit; below it they are negative."""
-    compared = [verdict.excess for verdict in record.verdicts if verdict.limit is not None]
-    return max(compared, default=-_MOST_BYTES)
-
-
 _MOST_BYTES = 1 << 60
 
 OF_A_CAUSE = 8
@@ -226,6 +215,12 @@ Sort = Literal["peak", "leaked", "over", "name"]
 _ORDERS: Mapping[str, Callable[[TestRecord], Any]] = {
     "peak": lambda record: -_most(record, "peak_allocated"),
     "leaked": lambda record: -_most(record, "leaked"),
-    "over": lambda record: -_over(record),
+    # By the bytes over the limit; below it they are negative.
+    "over": lambda record: (
+        -max(
+            (verdict.excess for verdict in record.verdicts if verdict.limit is not None),
+            default=-_MOST_BYTES,
+        )
+    ),
     "name": lambda record: record.nodeid,
 }

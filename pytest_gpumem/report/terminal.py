@@ -253,7 +253,12 @@ class _Section:
         lacked = f" ({format_size(max(short))} too much)" if any(short) else ""
         words = {**STATUS_WORDS, "OOM": f"{STATUS_WORDS['OOM']}{lacked}"}
         states = ", ".join(f"{counts[key]} {word}" for key, word in words.items() if counts[key])
-        text = f"gpumem: {counted(len(records), 'test')} on {_kinds(records)}: {states}"
+        # The devices are named, so that a simulated number is never read as a measured one.
+        gpus: dict[str, dict[str, None]] = {"": {}, "dry ": {}, "simulated ": {}}
+        for environment in (record.environment for record in records):
+            gpus[environment.kind][environment.gpu] = None
+        named = (f"{kind}{', '.join(names)}" for kind, names in gpus.items() if names)
+        text = f"gpumem: {counted(len(records), 'test')} on {' and '.join(named)}: {states}"
         if measured := [record for record in records if record.measurement is not None]:
             largest = max(measured, key=lambda record: record.peak)
             name = shorten(largest.nodeid, self.width - 4)
@@ -295,14 +300,6 @@ def _device_text(reading: Mapping[str, Any]) -> str:
         for other in reading["others"] or ()
     ]
     return f"{text}; other processes: {', '.join(others)}" if others else text
-
-
-def _kinds(records: Sequence[TestRecord]) -> str:
-    """Name the devices, so that a simulated number is never read as a measured one."""
-    gpus: dict[str, dict[str, None]] = {"": {}, "dry ": {}, "simulated ": {}}
-    for environment in (record.environment for record in records):
-        gpus[environment.kind][environment.gpu] = None
-    return " and ".join(f"{kind}{', '.join(names)}" for kind, names in gpus.items() if names)
 
 
 def _command(why: str, command: str) -> Line:
