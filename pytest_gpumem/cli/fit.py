@@ -52,20 +52,16 @@ def fit_table(
     predictions: Sequence[Prediction], phases: Sequence[str], width: int
 ) -> Iterator[str]:
     """Yield a table of the GPUs that are large enough, with the peaks of ``phases``."""
-    header = ["GPU", "memory", "peak", "reserved", *phases, "fits"]
-    rows = [header, *(_row(one, phases) for one in predictions)]
-    given_up = [*range(len(header) - 2, len(header) - 2 - len(phases), -1), 3]
-    left = [0, len(header) - 1]
-    for added in ([one.ranks for one in predictions], [one.code for one in predictions]):
-        if any(added):
-            for row, cell in zip(rows, ["", *added], strict=True):
-                row.insert(1, cell)
-            given_up = [column + 1 for column in given_up]
-            left = [0, *(column + 1 for column in left)]
-    yield from table(rows, left=tuple(left), given_up=given_up, width=width)
+    added = [name for name in ("code", "ranks") if any(getattr(one, name) for one in predictions)]
+    header = ["GPU", *("" for _ in added), "memory", "peak", "reserved", *phases, "fits"]
+    rows = [header, *(_row(one, added, phases) for one in predictions)]
+    last = len(header) - 1
+    given_up = [*range(last - 1, last - 1 - len(phases), -1), len(added) + 3]
+    left = [*range(len(added) + 1), last]
+    yield from table(rows, left=left, given_up=given_up, width=width)
 
 
-def _row(prediction: Prediction, phases: Sequence[str]) -> list[str]:
+def _row(prediction: Prediction, added: Sequence[str], phases: Sequence[str]) -> list[str]:
     known = prediction.phases
     left = format_size(abs(prediction.left))
     if prediction.fits:
@@ -75,6 +71,7 @@ def _row(prediction: Prediction, phases: Sequence[str]) -> list[str]:
         fits = f"no, {left} missing" if prediction.left < 0 else "no, it is too fragmented"
     return [
         prediction.gpu,
+        *(getattr(prediction, name) for name in added),
         format_size(prediction.total_memory),
         format_size(prediction.peak_allocated),
         format_size(prediction.peak_reserved),

@@ -17,11 +17,9 @@ from pytest_gpumem.cli.fit import CONTEXT, fit_table
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.report.rows import parents_first
-from pytest_gpumem.script import request as endings
-from pytest_gpumem.script.entry import Script
-from pytest_gpumem.script.kept import kept_test
-from pytest_gpumem.script.process import Result, Settings, run_on
-from pytest_gpumem.script.request import iteration_of
+from pytest_gpumem.script import process as endings
+from pytest_gpumem.script.entry import Script, kept_test
+from pytest_gpumem.script.process import Result, Settings, iteration_of, run_on
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import counted, wrap

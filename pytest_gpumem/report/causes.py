@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpumem.baseline.explanation import folded
-from pytest_gpumem.baseline.failure import main_verdict
-from pytest_gpumem.baseline.verdict import Verdict
+from pytest_gpumem.baseline.verdict import Verdict, main_verdict
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_change
 

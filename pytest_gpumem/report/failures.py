@@ -12,9 +12,8 @@ import pytest
 
 from pytest_gpumem.baseline.collected import function_of
 from pytest_gpumem.baseline.explanation import folded
-from pytest_gpumem.baseline.failure import failure_text, main_verdict
 from pytest_gpumem.baseline.store import split_nodeid
-from pytest_gpumem.baseline.verdict import Verdict
+from pytest_gpumem.baseline.verdict import Verdict, failure_text, main_verdict
 from pytest_gpumem.report.causes import alike, keys_of, places_of
 from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.pytest_reports import without_group

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pytest_gpumem.baseline.failure import main_verdict
+from pytest_gpumem.baseline.verdict import main_verdict
 from pytest_gpumem.echo import MOST, printable, shortened
 from pytest_gpumem.paths import GitError, git, toplevel
 from pytest_gpumem.report.json_report import ReportError

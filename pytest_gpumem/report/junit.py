@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pytest_gpumem.baseline.failure import main_verdict
+from pytest_gpumem.baseline.verdict import main_verdict
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.values.measurement import Measurement
 

@@ -9,8 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from pytest_gpumem.baseline.failure import main_verdict, statement_lines
-from pytest_gpumem.baseline.verdict import change_text, update_command
+from pytest_gpumem.baseline.verdict import (
+    change_text,
+    main_verdict,
+    statement_lines,
+    update_command,
+)
 from pytest_gpumem.echo import printable, shortened
 from pytest_gpumem.report.causes import causes_of
 from pytest_gpumem.report.record import TestRecord

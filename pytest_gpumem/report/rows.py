@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_gpumem.baseline.failure import main_verdict
 from pytest_gpumem.baseline.store import split_nodeid
-from pytest_gpumem.baseline.verdict import Improvement, Verdict
+from pytest_gpumem.baseline.verdict import Improvement, Verdict, main_verdict
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_apart, format_size
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord

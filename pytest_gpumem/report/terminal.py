@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
-from pytest_gpumem.baseline.failure import failure_statements
 from pytest_gpumem.baseline.update import UpdateReport
+from pytest_gpumem.baseline.verdict import failure_statements
 from pytest_gpumem.echo import MOST, printable
 from pytest_gpumem.report.commands import PLAIN, UPDATE, Command
 from pytest_gpumem.report.record import TestRecord

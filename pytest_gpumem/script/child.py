@@ -15,10 +15,10 @@ from pytest_gpumem.device.cuda import find_device
 from pytest_gpumem.device.device import Device
 from pytest_gpumem.device.simulated import SimulatedDevice
 from pytest_gpumem.prediction.child import UNBOUNDED
-from pytest_gpumem.script import request as endings
+from pytest_gpumem.script import process as endings
 from pytest_gpumem.script.entry import ScriptError, chain, show_traceback
 from pytest_gpumem.script.measured import Run, is_out_of_memory, run_measured
-from pytest_gpumem.script.request import Answer, Request
+from pytest_gpumem.script.process import Answer, Request
 from pytest_gpumem.script.stopping import StopError
 from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
 from pytest_gpumem.values.errors import (

@@ -29,7 +29,7 @@ from pytest_gpumem.measurement.phases import Phase, PhaseTracker
 from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.script.entry import Script, chain
-from pytest_gpumem.script.request import ITERATION, LOAD
+from pytest_gpumem.script.process import ITERATION, LOAD
 from pytest_gpumem.script.stopping import Alarm, Steps
 from pytest_gpumem.simulated.common.callsite import callers_line, user_line
 from pytest_gpumem.simulated.surface.checkpoints import gives_no_values, restore_unknown

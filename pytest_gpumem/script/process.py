@@ -1,4 +1,4 @@
-"""The process in which a script runs, started again where one run does not suffice."""
+"""The process in which a script runs: its request, its answer, and where it starts again."""
 
 from __future__ import annotations
 
@@ -6,14 +6,92 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pytest_gpumem.dry.load import environment_of_option
-from pytest_gpumem.script import request as endings
 from pytest_gpumem.script.entry import Script, ScriptError
-from pytest_gpumem.script.request import Answer, Request
+from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.values.plain import Plain
+
+MEASURED = "cuda"
+"""The name of the real CUDA device, in place of a model to simulate."""
+DRY = "dry:"
+"""The prefix of a machine's name that selects the dry device."""
+
+STOPPED = "stopped"
+"""The ending after the requested number of steps."""
+TIME = "time"
+ENDED = "ended"
+"""The ending of a script that ran to its last line."""
+EXITED = "exited"
+"""The ending with an exit code other than 0."""
+OUT_OF_MEMORY = "out of memory"
+RAISED = "raised"
+UNKNOWN = "unknown value"
+"""The ending of a script that read a value which a simulated device does not have."""
+REFUSED = "refused"
+"""The ending of a script that used something a simulated device cannot do."""
+NOT_RUN = "not run"
+INTERRUPTED = "interrupted"
+
+
+LOAD = "load"
+"""The phase before a script's first forward."""
+ITERATION = "iteration"
+"""The phase of an iteration, numbered as its parts: ``iteration_1``, ``forward_1``."""
+
+
+def iteration_of(name: str) -> int | None:
+    """Return the iteration that the phase ``name`` belongs to, ``None`` for none."""
+    part, _, number = name.rpartition("_")
+    return int(number) if part and number.isdecimal() else None
+
+
+@dataclass(frozen=True)
+class Request(Plain):
+    """The request for one run; ``gpu`` is a machine of the catalogue or :data:`MEASURED`."""
+
+    script: Script
+    gpu: str
+    steps: int
+    seconds: float
+    answer: Path
+    unbounded: bool = False
+    again: str = ""
+    """The reason why the CPU computes values; empty where it does not."""
+
+
+@dataclass(frozen=True)
+class Answer(Plain):
+    """The result of one run; sizes in bytes."""
+
+    ending: str
+    sentence: str = ""
+    """The message of its exception, or the reason of its refusal."""
+    steps: int = 0
+    seconds: float = 0.0
+    gpu: str = ""
+    total_memory: int = 0
+    torch: str = ""
+    measurements: tuple[Measurement, ...] = ()
+    """The measurements of the requested device first, then of others that were used."""
+    out_of_memory: Mapping[str, Any] | None = None
+    """The reason why the last allocation that failed did so."""
+    post_mortem: tuple[str, ...] = ()
+    made_up: bool = False
+    """Whether the run used a value that was not computed."""
+    work: float = 0.0
+    """The least seconds that computing its values takes."""
+
+    @property
+    def wants_values(self) -> bool:
+        """Whether another run, with real values, may get further."""
+        return self.ending == UNKNOWN or (self.ending in (RAISED, EXITED) and self.made_up)
+
 
 _MADE_UP = "it failed after it read a value that is not computed"
 
@@ -64,14 +142,14 @@ def run_on(script: Script, gpu: str, settings: Settings) -> Result:
     request = Request(script, gpu, settings.steps, settings.seconds, Path())
     answer = _answered(request, quiet=settings.quiet)
     if answer.wants_values and answer.work <= settings.seconds:
-        sentence = answer.sentence if answer.ending == endings.UNKNOWN else _MADE_UP
+        sentence = answer.sentence if answer.ending == UNKNOWN else _MADE_UP
         why = sentence.partition(", which")[0]
         _print(f"{script.name} runs again, with real values on the CPU: {why}")
         request = replace(request, again=why)
         answer = _answered(request, quiet=settings.quiet)
     _check(answer, request)
-    fits = answer.ending != endings.OUT_OF_MEMORY
-    if fits or gpu == endings.MEASURED or gpu.startswith(endings.DRY):
+    fits = answer.ending != OUT_OF_MEMORY
+    if fits or gpu == MEASURED or gpu.startswith(DRY):
         return Result(answer, fits)
     _print(f"{script.name} ran out of memory on {answer.gpu}: again, with as much as it wants")
     larger = _answered(replace(request, unbounded=True), quiet=settings.quiet)
@@ -91,15 +169,15 @@ def _answered(request: Request, *, quiet: bool) -> Answer:
         request.to_file(path)
         command = [sys.executable, "-c", _PROGRAM, str(_PACKAGE), str(path)]
         environment = dict(os.environ)
-        if request.gpu.startswith(endings.DRY):
-            environment |= environment_of_option(request.gpu.removeprefix(endings.DRY))
+        if request.gpu.startswith(DRY):
+            environment |= environment_of_option(request.gpu.removeprefix(DRY))
         output = STDERR if quiet else None
         with subprocess.Popen(command, stdout=output, env=environment) as process:
             ending = _waited(process, request)
         if not request.answer.is_file():
             raise ScriptError(f"{request.script.name} {ending}")
         answer = Answer.from_file(request.answer)
-    if answer.ending == endings.INTERRUPTED:
+    if answer.ending == INTERRUPTED:
         raise KeyboardInterrupt
     return answer
 
@@ -107,14 +185,14 @@ def _answered(request: Request, *, quiet: bool) -> Answer:
 def _check(answer: Answer, request: Request) -> None:
     """Raise :class:`ScriptError` where a run has no result for the script."""
     name = request.script.name
-    if answer.ending == endings.UNKNOWN and not request.again:
+    if answer.ending == UNKNOWN and not request.again:
         raise ScriptError(
             f"{name}: {answer.sentence}; and computing values on the CPU takes at least "
             f"{answer.work:,.0f} s, more than --seconds {request.seconds:g}"
         )
-    if answer.ending in (endings.REFUSED, endings.NOT_RUN, endings.UNKNOWN):
+    if answer.ending in (REFUSED, NOT_RUN, UNKNOWN):
         raise ScriptError(f"{name}: {answer.sentence}")
-    ran = answer.ending in (endings.STOPPED, endings.ENDED, endings.TIME)
+    ran = answer.ending in (STOPPED, ENDED, TIME)
     if ran and not any(one.peak_allocated for one in answer.measurements):
         raise ScriptError(
             f"{name} allocated nothing on the {answer.gpu} in {answer.seconds:.0f} s: it may "

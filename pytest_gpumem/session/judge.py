@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from pytest_gpumem.baseline.compare import Judgement, judge, judge_prediction
-from pytest_gpumem.baseline.failure import failure_text
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, split_nodeid
+from pytest_gpumem.baseline.verdict import failure_text
 from pytest_gpumem.device.select import SELECTOR
 from pytest_gpumem.marker import Expectation
 from pytest_gpumem.options import Settings

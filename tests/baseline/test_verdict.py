@@ -5,8 +5,14 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.baseline.failure import failure_text, main_verdict
-from pytest_gpumem.baseline.verdict import Improvement, Verdict, format_percent, update_command
+from pytest_gpumem.baseline.verdict import (
+    Improvement,
+    Verdict,
+    failure_text,
+    format_percent,
+    main_verdict,
+    update_command,
+)
 
 MIB = 1024**2
 NODEID = "tests/test_model.py::test_step"

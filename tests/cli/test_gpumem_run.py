@@ -13,8 +13,7 @@ import torch
 from pytest_gpumem.cli import main
 from pytest_gpumem.cli.run import lines
 from pytest_gpumem.script.entry import Script
-from pytest_gpumem.script.process import Result
-from pytest_gpumem.script.request import Answer
+from pytest_gpumem.script.process import Answer, Result
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 
 pytest_plugins = ["pytester"]

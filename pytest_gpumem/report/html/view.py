@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pytest_gpumem.attribution.history import CATEGORIES
-from pytest_gpumem.baseline.failure import failure_statements, main_verdict
-from pytest_gpumem.baseline.verdict import Verdict, update_command
+from pytest_gpumem.baseline.verdict import Verdict, failure_statements, main_verdict, update_command
 from pytest_gpumem.report.causes import causes_of
 from pytest_gpumem.report.past import SMALL, Past
 from pytest_gpumem.report.record import TestRecord
