@@ -7,9 +7,8 @@ from pathlib import Path
 
 from pytest_gpumem.cli import picture
 from pytest_gpumem.cli.command import Answer, Command, argument, refuse_others
-from pytest_gpumem.report.difference import difference_section
 from pytest_gpumem.report.json_report import read_report, read_usage, write_file
-from pytest_gpumem.report.markdown import document
+from pytest_gpumem.report.markdown import difference_section, document
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import counted
 

@@ -11,9 +11,8 @@ import torch
 
 from pytest_gpumem.baseline.store import BaselineError
 from pytest_gpumem.device.device import Device
-from pytest_gpumem.report.junit import set_user_properties
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, BROKEN_PLUGINS, SENTENCE, with_outcome
-from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.report.record import TestRecord, set_user_properties
 from pytest_gpumem.session.explain import (
     explained_again,
     needs_second_run,
