@@ -134,15 +134,11 @@ def _functions(node: ast.AST, owner: str) -> Iterable[str]:
 
 def _doubt(module: str, collected: Collected) -> str:
     """Return why entries of ``module`` that were not collected may still have their tests."""
-    if reason := collected.incomplete.get(module) or collected.narrowed:
+    reason = collected.incomplete.get(module) or collected.narrowed
+    if reason or module in collected.ids:
         return reason
-    if module in collected.ids:
-        return ""
-    if collected.partial:
-        return collected.partial
-    if (collected.rootpath / module).exists():
-        return f"{module} exists, but nothing was collected from it"
-    return ""
+    exists = (collected.rootpath / module).exists()
+    return collected.partial or f"{module} exists, but nothing was collected from it" * exists
 
 
 T = TypeVar("T", bound=Hashable)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from pytest_gpumem.attribution.causes import Growth, Side, absolute_cause, cause_of, leak_cause
 from pytest_gpumem.attribution.composition import Site
@@ -174,7 +174,10 @@ class _Judged:
 
     def __init__(self, measurement: Measurement, gpu: str) -> None:
         self._measurement = measurement
-        self._gpu = gpu
+        self._device: dict[str, Any] = {
+            **{name: getattr(measurement, name) for name in ("device", "simulated", "dry")},
+            "gpu": gpu,
+        }
         self._peaks = {name: p.peak_allocated for name, p in measurement.phases.items()}
 
     def _sites(self, phase: str | None) -> list[Site]:
@@ -186,7 +189,7 @@ class _Judged:
         """Return the verdict of a test whose peak cannot be compared."""
         notes = (note,) if note else ()
         peak = self._measurement.peak_allocated
-        return self._verdict(kind, None, None, peak, False, notes=notes, cause=cause)
+        return self._verdict(kind, actual=peak, notes=notes, cause=cause)
 
     def limits(
         self, expectation: Expectation, default_phases: Mapping[str, int]
@@ -195,10 +198,8 @@ class _Judged:
         if expectation.max is not None:
             yield self._limit(None, expectation.max, measured.peak_allocated)
         if (limit := expectation.max_reserved) is not None:
-            reserved = measured.peak_reserved
-            yield self._verdict(
-                "limit", None, limit, reserved, reserved <= limit, metric="peak_reserved"
-            )
+            reserved, metric = measured.peak_reserved, "peak_reserved"
+            yield self._verdict("limit", None, limit, reserved, reserved <= limit, metric=metric)
         for phase, limit in expectation.phases.items():
             if phase in self._peaks:
                 yield self._limit(phase, limit, self._peaks[phase])
@@ -210,16 +211,8 @@ class _Judged:
         if limit is not None and leaked is not None:
             passed = leaked <= limit
             left = [] if passed else [Site.from_dict(site) for site in self._measurement.leaks]
-            yield self._verdict(
-                "leak",
-                None,
-                limit,
-                leaked,
-                passed,
-                metric="leaked",
-                explanation=holdings(left),
-                cause=leak_cause(left),
-            )
+            why: dict[str, Any] = {"explanation": holdings(left), "cause": leak_cause(left)}
+            yield self._verdict("leak", None, limit, leaked, passed, metric="leaked", **why)
 
     def against(self, baseline: BaselineEntry, tolerance: Tolerance) -> Iterator[Verdict]:
         for phase, actual, reference in self._pairs(baseline):
@@ -255,22 +248,19 @@ class _Judged:
             yield self.unfit("prediction", predicted.problem)
             return
         other = _Judged(reference, predicted.gpu)
-        yield self._predicted(
-            other, None, measured.peak_allocated, reference.peak_allocated, tolerance
-        )
+        peaks = measured.peak_allocated, reference.peak_allocated
+        yield self._predicted(other, None, *peaks, tolerance)
         for phase, actual in self._peaks.items():
             if phase in other._peaks:
                 yield self._predicted(other, phase, actual, other._peaks[phase], tolerance)
             else:
                 notes = (f"simulated phases: {', '.join(other._peaks)}",)
-                yield self._verdict("prediction", phase, None, actual, False, notes=notes)
+                yield self._verdict("prediction", phase, actual=actual, notes=notes)
         for phase, peak in other._peaks.items():
             if phase not in self._peaks:
                 notes = (f"phases that ran: {', '.join(self._peaks) or 'none'}",)
                 compared = (peak, tolerance)
-                yield self._verdict(
-                    "prediction", phase, None, 0, False, compared=compared, notes=notes
-                )
+                yield self._verdict("prediction", phase, compared=compared, notes=notes)
 
     def _predicted(
         self, other: _Judged, phase: str | None, actual: int, reference: int, tolerance: Tolerance
@@ -290,20 +280,10 @@ class _Judged:
         )
 
     def improvements(self, baseline: BaselineEntry, tolerance: Tolerance) -> Iterator[Improvement]:
-        measured = self._measurement
         for phase, actual, reference in self._pairs(baseline):
             if actual < reference - tolerance.allowance(reference):
-                yield Improvement(
-                    "peak_allocated",
-                    phase,
-                    actual,
-                    reference,
-                    str(tolerance),
-                    measured.device,
-                    measured.simulated,
-                    self._gpu,
-                    measured.dry,
-                )
+                compared = "peak_allocated", phase, actual, reference, str(tolerance)
+                yield Improvement(*compared, **self._device)
 
     def _pairs(self, baseline: BaselineEntry) -> Iterator[tuple[str | None, int, int]]:
         """Yield phase, measured and stored peak of the test and of each phase in both."""
@@ -318,7 +298,7 @@ class _Judged:
         sites = self._sites(phase)
         cause = absolute_cause(Side(sites, self._measurement.facts), actual - limit)
         held = holdings(sites)
-        return self._verdict("limit", phase, limit, actual, False, explanation=held, cause=cause)
+        return self._verdict("limit", phase, limit, actual, explanation=held, cause=cause)
 
     def _did_not_run(
         self, kind: str, phase: str, limit: int, compared: _Compared | None = None
@@ -328,15 +308,15 @@ class _Judged:
         note = f"phases that ran: {', '.join(self._peaks) or 'none'}"
         for close in get_close_matches(phase.lower(), self._peaks, n=1, cutoff=0.7):
             note = f"did you mean {close}? {note}"
-        return self._verdict(kind, phase, limit, 0, False, compared=compared, notes=(note,))
+        return self._verdict(kind, phase, limit, compared=compared, notes=(note,))
 
     def _verdict(
         self,
         kind: str,
-        phase: str | None,
-        limit: int | None,
-        actual: int,
-        passed: bool,
+        phase: str | None = None,
+        limit: int | None = None,
+        actual: int = 0,
+        passed: bool = False,
         *,
         metric: str = "peak_allocated",
         compared: _Compared | None = None,
@@ -344,7 +324,6 @@ class _Judged:
         explanation: Iterable[Change] = (),
         cause: str = "",
     ) -> Verdict:
-        measured = self._measurement
         return Verdict(
             kind=kind,
             metric=metric,
@@ -354,14 +333,11 @@ class _Judged:
             reference=compared and compared[0],
             passed=passed,
             tolerance=str(compared[1]) if compared else "",
-            device=measured.device,
-            simulated=measured.simulated,
-            dry=measured.dry,
-            gpu=self._gpu,
             notes=notes,
             written="" if compared else getattr(limit, "written", ""),
             explanation=tuple(change.to_dict() for change in explanation),
             cause=cause,
+            **self._device,
         )
 
 

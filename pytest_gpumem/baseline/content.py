@@ -44,20 +44,16 @@ class StoredPeak:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StoredPeak | None:
         """Rebuild what :meth:`to_dict` wrote, ``None`` where nothing was recorded."""
-        if "sites" not in data:
-            return None
-        sites = tuple(Site.from_dict(site) for site in data["sites"])
-        return cls(data.get("composition", {}), sites)
+        sites = tuple(Site.from_dict(site) for site in data.get("sites", ()))
+        return cls(data.get("composition", {}), sites) if "sites" in data else None
 
     @classmethod
     def of(cls, measured: Measurement | PhaseRecord) -> StoredPeak | None:
         """Return the stored form of a peak, ``None`` where nothing was recorded."""
-        if not measured.sites:
-            return None
-        sites = [Site.from_dict(site) for site in measured.sites]
+        sites = compact([Site.from_dict(site) for site in measured.sites])
         # The bytes of one block follow from its shape.
-        compacted = (replace(site, each=None) for site in compact(sites))
-        return cls(dict(measured.composition), tuple(compacted))
+        compacted = tuple(replace(site, each=None) for site in sites)
+        return cls(dict(measured.composition), compacted) if sites else None
 
     @property
     def without_lines(self) -> StoredPeak:
