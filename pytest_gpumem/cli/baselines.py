@@ -279,7 +279,7 @@ COMMAND = Commands(
                 "pytest --gpumem-prune-baselines does that for the environment that it runs in.",
                 run=prune,
                 arguments=(
-                    argument("--dry-run", "say what would go; change nothing", action="store_true"),
+                    argument("--dry-run", "say what would go; change nothing"),
                     FOLDER,
                 ),
                 examples=("gpumem baselines prune --dry-run",),

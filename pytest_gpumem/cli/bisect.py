@@ -280,7 +280,9 @@ COMMAND = Command(
         argument("--good REV", "where it still took less", required=True),
         argument("--bad REV", "default: HEAD", default="HEAD"),
         argument("--gpu MODEL", "what is simulated", default=DEFAULT_GPU),
-        argument("--tolerance", "by what peaks may differ and still be the same", default="0"),
+        argument(
+            "--tolerance TOLERANCE", "by what peaks may differ and still be the same", default="0"
+        ),
         argument("--pytest-args ARGUMENTS", 'for pytest, like "-p no:randomly"', default=""),
     ),
     examples=('gpumem bisect "tests/test_model.py::test_step" --good v1.0',),

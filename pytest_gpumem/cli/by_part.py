@@ -106,11 +106,8 @@ def _line_lines(lines: Sequence[Line], width: int = UNLIMITED) -> Iterator[str]:
 
 LINE_ARGUMENTS = (
     argument(
-        "--function NAME",
+        "--function NAME...",
         "follow this function, too: module:function or path.py:Class.method",
-        group="--by line",
-        action="append",
-        default=[],
     ),
 )
 
@@ -228,19 +225,12 @@ def _count(flops: int) -> str:
 
 
 LAYER_ARGUMENTS = (
+    argument("--depth N", "modules within modules to show (default: all)", type=int),
     argument(
-        "--depth N", "modules within modules to show (default: all)", group="--by layer", type=int
-    ),
-    argument(
-        "--input SHAPE",
+        "--input SHAPE...",
         "shape of an input, like 1x3x224x224, where TARGET returns a model alone; once for "
         "each input, of float32",
-        group="--by layer",
         type=_shape,
-        action="append",
-        default=[],
     ),
-    argument(
-        "--csv", "print comma-separated values, in bytes", group="--by layer", action="store_true"
-    ),
+    argument("--csv", "print comma-separated values, in bytes"),
 )

@@ -8,7 +8,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pytest_gpumem.echo import printable
@@ -22,8 +22,6 @@ class Argument:
 
     names: tuple[str, ...]
     options: Mapping[str, Any]
-    group: str = ""
-    """The heading under which the help lists it."""
 
     def was_given(self, arguments: argparse.Namespace) -> bool:
         """Return whether the command line sets anything else than its default."""
@@ -32,17 +30,23 @@ class Argument:
         return given not in (self.options.get("default"), None, False)
 
 
-def argument(written: str, help: str, *, group: str = "", **options: Any) -> Argument:
+def argument(written: str, help: str, **options: Any) -> Argument:
     """Return an argument with this ``help``, in which a single ``%`` is literal.
 
-    It is ``written`` as in a line of usage: ``-o --output FILE``, or a positional one's attribute
-    with what stands for it there, ``tests TEST``.
+    It is ``written`` as in a line of usage: ``-o --output FILE``, ``--test PART...`` for an option
+    that may be repeated, ``--all`` for a flag, or a positional one's attribute with what stands for
+    it there, ``tests TEST``.
     """
     words = written.split()
     names = [word for word in words if word.startswith("-")] or words[:1]
     if words[len(names) :]:
-        (options["metavar"],) = words[len(names) :]
-    return Argument(tuple(names), {"help": help.replace("%", "%%"), **options}, group)
+        (shown,) = words[len(names) :]
+        options["metavar"] = shown.removesuffix("...")
+        if shown.endswith("..."):
+            options |= {"action": "append", "default": []}
+    elif written.startswith("-") and "choices" not in options:
+        options["action"] = "store_true"
+    return Argument(tuple(names), {"help": help.replace("%", "%%"), **options})
 
 
 def above_zero(unit: str) -> Callable[[str], float]:
@@ -107,6 +111,8 @@ class Command:
     exit code if it has printed everything itself, by ``arguments.json``. It reports its progress to
     ``arguments.progress``."""
     arguments: Sequence[Argument] = ()
+    groups: Mapping[str, Sequence[Argument]] = field(default_factory=dict)
+    """Further arguments, by the heading under which the help lists them."""
     examples: Sequence[str] = ()
     """Example command lines."""
     json: str = "print everything as JSON, sizes in bytes"
@@ -120,11 +126,12 @@ class Command:
     def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
         """Set ``parser`` up for this command, named ``name``."""
         _describe(parser, self)
-        groups: dict[str, argparse._ArgumentGroup] = {}
         for each in self.arguments:
-            if each.group and each.group not in groups:
-                groups[each.group] = parser.add_argument_group(each.group)
-            groups.get(each.group, parser).add_argument(*each.names, **each.options)
+            parser.add_argument(*each.names, **each.options)
+        for heading, arguments in self.groups.items():
+            group = parser.add_argument_group(heading)
+            for each in arguments:
+                group.add_argument(*each.names, **each.options)
         parser.add_argument("--json", action="store_true", help=self.json)
         parser.set_defaults(command=self, command_name=name)
 

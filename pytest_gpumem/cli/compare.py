@@ -64,7 +64,7 @@ def as_dict(a: Side, b: Side, tests: Sequence[Compared]) -> dict[str, Any]:
 
 
 def _chosen(
-    tests: Iterable[Compared], parts: Sequence[str] | None, phases: Collection[str] | None
+    tests: Iterable[Compared], parts: Sequence[str], phases: Collection[str]
 ) -> list[Compared]:
     """Return the requested tests, and the rows of each.
 
@@ -73,8 +73,8 @@ def _chosen(
     patterns = [re.compile(re.escape(part).replace(r"\*", ".*")) for part in parts or ("",)]
     named = [test for test in tests if any(pattern.search(test.shown) for pattern in patterns)]
     if not named:
-        raise ValueError(f"no test has {_either(parts or ())} in its node id")
-    if phases is None:
+        raise ValueError(f"no test has {_either(parts)} in its node id")
+    if not phases:
         return named
     cut = [
         replace(test, rows=rows)
@@ -247,22 +247,20 @@ COMMAND = Command(
         argument("a A", f"before: {FORM}", type=Path),
         argument("b B", "after: likewise", type=Path),
         argument(
-            "--tolerance",
+            "--tolerance TOLERANCE",
             'how far B may exceed A, like "1% + 1MiB", which is the default for measured '
             "numbers; 0 for simulated ones",
         ),
         argument(
             "--across-environments",
             "compare although A and B were measured in different environments",
-            action="store_true",
         ),
-        argument("--all", "show numbers that are equal, too", action="store_true"),
+        argument("--all", "show numbers that are equal, too"),
         argument(
-            "--test PART",
+            "--test PART...",
             "compare only tests with this in their node id, * for anything; may be repeated",
-            action="append",
         ),
-        argument("--phase NAME", "compare only this phase; may be repeated", action="append"),
+        argument("--phase NAME...", "compare only this phase; may be repeated"),
     ),
     examples=(
         "gpumem compare main.json change.json",

@@ -303,9 +303,7 @@ COMMAND = Command(
             type=above_zero("seconds"),
             const=1.0,
         ),
-        argument(
-            "--once", "with --watch: look once, after that time, and end", action="store_true"
-        ),
+        argument("--once", "with --watch: look once, after that time, and end"),
     ),
     looks=True,
     json="as JSON, a line for each look; sizes in bytes",

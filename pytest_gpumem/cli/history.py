@@ -10,7 +10,6 @@ from pathlib import Path
 from pytest_gpumem.baseline.verdict import change_text, format_percent
 from pytest_gpumem.cli.command import (
     Answer,
-    Argument,
     Command,
     argument,
     parsed,
@@ -132,15 +131,11 @@ def _name(trend: Trend, several: bool) -> str:
     return f"{trend.nodeid} [{trend.environment}]" if several else trend.nodeid
 
 
-def past_in_git(group: str = "") -> tuple[Argument, ...]:
-    """Return the arguments of every command that reads stored baselines of commits."""
-    return (
-        argument(
-            "--git RANGE", "the baselines that a range of commits stored: v1.0..HEAD", group=group
-        ),
-        argument("--baselines DIR", "for --git", group=group, type=Path, default=Path("baselines")),
-    )
-
+PAST_IN_GIT = (
+    argument("--git RANGE", "the baselines that a range of commits stored: v1.0..HEAD"),
+    argument("--baselines DIR", "for --git", type=Path, default=Path("baselines")),
+)
+"""The arguments of every command that reads stored baselines of commits."""
 
 COMMAND = Command(
     description="Show each test's peaks as a trend, the steps in it with the commit that "
@@ -154,18 +149,18 @@ COMMAND = Command(
             nargs="*",
             type=Path,
         ),
-        *past_in_git(),
+        *PAST_IN_GIT,
         argument(
             "--max-creep TOLERANCE",
             f"what small steps may come to (default: {MOST_CREEP})",
             default=MOST_CREEP,
         ),
         argument(
-            "--tolerance",
+            "--tolerance TOLERANCE",
             f"up to what a change is a small step (default: {SMALL}, or the test's own "
             "tolerance where that is more)",
         ),
-        argument("--all", "list tests that never changed, too", action="store_true"),
+        argument("--all", "list tests that never changed, too"),
     ),
     examples=("gpumem history reports/", "gpumem history --git v1.0..HEAD --max-creep 3%"),
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.attribution.history import CATEGORIES
 from pytest_gpumem.baseline.verdict import change_text
 from pytest_gpumem.cli.command import Answer, argument
-from pytest_gpumem.cli.history import past_in_git, past_of
+from pytest_gpumem.cli.history import PAST_IN_GIT, past_of
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.report.json_report import read_report
 from pytest_gpumem.report.past import SMALL, Past, Step, Trend
@@ -326,15 +326,9 @@ ARGUMENTS = (
     argument(
         "--kind",
         "what to draw; history takes several reports, the oldest first, or folders of them",
-        group="png, svg, pdf",
         choices=[*KINDS, HISTORY],
         default="composition",
     ),
-    argument(
-        "--test TEXT",
-        "of tests whose ids contain this (default: all)",
-        group="png, svg, pdf",
-        default="",
-    ),
-    *past_in_git("png, svg, pdf"),
+    argument("--test TEXT", "of tests whose ids contain this (default: all)", default=""),
+    *PAST_IN_GIT,
 )

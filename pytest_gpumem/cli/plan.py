@@ -187,9 +187,8 @@ COMMAND = Command(
             nargs="*",
         ),
         argument(
-            "--runner MODEL:PRICE",
+            "--runner MODEL:PRICE...",
             "a GPU to be had and the price of an hour, like T4:0.35; give one for each kind",
-            action="append",
             required=True,
         ),
         device_argument(),

@@ -49,7 +49,11 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     """Predict; raises ``ValueError`` for bad input."""
     from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
-    refuse_others(arguments, f"--by {arguments.by}" if arguments.by else "no --by", _GROUPS)
+    refuse_others(
+        arguments,
+        f"--by {arguments.by}" if arguments.by else "no --by",
+        {"no --by": WHOLE, **_GROUPS},
+    )
     device: DeviceOption = arguments.device
     if arguments.by is not None:
         gpus = device.models(arguments.gpu, [DEFAULT_GPU])
@@ -186,12 +190,11 @@ WHOLE = (
         "--compile",
         "show eager code beside compiled code and what torch.compile saves, by phase and "
         "line; modules are compiled where TARGET compiles nothing itself",
-        action="store_true",
     ),
 )
 """Options of a prediction that is not by line or layer."""
 
-_GROUPS = {"no --by": WHOLE, "--by line": LINE_ARGUMENTS, "--by layer": LAYER_ARGUMENTS}
+_GROUPS = {"--by line": LINE_ARGUMENTS, "--by layer": LAYER_ARGUMENTS}
 
 COMMAND = Command(
     description="Run TARGET on simulated GPUs and print its peak memory by phase, and whether "
@@ -208,17 +211,15 @@ COMMAND = Command(
             "--by layer: one that calls a model, or returns a model and its inputs",
         ),
         argument(
-            "--gpu MODEL",
+            "--gpu MODEL...",
             "model of the catalogue, like A100-40GB; may be given several times (default: "
             f"all; {DEFAULT_GPU} with --by)",
-            action="append",
         ),
         device_argument(),
         argument("--by", "show memory by source line, or layer by layer", choices=(LINE, LAYER)),
         *WHOLE,
-        *LINE_ARGUMENTS,
-        *LAYER_ARGUMENTS,
     ),
+    groups=_GROUPS,
     examples=(
         "gpumem predict train.py:step --gpu T4 --gpu A100-40GB",
         'gpumem predict "tests/test_model.py::test_step" --gpu "A100-80GB*2"',

@@ -62,29 +62,18 @@ def write_markdown(arguments: argparse.Namespace) -> Answer:
 
 HTML = (
     argument(
-        "--history PATH",
+        "--history PATH...",
         "an earlier report, or a folder of them, by their names; may be repeated",
-        group="html",
-        action="append",
-        default=[],
         type=Path,
     ),
 )
 MARKDOWN = (
-    argument(
-        "--against BASE", "JSON report of what it is changed from", group="markdown", type=Path
-    ),
-    argument("--base-name NAME", "what to call BASE, like main", group="markdown", default=""),
-    argument(
-        "--name",
-        "of the job: tells the comments of several jobs apart",
-        group="markdown",
-        default="",
-    ),
+    argument("--against BASE", "JSON report of what it is changed from", type=Path),
+    argument("--base-name NAME", "what to call BASE, like main", default=""),
+    argument("--name NAME", "of the job: tells the comments of several jobs apart", default=""),
     argument(
         "--command COMMAND",
         "how pytest is started, for the commands that are suggested (default: pytest)",
-        group="markdown",
         dest="pytest",
         default="pytest",
     ),
@@ -152,10 +141,8 @@ COMMAND = Command(
             "terminal",
             type=Path,
         ),
-        *HTML,
-        *MARKDOWN,
-        *picture.ARGUMENTS,
     ),
+    groups={"html": HTML, "markdown": MARKDOWN, "png, svg, pdf": picture.ARGUMENTS},
     examples=(
         "gpumem report report.json                                   writes report.html",
         "gpumem report report.json --history reports/ -o memory.html",

@@ -207,10 +207,9 @@ COMMAND = Command(
     run=run,
     arguments=(
         argument(
-            "--gpu MODEL",
+            "--gpu MODEL...",
             f"model of the catalogue, like T4 or A100-80GB*2, or cuda for a device of this "
             f"machine; may be given several times (default: {DEFAULT_GPU})",
-            action="append",
         ),
         device_argument(),
         argument(
@@ -225,7 +224,7 @@ COMMAND = Command(
             type=_seconds,
             default=60.0,
         ),
-        argument("-m", "SCRIPT is a module, as for python -m", dest="module", action="store_true"),
+        argument("-m", "SCRIPT is a module, as for python -m", dest="module"),
         argument("script SCRIPT", "what stands behind python; our options go first"),
         argument(
             "arguments ARGS",
