@@ -120,6 +120,8 @@ class Command:
     looks: bool = False
     """Whether it shows the present state: it takes no time, or as long as it is watched."""
 
+    purpose: str = ""
+    """Line of help, for a part of another command."""
     talks: bool = False
     """Whether the code it runs writes to the terminal: then there is no progress bar."""
 
@@ -138,10 +140,10 @@ class Command:
 
 @dataclass(frozen=True)
 class Commands:
-    """A subcommand with subcommands of its own, by name with their lines of help."""
+    """A subcommand with subcommands of its own, by name."""
 
     description: str
-    parts: Mapping[str, tuple[str, Command]]
+    parts: Mapping[str, Command]
     examples: Sequence[str] = ()
 
     def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
@@ -150,8 +152,8 @@ class Commands:
         own = parser.add_subparsers(
             title="commands", metavar="COMMAND", required=True, parser_class=type(parser)
         )
-        for part, (purpose, command) in self.parts.items():
-            command.add_to(own.add_parser(part, help=purpose), f"{name} {part}")
+        for part, command in self.parts.items():
+            command.add_to(own.add_parser(part, help=command.purpose), f"{name} {part}")
 
 
 def _describe(parser: argparse.ArgumentParser, command: Command | Commands) -> None:
