@@ -227,36 +227,18 @@ class History:
                     continue
                 # The same tensor seen again, now with its owner's path, tells more.
                 known = life.sighting or sighting
-                gain = _STRENGTH[sighting.category] - _STRENGTH[known.category]
+                gain = _STRENGTH.index(sighting.category) - _STRENGTH.index(known.category)
                 path = len(sighting.module) - len(known.module)
                 if life.sighting is None or (gain, path) > (0, 0):
                     life.sighting = sighting
 
 
-PARAMETERS = "parameters"
-GRADIENTS = "gradients"
-OPTIMIZER_STATE = "optimizer state"
-INPUTS = "inputs"
-ACTIVATIONS = "activations"
-WORKSPACE = "workspace"
-TEMPORARIES = "temporaries"
-OTHER = "other"
-
 CATEGORIES = (
-    PARAMETERS,
-    GRADIENTS,
-    OPTIMIZER_STATE,
-    INPUTS,
-    ACTIVATIONS,
-    WORKSPACE,
-    TEMPORARIES,
-    OTHER,
+    *("parameters", "gradients", "optimizer state", "inputs"),
+    *("activations", "workspace", "temporaries", "other"),
 )
+PARAMETERS, GRADIENTS, OPTIMIZER_STATE, INPUTS = CATEGORIES[:4]
+ACTIVATIONS, WORKSPACE, TEMPORARIES, OTHER = CATEGORIES[4:]
 
-_STRENGTH = {
-    category: -index
-    for index, category in enumerate(
-        (WORKSPACE, PARAMETERS, GRADIENTS, OPTIMIZER_STATE, OTHER, INPUTS)
-    )
-}
-"""A buffer that is passed to a module is still a buffer."""
+_STRENGTH = (INPUTS, OTHER, OPTIMIZER_STATE, GRADIENTS, PARAMETERS, WORKSPACE)
+"""Categories that are seen, the weakest first: a buffer passed to a module is still a buffer."""

@@ -31,18 +31,13 @@ def workflow_commands(run: ReportedRun) -> list[str]:
     failed = [record for record in run.records if is_failure(record)]
     changed = changed_lines(run.root) if failed else None
     better = [record for record in run.records if record.improvements and not is_failure(record)]
+    notices = []
+    for record in better:
+        text = "\n".join(printable(improvement.short) for improvement in record.improvements)
+        notices.append((text, _place("less GPU memory", record, run)))
     return [
         *_limited("error", [_failure(record, run, changed) for record in failed]),
-        *_limited(
-            "notice",
-            [
-                (
-                    "\n".join(printable(improvement.short) for improvement in record.improvements),
-                    _place("less GPU memory", record, run),
-                )
-                for record in better
-            ],
-        ),
+        *_limited("notice", notices),
     ]
 
 
