@@ -12,7 +12,7 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import NoReturn
 
-from pytest_gpumem.cli.command import Command, Commands, ExamplesBelow
+from pytest_gpumem.cli.command import BAD_INPUT, Command, Commands, ExamplesBelow
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.progress import progress
 
@@ -41,7 +41,6 @@ GROUPS: dict[str, dict[str, str]] = {
 
 COMMANDS = {name: purpose for group in GROUPS.values() for name, purpose in group.items()}
 
-BAD_INPUT = 2
 INTERRUPTED = 130
 """Exit code that shells expect of a program ended by Ctrl-C."""
 
@@ -172,7 +171,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(*answer.texts(as_json=True))
     else:
         print(json.dumps(answer.data(), indent=2))
-    return answer.code
+    return int(answer.failed)
 
 
 def _complete() -> None:

@@ -27,8 +27,6 @@ from pytest_gpumem.sizes import Tolerance, format_exact, format_size, parse_tole
 from pytest_gpumem.text import counted
 from pytest_gpumem.values.measurement import Measurement
 
-FOUND = 1
-
 
 class UnmeasuredError(ValueError):
     """A commit at which the test cannot be measured; the message is the reason."""
@@ -121,7 +119,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     return Answer(
         _lines(search, causes, top, arguments.good),
         lambda: _data(search, causes if grew else range(0)),
-        FOUND if grew else 0,
+        failed=grew,
     )
 
 

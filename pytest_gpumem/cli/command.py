@@ -15,6 +15,9 @@ from pytest_gpumem.echo import printable
 
 T = TypeVar("T")
 
+BAD_INPUT = 2
+"""Exit code."""
+
 
 @dataclass(frozen=True)
 class Argument:
@@ -94,7 +97,8 @@ class Answer:
     """The lines of text."""
     data: Callable[[], Any]
     """Function that returns the data for ``--json``: builtin types, sizes in bytes."""
-    code: int = 0
+    failed: bool = False
+    """Whether the exit code is 1: for a regression, or what does not fit."""
 
     def texts(self, *, as_json: bool) -> list[str]:
         """Return the lines to print, JSON as a single one: for repeated output."""

@@ -18,7 +18,6 @@ from pytest_gpumem.report.compared import Compared, Row, Side, compare_environme
 from pytest_gpumem.sizes import Tolerance, format_change, format_size, parse_tolerance
 from pytest_gpumem.text import counted
 
-REGRESSION = 1
 STATUSES = ("regression", "improvement", "same", "new", "gone", "failed")
 COLUMNS = ("test", "phase", "A", "B", "difference", "%", "status")
 
@@ -41,7 +40,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     return Answer(
         [*_header(a, b, pairs, tolerance), *_body(tests, arguments.all), _totals(tests)],
         lambda: as_dict(a, b, tests),
-        REGRESSION if any(row.status == "regression" for row in _rows_of(tests)) else 0,
+        failed=any(row.status == "regression" for row in _rows_of(tests)),
     )
 
 

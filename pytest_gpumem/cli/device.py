@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_gpumem.cli.command import Argument, argument
+from pytest_gpumem.cli.command import BAD_INPUT, Argument, argument
 from pytest_gpumem.dry.load import environment_of_option
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 
 CUDA, DRY, SIM = "cuda", "dry", "sim"
-_BAD_INPUT = 2
 _PREFIX = "gpumem: "
 
 
@@ -87,7 +86,7 @@ def answer_on_dry(given: Sequence[str], gpu: str, *, memory: int | None = None) 
         errors="replace",
     )
     refusals = [line for line in done.stderr.splitlines() if line.startswith(_PREFIX)]
-    if done.returncode == _BAD_INPUT and refusals:
+    if done.returncode == BAD_INPUT and refusals:
         raise ValueError(refusals[-1].removeprefix(_PREFIX))
     sys.stderr.write(done.stderr)
     try:

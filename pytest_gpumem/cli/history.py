@@ -30,7 +30,6 @@ from pytest_gpumem.report.past import (
 from pytest_gpumem.sizes import Tolerance, format_change, format_size, parse_tolerance
 from pytest_gpumem.text import counted
 
-CREEPS = 1
 WIDTH = 24
 """Columns of a sparkline."""
 MOST_CREEP = "5%"
@@ -54,7 +53,7 @@ def run(arguments: argparse.Namespace) -> Answer:
             "tests": [{**trend.to_dict(), "creeps": trend in creeping} for trend in trends],
             "notes": past.notes,
         },
-        CREEPS if creeping else 0,
+        failed=bool(creeping),
     )
 
 

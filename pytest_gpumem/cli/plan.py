@@ -25,7 +25,6 @@ from pytest_gpumem.sharing.host import CONTEXT, MARGIN
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import counted, shorten, wrap
 
-INCOMPLETE = 1
 MOST_LISTED = 10
 """The most tests of one kind that are named."""
 
@@ -45,7 +44,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     return Answer(
         lines(plan, needs, arguments.minutes, terminal_width()),
         lambda: as_dict(plan, needs),
-        INCOMPLETE if plan.nowhere or plan.late else 0,
+        failed=bool(plan.nowhere or plan.late),
     )
 
 

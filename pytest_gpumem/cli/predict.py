@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.prediction.compiled import Mode
     from pytest_gpumem.values.prediction import Prediction
 
-DOES_NOT_FIT = 1
 LINE, LAYER = "line", "layer"
 
 
@@ -76,7 +75,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     return Answer(
         fit.beside_lines(arguments.target, both, terminal_width()),
         lambda: {"target": arguments.target, **fit.beside_dict(both)},
-        0 if all(compiled.fits for _, compiled in both.pairs) else DOES_NOT_FIT,
+        failed=not all(compiled.fits for _, compiled in both.pairs),
     )
 
 
@@ -84,7 +83,7 @@ def _answer(target: str, predictions: Sequence[Prediction], whose: str = RULES) 
     return Answer(
         lines(target, predictions, terminal_width(), whose),
         lambda: {"target": target, "gpus": [one.to_dict() for one in predictions]},
-        0 if all(one.fits for one in predictions) else DOES_NOT_FIT,
+        failed=not all(one.fits for one in predictions),
     )
 
 

@@ -16,7 +16,6 @@ from pytest_gpumem.sizes import format_change, format_size, parse_size
 if TYPE_CHECKING:
     from pytest_gpumem.allocator.replayed import DeviceReplay, ReplayResult, Shortage, Usage
 
-DISAGREEMENT = 1
 UNKNOWN = "?"
 
 
@@ -48,7 +47,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     return Answer(
         lines(result, arguments.snapshot, elsewhere),
         lambda: to_dict(result, arguments.snapshot),
-        0 if result.exact and result.out_of_memory is None else DISAGREEMENT,
+        failed=not (result.exact and result.out_of_memory is None),
     )
 
 

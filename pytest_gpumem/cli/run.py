@@ -26,9 +26,6 @@ from pytest_gpumem.text import counted, wrap
 from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.prediction import Prediction
 
-FAILED = 1
-"""Exit code if it does not fit one of the GPUs, or has raised."""
-
 _NO_RESULT = (endings.RAISED, endings.EXITED)
 
 
@@ -67,18 +64,18 @@ def run(arguments: argparse.Namespace) -> Answer | int:
             "gpus": [_to_dict(result) for result in results],
             "test": test,
         },
-        0 if all(result.fits for result in results) else FAILED,
+        failed=not all(result.fits for result in results),
     )
 
 
 def _failed(script: Script, result: Result) -> int:
-    """Report how the script failed, below its own output."""
+    """Report how the script failed, below its own output; return the exit code."""
     answer = result.reported_answer
     ended = f"ended with exit code {answer.sentence}"
     how = ended if answer.ending == endings.EXITED else f"raised {answer.sentence}"
     made_up = "; it had read a value that is not computed" if answer.made_up else ""
     print(f"gpumem: {script.name} {printable(how)} {_when(answer)}{made_up}", file=sys.stderr)
-    return FAILED
+    return 1
 
 
 def _when(answer: endings.Answer) -> str:

@@ -242,15 +242,8 @@ def explained_by(first: Measurement, again: Measurement) -> Measurement:
     }
     phases = composed(first.phases, found)
     call = phases[CALL]
-    return replace(
-        first,
-        phases=phases,
-        composition=call.composition,
-        sites=call.sites,
-        leaks=again.leaks,
-        facts=again.facts,
-        timeline=again.timeline,
-    )
+    taken = {name: getattr(again, name) for name in ("leaks", "facts", "timeline")}
+    return replace(first, phases=phases, composition=call.composition, sites=call.sites, **taken)
 
 
 def leaks(
