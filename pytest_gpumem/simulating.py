@@ -180,8 +180,8 @@ class SimulatedRun:
     def _raise_peaks(self, readings: Readings) -> None:
         reading = readings.get(self._gpu.index)
         if reading is not None:
-            self._peak_allocated = max(self._peak_allocated, reading.peak_allocated)
-            self._peak_reserved = max(self._peak_reserved, reading.peak_reserved)
+            self._peak_allocated = max(self._peak_allocated, reading.peak.allocated)
+            self._peak_reserved = max(self._peak_reserved, reading.peak.reserved)
 
 
 @contextmanager

@@ -234,7 +234,7 @@ class Meter:
             peak_allocated=call.peak_allocated,
             peak_reserved=call.peak_reserved,
             allocated_before=call.allocated_before,
-            allocated_after=now.allocated - stray.allocated,
+            allocated_after=now.held.allocated - stray.allocated,
             leaked=None if leaked is None else bytes_on(device, leaked),
             cublas_workspace=call.cublas_workspace,
             stray=max(stray.allocated, 0),

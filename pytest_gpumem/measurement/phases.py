@@ -44,7 +44,7 @@ class Extent:
     def reach(self, reading: Reading) -> None:
         """Include a reading of the window that has just ended."""
         self.peak = self.peak.at_least(reading.peak)
-        self.allocated_after = reading.allocated
+        self.allocated_after = reading.held.allocated
 
 
 class NestingError(ValueError):
@@ -83,7 +83,7 @@ class Phase:
         """Begin, or resume, at the current values."""
         for device, now in readings.items():
             if device not in self.extents:
-                self.extents[device].allocated_before = now.allocated
+                self.extents[device].allocated_before = now.held.allocated
             self.extents[device].reach(now.at_rest)
 
     def inspect(self, readings: Readings, live: Callable[[], frozenset[Block]]) -> None:
@@ -237,7 +237,7 @@ class PhaseTracker:
                         # begins with the memory that they left.
                         self.phases[one.name] = self.phases.pop(one.name)
                         for device, now in readings.items():
-                            one.extents[device].allocated_before = now.allocated
+                            one.extents[device].allocated_before = now.held.allocated
                 self._open += inner
 
     def is_open(self, name: str) -> bool:
@@ -266,8 +266,8 @@ class PhaseTracker:
 
         def count(before: Readings, after: Readings) -> None:
             for device, now in after.items():
-                there = max(now.allocated, before.get(device, Reading()).allocated)
-                beyond = now.peak_allocated - there
+                there = max(now.held.allocated, before.get(device, Reading()).held.allocated)
+                beyond = now.peak.allocated - there
                 self.compiled[device] = max(self.compiled.get(device, 0), beyond)
 
         return self._paused_while(self.unmeasured_windows, count)

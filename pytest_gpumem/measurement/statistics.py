@@ -59,10 +59,10 @@ class Bytes:
 class Reading:
     """A device's statistics since the last harvest, in bytes."""
 
-    allocated: int = 0
-    reserved: int = 0
-    peak_allocated: int = 0
-    peak_reserved: int = 0
+    held: Bytes = Bytes()
+    """The current values."""
+    peak: Bytes = Bytes()
+    """The highest values."""
     allocations: int = 0
     """The bytes ever handed out: a counter that grows with every allocation."""
     in_pools: Callable[[], tuple[int, ...]] = field(default=tuple, compare=False)
@@ -71,19 +71,9 @@ class Reading:
     for the size of workspaces fixes it."""
 
     @property
-    def held(self) -> Bytes:
-        """The current values."""
-        return Bytes(self.allocated, self.reserved)
-
-    @property
-    def peak(self) -> Bytes:
-        """The highest values."""
-        return Bytes(self.peak_allocated, self.peak_reserved)
-
-    @property
     def at_rest(self) -> Reading:
         """The current values, as if they had never been higher."""
-        return replace(self, peak_allocated=self.allocated, peak_reserved=self.reserved)
+        return replace(self, peak=self.held)
 
 
 class Block(NamedTuple):
@@ -131,10 +121,8 @@ class CudaStatistics:
             self._reset_peaks(device)
             allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
             readings[device] = Reading(
-                allocated=allocated["current"],
-                reserved=reserved["current"],
-                peak_allocated=allocated["peak"],
-                peak_reserved=reserved["peak"],
+                held=Bytes(allocated["current"], reserved["current"]),
+                peak=Bytes(allocated["peak"], reserved["peak"]),
                 allocations=allocated["allocated"],
                 in_pools=partial(_in_pools, device, stats, self._times_cleared),
             )

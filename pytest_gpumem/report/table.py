@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -52,46 +51,6 @@ def table(
     return lines
 
 
-@dataclass(frozen=True)
-class _Grid:
-    """The columns that are shown, and how wide each is."""
-
-    columns: tuple[Column, ...]
-    widths: Mapping[str, int]
-    name_width: int
-    verbose: bool
-
-    @classmethod
-    def fitting(cls, rows: Sequence[Row], verbose: bool, width: int) -> _Grid:
-        widths = {
-            column.key: max(
-                cells(column.heading(verbose)), *(cells(row.cell(column, verbose)) for row in rows)
-            )
-            for column in COLUMNS
-        }
-        longest = max(cells(row.indented) for row in rows)
-        least = min(longest, LEAST_NAME if verbose else max(LEAST_NAME, width // 3), width // 2)
-        columns = _fitting_columns(rows, widths, width - least)
-        room = width - sum(len(GAP) + widths[column.key] for column in columns)
-        return cls(columns, widths, min(longest, room), verbose)
-
-    def heading(self) -> Line:
-        titles = [
-            pad(column.heading(self.verbose), self.widths[column.key], right=True)
-            for column in self.columns
-        ]
-        unit = pad("bytes" if self.verbose else "", self.name_width)
-        return Line.of(GAP.join([unit, *titles]).rstrip(), "bold")
-
-    def line(self, row: Row) -> Line:
-        spans = [Span(pad(shorten(row.indented, self.name_width), self.name_width))]
-        for column in self.columns:
-            text = row.cell(column, self.verbose)
-            before = 0 if column.key == "status" else self.widths[column.key] - cells(text)
-            spans += [Span(GAP + " " * before), Span(text, row.style(column))]
-        return _trimmed(spans)
-
-
 def _fitting_columns(
     rows: Sequence[Row], widths: Mapping[str, int], room: int
 ) -> tuple[Column, ...]:
@@ -113,14 +72,34 @@ def _fitting_columns(
 
 
 def _lines(rows: Mapping[str, Sequence[Row]], verbose: bool, width: int) -> list[Line]:
-    grid = _Grid.fitting([row for found in rows.values() for row in found], verbose, width)
-    stacked = verbose and len(grid.columns) < len(COLUMNS)
-    lines = [] if stacked else [grid.heading()]
+    every = [row for found in rows.values() for row in found]
+    widths = {
+        column.key: max(
+            cells(column.heading(verbose)), *(cells(row.cell(column, verbose)) for row in every)
+        )
+        for column in COLUMNS
+    }
+    longest = max(cells(row.indented) for row in every)
+    least = min(longest, LEAST_NAME if verbose else max(LEAST_NAME, width // 3), width // 2)
+    columns = _fitting_columns(every, widths, width - least)
+    stacked = verbose and len(columns) < len(COLUMNS)
+    name = min(longest, width - sum(len(GAP) + widths[column.key] for column in columns))
+    titles = [pad(column.heading(verbose), widths[column.key], right=True) for column in columns]
+    heading = GAP.join([pad("bytes" if verbose else "", name), *titles]).rstrip()
+    lines = [] if stacked else [Line.of(heading, "bold")]
     for module, found in rows.items():
         if module:
             lines.append(Line.of(shorten(module, width), "dim"))
         for row in found:
-            lines += _stacked(row, width) if stacked else [grid.line(row)]
+            if stacked:
+                lines += _stacked(row, width)
+                continue
+            spans = [Span(pad(shorten(row.indented, name), name))]
+            for column in columns:
+                text = row.cell(column, verbose)
+                before = 0 if column.key == "status" else widths[column.key] - cells(text)
+                spans += [Span(GAP + " " * before), Span(text, row.style(column))]
+            lines.append(_trimmed(spans))
     return lines
 
 
