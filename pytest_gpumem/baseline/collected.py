@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.sizes import MIB
@@ -182,9 +182,8 @@ def unused_baselines(
             identifies=lambda numbers: numbers[0] >= TELLING,
         )
         for one in unused:
-            if successor := named.get(one.nodeid):
-                one = replace(one, successor=successor.nodeid, same=successor.same)
-            found.append(one)
+            successor, same = named.get(one.nodeid, (None, False))
+            found.append(replace(one, successor=successor, same=same))
     return sorted(found, key=lambda one: (one.environment.key, one.nodeid))
 
 
@@ -221,26 +220,19 @@ ONLY_MOVED = 1.0
 """Ratio for tests that differ only in the path of their module."""
 
 
-class Successor(NamedTuple):
-    """The test that has probably taken the place of one that is gone."""
-
-    nodeid: str
-    same: bool
-    """Whether its measured numbers are the same."""
-
-
 def successors(
     gone: Mapping[str, T],
     new: Mapping[str, T],
     *,
     unlike: float = ONLY_MOVED,
     identifies: Callable[[T], bool] = lambda measured: False,
-) -> dict[str, Successor]:
+) -> dict[str, tuple[str, bool]]:
     """Return by node id the ``new`` test that each ``gone`` test has probably become.
 
     Both hold measured numbers. Where these are equal, names have to be alike by half, or the
     numbers are unique and identify a test by themselves; where they differ, by ``unlike``. Every
-    test takes the place of one at most, the most similar first.
+    test takes the place of one at most, the most similar first. Beside the new one's node id stands
+    whether its numbers are the same.
     """
     often = Counter([*gone.values(), *new.values()])
     pairs = []
@@ -250,11 +242,11 @@ def successors(
             unique = same and often[measured] == 2 and identifies(measured)
             if unique or alike >= (SAME_NUMBERS_ALIKE if same else unlike):
                 pairs.append((not same, -alike, position, old, name))
-    found: dict[str, Successor] = {}
+    found: dict[str, tuple[str, bool]] = {}
     taken: set[str] = set()
     for differs, _, _, old, name in sorted(pairs):
         if old not in found and name not in taken:
-            found[old] = Successor(name, not differs)
+            found[old] = name, not differs
             taken.add(name)
     return found
 

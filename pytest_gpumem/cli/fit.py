@@ -13,7 +13,7 @@ from pytest_gpumem.sizes import format_change, format_size
 from pytest_gpumem.text import wrap
 
 if TYPE_CHECKING:
-    from pytest_gpumem.prediction.compiled import Beside
+    from pytest_gpumem.prediction.compiled import Pairs
     from pytest_gpumem.values.prediction import Prediction
 
 SHOWN_PHASES = 6
@@ -87,17 +87,17 @@ MODULES = (
 )
 
 
-def beside_lines(target: str, both: Beside, width: int = UNLIMITED) -> Iterator[str]:
+def beside_lines(target: str, pairs: Pairs, by_itself: bool, width: int) -> Iterator[str]:
     """Yield the lines of output; of several GPUs, source lines are those of the first."""
     yield heading(target)
-    yield from wrap(BY_ITSELF if both.by_itself else MODULES, width)
+    yield from wrap(BY_ITSELF if by_itself else MODULES, width)
     yield ""
-    predictions = [one for pair in both.pairs for one in pair]
+    predictions = [one for pair in pairs for one in pair]
     phases = phases_of(predictions)
     yield from fit_table(predictions, phases, width)
     yield ""
     rows = [["by compiling", "peak", "reserved", *phases]]
-    for eager, compiled in both.pairs:
+    for eager, compiled in pairs:
         name = f"{eager.gpu}, {compiled.ranks}" if compiled.ranks else eager.gpu
         changed = [
             _change(eager.peak_allocated, compiled.peak_allocated),
@@ -107,16 +107,16 @@ def beside_lines(target: str, both: Beside, width: int = UNLIMITED) -> Iterator[
         rows.append([name, *changed])
     yield from table(rows, left=(0,), given_up=range(len(rows[0]) - 1, 1, -1), width=width)
     yield ""
-    yield from _by_line(*both.pairs[0], phases, width)
+    yield from _by_line(*pairs[0], phases, width)
     yield CONTEXT
-    yield from _notes_of_both(both)
+    yield from _notes_of_both(pairs)
 
 
-def beside_dict(both: Beside) -> dict[str, Any]:
+def beside_dict(pairs: Pairs, by_itself: bool) -> dict[str, Any]:
     """Return everything as builtin types, sizes in bytes; changes are negative where it saves."""
     return {
-        "compiled": "target" if both.by_itself else "modules",
-        "gpus": [one.to_dict() for pair in both.pairs for one in pair],
+        "compiled": "target" if by_itself else "modules",
+        "gpus": [one.to_dict() for pair in pairs for one in pair],
         "changes": [
             {
                 "gpu": eager.gpu,
@@ -132,7 +132,7 @@ def beside_dict(both: Beside) -> dict[str, Any]:
                     if name in eager.phases
                 },
             }
-            for eager, compiled in both.pairs
+            for eager, compiled in pairs
         ],
     }
 
@@ -168,11 +168,10 @@ def _by_line(
         yield ""
 
 
-def _notes_of_both(both: Beside) -> Iterator[str]:
+def _notes_of_both(pairs: Pairs) -> Iterator[str]:
     """Yield the notes; one on only one of the two names it."""
     eager, compiled = (
-        list(dict.fromkeys(note for pair in both.pairs for note in pair[side].notes))
-        for side in (0, 1)
+        list(dict.fromkeys(note for pair in pairs for note in pair[side].notes)) for side in (0, 1)
     )
     for note in compiled:
         yield f"note{'' if note in eager else ', compiled'}: {note}"

@@ -19,7 +19,7 @@ from pytest_gpumem.cli.command import (
 )
 from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument
 from pytest_gpumem.jsonfile import replace_file
-from pytest_gpumem.prediction.needs import Needs, needs_of
+from pytest_gpumem.prediction.needs import needs_of
 from pytest_gpumem.prediction.runners import Job, Plan, PlannedTest, Runner, make_plan, parse_runner
 from pytest_gpumem.sharing.host import CONTEXT, MARGIN
 from pytest_gpumem.sizes import format_size
@@ -36,20 +36,20 @@ def run(arguments: argparse.Namespace) -> Answer:
     if device.kind == CUDA or device.model is not None:
         raise ValueError("plan runs tests on the GPUs of --runner: write --device sim or dry")
     dry = device.kind == DRY
-    needs = needs_of(arguments.tests, runners, arguments.durations, dry=dry)
+    tests, sources = needs_of(arguments.tests, runners, arguments.durations, dry=dry)
     limit = None if arguments.minutes is None else arguments.minutes * 60
-    plan = make_plan(needs.tests, runners, limit=limit, startup=arguments.startup * 60)
+    plan = make_plan(tests, runners, limit=limit, startup=arguments.startup * 60)
     if arguments.output is not None:
         replace_file(arguments.output, f"{json.dumps(plan.shards(), indent=1)}\n".encode("ascii"))
     return Answer(
-        lines(plan, needs, arguments.minutes, terminal_width()),
-        lambda: as_dict(plan, needs),
+        lines(plan, sources, arguments.minutes, terminal_width()),
+        lambda: as_dict(plan, sources),
         failed=bool(plan.nowhere or plan.late),
     )
 
 
 def lines(
-    plan: Plan, needs: Needs, minutes: float | None = None, width: int = UNLIMITED
+    plan: Plan, sources: Sequence[str], minutes: float | None = None, width: int = UNLIMITED
 ) -> Iterator[str]:
     """Yield the lines of output."""
     yield from wrap(_headline(plan), width)
@@ -70,11 +70,11 @@ def lines(
     yield from _listed("longer than there is time", [(test, "") for test in late], width)
     yield ""
     room = f"room for tests: a GPU's memory less {MARGIN:.0%} and {format_size(CONTEXT)} of context"
-    for sentence in (room, *needs.sources):
+    for sentence in (room, *sources):
         yield from wrap(sentence, width, rest="  ")
 
 
-def as_dict(plan: Plan, needs: Needs) -> dict[str, Any]:
+def as_dict(plan: Plan, sources: Sequence[str]) -> dict[str, Any]:
     """Return everything as builtin types; sizes in bytes, times in seconds."""
     return {
         "runners": [
@@ -112,7 +112,7 @@ def as_dict(plan: Plan, needs: Needs) -> dict[str, Any]:
         "late": list(plan.late),
         "cost": plan.cost,
         "seconds": plan.seconds,
-        "sources": list(needs.sources),
+        "sources": list(sources),
     }
 
 

@@ -71,11 +71,11 @@ def run(arguments: argparse.Namespace) -> Answer | int:
 
     from pytest_gpumem.prediction.compiled import compare  # imports torch
 
-    both = compare(lambda mode: predictions_of(*asked, mode))
+    pairs, by_itself = compare(lambda mode: predictions_of(*asked, mode))
     return Answer(
-        fit.beside_lines(arguments.target, both, terminal_width()),
-        lambda: {"target": arguments.target, **fit.beside_dict(both)},
-        failed=not all(compiled.fits for _, compiled in both.pairs),
+        fit.beside_lines(arguments.target, pairs, by_itself, terminal_width()),
+        lambda: {"target": arguments.target, **fit.beside_dict(pairs, by_itself)},
+        failed=not all(compiled.fits for _, compiled in pairs),
     )
 
 

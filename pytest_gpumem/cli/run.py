@@ -19,7 +19,7 @@ from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.report.rows import parents_first
 from pytest_gpumem.script import process as endings
 from pytest_gpumem.script.entry import Script, kept_test
-from pytest_gpumem.script.process import Result, Settings, iteration_of, run_on
+from pytest_gpumem.script.process import Result, iteration_of, run_on
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import counted, wrap
@@ -42,10 +42,10 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     script.check()
     if find_spec("torch") is None:  # reported before another process is started in vain
         raise ModuleNotFoundError("torch is not installed", name="torch")
-    settings = Settings(arguments.steps, arguments.seconds, quiet=arguments.json)
+    limits = {"steps": arguments.steps, "seconds": arguments.seconds}
     results: list[Result] = []
     for name in dict.fromkeys(names):
-        result = run_on(script, name, settings)
+        result = run_on(script, name, **limits, quiet=arguments.json)
         if result.reported_answer.ending in _NO_RESULT:
             return _failed(script, result)
         results.append(result)
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     answer = next(answers, None)
     test = None
     if answer is not None:
-        test = kept_test(script, answer.gpu, answer.measurements[0], settings.steps)
+        test = kept_test(script, answer.gpu, answer.measurements[0], arguments.steps)
     return Answer(
         lines(script, results, test, terminal_width()),
         lambda: {

@@ -30,15 +30,6 @@ Seconds = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class Needs:
-    """The tests, and the origin of their numbers."""
-
-    tests: tuple[PlannedTest, ...]
-    sources: tuple[str, ...]
-    """Sentences without a full stop."""
-
-
-@dataclass(frozen=True)
 class _Measured:
     """A test in one environment."""
 
@@ -57,8 +48,8 @@ def needs_of(
     durations: Path | None = None,
     *,
     dry: bool = False,
-) -> Needs:
-    """Return the needs of the tests that ``given`` names on ``runners``.
+) -> tuple[list[PlannedTest], tuple[str, ...]]:
+    """Return the needs of the tests that ``given`` names on ``runners``, and sentences on sources.
 
     ``given`` are JSON reports, or a folder of baselines, or else pytest's arguments: paths and node
     ids, which run on simulated or ``dry`` GPUs, in a process of their own. ``durations`` is a file
@@ -80,10 +71,8 @@ def needs_of(
         raise PlanError(f"{', '.join(given)} holds no measured test, so there is nothing to plan")
     environments = ", ".join(sorted({one.environment.key for one in measured}))
     timed, durations_from = _timed(tests, runners, measured, durations)
-    return Needs(
-        tuple(sorted(timed, key=lambda test: test.nodeid)),
-        (f"needs: {source} {environments}".rstrip(), durations_from),
-    )
+    sources = f"needs: {source} {environments}".rstrip(), durations_from
+    return sorted(timed, key=lambda test: test.nodeid), sources
 
 
 def _of_report(path: Path) -> Iterator[_Measured]:

@@ -176,7 +176,7 @@ def compare_environments(
         {nodeid: tuple(sorted(one[nodeid].figures.items())) for nodeid in sorted(one.keys() - two)}
         for one, two in ((before, after.keys()), (after, before.keys()))
     )
-    earlier = {successor.nodeid: old for old, successor in successors(gone, new).items()}
+    earlier = {now: old for old, (now, _) in successors(gone, new).items()}
     for nodeid in sorted((before.keys() | after.keys()) - set(earlier.values())):
         old = earlier.get(nodeid, nodeid)
         pair = before.get(old, NOTHING), after.get(nodeid, NOTHING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
@@ -88,17 +88,17 @@ class Trend:
     @property
     def steps(self) -> tuple[Step, ...]:
         """The changes by more than the tolerance, the oldest first."""
-        return tuple(Step(point, before) for point, before in self._changes(small=False))
+        return tuple(self._changes(small=False))
 
     @property
     def creeping(self) -> tuple[Point, ...]:
         """The points that grew within the tolerance."""
-        return tuple(point for point, before in self._changes(small=True) if point.peak > before)
+        return tuple(step.point for step in self._changes(small=True) if step.bytes > 0)
 
     @property
     def crept(self) -> int:
         """The sum of all changes within the tolerance, in bytes; steps are left out."""
-        return sum(point.peak - before for point, before in self._changes(small=True))
+        return sum(step.bytes for step in self._changes(small=True))
 
     @property
     def level(self) -> int:
@@ -123,15 +123,13 @@ class Trend:
             "creeping": [point.label for point in self.creeping],
         }
 
-    def _changes(self, *, small: bool) -> list[tuple[Point, int]]:
-        found = []
+    def _changes(self, *, small: bool) -> Iterator[Step]:
         tolerances = [one for one in (self.tolerance, self.own) if one is not None]
         for before, now in pairwise(self.points):
             change = abs(now.peak - before.peak)
             is_small = change <= max(one.allowance(before.peak) for one in tolerances)
             if change and is_small == small:
-                found.append((now, before.peak))
-        return found
+                yield Step(now, before.peak)
 
 
 def sparkline(values: Sequence[int], width: int, bars: str = BARS) -> str:

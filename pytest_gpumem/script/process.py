@@ -113,16 +113,6 @@ main(sys.argv[2])
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The length of a script's run, and the destination of its output."""
-
-    steps: int = 2
-    seconds: float = 60.0
-    quiet: bool = False
-    """Whether its output goes to stderr."""
-
-
-@dataclass(frozen=True)
 class Result:
     """The results of a script on one GPU."""
 
@@ -137,22 +127,25 @@ class Result:
         return self.larger or self.answer
 
 
-def run_on(script: Script, gpu: str, settings: Settings) -> Result:
-    """Return the results of ``script`` on ``gpu``: a machine, ``"cuda"`` or ``"dry:H100"``."""
-    request = Request(script, gpu, settings.steps, settings.seconds, Path())
-    answer = _answered(request, quiet=settings.quiet)
-    if answer.wants_values and answer.work <= settings.seconds:
+def run_on(script: Script, gpu: str, *, steps: int, seconds: float, quiet: bool) -> Result:
+    """Return the results of ``script`` on ``gpu``: a machine, ``"cuda"`` or ``"dry:H100"``.
+
+    Where ``quiet`` its output goes to stderr.
+    """
+    request = Request(script, gpu, steps, seconds, Path())
+    answer = _answered(request, quiet=quiet)
+    if answer.wants_values and answer.work <= seconds:
         sentence = answer.sentence if answer.ending == UNKNOWN else _MADE_UP
         why = sentence.partition(", which")[0]
         _print(f"{script.name} runs again, with real values on the CPU: {why}")
         request = replace(request, again=why)
-        answer = _answered(request, quiet=settings.quiet)
+        answer = _answered(request, quiet=quiet)
     _check(answer, request)
     fits = answer.ending != OUT_OF_MEMORY
     if fits or gpu == MEASURED or gpu.startswith(DRY):
         return Result(answer, fits)
     _print(f"{script.name} ran out of memory on {answer.gpu}: again, with as much as it wants")
-    larger = _answered(replace(request, unbounded=True), quiet=settings.quiet)
+    larger = _answered(replace(request, unbounded=True), quiet=quiet)
     _check(larger, request)
     return Result(answer, fits, larger)
 
