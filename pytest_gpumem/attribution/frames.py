@@ -16,9 +16,7 @@ from pytest_gpumem.attribution.history import (
     OTHER,
     PARAMETERS,
     TEMPORARIES,
-)
-from pytest_gpumem.attribution.history import (
-    WORKSPACE as WORKSPACES,
+    WORKSPACE,
 )
 
 Frame = Mapping[str, Any]
@@ -28,8 +26,14 @@ MOST_LINES = 12
 
 OPERATOR = re.compile(r"\bat::_ops::(\w+?)::(?:call|redispatch)\b")
 NODE = re.compile(r"\btorch::autograd::(?:generated::)?(\w+)::apply\b")
-WORKSPACE = re.compile(r"\b(getCUDABlasLtWorkspace|getNewWorkspace|allocateCublasWorkspace)\b")
-"""Functions in C++ frames: an operator, a node of autograd, the request of a workspace."""
+"""Functions in C++ frames: an operator, a node of autograd."""
+ALLOCATES_WORKSPACE = re.compile(
+    r"\bat::cuda::(getNewWorkspace|setWorkspaceForHandle|allocateCUDABlasWorkspace"
+    r"|getCUDABlasLtWorkspace)\b"
+)
+"""Functions of aten/src/ATen/cuda/CublasHandlePool.cpp that allocate workspaces of cuBLAS, the
+first one up to torch 2.9, the second one from 2.10 to 2.14, the third one since 2.15; and of
+cuBLASLt."""
 _MEMORY_ONLY = re.compile(r"_?(?:empty|new_empty|resize)(?:_|$)")
 """Operators that only allocate, for the operator that called them."""
 _OVERLOAD = re.compile(
@@ -86,7 +90,7 @@ def stack_facts(frames: Sequence[Frame], paths: Mapping[str, str]) -> StackFacts
         function=None if line is None else line["name"],
         operator=node or _operator(symbols) or _called(python),
         during="backward" if node else _during(python),
-        library=any(WORKSPACE.search(name) for name in symbols),
+        library=any(ALLOCATES_WORKSPACE.search(name) for name in symbols),
         stack=tuple(shown),
     )
 
@@ -98,7 +102,7 @@ def category(facts: StackFacts, *, kept: bool) -> str:
     the function that moved a tensor shows that it is a parameter.
     """
     if facts.library:
-        return WORKSPACES
+        return WORKSPACE
     if facts.during == "making":
         return PARAMETERS
     if not facts.during:

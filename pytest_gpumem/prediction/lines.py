@@ -28,6 +28,7 @@ from pytest_gpumem.measurement.nvml import NvmlAbsent, read_device
 from pytest_gpumem.measurement.phases import PhaseTracker, position_on
 from pytest_gpumem.measurement.recorded import RecordedHistory, SimulatedRecorder
 from pytest_gpumem.measurement.statistics import CudaStatistics, Recorder
+from pytest_gpumem.prediction.measured import on_this_device
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 from pytest_gpumem.simulating import simulate
 from pytest_gpumem.values.plain import Plain
@@ -133,21 +134,25 @@ def lines_of(
     """
     codes = frozenset(function.__code__ for function in functions)
     if gpu == MEASURED:
-        torch.cuda.init()
-        index = torch.cuda.current_device()
-        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-
-        def process() -> int | None:
-            reading = read_device(index if uuid is None else str(uuid))
-            return None if isinstance(reading, NvmlAbsent) else reading.process_used
-
-        history = RecordedHistory()
-        with history.during("all"):
-            return _followed(target, codes, history, index, process)
+        return on_this_device("", lambda _: _measured(target, codes))
     device = SimulatedGPU.machine(gpu)[0]
     with device.active():
         recorder = SimulatedRecorder(device.simulation)
         return _followed(target, codes, recorder, device.index, lambda: device.allocator.reserved)
+
+
+def _measured(target: Callable[[], Any], codes: frozenset[CodeType]) -> list[Line]:
+    torch.cuda.init()
+    index = torch.cuda.current_device()
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+
+    def process() -> int | None:
+        reading = read_device(index if uuid is None else str(uuid))
+        return None if isinstance(reading, NvmlAbsent) else reading.process_used
+
+    history = RecordedHistory()
+    with history.during("all"):
+        return _followed(target, codes, history, index, process)
 
 
 def _followed(

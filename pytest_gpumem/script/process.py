@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pytest_gpumem.device import Computed
 from pytest_gpumem.dry.load import environment_of_option
 from pytest_gpumem.script.entry import Script, ScriptError
 from pytest_gpumem.values.measurement import Measurement
@@ -61,8 +62,10 @@ class Request(Plain):
     seconds: float
     answer: Path
     unbounded: bool = False
+    computed: Computed = Computed.AT_FIRST
+    """The values that the CPU computes."""
     again: str = ""
-    """The reason why the CPU computes values; empty where it does not."""
+    """The reason why it computes more than at first; empty where it does not."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,15 @@ class Answer(Plain):
     post_mortem: tuple[str, ...] = ()
     made_up: bool = False
     """Whether the run used a value that was not computed."""
+    further: Computed | None = None
+    """The values with which another run may get further; ``None`` for none."""
     work: float = 0.0
-    """The least seconds that computing its values takes."""
+    """The least seconds that computing all values takes."""
 
-    @property
-    def wants_values(self) -> bool:
-        """Whether another run, with real values, may get further."""
-        return self.ending == UNKNOWN or (self.ending in (RAISED, EXITED) and self.made_up)
+    def next_values(self, seconds: float) -> Computed | None:
+        """Return the values of another run that takes at most ``seconds``; ``None`` for none."""
+        takes_too_long = self.further is Computed.ALL and self.work > seconds
+        return None if takes_too_long else self.further
 
 
 _MADE_UP = "it failed after it read a value that is not computed"
@@ -99,6 +104,9 @@ GRACE = 120.0
 """Seconds that a script may take to end after it has been stopped, start and answer included."""
 
 STDERR = 2
+
+_VALUES = {Computed.SMALL: "values of small tensors", Computed.ALL: "real values"}
+"""The values that a further run computes."""
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _PROGRAM = """\
@@ -134,11 +142,11 @@ def run_on(script: Script, gpu: str, *, steps: int, seconds: float, quiet: bool)
     """
     request = Request(script, gpu, steps, seconds, Path())
     answer = _answered(request, quiet=quiet)
-    if answer.wants_values and answer.work <= seconds:
+    while (computed := answer.next_values(seconds)) is not None:
         sentence = answer.sentence if answer.ending == UNKNOWN else _MADE_UP
         why = sentence.partition(", which")[0]
-        _print(f"{script.name} runs again, with real values on the CPU: {why}")
-        request = replace(request, again=why)
+        _print(f"{script.name} runs again, with {_VALUES[computed]} on the CPU: {why}")
+        request = replace(request, computed=computed, again=why)
         answer = _answered(request, quiet=quiet)
     _check(answer, request)
     fits = answer.ending != OUT_OF_MEMORY
@@ -178,7 +186,7 @@ def _answered(request: Request, *, quiet: bool) -> Answer:
 def _check(answer: Answer, request: Request) -> None:
     """Raise :class:`ScriptError` where a run has no result for the script."""
     name = request.script.name
-    if answer.ending == UNKNOWN and not request.again:
+    if answer.ending == UNKNOWN and answer.further is not None:
         raise ScriptError(
             f"{name}: {answer.sentence}; and computing values on the CPU takes at least "
             f"{answer.work:,.0f} s, more than --seconds {request.seconds:g}"
