@@ -55,7 +55,7 @@ def cause_of(growth: Growth) -> str:
     if growth.bytes <= 0:
         return ""
     found = (evidence for detector in DETECTORS for evidence in detector(growth))
-    sentences = (sentence for nbytes, sentence in found if growth.is_most(nbytes))
+    sentences = (sentence for nbytes, sentence in found if nbytes > MOST * growth.bytes)
     return next(filter(None, sentences), "")
 
 

@@ -285,10 +285,6 @@ class Growth:
             for one in categories
         )
 
-    def is_most(self, nbytes: int) -> bool:
-        """Return whether ``nbytes`` account for most of the difference."""
-        return nbytes > 0 and nbytes > MOST * self.bytes
-
     @property
     def compares_facts(self) -> bool:
         """Whether both runs have facts."""

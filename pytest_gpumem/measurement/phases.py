@@ -169,7 +169,7 @@ class PhaseTracker:
     def enter(self, name: str) -> Phase | None:
         """Begin the phase ``name``; ``None`` where it is open already, or nothing is measured."""
         with self._lock:
-            if self._unmeasured or self.is_open(name):
+            if self._unmeasured or (name in self.phases and self.phases[name].open):
                 return None
             readings = self._statistics.harvest()
             phase = self._begin(name, readings)
@@ -239,10 +239,6 @@ class PhaseTracker:
                         for device, now in readings.items():
                             one.extents[device].allocated_before = now.held.allocated
                 self._open += inner
-
-    def is_open(self, name: str) -> bool:
-        """Return whether a window of this name is open."""
-        return name in self.phases and self.phases[name].open
 
     def aside(self, amounts: Callable[[], Mapping[int, Bytes]]) -> AbstractContextManager[None]:
         """Exclude events inside from every phase.

@@ -304,14 +304,7 @@ def difference_section(
     if not found:
         yield f"**Against {code(name)}**: no peak changed."
         return
-    order = list(KINDS)
-    found.sort(
-        key=lambda one: (
-            order.index(one[1].status),
-            -abs((one[1].b or 0) - (one[1].a or 0)),
-            one[0].nodeid,
-        )
-    )
+    found.sort(key=_order)
     counts = Counter(row.status for _, row in found)
     kinds = ", ".join(f"{counts[status]} {KINDS[status]}" for status in KINDS if counts[status])
     rows = table(("test", "before", "now", "change"), (_cells(*one) for one in found[:MOST_ROWS]))
@@ -331,6 +324,11 @@ def _difference(test: Compared) -> tuple[Compared, Row] | None:
     if row.status == "failed" and row.b is not None:  # it failed in the run before
         row = Row(row.phase, row.a, row.b, "new")
     return test, row
+
+
+def _order(one: tuple[Compared, Row]) -> tuple[int, int, str]:
+    test, row = one
+    return list(KINDS).index(row.status), -abs((row.b or 0) - (row.a or 0)), test.nodeid
 
 
 def _cells(test: Compared, row: Row) -> tuple[str, ...]:

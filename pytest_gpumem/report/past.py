@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pytest_gpumem.baseline.content import BaselineError, parse
+from pytest_gpumem.baseline.content import BaselineEntry, BaselineError, parse
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.paths import git, toplevel
 from pytest_gpumem.progress import NOTHING_SHOWN, Progress
@@ -150,8 +150,6 @@ Key = tuple[str, str]
 """Environment key and node id."""
 Peaks = Mapping[Key, int]
 """Bytes by environment and test."""
-Tolerances = Mapping[Key, str | None]
-"""Tolerances that tests state themselves, as text."""
 
 
 @dataclass
@@ -249,7 +247,7 @@ class _Reader:
 
     def __init__(self, top: Path, folder: str) -> None:
         self._top, self._folder = top, folder
-        self._known: dict[str, tuple[Peaks, Tolerances]] = {}
+        self._known: dict[str, dict[Key, BaselineEntry]] = {}
         self.tolerances: dict[Key, str | None] = {}
         """Tolerances of tests at the last commit read that has them."""
 
@@ -266,23 +264,18 @@ class _Reader:
                 try:
                     self._known[blob] = self._file(name, blob)
                 except BaselineError as error:
-                    self._known[blob] = {}, {}
+                    self._known[blob] = {}
                     notes.append(f"left out of commit {commit[:9]}: {error}")
-            peaks, tolerances = self._known[blob]
-            found.update(peaks)
-            self.tolerances.update(tolerances)
+            for key, stored in self._known[blob].items():
+                found[key], self.tolerances[key] = stored.peak_allocated, stored.tolerance
         return found
 
-    def _file(self, name: str, blob: str) -> tuple[Peaks, Tolerances]:
+    def _file(self, name: str, blob: str) -> dict[Key, BaselineEntry]:
         inside = PurePosixPath(name).relative_to(self._folder)
         folder, *module = inside.parts
         stored = parse(Path(name), git(self._top, "cat-file", "blob", blob), folder)
         path = PurePosixPath(*module).as_posix().removesuffix(".json")
-        tests = {(folder, f"{path}::{name}"): entry for name, entry in stored.tests.items()}
-        return (
-            {key: entry.peak_allocated for key, entry in tests.items()},
-            {key: entry.tolerance for key, entry in tests.items()},
-        )
+        return {(folder, f"{path}::{name}"): entry for name, entry in stored.tests.items()}
 
 
 def peaks_of(records: Sequence[TestRecord]) -> Peaks:

@@ -13,15 +13,17 @@ from pytest_gpumem.sizes import format_apart, format_size
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 
 GAP = "  "
-STATUS_STYLE = {
-    "FAIL": "bold red",
-    "OOM": "bold red",
-    "xfail": "yellow",
-    "better": "cyan",
-    "new": "yellow",
-    "ok": "green",
-    "-": "dim",
+STATUSES = {
+    "ok": ("green", "ok"),
+    "FAIL": ("bold red", "failed"),
+    "OOM": ("bold red", "out of memory"),
+    "xfail": ("yellow", "failed as expected"),
+    "better": ("cyan", "improved"),
+    "new": ("yellow", "without baseline"),
+    "-": ("dim", "not judged"),
+    "": ("", ""),
 }
+"""The style of each status of a test, and its words in the summary, in the summary's order."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +103,14 @@ class Row:
     def style(self, column: Column) -> str:
         """Return the style of the text in ``column``: a number that failed stands out."""
         if column.key == "status":
-            return STATUS_STYLE.get(self.status, "")
+            return STATUSES[self.status][0]
         verdict = self.verdict
         over = verdict is not None and not verdict.passed and verdict.metric == column.key
         return "red" if over else ""
 
 
 def test_status(record: TestRecord) -> str:
-    """Return the word for a test: a key of :data:`STATUS_STYLE`, ``-`` where it was not judged."""
+    """Return the word for a test: a key of :data:`STATUSES`, ``-`` where it was not judged."""
     if record.broken:
         return "FAIL" if record.outcome == "failed" else "xfail"
     if record.ran_out:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pytest_gpumem.baseline.store import split_nodeid
 from pytest_gpumem.report.causes import alike, keys_of
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.report.rows import COLUMNS, GAP, STATUS_STYLE, Column, Row, rows_of, test_status
+from pytest_gpumem.report.rows import COLUMNS, GAP, STATUSES, Column, Row, rows_of, test_status
 from pytest_gpumem.text import Line, Span, cells, counted, pack, pad, shorten
 
 ROWS = 24
@@ -106,7 +106,7 @@ def _lines(rows: Mapping[str, Sequence[Row]], verbose: bool, width: int) -> list
 def _stacked(row: Row, width: int) -> Iterator[Line]:
     """Yield every number under its row's name, for a terminal too narrow for the whole table."""
     name = shorten(row.indented, width - len(GAP) - cells(row.status))
-    mark = Span(row.status, STATUS_STYLE.get(row.status, ""))
+    mark = Span(row.status, STATUSES[row.status][0])
     yield _trimmed([Span(name), Span(GAP), mark])
     facts = []
     for column in COLUMNS:

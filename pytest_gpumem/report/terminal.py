@@ -14,7 +14,7 @@ from pytest_gpumem.echo import MOST, printable
 from pytest_gpumem.report.commands import PLAIN, UPDATE, Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.remarks import Missing, missing_lines
-from pytest_gpumem.report.rows import STATUS_STYLE, test_status
+from pytest_gpumem.report.rows import STATUSES, test_status
 from pytest_gpumem.report.table import Sort, table
 from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.sizes import format_size
@@ -23,17 +23,6 @@ from pytest_gpumem.values.environment import Environment
 
 MOST_LISTED = 10
 """Tests, changes and notes of one kind that are listed unless verbose."""
-
-STATUS_WORDS = {
-    "ok": "ok",
-    "FAIL": "failed",
-    "OOM": "out of memory",
-    "xfail": "failed as expected",
-    "better": "improved",
-    "new": "without baseline",
-    "-": "not judged",
-}
-
 
 OWN_CODE = ": torch's own CUDA code over a runtime without kernels"
 """A note on the release on a dry device."""
@@ -251,7 +240,8 @@ class _Section:
         counts = Counter(map(test_status, records))
         short = [one.missing for one in records if test_status(one) == "OOM"]
         lacked = f" ({format_size(max(short))} too much)" if any(short) else ""
-        words = {**STATUS_WORDS, "OOM": f"{STATUS_WORDS['OOM']}{lacked}"}
+        words = {status: word for status, (_, word) in STATUSES.items()}
+        words["OOM"] += lacked
         states = ", ".join(f"{counts[key]} {word}" for key, word in words.items() if counts[key])
         # The devices are named, so that a simulated number is never read as a measured one.
         gpus: dict[str, dict[str, None]] = {"": {}, "dry ": {}, "simulated ": {}}
@@ -276,7 +266,7 @@ class _Section:
 
     def _marked(self, status: str, nodeid: str) -> Line:
         name = shorten(nodeid, self.width - len(status) - 1)
-        return Line((Span(status, STATUS_STYLE[status]), Span(f" {name}", "bold")))
+        return Line((Span(status, STATUSES[status][0]), Span(f" {name}", "bold")))
 
 
 def _by_environment(records: Sequence[TestRecord]) -> dict[Environment, list[TestRecord]]:
