@@ -14,7 +14,7 @@ from pytest_gpumem.cli.history import PAST_IN_GIT, past_of
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.report.json_report import read_report
 from pytest_gpumem.report.past import SMALL, Past, Step, Trend
-from pytest_gpumem.sizes import Tolerance, format_apart, format_change, format_size
+from pytest_gpumem.sizes import format_apart, format_change, format_size
 from pytest_gpumem.text import shorten
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def draw(arguments: argparse.Namespace, suffix: str) -> Answer:
         trends = [trend for trend in past.trends(SMALL) if part in trend.nodeid]
         if not trends:
             raise ValueError(f"no report holds a measured test{wanted}")
-        drawn_to(output, lambda figure: draw_history(figure, past, trends, SMALL))
+        drawn_to(output, lambda figure: _history(figure, past, trends))
         tests = [trend.nodeid for trend in trends]
     elif commits or len(reports) != 1:
         raise ValueError(
@@ -230,12 +230,14 @@ LINE_OF_WORDS = 0.3
 """Part of the range of its peaks that a line of words takes."""
 
 
-def draw_history(figure: Figure, past: Past, trends: Sequence[Trend], small: Tolerance) -> None:
+def _history(figure: Figure, past: Past, trends: Sequence[Trend]) -> None:
     """Draw ``trends``, at least one, over the moments of ``past``.
 
-    A step, a change by more than ``small``, has a triangle, the largest also its size and its
-    commit or report; growth within ``small`` has a dot.
+    A step, a change by more than :data:`SMALL`, has a triangle, the largest also its size and its
+    commit or report; growth within that has a dot.
     """
+    from matplotlib.lines import Line2D
+
     shown = sorted(trends, key=lambda trend: trend.range, reverse=True)[:MOST_PANELS]
     figure.set_figheight(1.4 + 1.25 * len(shown))
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
@@ -249,9 +251,7 @@ def draw_history(figure: Figure, past: Past, trends: Sequence[Trend], small: Tol
     hidden = f", the {MOST_PANELS} of {len(trends)} tests that changed most"
     where = "" if several else f" [{printable(shown[0].environment)}]"
     figure.suptitle(f"Peak over time{hidden if len(trends) > MOST_PANELS else ''}{where}")
-    from matplotlib.lines import Line2D
-
-    signs = (("^", UP, "step up"), ("v", DOWN, "step down"), ("o", DOT, f"grew within {small}"))
+    signs = (("^", UP, "step up"), ("v", DOWN, "step down"), ("o", DOT, f"grew within {SMALL}"))
     handles = [
         Line2D([], [], marker=marker, color=color, linestyle="none", label=label)
         for marker, color, label in signs

@@ -66,8 +66,8 @@ def lines(
     largest = max(plan.runners, key=lambda runner: runner.memory)
     nowhere = [(test, test.obstacle(largest)) for test in plan.nowhere]
     yield from _listed("on no runner", nowhere, width)
-    late = [test for test in plan.tests if test.nodeid in plan.late]
-    yield from _listed("longer than there is time", [(test, "") for test in late], width)
+    late = [(test, "") for test in plan.tests if test.nodeid in plan.late]
+    yield from _listed("longer than there is time", late, width)
     yield ""
     room = f"room for tests: a GPU's memory less {MARGIN:.0%} and {format_size(CONTEXT)} of context"
     for sentence in (room, *sources):
@@ -119,10 +119,9 @@ def as_dict(plan: Plan, sources: Sequence[str]) -> dict[str, Any]:
 def _headline(plan: Plan) -> str:
     """Return the sentence of all: ``97 of your 100 tests fit a T4, 99 an L4, all an H100``."""
     total = len(plan.tests)
-    noun = "test" if total == 1 else "tests"
     first, *others = ((plan.fitting(runner), _a(runner.name)) for runner in plan.runners)
     counts = [f"{'all' if count == total else count} {name}" for count, name in others]
-    return ", ".join([f"{first[0]} of your {total} {noun} fit {first[1]}", *counts])
+    return ", ".join([f"{first[0]} of your {counted(total, 'test')} fit {first[1]}", *counts])
 
 
 def _rows(plan: Plan) -> Iterator[list[str]]:
@@ -144,8 +143,7 @@ def _rows(plan: Plan) -> Iterator[list[str]]:
 
 
 def _total(plan: Plan, minutes: float | None) -> str:
-    count = len(plan.jobs)
-    machines = counted(count, "machine")
+    machines = counted(len(plan.jobs), "machine")
     if plan.cost is None or plan.seconds is None:
         return f"{machines}; what they take and cost is not known"
     wanted = f" of the {minutes:g} that they have" if minutes is not None else ""
