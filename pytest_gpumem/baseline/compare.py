@@ -46,11 +46,6 @@ class Judgement:
     missing_baseline: bool = False
     """A baseline would have been compared and none is stored for this environment."""
 
-    @property
-    def failures(self) -> tuple[Verdict, ...]:
-        """The verdicts that did not pass."""
-        return tuple(verdict for verdict in self.verdicts if not verdict.passed)
-
 
 def default_tolerance_for(exact: bool) -> Tolerance:
     """Return the tolerance that applies where neither marker nor option states one."""

@@ -119,21 +119,6 @@ class BaselineStore:
             for path in folder.rglob("*.json")
         )
 
-    def write(
-        self, environment: Environment, module: str, tests: Mapping[str, BaselineEntry]
-    ) -> Path | None:
-        """Make ``tests`` the entries of a module; return the file, ``None`` where nothing changed.
-
-        Its other entries are removed: :meth:`edit` keeps those that others write.
-        """
-
-        def replace_all(entries: MutableMapping[str, BaselineEntry]) -> None:
-            for test_id in entries.keys() - tests.keys():
-                del entries[test_id]
-            entries.update(tests)
-
-        return self.edit(environment, module, replace_all)
-
     def edit(self, environment: Environment, module: str, edit: Edit) -> Path | None:
         """Apply ``edit`` to the entries of a module as the file has them now, and write them.
 
