@@ -213,11 +213,7 @@ def _plain(growth: Growth) -> Evidence:
 
 DETECTORS: tuple[Callable[[Growth], Evidence], ...] = (
     *PROGRAM_CAUSES,
-    _inputs,
-    _dtype,
-    _parameters_dtype,
-    _larger_model,
-    _plain,
+    *(_inputs, _dtype, _parameters_dtype, _larger_model, _plain),
 )
 """The detectors in order: differences in the program's calls come before those in its tensors, and
 of these the ones whose evidence is a tensor before those that count all that grew."""

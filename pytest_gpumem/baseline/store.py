@@ -31,10 +31,8 @@ from pytest_gpumem.values.environment import Environment
 __all__ = [
     "BaselineEntry",
     "BaselineError",
-    "BaselineFile",
     "BaselineStore",
     "StoredPeak",
-    "read_file",
     "read_folder",
     "split_nodeid",
 ]

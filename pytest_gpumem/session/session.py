@@ -63,7 +63,7 @@ class GpumemSession(Parts):
 
     def header(self) -> str:
         """Return the header line with the devices that tests are measured on."""
-        from pytest_gpumem.report.header import header_line, torch_release
+        from pytest_gpumem.report.header import header_line, installed_release
 
         root = self.settings.baselines
         folders: list[str] = []
@@ -73,7 +73,9 @@ class GpumemSession(Parts):
         launched = self.launched
         ranks = [] if launched is None else [f"{launched.world.size} ranks, a process each"]
         clauses = [*ranks, *self.host.described]
-        return header_line(self.selector.description, torch_release(), shown, folders, clauses)
+        return header_line(
+            self.selector.description, installed_release("torch"), shown, folders, clauses
+        )
 
     def collected(self, items: Sequence[pytest.Item]) -> None:
         """Record the collected tests."""

@@ -28,13 +28,8 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("uPlot.iife.min.js", "d3-hierarchy.min.js")
 DRAWING = (
-    "format.js",
-    "bars.js",
-    "grids.js",
-    "treemap.js",
-    "sampling.js",
-    "chart.js",
-    "segments.js",
+    *("format.js", "bars.js", "grids.js", "treemap.js"),
+    *("sampling.js", "chart.js", "segments.js"),
 )
 """Scripts that all pages use for drawing."""
 TESTS = (*DRAWING, "timeline.js", "trend.js", "usage.js", "detail.js", "table.js")
