@@ -52,6 +52,10 @@ def argument(written: str, help: str, **options: Any) -> Argument:
     return Argument(tuple(names), {"help": help.replace("%", "%%"), **options})
 
 
+LONGEST = 10_000_000
+"""A time that no timer refuses, in any unit."""
+
+
 def above_zero(unit: str) -> Callable[[str], float]:
     """Return the type of an argument that is a number of ``unit``."""
 
@@ -60,8 +64,10 @@ def above_zero(unit: str) -> Callable[[str], float]:
             number = float(text)
         except ValueError:
             number = math.nan
-        if not 0 < number < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {unit} above 0")
+        if not 0 < number < LONGEST:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a number of {unit} above 0 and below {LONGEST:,}"
+            )
         return number
 
     return parse

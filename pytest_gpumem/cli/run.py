@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,15 @@ from importlib.util import find_spec
 from typing import Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
-from pytest_gpumem.cli.command import UNLIMITED, Answer, Command, argument, table, terminal_width
+from pytest_gpumem.cli.command import (
+    UNLIMITED,
+    Answer,
+    Command,
+    above_zero,
+    argument,
+    table,
+    terminal_width,
+)
 from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument
 from pytest_gpumem.cli.fit import CONTEXT, fit_table
 from pytest_gpumem.echo import printable, quoted
@@ -186,16 +193,6 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < 1e7:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is no number of seconds; write 60")
-    return seconds
-
-
 COMMAND = Command(
     description="Run a script as it is, with its own arguments, on a simulated GPU, for some steps "
     "of its optimizer; then print its peak memory by phase and who holds it, whether it fits, "
@@ -218,7 +215,7 @@ COMMAND = Command(
         argument(
             "--seconds S",
             "stop after so many seconds at the latest (default: 60)",
-            type=_seconds,
+            type=above_zero("seconds"),
             default=60.0,
         ),
         argument("-m", "SCRIPT is a module, as for python -m", dest="module"),
