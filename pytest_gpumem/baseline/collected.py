@@ -81,10 +81,6 @@ class GoneTests:
     collected: Collected
     ran: frozenset[tuple[str, str]]
 
-    def can_prove(self, module: str) -> bool:
-        """Return whether a test of ``module`` can be proved gone, whichever are stored."""
-        return not _doubt(module, self.collected)
-
     def among(self, module: str, stored: Iterable[str]) -> tuple[list[str], Mapping[str, int]]:
         """Return the gone ids of ``stored`` ones in ``module``, and how many are in doubt by
         reason.
@@ -189,7 +185,7 @@ def unused_baselines(
 
 def _unused(store: BaselineStore, environment: Environment, gone: GoneTests) -> Iterator[Unused]:
     for module in store.modules(environment):
-        if gone.can_prove(module):
+        if not _doubt(module, gone.collected):  # whichever are stored
             with suppress(BaselineError):
                 entries = store.load(environment, module)
                 for test_id in gone.among(module, entries)[0]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pytest_gpumem.attribution.history import OPTIMIZER_STATE, PARAMETERS
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import ELLIPSIS
 from pytest_gpumem.values.operator_names import FUSED
 
 SHOWN_LINES = 10
@@ -206,8 +207,6 @@ def _fitted(
 
 def _last(operators: str, width: int) -> str:
     """Return ``operators``; of several that are fused the last ones, whole, that fit, or one."""
-    from pytest_gpumem.text import ELLIPSIS
-
     names = operators.split(_JOINED)
     if len(names) > 1 and len(operators) > width:
         lasts = [_JOINED.join(names[first:]) for first in range(1, len(names))]

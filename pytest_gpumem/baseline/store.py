@@ -136,7 +136,7 @@ class BaselineStore:
             )
         try:
             with self._locks.holding(path) as draft:
-                if not before.is_present():
+                if file_bytes(path) != before.content:
                     tests = _State(path, environment.key).edited(edit)
                 if tests is None:
                     return None
@@ -187,14 +187,10 @@ class _State:
     """The content of a file when it was read."""
 
     def __init__(self, path: Path, key: str) -> None:
-        self._path = path
-        self._bytes = file_bytes(path)
-        content = None if self._bytes is None else parse(path, self._bytes, key)
-        self._tests = content.tests if content else Entries({})
-
-    def is_present(self) -> bool:
-        """Return whether the file still has this content."""
-        return file_bytes(self._path) == self._bytes
+        self.content = file_bytes(path)
+        """Its bytes, ``None`` where there was no file."""
+        parsed = None if self.content is None else parse(path, self.content, key)
+        self._tests = parsed.tests if parsed else Entries({})
 
     def edited(self, edit: Edit) -> Entries | None:
         """Return the content that ``edit`` makes of it, ``None`` if the same."""

@@ -100,7 +100,10 @@ class Verdict(Plain):
     @property
     def short(self) -> str:
         """A line with the measured number, and how far it is over or within its limit."""
-        return "; ".join((self._headline(), *self.notes)) + _where(self)
+        kind = "simulated" if self.simulated else "dry" if self.dry else ""
+        other = "" if self.device == "cuda:0" else self.device
+        where = ", ".join(filter(None, [f"{kind} {self.gpu}".strip() if kind else "", other]))
+        return "; ".join((self._headline(), *self.notes)) + (f" [{where}]" if where else "")
 
     def explanation_lines(self, *, every: bool = False, width: int | None = None) -> list[str]:
         """Return the lines on changed bytes or, without a reference, on present ones."""
@@ -148,8 +151,7 @@ class Verdict(Plain):
                 "checked"
             )
         if self.reference is not None:
-            known = compared_text(self._yardstick(), self.actual, self.reference, self.tolerance)
-            return f"{self._measured()}, {known}"
+            return f"{self._measured()}, {self._against(self.reference)}"
         # As it is written, or in the unit of the number beside it with its bytes.
         limit, nbytes = self.sizes[1], self.limit or 0
         if parse_size(limit.replace(",", "")) != nbytes:
@@ -162,8 +164,24 @@ class Verdict(Plain):
         return self.limit if self.reference is None else self.reference
 
     def _measured(self) -> str:
-        text = format_size(self.actual) if self._compared is None else self.sizes[0]
-        return measured_text(self.metric, self.phase, self.actual, text)
+        """Return the measured number as the start of a sentence."""
+        subject, text = self.phase or "the test", self.sizes[0]
+        if self._compared is None or text == f"{self.actual:,} B":
+            text = format_size(self.actual)
+        actual = exactly(text, self.actual)
+        if self.metric == "leaked":
+            return f"{actual} still allocated after {subject}"
+        return f"{subject} {'reserved' if self.metric == 'peak_reserved' else 'peaked at'} {actual}"
+
+    def _against(self, reference: int) -> str:
+        """Return the comparison with ``reference``, in per cent, too, where that is above zero."""
+        change, tolerated = self.excess, f"tolerance {self.tolerance}"
+        if not change:
+            return f"equal to its {self._yardstick()} ({tolerated})"
+        if reference > 0:
+            tolerated = f"{format_percent(change, reference)}, {tolerated}"
+        side = f"{'over' if change > 0 else 'under'} its {self._yardstick()}"
+        return f"{format_size(abs(change))} {side} of {self.sizes[1]} ({tolerated})"
 
     def _yardstick(self) -> str:
         return self.kind if self.kind in ("baseline", "prediction") else "limit"
@@ -190,39 +208,8 @@ class Improvement(Plain):
     @property
     def short(self) -> str:
         """A line with the measured number, and how far it is under its baseline."""
-        text, _ = format_apart(self.actual, self.reference)
-        measured = measured_text(self.metric, self.phase, self.actual, text)
-        compared = compared_text("baseline", self.actual, self.reference, self.tolerance)
-        return f"{measured}, {compared}{_where(self)}"
-
-
-def measured_text(metric: str, phase: str | None, nbytes: int, text: str) -> str:
-    """Return the measured number as the start of a sentence; ``text`` is ``nbytes`` formatted."""
-    subject = phase or "the test"
-    in_bytes = text == f"{nbytes:,} B"
-    actual = exactly(format_size(nbytes) if in_bytes else text, nbytes)
-    if metric == "leaked":
-        return f"{actual} still allocated after {subject}"
-    if metric == "peak_reserved":
-        return f"{subject} reserved {actual}"
-    return f"{subject} peaked at {actual}"
-
-
-def compared_text(yardstick: str, actual: int, reference: int, tolerance: str) -> str:
-    """Return the comparison of ``actual`` with ``reference`` (bytes), with the change in per cent.
-
-    The percentage is left out where the reference is zero or less.
-    """
-    change = actual - reference
-    tolerated = f"tolerance {tolerance}"
-    if reference > 0 and change:
-        tolerated = f"{format_percent(change, reference)}, {tolerated}"
-    if not change:
-        return f"equal to its {yardstick} ({tolerated})"
-    side = "over" if change > 0 else "under"
-    size = format_size(abs(change))
-    _, known = format_apart(actual, reference)
-    return f"{size} {side} its {yardstick} of {known} ({tolerated})"
+        verdict = Verdict("baseline", limit=self.reference, passed=True, **vars(self))
+        return verdict.short
 
 
 def format_percent(change: int, reference: int) -> str:
@@ -245,15 +232,6 @@ def change_text(before: int, now: int) -> str:
 def update_command(nodeid: str, command: str = "pytest") -> str:
     """Return the command line that records the present numbers of the test ``nodeid``."""
     return f"{command} --gpumem-update-baselines {quoted_for_shell(nodeid)}"
-
-
-def _where(one: Verdict | Improvement) -> str:
-    """Return the device of a number, empty for this machine's first one."""
-    kind = "simulated" if one.simulated else "dry" if one.dry else ""
-    parts = [f"{kind} {one.gpu}".strip()] if kind else []
-    if one.device != "cuda:0":
-        parts.append(one.device)
-    return f" [{', '.join(parts)}]" if parts else ""
 
 
 _RANKS = {"nothing_measured": 0, "ran_eagerly": 1, "baseline": 2, "prediction": 2, "leak": 2}
