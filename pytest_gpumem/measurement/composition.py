@@ -33,6 +33,7 @@ from pytest_gpumem.measurement.leaks import holder_names
 from pytest_gpumem.measurement.phases import PhaseTracker, Positions, position_on
 from pytest_gpumem.measurement.statistics import Block, Recorder, Segments
 from pytest_gpumem.measurement.witness import Witness
+from pytest_gpumem.simulated.gpu.device import parse_version
 from pytest_gpumem.values.measurement import CALL, Measurement, PhaseRecord
 
 HOLDERS = (torch.nn.Module, torch.optim.Optimizer)
@@ -134,13 +135,8 @@ class Account:
         found = self.witness.facts.to_dict()
         return {**found, "libraries": libraries} if libraries else found
 
-    def out_of_memory(
-        self, device: int, tracker: PhaseTracker, *, total: int, version: tuple[int, int]
-    ) -> OutOfMemory | None:
-        """Return the analysis of the last allocation that failed, ``None`` without one.
-
-        ``total`` are the bytes of the device, ``version`` is the torch release.
-        """
+    def out_of_memory(self, device: int, tracker: PhaseTracker, total: int) -> OutOfMemory | None:
+        """Return the analysis of the last allocation that failed on a device of ``total`` bytes."""
         failure = self._recorder.last_failure(device)
         if failure is None:
             return None
@@ -154,7 +150,7 @@ class Account:
             device,
             total=total,
             limit=int(total * torch.cuda.get_per_process_memory_fraction(device)),
-            version=version,
+            version=parse_version(None),
             holders=composition_of(history, live, {}).sites,
             place=(shown, origin.operator_name if origin else None),
             unfused=self.witness.facts.failed_unfused,

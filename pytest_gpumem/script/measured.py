@@ -59,8 +59,8 @@ class _Meter(Meter):
     tracker: Iterations
 
     def _tracker(self) -> Iterations:
-        assert self._account is not None
-        return Iterations(self._statistics, self._account.positions)
+        assert self.account is not None
+        return Iterations(self._statistics, self.account.positions)
 
 
 def run_measured(
@@ -116,9 +116,7 @@ def run_measured(
     others = (one for one in measured.values() if one.peak_allocated > 0)
     post_mortem = None
     if is_out_of_memory(error):
-        major, minor = map(int, device.environment.torch.split("."))
-        total = device.total_memory
-        post_mortem = meter.out_of_memory(device.index, total=total, version=(major, minor))
+        post_mortem = account.out_of_memory(device.index, meter.tracker, device.total_memory)
     return Run(error, counter.count, alarm.rang, taken, (own, *others), post_mortem)
 
 
