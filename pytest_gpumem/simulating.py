@@ -148,7 +148,7 @@ class SimulatedRun:
         account = Account(SimulatedRecorder(self._gpu.simulation), root)
         account.begin((), None)
         found: dict[str, Composition] = {}
-        with self.phase(name), account.watching(self._tracker):
+        with self.phase(name), AutomaticPhases(self._tracker, account.witness).watching():
             yield found
         account.end()
         workspaces = workspaces_of(self._gpu)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +25,6 @@ from pytest_gpumem.attribution.history import (
     Span,
 )
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory, post_mortem
-from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.contents import CONTAINERS, attributes_of, is_a, items_of
 from pytest_gpumem.measurement.facts import releases_of
 from pytest_gpumem.measurement.leaks import holder_names
@@ -119,10 +117,6 @@ class Account:
             for part in (value, *inner):
                 if is_a(part, *HOLDERS):
                     self.witness.watch(part)
-
-    def watching(self, tracker: PhaseTracker) -> AbstractContextManager[None]:
-        """Observe what memory is used for inside, and find the phases of ``tracker``."""
-        return AutomaticPhases(tracker, self.witness).watching()
 
     def end(self) -> None:
         """End the run with a last inspection of live state."""

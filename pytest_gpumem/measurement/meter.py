@@ -140,9 +140,8 @@ class Meter:
 
     def watching(self) -> AbstractContextManager[None]:
         """Find automatic phases inside, and observe what memory is used for."""
-        if self.account is not None:
-            return self.account.watching(self.tracker)
-        return AutomaticPhases(self.tracker).watching()
+        witness = self.account.witness if self.account else None
+        return AutomaticPhases(self.tracker, witness).watching()
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from pytest_gpumem.attribution.history import (
     History,
     Life,
 )
+from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import Account
 from pytest_gpumem.measurement.nvml import NvmlAbsent, read_device
 from pytest_gpumem.measurement.phases import PhaseTracker, position_on
@@ -167,7 +168,7 @@ def _followed(
     tracker = PhaseTracker(CudaStatistics(), account.positions)
     account.begin((), None)
     begin = position_on(device, recorder.positions())
-    with account.watching(tracker), follower.following():
+    with AutomaticPhases(tracker, account.witness).watching(), follower.following():
         kept = target()
     account.end()
     history = account.history(device, tracker)
