@@ -15,6 +15,7 @@ from typing import NoReturn
 from pytest_gpumem.cli.command import BAD_INPUT, Command, Commands, ExamplesBelow
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.progress import progress
+from pytest_gpumem.report.header import installed_release
 
 GROUPS: dict[str, dict[str, str]] = {
     "what does code take, and does it fit?": {
@@ -70,10 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             _complete()
         name = _command_in(given)
         try:
+            if given[:1] == ["--version"]:
+                print(f"pytest-gpumem {installed_release('pytest-gpumem')}")
+                return 0
             arguments = parser_of([name] if name else []).parse_args(given)
             arguments.given = given
             code = _run(arguments)
-        finally:  # --help and --version leave by SystemExit, and a lost reader shows in a flush
+        finally:  # --help leaves by SystemExit, and a lost reader shows in a flush
             sys.stdout.flush()
     except BrokenPipeError:
         # The reader has closed the pipe; Python would print another error at exit.
@@ -114,7 +118,6 @@ def parser_of(names: Collection[str]) -> argparse.ArgumentParser:
         add_help=False,
     )
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
-    parser.add_argument("--version", action=_ShowVersion)
     commands = parser.add_subparsers(
         metavar="COMMAND",
         prog="gpumem",
@@ -128,20 +131,6 @@ def parser_of(names: Collection[str]) -> argparse.ArgumentParser:
             command: Command | Commands = import_module(f"{__name__}.{name}").COMMAND
             command.add_to(own, name)
     return parser
-
-
-class _ShowVersion(argparse.Action):
-    """An action that prints the installed version, which takes a while to find."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **_: object) -> None:
-        super().__init__(option_strings, dest, nargs=0, help=argparse.SUPPRESS)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Print the version."""
-        from importlib.metadata import version
-
-        print(f"pytest-gpumem {version('pytest-gpumem')}")
-        parser.exit()
 
 
 def _command_in(given: Sequence[str]) -> str | None:
