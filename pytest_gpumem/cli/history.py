@@ -8,14 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pytest_gpumem.baseline.verdict import change_text, format_percent
-from pytest_gpumem.cli.command import (
-    Answer,
-    Command,
-    argument,
-    parsed,
-    table,
-    terminal_width,
-)
+from pytest_gpumem.cli.command import Answer, Command, argument, parsed, table, terminal_width
 from pytest_gpumem.progress import Progress
 from pytest_gpumem.report.past import (
     BARS,

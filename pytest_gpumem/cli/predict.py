@@ -8,12 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.cli import fit
-from pytest_gpumem.cli.by_part import (
-    LAYER_ARGUMENTS,
-    LINE_ARGUMENTS,
-    run_by_layer,
-    run_by_line,
-)
+from pytest_gpumem.cli.by_part import LAYER_ARGUMENTS, LINE_ARGUMENTS, run_by_layer, run_by_line
 from pytest_gpumem.cli.command import Answer, Command, argument, refuse_others, terminal_width
 from pytest_gpumem.cli.device import (
     CUDA,
@@ -25,12 +20,7 @@ from pytest_gpumem.cli.device import (
     run_on_dry,
 )
 from pytest_gpumem.cli.fit import RULES, lines
-from pytest_gpumem.cli.target import (
-    TargetError,
-    checked_nodeid,
-    find_target,
-    refusing,
-)
+from pytest_gpumem.cli.target import TargetError, checked_nodeid, find_target, refusing
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.marker import parse_keyword

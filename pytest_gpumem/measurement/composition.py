@@ -16,14 +16,7 @@ from pytest_gpumem.attribution.composition import (
     settled,
     shown_path,
 )
-from pytest_gpumem.attribution.history import (
-    FOREVER,
-    WORKSPACE,
-    History,
-    Origin,
-    Sighting,
-    Span,
-)
+from pytest_gpumem.attribution.history import FOREVER, WORKSPACE, History, Origin, Sighting, Span
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory, post_mortem
 from pytest_gpumem.measurement.contents import CONTAINERS, attributes_of, is_a, items_of
 from pytest_gpumem.measurement.facts import releases_of

@@ -10,13 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from pytest_gpumem.attribution.history import (
-    GRADIENTS,
-    INPUTS,
-    OPTIMIZER_STATE,
-    OTHER,
-    PARAMETERS,
-)
+from pytest_gpumem.attribution.history import GRADIENTS, INPUTS, OPTIMIZER_STATE, OTHER, PARAMETERS
 from pytest_gpumem.measurement.carried import Held, MadeSince
 from pytest_gpumem.measurement.contents import (
     gradients_aside,

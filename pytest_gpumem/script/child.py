@@ -22,10 +22,7 @@ from pytest_gpumem.script.measured import Run, is_out_of_memory, run_measured
 from pytest_gpumem.script.process import Answer, Request
 from pytest_gpumem.script.stopping import StopError
 from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
-from pytest_gpumem.values.errors import (
-    SimulationError,
-    UnknownValueError,
-)
+from pytest_gpumem.values.errors import SimulationError, UnknownValueError
 
 
 def main(path: str) -> None:
