@@ -27,7 +27,7 @@ class Test:
 
     figures: Mapping[str, int] = field(default_factory=dict)
     """Peaks in bytes by phase, the whole test's under the empty name; empty for a failed test."""
-    tolerance: Tolerance | None = None
+    tolerance: str | None = None
     """The test's own, by marker, option or ini; ``None`` where its environment's applies."""
     sites: Callable[[str], Sequence[Site]] = lambda phase: ()
     """The holders of the bytes at each of these peaks; empty where not recorded."""
@@ -54,8 +54,9 @@ class Side:
             if record.measurement is not None or record.outcome in ("failed", "error"):
                 # The numbers of a body that failed end where it ended.
                 figures = _figures(record) if record.is_whole else {}
-                tolerance, sites = record.expectation.get("tolerance"), partial(_reported, record)
-                side._add(record.environment, record.key[1], figures, tolerance, sites)
+                own = record.expectation.get("tolerance")
+                test = Test(figures, own, partial(_reported, record))
+                side._add(record.environment, record.key[1], test)
         return side
 
     @classmethod
@@ -72,21 +73,13 @@ class Side:
         for module, content in read_folder(path):
             for test_id, entry in content.tests.items():
                 figures = {"": entry.peak_allocated, **entry.phases}
-                nodeid, sites = f"{module}::{test_id}", partial(_stored, entry)
-                side._add(content.environment, nodeid, figures, entry.tolerance, sites)
+                test = Test(figures, entry.tolerance, partial(_stored, entry))
+                side._add(content.environment, f"{module}::{test_id}", test)
         return side
 
-    def _add(
-        self,
-        environment: Environment,
-        nodeid: str,
-        figures: Mapping[str, int],
-        tolerance: str | None,
-        sites: Callable[[str], Sequence[Site]],
-    ) -> None:
+    def _add(self, environment: Environment, nodeid: str, test: Test) -> None:
         self.environments[environment.key] = environment
-        own = parse_tolerance(tolerance) if tolerance is not None else None
-        self.tests.setdefault(environment.key, {})[nodeid] = Test(figures, own, sites)
+        self.tests.setdefault(environment.key, {})[nodeid] = test
 
 
 def _figures(record: TestRecord) -> Mapping[str, int]:
@@ -181,7 +174,7 @@ def compare_environments(
         old = earlier.get(nodeid, nodeid)
         pair = before.get(old, NOTHING), after.get(nodeid, NOTHING)
         known = [test.tolerance for test in reversed(pair) if test.tolerance is not None]
-        own = known[0] if known and tolerance is None else None
+        own = parse_tolerance(known[0]) if known and tolerance is None else None
         allowed = tolerance or own or default_tolerance_for(exact)
         yield Compared(
             nodeid,
