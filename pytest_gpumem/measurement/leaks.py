@@ -162,7 +162,8 @@ class Referrers:
         starts = range(0, len(objects), CHUNK)
         self._chunks = [objects[start : start + CHUNK] for start in starts]
         self._referents = [gc.get_referents(*chunk) for chunk in self._chunks]
-        self._found: dict[int, list[Any]] = {}
+        self.found: dict[int, list[Any]] = {}
+        """The objects that refer to each that :meth:`find` was given, by its id."""
         self._keys: dict[int, dict[int, Any]] = {}
 
     @classmethod
@@ -177,19 +178,15 @@ class Referrers:
 
     def find(self, values: Iterable[Any]) -> None:
         """Find the objects that refer to any of ``values``."""
-        wanted = {id(value) for value in values} - self._found.keys()
+        wanted = {id(value) for value in values} - self.found.keys()
         if not wanted:
             return
-        self._found.update((key, []) for key in wanted)
+        self.found.update((key, []) for key in wanted)
         for chunk, referents in zip(self._chunks, self._referents, strict=True):
             if not wanted.isdisjoint(map(id, referents)):
                 for referrer in chunk:
                     for key in wanted.intersection(map(id, gc.get_referents(referrer))):
-                        self._found[key].append(referrer)
-
-    def referring_to(self, value: Any) -> list[Any]:
-        """Return the objects that refer to ``value``, which :meth:`find` was given."""
-        return self._found[id(value)]
+                        self.found[key].append(referrer)
 
     def key(self, container: Any, value: Any) -> Any:
         """Return the first key or index under which ``container`` has ``value``, or ``None``."""
@@ -285,7 +282,7 @@ class _Search:
         links, self.frontier = self.frontier[: self._left], []
         self._left -= len(links)
         for link in links:
-            for referrer in heap.referring_to(link.value):
+            for referrer in heap.found[id(link.value)]:
                 if id(referrer) in self._seen or _is_ours(referrer):
                     continue
                 self._seen.add(id(referrer))

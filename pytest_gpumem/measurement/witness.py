@@ -148,7 +148,7 @@ class Witness:
                     self._see_module(self._positions(), module)
                 if mine:
                     self.end()
-                    self.facts.carried.forward_ended(self._positions())
+                    self.facts.carried.end = self._positions()
 
         return called
 

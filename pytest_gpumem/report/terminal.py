@@ -158,7 +158,8 @@ class _Section:
         failed = [record for record in self.records if record.failed]
         over = [one for one in failed if all(v.kind == "baseline" for v in one.broken)]
         if len(over) > 1:
-            line = self.command.records_failures()
+            failed_last = ["--lf"] * self.command.cached
+            line = self.command.again(*failed_last, UPDATE)
             yield Line((Span(f"accept all {len(over)}: "), Span(line, "cyan")))
 
     def improvements(self) -> Iterator[Line]:
