@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import Any
 
 from pytest_gpumem.attribution.composition import Site
@@ -81,10 +80,6 @@ class BaselineEntry:
     """Whether code that was to be compiled ran eagerly on the simulated GPU."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the test on which memory depends."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
-        object.__setattr__(self, "phase_peaks", MappingProxyType(dict(self.phase_peaks)))
 
     @classmethod
     def of(cls, measurement: Measurement, tolerance: str | None = None) -> BaselineEntry:
