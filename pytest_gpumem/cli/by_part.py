@@ -106,8 +106,7 @@ def _line_lines(lines: Sequence[Line], width: int = UNLIMITED) -> Iterator[str]:
 
 LINE_ARGUMENTS = (
     argument(
-        "--function NAME...",
-        "follow this function, too: module:function or path.py:Class.method",
+        "--function NAME...", "follow this function, too: module:function or path.py:Class.method"
     ),
 )
 

@@ -61,9 +61,7 @@ class Account:
         self._set_up = self._beginning = Beginning((), {}, {})
         self._end: Positions = ()
         self.witness = Witness(
-            recorder.positions,
-            lambda: recorder.held(torch.cuda.current_device()),
-            self._made_since,
+            recorder.positions, lambda: recorder.held(torch.cuda.current_device()), self._made_since
         )
         self.positions = recorder.positions
 

@@ -42,12 +42,7 @@ def main(path: str) -> None:
     if request.again and request.computed is Computed.ALL:
         note = f"run again with real values on the CPU: {request.again}"
     run = run_measured(
-        request.script,
-        device,
-        resources,
-        steps=request.steps,
-        seconds=request.seconds,
-        note=note,
+        request.script, device, resources, steps=request.steps, seconds=request.seconds, note=note
     )
     answer = _answer(run, device)
     sys.stdout.flush()

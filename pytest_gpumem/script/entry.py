@@ -208,7 +208,5 @@ def kept_test(script: Script, gpu: str, measured: Measurement, steps: int) -> st
     ]
     last = script.name.rpartition(".")[2] if script.is_module else Path(script.name).stem
     return _TEST.format(
-        stem=re.sub(r"\W", "_", last) or "script",
-        marker=", ".join(marker),
-        call=", ".join(call),
+        stem=re.sub(r"\W", "_", last) or "script", marker=", ".join(marker), call=", ".join(call)
     ).replace(")\ndef", f")  # {format_size(limit)}\ndef")

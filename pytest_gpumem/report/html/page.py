@@ -43,9 +43,7 @@ _UNUSUAL = re.compile(r'\\[^"]|\x7f')
 
 
 def render(
-    records: Sequence[TestRecord],
-    past: Past | None = None,
-    usage: Sequence[Mapping[str, Any]] = (),
+    records: Sequence[TestRecord], past: Past | None = None, usage: Sequence[Mapping[str, Any]] = ()
 ) -> str:
     """Return the page of ``records``, to be written as UTF-8; no name in them can break it."""
     ordered = sorted(records, key=lambda record: record.nodeid)
