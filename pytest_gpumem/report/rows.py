@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_gpumem.baseline.store import split_nodeid
-from pytest_gpumem.baseline.verdict import Improvement, Verdict, main_verdict
+from pytest_gpumem.baseline.verdict import Verdict, main_verdict
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_apart, format_size
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
@@ -133,7 +133,7 @@ def rows_of(record: TestRecord, every_phase: bool, below_module: bool = True) ->
     if record.measurement is None:
         yield Row(name, 0, {}, _telling_verdict(record.verdicts), test_status(record))
     for measured in record.measurements:
-        judged = _Judged.of(record, measured)
+        judged = _Judged(record, measured)
         if measured is record.measurement:
             depth, status = 0, test_status(record)
         else:
@@ -183,25 +183,15 @@ def parents_first(phases: Mapping[str, PhaseRecord]) -> Iterator[PhaseRecord]:
         pending += children[phase.name][::-1]
 
 
-@dataclass(frozen=True)
 class _Judged:
     """The verdicts on one test on one device."""
 
-    outcome: str
-    verdicts: Sequence[Verdict]
-    improvements: Sequence[Improvement]
-    ran: Collection[str]
-    """The phases that ran."""
-
-    @classmethod
-    def of(cls, record: TestRecord, measured: Measurement) -> _Judged:
-        device = measured.device
-        return cls(
-            record.outcome,
-            [verdict for verdict in record.verdicts if verdict.device == device],
-            [better for better in record.improvements if better.device == device],
-            measured.phases.keys(),
-        )
+    def __init__(self, record: TestRecord, measured: Measurement) -> None:
+        self._failed = record.outcome == "failed"
+        self.verdicts = [one for one in record.verdicts if one.device == measured.device]
+        better = (one for one in record.improvements if one.device == measured.device)
+        self._better = {one.phase for one in better}
+        self.ran = measured.phases.keys()
 
     def of_phase(self, phase: str | None) -> list[Verdict]:
         return [verdict for verdict in self.verdicts if verdict.phase == phase]
@@ -209,10 +199,8 @@ class _Judged:
     def status(self, phase: str | None) -> str:
         verdicts = self.of_phase(phase)
         if any(not verdict.passed for verdict in verdicts):
-            return "FAIL" if self.outcome == "failed" else "xfail"
-        if any(better.phase == phase for better in self.improvements):
-            return "better"
-        return "ok" if verdicts else ""
+            return "FAIL" if self._failed else "xfail"
+        return "better" if phase in self._better else "ok" if verdicts else ""
 
 
 def _numbers(measured: Measurement | PhaseRecord) -> dict[str, int | None]:
