@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from _pytest._code.code import ReprFileLocation
 
 from pytest_gpumem.baseline.collected import function_of
 from pytest_gpumem.baseline.explanation import folded
@@ -134,18 +135,6 @@ def _within(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
-class _Crash(NamedTuple):
-    """The location of a failure, with a short reason."""
-
-    path: str
-    lineno: int
-    message: str
-
-    def __str__(self) -> str:
-        """Return the line for ``--tb=line``."""
-        return f"{self.path}:{self.lineno}: {self.message}"
-
-
 class _MergedLongrepr:
     """A replacement of a report's ``longrepr`` while pytest writes its summary."""
 
@@ -154,7 +143,7 @@ class _MergedLongrepr:
         self._lines = lines
         crash = getattr(longrepr, "reprcrash", None)
         path, line = getattr(crash, "path", ""), getattr(crash, "lineno", 0)
-        self.reprcrash = _Crash(path, line, failure.brief)
+        self.reprcrash = ReprFileLocation(path, line, failure.brief)
 
     def toterminal(self, writer: Writer) -> None:
         """Write the lines."""
