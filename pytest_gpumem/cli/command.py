@@ -26,12 +26,6 @@ class Argument:
     names: tuple[str, ...]
     options: Mapping[str, Any]
 
-    def was_given(self, arguments: argparse.Namespace) -> bool:
-        """Return whether the command line sets anything else than its default."""
-        attribute: str = self.options.get("dest", self.names[-1].lstrip("-"))
-        given = getattr(arguments, attribute.replace("-", "_"))
-        return given not in (self.options.get("default"), None, False)
-
 
 def argument(written: str, help: str, **options: Any) -> Argument:
     """Return an argument with this ``help``, in which a single ``%`` is literal.
@@ -91,7 +85,9 @@ def refuse_others(
     own = {one.names for one in groups.get(chosen, ())}
     for choice, others in groups.items():
         for one in others:
-            if one.names not in own and one.was_given(arguments):
+            attribute = one.options.get("dest", one.names[-1].lstrip("-")).replace("-", "_")
+            by_default = one.options.get("default"), None, False
+            if one.names not in own and getattr(arguments, attribute) not in by_default:
                 raise ValueError(f"{one.names[-1]} goes with {choice}, not with {chosen}")
 
 
