@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from _pytest._code.code import ReprFileLocation
@@ -20,7 +20,10 @@ from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.pytest_reports import without_group
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_size
-from pytest_gpumem.text import Line, Writer, counted, listed, shorten, wrap, write_lines
+from pytest_gpumem.text import Line, counted, listed, shorten, wrap, write_lines
+
+if TYPE_CHECKING:
+    from _pytest._io import TerminalWriter
 
 LEAST_ALIKE = 3
 """The least failures of one cause that are shown as one."""
@@ -145,7 +148,7 @@ class _MergedLongrepr:
         path, line = getattr(crash, "path", ""), getattr(crash, "lineno", 0)
         self.reprcrash = ReprFileLocation(path, line, failure.brief)
 
-    def toterminal(self, writer: Writer) -> None:
+    def toterminal(self, writer: TerminalWriter) -> None:
         """Write the lines."""
         write_lines(writer, self._lines)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.update import UpdateReport
@@ -18,8 +18,11 @@ from pytest_gpumem.report.rows import STATUSES, test_status
 from pytest_gpumem.report.table import Sort, table
 from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.sizes import format_size
-from pytest_gpumem.text import Line, Span, Writer, counted, pack, shorten, wrap, write_lines
+from pytest_gpumem.text import Line, Span, counted, pack, shorten, wrap, write_lines
 from pytest_gpumem.values.environment import Environment
+
+if TYPE_CHECKING:
+    from _pytest._io import TerminalWriter
 
 MOST_LISTED = 10
 """Tests, changes and notes of one kind that are listed unless verbose."""
@@ -43,7 +46,7 @@ def describe(environment: Environment) -> str:
     return f"{environment.kind}{environment.gpu} ({', '.join(facts)})"
 
 
-def write_section(writer: Writer, lines: Sequence[Line], *, verbosity: int) -> None:
+def write_section(writer: TerminalWriter, lines: Sequence[Line], *, verbosity: int) -> None:
     """Write the section; without a title when quiet, nothing at all when there is nothing."""
     if lines and verbosity >= 0:
         writer.sep("=", "gpumem")

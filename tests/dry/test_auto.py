@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from pytest_gpumem.device import auto
+from pytest_gpumem.device import host_gpus
 from pytest_gpumem.option_values import DeviceChoice, device_choice
 
 
@@ -23,17 +22,17 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (torch / "version.py").write_text(version, encoding="utf-8")
     (torch / "__init__.py").touch()
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.delenv(auto.REFUSED, raising=False)
-    monkeypatch.setattr(auto, "DRIVERS", (str(tmp_path / "nvidiactl"),))
+    monkeypatch.delenv(host_gpus.REFUSED, raising=False)
+    monkeypatch.setattr(host_gpus, "DRIVERS", (str(tmp_path / "nvidiactl"),))
     monkeypatch.setattr("pytest_gpumem.dry.build.has_compiler", lambda: True)
     monkeypatch.setattr("sys.platform", "linux")
     spec = type("Spec", (), {"origin": str(torch / "__init__.py")})
-    monkeypatch.setattr(auto, "find_spec", lambda name: spec)
+    monkeypatch.setattr(host_gpus, "find_spec", lambda name: spec)
     return tmp_path
 
 
 def chosen(text: str = "auto", baselines: Path = Path("none")) -> DeviceChoice:
-    return auto.settled(device_choice(text), baselines)
+    return host_gpus.settled(device_choice(text), baselines)
 
 
 def test_it_is_the_dry_device_without_a_gpu(machine: Path) -> None:
@@ -71,8 +70,7 @@ def test_a_process_that_has_torch_already_is_simulated(
 def test_a_runtime_that_cannot_be_loaded_is_not_tried_again(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "environ", {})
-    auto.refuse("the dry runtime cannot be built")
+    monkeypatch.setenv(host_gpus.REFUSED, "the dry runtime cannot be built")
     assert chosen().kind == "auto"
 
 
