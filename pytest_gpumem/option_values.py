@@ -35,6 +35,8 @@ class DeviceChoice(NamedTuple):
     """Catalogue names to simulate, or of the dry device; empty where nothing can be simulated."""
     of_auto: bool = False
     """Whether it is the dry device because ``auto`` takes it."""
+    not_dry: str = ""
+    """Why ``auto`` does not take it, where torch is a build for which it could."""
 
 
 class ReportTarget(NamedTuple):

@@ -97,9 +97,20 @@ def _model(gpu: NvmlReading) -> str:
 
 def settled(choice: DeviceChoice, baselines: Path) -> DeviceChoice:
     """Return ``choice``, or the dry device in place of ``auto`` if available; only reads files."""
-    if choice.kind != "auto" or why_not(baselines) is not None:
+    if choice.kind != "auto":
         return choice
-    return choice._replace(kind="dry", of_auto=True)
+    reason = why_not(baselines)
+    if reason is None:
+        return choice._replace(kind="dry", of_auto=True)
+    return choice._replace(not_dry="" if reason in _EXPECTED else reason)
+
+
+_DRIVER = "NVIDIA's driver is installed"
+_SYSTEM = "the dry device runs on Linux only"
+_BUILD = "there is no CUDA build of torch"
+_LAUNCHED = "the program has the dry device as its GPU"
+_EXPECTED = frozenset({_DRIVER, _SYSTEM, _BUILD, _LAUNCHED})
+"""Reasons that users of such a machine or torch know."""
 
 
 def why_not(baselines: Path) -> str | None:
@@ -107,22 +118,22 @@ def why_not(baselines: Path) -> str | None:
     if reason := os.environ.get(REFUSED):
         return reason
     if has_driver():
-        return "NVIDIA's driver is installed"
+        return _DRIVER
     if sys.platform != "linux":
-        return "the dry device runs on Linux only"
+        return _SYSTEM
     from pytest_gpumem.dry.version import cuda_of, release_of
 
     spec = find_spec("torch")
     folder = None if spec is None or spec.origin is None else Path(spec.origin).parent
     if folder is None or cuda_of(folder) is None:
-        return "there is no CUDA build of torch"
+        return _BUILD
     if _are_simulated(baselines, release_of(folder)):
         return "the project's baselines are those of simulated devices"
     from pytest_gpumem.dry.build import has_compiler
     from pytest_gpumem.dry.load import is_launched, is_loaded
 
     if is_launched():
-        return "the program has the dry device as its GPU"
+        return _LAUNCHED
     if "torch" in sys.modules and not is_loaded():
         return "torch has been imported already"
     return None if has_compiler() else "there is no C compiler"

@@ -60,7 +60,8 @@ class DeviceSelector:
         if models and not self.stand_ins:
             models += " without stand-ins"
         if self._choice.kind == "auto":
-            return f"a CUDA device if torch sees one, else {models}"
+            reason = f" (not dry: {self._choice.not_dry})" if self._choice.not_dry else ""
+            return f"a CUDA device if torch sees one, else {models}{reason}"
         if self._choice.kind == "cuda":
             return "cuda" if self._choice.index is None else f"cuda:{self._choice.index}"
         return models or "off, nothing is measured"

@@ -101,12 +101,13 @@ class Run:
             fixtures = ledger.with_nested(expected_fixtures(item))
             device.begin_test(item.nodeid, fixtures, ledger.renewed)
             self._refusals: Sequence[Refusal] = ()
-            if prepared.quota is not None or settings.share:
-                self._refusals = starting.enter_context(device.refusals())
             if prepared.quota is not None:
                 # Its key is computed from the settings before a quota adds one for child processes.
                 assert device.environment
                 starting.enter_context(device.limited(prepared.quota))
+            if prepared.quota is not None or settings.share:
+                # Behind the quota, which is tried out by an allocation that is refused.
+                self._refusals = starting.enter_context(device.refusals())
             if account is not None:
                 account.set_up()
             self._resources = starting.pop_all()

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from pytest_gpumem.device import host_gpus
+from pytest_gpumem.device.select import DeviceSelector
 from pytest_gpumem.option_values import DeviceChoice, device_choice
 
 
@@ -81,12 +82,14 @@ def test_a_driver_means_a_gpu(machine: Path) -> None:
 
 def test_a_cpu_build_is_simulated(machine: Path) -> None:
     (machine / "torch" / "version.py").write_text("cuda: str | None = None\n", encoding="utf-8")
-    assert chosen().kind == "auto"
+    assert (chosen().kind, chosen().not_dry) == ("auto", "")
 
 
 def test_without_a_compiler_it_is_simulated(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pytest_gpumem.dry.build.has_compiler", lambda: False)
-    assert chosen().kind == "auto"
+    assert (chosen().kind, chosen().not_dry) == ("auto", "there is no C compiler")
+    said = DeviceSelector(chosen()).description
+    assert said.endswith("simulated A100-40GB (not dry: there is no C compiler)")
 
 
 def test_other_systems_are_simulated(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
