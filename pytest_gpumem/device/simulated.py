@@ -122,7 +122,7 @@ class SimulatedDevice(ComputingDevice):
             try:
                 yield
             finally:
-                self._simulation.streams.abandon_captures()
+                self._simulation.abandon_captures()
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
         """Begin with an empty device on which only ``fixtures`` are set up, in this order.

@@ -177,12 +177,10 @@ def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) ->
     draws = _draws(func)
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        streams = machine.streams
-        if streams.captures and draws(args, kwargs):
-            gpu = machine.current
-            capture = streams.captures.get((gpu.index, gpu.stream))
-            if capture is not None and capture.graph is not None:
-                capture.graph.use_random_operator(gpu, kwargs.get("generator"))
+        if machine.streams.captures and draws(args, kwargs):
+            capture = machine.capture
+            if capture is not None and capture.draws is not None:
+                capture.draws(machine.current, kwargs.get("generator"))
         if unfilled is not None and machine.leaves_unfilled:
             left = unfilled(args, kwargs)
             if left is not None:

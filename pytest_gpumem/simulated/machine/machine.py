@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +25,7 @@ from pytest_gpumem.allocator.trace import TraceEntry
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.gpu.catalogue import Machine
 from pytest_gpumem.simulated.gpu.device import Device
-from pytest_gpumem.simulated.gpu.memory import Memory
-from pytest_gpumem.simulated.machine.captures import ActivePool, PoolIds
+from pytest_gpumem.simulated.machine.captures import Capture
 from pytest_gpumem.simulated.machine.dispatch import Dispatch, ThreadState
 from pytest_gpumem.simulated.machine.generators import RandomState
 from pytest_gpumem.simulated.machine.notes import Notes
@@ -33,7 +33,7 @@ from pytest_gpumem.simulated.machine.pinned import Pinned
 from pytest_gpumem.simulated.machine.placement import Placement
 from pytest_gpumem.simulated.machine.pool_contents import EveryPoolContents
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage, Storages
-from pytest_gpumem.simulated.machine.streams import Streams
+from pytest_gpumem.simulated.machine.streams import OF_LEAVES, Streams, nodes_behind, roots_of
 from pytest_gpumem.simulated.machine.values.assumptions import drawn_seed
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat
@@ -109,7 +109,31 @@ class GPU(Device):
 
     def repeat(self, log: SetupLog) -> Taken:
         """Repeat the events of ``log``; allocated storages that still live move over."""
-        return log.repeat(self.allocator)
+        memory = self.allocator
+        allocated, reserved = memory.allocated, memory.reserved
+        peak_allocated, peak_reserved = allocated, reserved
+        addresses: dict[int, int] = {}
+        for event in log.events:
+            if event.action == "alloc":
+                address = memory.malloc(event.size, event.stream, event.context)
+                addresses[event.addr] = address
+                peak_allocated = max(peak_allocated, memory.allocated)
+                peak_reserved = max(peak_reserved, memory.reserved)
+            elif event.action == "free_completed" and event.addr in addresses:
+                memory.free(addresses.pop(event.addr))
+        for before, address in addresses.items():
+            record = log.records.get(before)
+            if record is None or record() is None:
+                memory.free(address)
+            else:
+                record.allocator, record.address = memory, address
+        memory.empty_cache()
+        return Taken(
+            memory.allocated - allocated,
+            memory.reserved - reserved,
+            peak_allocated - allocated,
+            peak_reserved - reserved,
+        )
 
     @property
     def is_logging(self) -> bool:
@@ -124,10 +148,6 @@ class GPU(Device):
             for record in list(self.simulation.storages.by_key.values())
             if record.device is self and record.allocator is not self.allocator and record.address
         )
-
-    def memory_beside(self) -> Memory:
-        """Return an empty memory of this GPU whose addresses no other has."""
-        return self.empty_memory(self.index + len(self.simulation.gpus))
 
 
 class Taken(NamedTuple):
@@ -148,33 +168,6 @@ class SetupLog:
     """By address: the storages that were left in the end."""
     position: int = 0
 
-    def repeat(self, memory: Memory) -> Taken:
-        """Repeat the events in ``memory``, which takes over storages that still live."""
-        allocated, reserved = memory.allocated, memory.reserved
-        peak_allocated, peak_reserved = allocated, reserved
-        addresses: dict[int, int] = {}
-        for event in self.events:
-            if event.action == "alloc":
-                address = memory.malloc(event.size, event.stream, event.context)
-                addresses[event.addr] = address
-                peak_allocated = max(peak_allocated, memory.allocated)
-                peak_reserved = max(peak_reserved, memory.reserved)
-            elif event.action == "free_completed" and event.addr in addresses:
-                memory.free(addresses.pop(event.addr))
-        for before, address in addresses.items():
-            record = self.records.get(before)
-            if record is None or record() is None:
-                memory.free(address)
-            else:
-                record.allocator, record.address = memory, address
-        memory.empty_cache()
-        return Taken(
-            memory.allocated - allocated,
-            memory.reserved - reserved,
-            peak_allocated - allocated,
-            peak_reserved - reserved,
-        )
-
 
 class SimulatedMachine(Notes):
     """State that ``gpus`` and the process that uses them share.
@@ -188,7 +181,6 @@ class SimulatedMachine(Notes):
         self.thread_state = ThreadState()
         self.storages = Storages()
         self.values = Values(self.storages, self, self.thread_state, everything=real_values)
-        self.storages.died = self.values.died
         self.storages.regrown = self.values.resized
         self.has_real_meta = False
         """Whether the user made meta tensors of their own, which hold no CUDA memory."""
@@ -198,9 +190,10 @@ class SimulatedMachine(Notes):
         """The GPU that an operator runs on; ``None`` where there is only one."""
         self.streams = Streams(self.gpus[0].timeline)
         self.numbering = Numbering()
-        self.pool_ids = PoolIds()
+        self.user_pools, self.graph_pools = count(1), count(1)
+        """Numbers of private pools: (0, n) for users' pools, (n, 0) for graphs' own."""
         self.pool_contents = EveryPoolContents(self.values)
-        self.active_pools = ActivePool()
+        self.storages.died = self.pool_contents.died
         self.random_state = RandomState()
         self.pinned = Pinned(self.streams)
         self.execution = Dispatch(self.storages)
@@ -226,10 +219,10 @@ class SimulatedMachine(Notes):
         if index is None:
             return self.current
         if not 0 <= index < len(self.gpus):
-            count = len(self.gpus)
+            number = len(self.gpus)
             raise RuntimeError(
-                f"CUDA error: invalid device ordinal (cuda:{index} on a machine with {count} "
-                f"simulated GPU{'s' if count > 1 else ''})"
+                f"CUDA error: invalid device ordinal (cuda:{index} on a machine with {number} "
+                f"simulated GPU{'s' if number > 1 else ''})"
             )
         return self.gpus[index]
 
@@ -265,7 +258,8 @@ class SimulatedMachine(Notes):
             return drawn_seed(self.current_index)
         if self.values.everything:
             return None
-        self.note_number()
+        line = self.count_read("item()")
+        self.note(f"item() at {line} read a value that is not computed: it got 0.0")
         return NeutralFloat()
 
     def reads_neutral_integers(self, tensor: torch.Tensor, read: str) -> bool:
@@ -278,7 +272,8 @@ class SimulatedMachine(Notes):
             return False
         if dtype is torch.bool or tensor.layout is not torch.strided:
             return False
-        self.note_integers(read)
+        line = self.count_read(read)
+        self.note(f"{read} at {line} read integers that are not computed: each got 0")
         return True
 
     def kernel_wrote(self, *values: Any) -> None:
@@ -287,18 +282,37 @@ class SimulatedMachine(Notes):
         In a capture it writes when its graph is replayed.
         """
         with self.execution.lock or nullcontext():
-            self._wrote(values)
-
-    def _wrote(self, values: Any) -> None:
-        found = ((each, self.storages.of(each)) for each in tensors_in(values))
-        written = [(each, record) for each, record in found if record is not None]
-        capture = self.streams.captures.get((self.current_index, self.current.stream))
-        if capture is not None:
+            found = ((each, self.storages.of(each)) for each in tensors_in(values))
+            written = [(each, record) for each, record in found if record is not None]
+            capture = self.capture
+            if capture is None:
+                for _, record in written:
+                    self.values.forget(record.key)
+                return
             capture.is_empty = False
-            capture.recording.wrote([tensor for tensor, _ in written])
-            return
-        for _, record in written:
-            self.values.forget(record.key)
+            capture.recording.wrote(tensor for tensor, _ in written)
+
+    @property
+    def capture(self) -> Capture | None:
+        """The capture that work of this thread goes to now."""
+        captures = self.streams.captures
+        return captures.get((self.current_index, self.current.stream)) if captures else None
+
+    def end_capture(self, capture: Capture) -> None:
+        """End ``capture``; what runs afterwards is not recorded."""
+        capture.end()
+        captures = self.streams.captures
+        for key in [key for key, other in captures.items() if other is capture]:
+            del captures[key]
+        if not captures:
+            self.execution.watch(None)
+            self.values.recording = None
+
+    def abandon_captures(self) -> None:
+        """End the captures that a test left open."""
+        for capture in set(self.streams.captures.values()):
+            self.end_capture(capture)
+            capture.memory.pools.release(capture.pool)
 
     def begin(self, *, has_real_meta: bool) -> None:
         """Begin a test; ``has_real_meta``: its fixtures made meta tensors."""
@@ -311,9 +325,6 @@ class SimulatedMachine(Notes):
         self.granted = False
         self.values.begin()
 
-
-OF_LEAVES = 2**64 - 1
-"""The number of the nodes that accumulate gradients into leaves."""
 
 _next: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
@@ -354,28 +365,13 @@ class Numbering:
 def renumber(results: Iterable[Any], began: int, number: Callable[[int], int]) -> None:
     """Give the nodes behind ``results`` that were made since ``began`` their ``number``."""
     # A node that is older than the pass leads to older ones only.
-    made = list(_nodes_behind(results, lambda node: node._sequence_nr() >= began))
-    for node, own in [(node, node._sequence_nr()) for node in made]:
+    for node in list(nodes_behind(roots_of(results), lambda node: node._sequence_nr() >= began)):
+        own = node._sequence_nr()
         if own != OF_LEAVES:
             node._set_sequence_nr(number(own))
 
 
 def leaves_of(outputs: Iterable[Any]) -> list[Any]:
     """Return the leaves that the graph of ``outputs`` leads to."""
-    found = [getattr(node, "variable", None) for node in _nodes_behind(outputs)]
+    found = [getattr(node, "variable", None) for node in nodes_behind(roots_of(outputs))]
     return [leaf for leaf in found if leaf is not None]
-
-
-def _nodes_behind(
-    outputs: Iterable[Any], is_followed: Callable[[Any], bool] = lambda _: True
-) -> Iterator[Any]:
-    """Yield the nodes of the graph of ``outputs``, those that ``is_followed`` and lead to more."""
-    waiting = [node for output in outputs if (node := getattr(output, "grad_fn", None)) is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if is_followed(node):
-            yield node
-            new = {following for following, _ in node.next_functions} - seen - {None}
-            seen |= new
-            waiting += new

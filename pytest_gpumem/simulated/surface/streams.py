@@ -81,7 +81,8 @@ class SimulatedEvent:
     def wait(self, stream: Any = None) -> None:
         """Delay later work of a stream until the event is complete."""
         if self._is_recorded:
-            self._machine.streams.waits(self._key(stream), self)
+            key = self._key(stream)
+            self._machine.streams.waits(key, self.marks, self.moment, self.capture)
 
     def synchronize(self) -> None:
         """Wait for the event."""

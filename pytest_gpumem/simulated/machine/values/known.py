@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 
@@ -25,24 +24,8 @@ from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.facts import Fact, of_result
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.reading import Reading
+from pytest_gpumem.simulated.machine.values.recording import Recorder
 from pytest_gpumem.simulated.machine.values.views import blank, device_tensors
-
-
-class PoolValues(Protocol):
-    """A keeper of the values of storages that have died, such as a graph's pool."""
-
-    def died(self, key: int, base: torch.Tensor | None) -> None:
-        """Keep the values of the storage ``key``, where they are known."""
-
-
-class Captured(Protocol):
-    """A recorder of operators for later, such as a capture."""
-
-    def add(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
-        """Remember a call, without computing it now."""
-
-    def described(self, value: Any) -> Any:
-        """Return ``value`` without references to its tensors, for a call to be added."""
 
 
 class Values(Reading):
@@ -53,9 +36,7 @@ class Values(Reading):
     ) -> None:
         super().__init__(storages, notes, thread, everything=everything)
         self._ignoring = False
-        self.pooled: WeakValueDictionary[int, PoolValues] = WeakValueDictionary()
-        """By key: where values go when a storage in a graph's pool dies."""
-        self.recording: Callable[[], Captured | None] | None = None
+        self.recording: Callable[[], Recorder[Any] | None] | None = None
         """Returns the recorder of a capture's operators, while there is a capture."""
 
     def follow(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
@@ -128,7 +109,7 @@ class Values(Reading):
         with torch._C._DisableTorchDispatch():
             self.replace(Operator.by(function), args, {}, result)
 
-    def capture(self) -> Captured | None:
+    def capture(self) -> Recorder[Any] | None:
         """Return the recorder of operators, while a capture is under way on this thread."""
         return None if self.recording is None else self.recording()
 
@@ -203,13 +184,6 @@ class Values(Reading):
                 self._derive(operator, args, kwargs, result)
         elif self._unknown_among(args) is not True:
             self._derive(operator, args, kwargs, result)
-
-    def died(self, key: int) -> None:
-        """Drop the values of a storage that has died; a graph's pool keeps its contents."""
-        contents = self.pooled.pop(key, None) if self.pooled else None
-        if contents is not None:
-            contents.died(key, self._bases.get(key))
-        self.forget(key)
 
     def record(self, key: int) -> SimulatedStorage | None:
         """Return the block of a storage."""

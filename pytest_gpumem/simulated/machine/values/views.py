@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -16,9 +16,6 @@ from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 _empty = torch.empty
 _empty_strided = torch.empty_strided
 _as_strided = torch.as_strided
-
-
-L = TypeVar("L", bound="Layout")
 
 
 @dataclass(frozen=True)
@@ -81,14 +78,6 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {name: mapped(item, change) for name, item in value.items()}
     return change(value)
-
-
-def layouts_in(value: Any, kind: type[L]) -> list[L]:
-    """Return the layouts in ``value``, itself one or a list or tuple of them."""
-    if isinstance(value, kind):
-        return [value]
-    items = value if isinstance(value, (list, tuple)) else ()
-    return [found for item in items for found in layouts_in(item, kind)]
 
 
 def is_written(memory: torch.Tensor, computed: Any) -> bool:
