@@ -17,7 +17,7 @@ from pytest_gpumem.simulated.machine.values.facts import Fact
 from pytest_gpumem.simulated.machine.values.finite import Infinity
 from pytest_gpumem.simulated.machine.values.kept import Range, Ranges
 from pytest_gpumem.simulated.machine.values.known import Values
-from pytest_gpumem.simulated.machine.values.views import Layout, device_tensors
+from pytest_gpumem.simulated.machine.values.views import Layout, on_device
 from pytest_gpumem.sizes import MIB
 
 
@@ -149,13 +149,10 @@ class DryValues(Values):
         Unless their values have been computed: an operator that copies an argument to its result
         has a kernel change that afterwards.
         """
-        made = [each for each in device_tensors(result, []) if storage_key(each) not in self._bases]
-        if not made:
-            return
-        given = {storage_key(each) for each in device_tensors((*args, *kwargs.values()), [])}
+        made = [each for each in on_device(result) if storage_key(each) not in self._bases]
+        given = self._blank.union(map(storage_key, on_device((args, kwargs)))) if made else ()
         for tensor in made:
-            key = storage_key(tensor)
-            if key not in given and key not in self._blank:
+            if storage_key(tensor) not in given:
                 self._memory.forget(self._memory.place_of(tensor))
 
     def forget(self, key: int) -> None:

@@ -65,7 +65,7 @@ class PoolContents:
 
     def address_of(self, key: int) -> int:
         """Return the address of a storage, if it is in one of the pools; else 0."""
-        record = self._values.record(key)
+        record = self._values.storages.by_key.get(key)
         if record is None or record.allocator is not self.memory or not record.address:
             return 0
         return record.address if self.memory.pool_of(record.address) in self.pools else 0

@@ -16,10 +16,9 @@ import torch
 
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.signatures import Args
-from pytest_gpumem.simulated.machine.values import finite
 
 
-class Known(finite.Numbers, Protocol):
+class Known(Protocol):
     """The known values that assumptions are made from, and the notes they go to."""
 
     notes: Notes
@@ -29,9 +28,6 @@ class Known(finite.Numbers, Protocol):
 
     def keep(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         """Remember the values of ``source``, a CPU tensor of the same shape, for ``tensor``."""
-
-    def assume(self, tensor: torch.Tensor, value: bool) -> None:
-        """Assume ``value`` for every element of ``tensor``."""
 
 
 Assumption = Callable[[Known, tuple[Any, ...], Any], "torch.Tensor | None"]
@@ -112,18 +108,17 @@ _COMPARING = tuple(
 
 def _is_special_token(answer: bool) -> Assumption:
     def assume(values: Known, args: Args, result: Any) -> None:
-        if args[0].dtype.is_floating_point or not _called_by_transformers():
+        if args[0].dtype.is_floating_point or "transformers" not in sys.modules:
             return
-        values.notes.granted = True
-        values.notes.note(GENERATION)
-        values.keep(result, torch.full(result.shape, answer, device="cpu"))
+        if _called_by_transformers():
+            values.notes.granted = True
+            values.notes.note(GENERATION)
+            values.keep(result, torch.full(result.shape, answer, device="cpu"))
 
     return assume
 
 
 def _called_by_transformers() -> bool:
-    if "transformers" not in sys.modules:
-        return False
     torch_folder = os.path.dirname(torch.__file__)  # noqa: PTH120 - as frames write it
     own = __file__.partition(os.path.join("machine", "values"))[0]  # noqa: PTH118
     frame = sys._getframe(1)
@@ -156,19 +151,6 @@ def _no_infinity(values: Known, args: Args, result: Any) -> torch.Tensor | None:
     return found
 
 
-def _also(func: Any, other: Assumption | None) -> Assumption:
-    """Assume that unknown numbers are finite where ``func`` checks that, else apply ``other``."""
-
-    def assume(values: Known, args: Args, result: Any) -> torch.Tensor | None:
-        answer = finite.answer(values, func, args)
-        if answer is not None:
-            values.assume(result, answer)
-            return None
-        return None if other is None else other(values, args, result)
-
-    return assume
-
-
 _aten = torch.ops.aten
 
 ASSUMPTIONS: dict[Any, Assumption] = {
@@ -182,7 +164,6 @@ ASSUMPTIONS: dict[Any, Assumption] = {
     _aten.ge.Scalar: _has_input,
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _no_infinity,
 }
-ASSUMPTIONS.update({func: _also(func, ASSUMPTIONS.get(func)) for func in finite.QUESTIONS})
 """By overload.
 
 Sources: transformers/generation (stopping_criteria.py, utils.py) and modeling_utils.py

@@ -17,6 +17,7 @@ import torch
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import storage_key
+from pytest_gpumem.simulated.machine.values.views import layout_of
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "eq": comparing.eq,
@@ -40,13 +41,14 @@ QUESTIONS = frozenset(
 Source: aten/src/ATen/native/TensorCompare.cpp (isfinite, isinf, isnan), torch 2.6 to 2.15.
 """
 
-FILLING = frozenset(
-    f"aten::{name}{suffix}"
-    for name in (
-        "fill full new_full full_like masked_fill where index_fill index_put scatter "
-        "masked_scatter constant_pad_nd copy add sub mul div"
-    ).split()
-    for suffix in ("", "_")
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}{suffix}" for name in text.split() for suffix in ("", "_"))
+
+
+FILLING = _names(
+    "fill full new_full full_like masked_fill where index_fill index_put scatter masked_scatter "
+    "constant_pad_nd copy add sub mul div"
 )
 """Operators by which a program writes an infinity or NaN: ``x.masked_fill(mask, -inf)``."""
 
@@ -71,10 +73,6 @@ class Infinity(IntEnum):
     NEGATIVE = 1
     """Minus infinity and no other, as masks and running maxima begin."""
     ANY = 2
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(f"aten::{name}{suffix}" for name in text.split() for suffix in ("", "_"))
 
 
 _BOUNDING = _names(
@@ -110,7 +108,10 @@ def answer(values: Numbers, func: Any, args: Args) -> bool | None:
     ``None``, too, where the program has put an infinity or NaN among them.
     """
     tensor = args[0]
-    if not _is_unknown_number(values, tensor):
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return None
+    is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    if not is_number or values.infinity(tensor):
         return None
     name = func._schema.name.removeprefix("aten::")
     if name in _SEARCHES:
@@ -118,33 +119,14 @@ def answer(values: Numbers, func: Any, args: Args) -> bool | None:
     compare = _COMPARISONS[name]
     other = args[1]
     if isinstance(other, torch.Tensor):
-        if _is_same(tensor, other):
-            return compare(0.0, 0.0)
+        if tensor is other or (
+            storage_key(tensor) == storage_key(other) and layout_of(tensor) == layout_of(other)
+        ):
+            return compare(0.0, 0.0)  # each element with itself
         other = values.single(other)
     if isinstance(other, float) and math.isinf(other):
         return compare(0.0, other)
     return None
-
-
-def _is_unknown_number(values: Numbers, tensor: Any) -> bool:
-    if not isinstance(tensor, torch.Tensor):
-        return False
-    return (
-        (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-        and tensor.layout is torch.strided
-        and not values.infinity(tensor)
-    )
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether each element is compared with itself."""
-    return one is other or (
-        one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.storage_offset() == other.storage_offset()
-        and one.dtype == other.dtype
-        and storage_key(one) == storage_key(other)
-    )
 
 
 def brought(values: Numbers, name: str, args: Args, kwargs: Kwargs) -> Infinity:

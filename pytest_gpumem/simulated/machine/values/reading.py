@@ -175,10 +175,10 @@ class Reading(Kept):
                     return operator.compute(*args, **kwargs)
             return operator.compute(*args, **kwargs)
         except Exception as error:
-            if not self.everything or not _lacks_half(error):
+            lacks_half = isinstance(error, RuntimeError) and "not implemented for" in str(error)
+            if not self.everything or not lacks_half:
                 raise
-        writes = bool(operator.written)
-        return in_float32(operator.compute, list(args), kwargs, writes=writes)
+        return in_float32(operator.compute, args, kwargs, writes=bool(operator.written))
 
     def source_of(self, generator: torch.Generator) -> torch.Generator:
         """Return the CPU's generator that draws the numbers of ``generator``, one of a GPU."""
@@ -197,10 +197,6 @@ class Reading(Kept):
     def infinity(self, tensor: torch.Tensor) -> Infinity:
         """Return the kind of infinity or NaN that the program has put into ``tensor``."""
         return self.facts.infinity(tensor)
-
-
-def _lacks_half(error: Exception) -> bool:
-    return isinstance(error, RuntimeError) and "not implemented for" in str(error)
 
 
 @contextmanager

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.machine.values.views import Layout, is_written, layout_of, mapped
+from pytest_gpumem.simulated.machine.values.views import Layout, is_written, layout_of
 
 P = TypeVar("P", bound=Hashable)
 """The place of a storage: whatever a device finds its values by."""
@@ -74,7 +75,7 @@ class Recorder(ABC, Generic[P]):
                 return View(*layout_of(value), self.place_of(value)) if is_described else value
             return raw.CPU if isinstance(value, torch.device) else value
 
-        return mapped(value, part)
+        return tree_map(part, value)
 
     def replay(self, *, computes: bool) -> None:
         """Repeat all calls; unless it ``computes`` them, mark their results as unknown."""
@@ -105,7 +106,7 @@ class Recorder(ABC, Generic[P]):
             return memory
 
         try:
-            args, kwargs = mapped((step.args, step.kwargs), real)
+            args, kwargs = tree_map(real, (step.args, step.kwargs))
         except KeyError:  # an argument that is not known
             return False
         computed = self.run(operator, args, kwargs, step.generator)

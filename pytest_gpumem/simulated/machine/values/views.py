@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,6 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 
-_empty = torch.empty
 _empty_strided = torch.empty_strided
 _as_strided = torch.as_strided
 
@@ -64,20 +62,11 @@ def view_of(base: torch.Tensor, tensor: Any) -> torch.Tensor:
         shape = tensor.size() if is_lazy(tensor) else tensor.shape
         view = _as_strided(base, shape, tensor.stride(), offset)
     else:
-        view = _empty(0, dtype=tensor.dtype, device=CPU)
+        view = raw.empty(0, dtype=tensor.dtype, device=CPU)
         view.set_(base.untyped_storage(), offset, tensor.shape, tensor.stride())
     if tensor.is_conj():
         view = view.conj()
     return torch._neg_view(view) if tensor.is_neg() else view
-
-
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return ``value`` with each part changed that is no list, tuple or dictionary."""
-    if isinstance(value, (list, tuple)):
-        return type(value)([mapped(item, change) for item in value])
-    if isinstance(value, dict):
-        return {name: mapped(item, change) for name, item in value.items()}
-    return change(value)
 
 
 def is_written(memory: torch.Tensor, computed: Any) -> bool:
@@ -91,16 +80,10 @@ def is_written(memory: torch.Tensor, computed: Any) -> bool:
     return False
 
 
-def elements(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
-    """Return the number of elements of ``dtype`` in the whole storage."""
-    size: int = (dtype or tensor.dtype).itemsize
-    nbytes: int = tensor.untyped_storage().nbytes()
-    return nbytes // size
-
-
 def covers(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is all of its storage."""
-    return tensor.is_contiguous() and tensor.numel() == elements(tensor)
+    nbytes: int = tensor.untyped_storage().nbytes()
+    return tensor.is_contiguous() and tensor.numel() == nbytes // tensor.dtype.itemsize
 
 
 def blank(value: Any) -> Any:
@@ -110,12 +93,6 @@ def blank(value: Any) -> Any:
     return _empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CPU)
 
 
-def device_tensors(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Append the tensors of a GPU in ``value`` to ``found``."""
-    if isinstance(value, torch.Tensor):
-        if raw.is_on_device(value):
-            found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            device_tensors(item, found)
-    return found
+def on_device(values: Any) -> list[torch.Tensor]:
+    """Return the tensors of a GPU in ``values``."""
+    return [tensor for tensor in raw.tensors_in(values) if raw.is_on_device(tensor)]
