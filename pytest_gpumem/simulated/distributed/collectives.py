@@ -12,10 +12,10 @@ Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (``collective``, ``allg
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -36,11 +36,10 @@ from pytest_gpumem.simulated.distributed.results import (
 )
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.gpu.releases import PART_BY_PART
-from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, named
 from pytest_gpumem.simulated.operators.rules import Scratch
 
-_Arguments = Mapping[str, Any]
 _BARRIER = 4
 """Bytes of the tensor that a barrier reduces: one float."""
 
@@ -105,8 +104,8 @@ _IN_CPP = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 """Keys under which their one kernel for all devices is found."""
 
 
-def _made_in_view(
-    inputs: Sequence[torch.Tensor], group_size: int, group_name: str, *, gathers: bool
+def _all_gathered(
+    inputs: Sequence[torch.Tensor], group_size: int, group_name: str, *, gathers: bool = True
 ) -> list[torch.Tensor]:
     """Allocate the results of gathering, or of reducing and scattering, and run the collective."""
     given = [torch.view_as_real(one) if one.is_complex() else one for one in inputs]
@@ -123,12 +122,8 @@ def _made_in_view(
     return [torch.view_as_complex(one) if like.is_complex() else one for one, like in pairs]
 
 
-def _all_gathered(inputs: Sequence[torch.Tensor], *rest: Any) -> list[torch.Tensor]:
-    return _made_in_view(inputs, *rest, gathers=True)
-
-
 def _scattered(inputs: Sequence[torch.Tensor], reduce_op: str, *rest: Any) -> list[torch.Tensor]:
-    return _made_in_view(inputs, *rest, gathers=False)
+    return _all_gathered(inputs, *rest, gathers=False)
 
 
 _ALLOCATING: Mapping[str, Callable[..., Any]] = {
@@ -224,7 +219,7 @@ class Collectives:
         earlier: set[_Work] = set()
 
         def allreduce(group: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._reducing(_operation((*args, *kwargs.values()))):
+            with mock.patch.object(self, "_operation", _operation((*args, *kwargs.values()))):
                 return reduce(group, *args, **kwargs)
 
         def start_coalescing(group: Any, *_: Any) -> None:
@@ -261,64 +256,57 @@ class Collectives:
     ) -> Handler:
         """Return a handler that runs ``func``'s C++ kernel: the one for ``meta`` only makes a
         result."""
-        names = [argument.name for argument in func._schema.arguments]
+        change = mock.patch.multiple
 
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            with self._reducing(given.get("reduce_op", "").upper()), self._execution:
-                self._has_result = False
-                try:
-                    return kernel(*first, *args, **kwargs)
-                finally:
-                    self._has_result = True
+        def handle(args: Args, kwargs: Kwargs) -> Any:
+            operation = named(func, args, kwargs).get("reduce_op", "").upper()
+            with change(self, _operation=operation, _has_result=False), self._execution:
+                return kernel(*first, *args, **kwargs)
 
         return handle
 
-    @contextmanager
-    def _reducing(self, operation: str) -> Iterator[None]:
-        before, self._operation = self._operation, operation
-        try:
-            yield
-        finally:
-            self._operation = before
-
     def _handler(self, name: str, func: Any, collective: _Collective) -> Handler:
-        names = [argument.name for argument in func._schema.arguments]
         defaults = {
             argument.name: argument.default_value
             for argument in func._schema.arguments
             if argument.has_default_value()
         }
 
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        def handle(args: Args, kwargs: Kwargs) -> Any:
+            given = defaults | named(func, args, kwargs)
             written = list(tensors_in([given[one] for one in collective.written]))
             read = list(tensors_in([given[one] for one in collective.read]))
+            group = ProcessGroup.unbox(given["process_group"])
             tensors = written + read  # a barrier has none
             if tensors and all(self._of(tensor) is None for tensor in tensors):
-                return self._on_host(func(*args, **kwargs), given, written, read)
-            self._communicate(name, given)
-            work = self._run(collective, given, written, read)
+                result = func(*args, **kwargs)
+                # Between CPU tensors: every rank's values are taken to be these.
+                if group.size() == 1:
+                    kept(Sent(written, read, 0, 1, "", ()))
+                if any(map(self._machine.storages.is_on_host, read)):
+                    for tensor in written:
+                        self._machine.storages.adopt_on_host(tensor)
+                return result
+            known = self._communicators.get(group.group_name)
+            to_each = name in _TO_EACH or (known is not None and known.to_each)
+            self._communicators[group.group_name] = Communicator(group.size(), to_each)
+            work = self._run(collective, group, given, written, read)
             if not collective.returned:
                 return work.boxed()
             return given[collective.returned], work.boxed()
 
         return handle
 
-    def _communicate(self, name: str, given: _Arguments) -> None:
-        group = ProcessGroup.unbox(given["process_group"])
-        known = self._communicators.get(group.group_name)
-        to_each = name in _TO_EACH or (known is not None and known.to_each)
-        self._communicators[group.group_name] = Communicator(group.size(), to_each)
-
     def _run(
         self,
         collective: _Collective,
-        given: _Arguments,
+        group: ProcessGroup,
+        given: Mapping[str, Any],
         written: Sequence[torch.Tensor],
         read: Sequence[torch.Tensor],
     ) -> Any:
-        device = self._machine.device_of(written, read)
+        machine = self._machine
+        device = machine.device_of(written, read)
         scratch = Scratch(device)
         if collective.flattened and device.version < PART_BY_PART:
             for tensors in given[collective.flattened]:
@@ -326,67 +314,44 @@ class Collectives:
                     scratch.take(sum(tensor.nbytes for tensor in tensors))
         if collective.is_awaited:
             scratch.take(_BARRIER)
-        self._know(collective, given, written, read)
+        splits = given.get("input_split_sizes") or ()
+        sent = Sent(written, read, group.rank(), group.size(), self._operation, splits)
+        self._know(collective, sent, given.get("output_split_sizes") or ())
         if not given.get("async_op", True):
             scratch.free()
             if collective.is_awaited:
-                self._machine.streams.host_waits(self._machine.current_index)
-            return _create_work(DoneFuture(self._machine, written))
-        waited = self._barred if collective.is_awaited else self._pending.discard
+                machine.streams.host_waits(machine.current_index)
+            return _create_work(DoneFuture(machine, written))
+
+        def waited(work: _Work) -> None:
+            self._pending.discard(work)
+            if collective.is_awaited:
+                machine.streams.host_waits(machine.current_index)
+
         result = written if self._has_result else ()
-        work = _Work([*read, *written], result, scratch, waited, self._machine)
+        work = _Work([*read, *written], result, scratch, waited, machine)
         self._pending.add(work)
         return work
 
-    def _barred(self, work: _Work) -> None:
-        self._pending.discard(work)
-        self._machine.streams.host_waits(self._machine.current_index)
-
-    def _know(
-        self,
-        collective: _Collective,
-        given: _Arguments,
-        written: Sequence[torch.Tensor],
-        read: Sequence[torch.Tensor],
-    ) -> None:
+    def _know(self, collective: _Collective, sent: Sent, received: Sequence[int]) -> None:
         """Write the results that follow if every rank sends the same as this one."""
-        sent = read or written
+        tensors = sent.read or sent.written
         known = self._machine.values.of
-        group = ProcessGroup.unbox(given["process_group"])
-        alike = collective.alike if group.size() > 1 else kept
-        if alike is None or any(known(tensor) is None for tensor in sent) or not sent:
-            self._machine.kernel_wrote(*written)
-            return
-        splits = given.get("input_split_sizes") or ()
-        received = given.get("output_split_sizes") or ()
-        known_as = Sent(written, read, group.rank(), group.size(), self._operation, splits)
-        # It receives from each rank what it would send to it.
-        uneven = set(received) != {splits[group.rank()]} if splits and received else received
-        uneven = uneven and alike is not kept
-        if uneven or (alike is reduced and self._operation not in _KNOWN_REDUCTIONS):
-            self._machine.kernel_wrote(*written)
+        alike = collective.alike if sent.size > 1 else kept
+        is_unknown = alike is None or any(known(tensor) is None for tensor in tensors)
+        if received and alike is not kept:
+            # It receives from each rank what it would send to it.
+            is_unknown |= not sent.splits or set(received) != {sent.splits[sent.rank]}
+        is_unknown |= alike is reduced and sent.operation not in _KNOWN_REDUCTIONS
+        if is_unknown or alike is None or not tensors:
+            self._machine.kernel_wrote(*sent.written)
             return
         with self._execution:
-            alike(known_as)
+            alike(sent)
         if alike not in (unchanged, kept) and _is_users_own():
             self._machine.note(
                 f"a collective at {user_line()} takes what other ranks send for what this one does"
             )
-
-    def _on_host(
-        self,
-        result: Any,
-        given: _Arguments,
-        written: Sequence[torch.Tensor],
-        read: Sequence[torch.Tensor],
-    ) -> Any:
-        """Write the results between CPU tensors: every rank's values are taken to be these."""
-        if ProcessGroup.unbox(given["process_group"]).size() == 1:
-            kept(Sent(written, read, 0, 1, "", ()))
-        if any(map(self._machine.storages.is_on_host, read)):
-            for tensor in written:
-                self._machine.storages.adopt_on_host(tensor)
-        return result
 
 
 _KNOWN_REDUCTIONS = ("SUM", "AVG", "MAX", "MIN", "BAND", "BOR")

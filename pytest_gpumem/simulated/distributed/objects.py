@@ -13,9 +13,7 @@ torch 2.6 to 2.15.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, NoReturn
 
@@ -31,8 +29,6 @@ from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.values.errors import UnknownValueError
 
-Announced = Callable[[Any], AbstractContextManager[None]]
-"""The object that the root broadcasts inside, unless it is ``None``."""
 _FUNCTIONS = (
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list"),
@@ -45,27 +41,35 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     for name in _FUNCTIONS:
         for owner in (dist, c10d):
             patches.add(owner, name, getattr(objects, name))
-    _add_states(objects.announced_by_root, patches)
+    patches.add(_optim_utils, "_map_param_key_to_optim_keys", objects.keys)
+    patches.add(_optim_utils, "_allgather_state_info", objects.gathered)
+    for owner in (_state_dict_utils, state_dict):
+        patches.add(owner, "_broadcast_state_dict", objects.broadcast_state_dict)
 
 
 class _Objects:
-    """The functions of ``torch.distributed``, with their own arguments."""
+    """The functions of ``torch.distributed``, with their own arguments.
+
+    A parameter with a part on other ranks has an optimizer state there like one here.
+    """
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
         self._announced: Any = None
-
-    @contextmanager
-    def announced_by_root(self, value: Any) -> Iterator[None]:
-        self._announced = value
-        try:
-            yield
-        finally:
-            self._announced = None
+        """The object that the root broadcasts now, if it is known."""
+        self._map = _optim_utils._map_param_key_to_optim_keys
+        self._gather = _optim_utils._allgather_state_info
+        self._broadcast = _state_dict_utils._broadcast_state_dict
+        self._like: Mapping[str, Any] = {}
+        """The state of some parameter."""
 
     def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
-        self._note("all_gather_object")
-        object_list[: dist.get_world_size(group)] = _each(obj, dist.get_world_size(group))
+        self._gather_object("all_gather_object", obj, object_list, group)
+
+    def _gather_object(self, name: str, obj: Any, object_list: list[Any], group: Any) -> None:
+        self._note(name)
+        size = dist.get_world_size(group)
+        object_list[:size] = [deepcopy(obj) for _ in range(size)]
 
     def gather_object(
         self,
@@ -76,9 +80,7 @@ class _Objects:
         group_dst: int | None = None,
     ) -> None:
         if object_gather_list is not None:
-            self._note("gather_object")
-            size = dist.get_world_size(group)
-            object_gather_list[:size] = _each(obj, size)
+            self._gather_object("gather_object", obj, object_gather_list, group)
 
     def broadcast_object_list(self, object_list: list[Any], *_: Any, **__: Any) -> None:
         """Return what this rank would send, unless the root's object is set."""
@@ -97,8 +99,7 @@ class _Objects:
     ) -> None:
         if scatter_object_input_list is None:
             _refuse("scatter_object_list")
-        rank = dist.get_rank(group)
-        scatter_object_output_list[0] = scatter_object_input_list[rank]
+        scatter_object_output_list[0] = scatter_object_input_list[dist.get_rank(group)]
 
     def send_object_list(self, *_: Any, **__: Any) -> None:
         """Send nothing."""
@@ -113,60 +114,20 @@ class _Objects:
             f"{name} at {user_line()} takes what other ranks send for what this one does"
         )
 
-
-def _each(value: Any, count: int) -> list[Any]:
-    return [deepcopy(value) for _ in range(count)]
-
-
-def _refuse(name: str) -> NoReturn:
-    raise UnknownValueError(
-        f"{name} at {user_line()} receives what only another rank knows: a pipeline's stage needs "
-        "its input_args and output_args"
-    )
-
-
-def _add_states(announced_by_root: Announced, patches: Patches) -> None:
-    """Derive the states of other ranks from this rank's own."""
-    states = _OptimizerStates()
-    patches.add(_optim_utils, "_map_param_key_to_optim_keys", states.keys)
-    patches.add(_optim_utils, "_allgather_state_info", states.gathered)
-    broadcast = _state_dict_utils._broadcast_state_dict
-
-    @functools.wraps(broadcast)
-    def _broadcast_state_dict(
+    def broadcast_state_dict(
+        self,
         full_state_dict: Mapping[str, Any],
         local_state_dict: dict[str, Any],
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        sent = full_state_dict or local_state_dict
-        announced = (
-            {name: _announcement(value) for name, value in sent.items()}
-            if dist.get_rank()
-            else None
-        )
-        with announced_by_root(announced):
-            broadcast(dict(full_state_dict), local_state_dict, *args, **kwargs)
-
-    for owner in (_state_dict_utils, state_dict):
-        patches.add(owner, "_broadcast_state_dict", _broadcast_state_dict)
-
-
-def _announcement(value: Any) -> Any:
-    """Return rank 0's announcement of a value."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return _state_dict_utils._TensorInfo(value.size(), value.dtype) if value.dim() else value.cpu()
-
-
-class _OptimizerStates:
-    """The optimizer states: a parameter with a part on other ranks has a state like one here."""
-
-    def __init__(self) -> None:
-        self._map = _optim_utils._map_param_key_to_optim_keys
-        self._gather = _optim_utils._allgather_state_info
-        self._like: Mapping[str, Any] = {}
-        """The state of some parameter."""
+        if dist.get_rank():
+            sent = full_state_dict or local_state_dict
+            self._announced = {name: _announcement(value) for name, value in sent.items()}
+        try:
+            self._broadcast(dict(full_state_dict), local_state_dict, *args, **kwargs)
+        finally:
+            self._announced = None
 
     def keys(
         self,
@@ -196,3 +157,17 @@ class _OptimizerStates:
         """``_allgather_state_info``."""
         states = {name: state or self._like for name, state in input_states.items()}
         return self._gather(fsdp_state, states)
+
+
+def _announcement(value: Any) -> Any:
+    """Return rank 0's announcement of a value."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _state_dict_utils._TensorInfo(value.size(), value.dtype) if value.dim() else value.cpu()
+
+
+def _refuse(name: str) -> NoReturn:
+    raise UnknownValueError(
+        f"{name} at {user_line()} receives what only another rank knows: a pipeline's stage needs "
+        "its input_args and output_args"
+    )

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common.raw import tensors_in
-from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, named
 
 NO_DATA = "Cannot copy out of meta tensor; no data!"
 """Source: aten/src/ATen/native/Copy.cpp (copy_impl), torch 2.6 to 2.15; a NotImplementedError."""
@@ -74,8 +74,7 @@ def placed(
     func: Any, args: Args, kwargs: Kwargs, place: Callable[[torch.Tensor], str]
 ) -> list[Placed]:
     """Return the tensors among the arguments of ``func``, in the order of its schema."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = [*zip(names, args, strict=False), *kwargs.items()]
+    given = named(func, args, kwargs).items()
     return [Placed(name, each, place(each)) for name, value in given for each in tensors_in(value)]
 
 
@@ -141,13 +140,10 @@ def refuse_types(func: Any, tensors: Sequence[Placed], others: Iterable[Any]) ->
     compared = _SAME.get(name, "").split()
     types = {each.name: each.tensor.dtype for each in tensors if each.name in compared}
     strided = all(each.tensor.layout is torch.strided for each in tensors)
-    if len(set(types.values())) > 1 and strided and not any(map(_is_type, others)):
+    has_type = any(isinstance(other, torch.dtype) for other in others)
+    if len(set(types.values())) > 1 and strided and not has_type:
         listed = ", ".join(f"{each} {types[each]}" for each in compared if each in types)
         raise RuntimeError(f"{name} expects tensors of the same dtype, but got {listed}")
-
-
-def _is_type(value: Any) -> bool:
-    return isinstance(value, torch.dtype)
 
 
 @functools.cache

@@ -67,6 +67,12 @@ class Signature:
         return lambda *args, **kwargs: taken(self.given(None, args, kwargs))
 
 
+def named(func: Any, args: Args, kwargs: Kwargs) -> Kwargs:
+    """Return the arguments of a call by the names in the schema of ``func``, in its order."""
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def overload_of(name: str) -> OpOverload | None:
     """Return ATen's operator ``name``, ``add`` or ``add.out``; ``None`` if torch has none."""
     packet, _, overload = name.partition(".")
