@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,11 +23,10 @@ from pytest_gpumem.dry.values.reads import Reads
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import shown_operator
 from pytest_gpumem.simulated.common.raw import tensors_in
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, named
 from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
-
-Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _OWN = frozenset({"aten", "prim", "prims", "profiler", "quantized"})
@@ -69,7 +67,7 @@ class Execution:
         """Make a lock for threads, whose operators are followed one after the other."""
         self._lock = threading.RLock()
 
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run ``func`` and compute its values."""
         if torch._C._get_dispatch_mode(_FAKE) is not None:
             # A compiler traces it: there is no tensor, and shapes are all it has.
@@ -90,9 +88,7 @@ class Execution:
                 self._values.adopt(tensor for tensor in tensors if tensor.is_cuda)
             return handler(args, kwargs)
 
-    def _with_subclasses(
-        self, func: Any, kinds: set[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _with_subclasses(self, func: Any, kinds: set[Any], args: Args, kwargs: Kwargs) -> Any:
         """Leave ``func`` to tensors that handle operators themselves, as the next key would."""
         if torch._C._len_torch_dispatch_stack() or FakeTensor in kinds:
             with unseen():
@@ -119,8 +115,8 @@ class Execution:
             return self._grouped(func)
         if name in sparse.BY_NAME:
             return self._sparse(func, sparse.BY_NAME[name])
-        if name in sizes.BY_NAME and "out" not in func._schema.overload_name:
-            return self._sized(func, sizes.BY_NAME[name])
+        if name in sizes.NAMES and "out" not in func._schema.overload_name:
+            return self._sized(func)
         return self._values.work.counting(func, self._computing(func))
 
     def _computing(self, func: Any) -> Handler:
@@ -132,16 +128,18 @@ class Execution:
         aliases = [each.alias_info for each in func._schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
 
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def handle(args: Args, kwargs: Kwargs) -> Any:
             if storages.on_host and self._is_lost((args, kwargs)):
                 return self._of_lost(operator, args, kwargs)
             if not is_view and sparse.is_among(args):
                 return self._of_sparse(operator, args, kwargs)
             # A graph draws at its replay.
             if operator.random and not torch.cuda.is_current_stream_capturing():
-                values.begin_drawing(kwargs.get("generator"))
+                values.random.begin(values.generator_of(kwargs.get("generator")))
             result = func(*args, **kwargs)
-            if self._is_followed(result, args):
+            # Where tensors of a GPU, and of no other kind, are made or written to.
+            first = next((one for one in tensors_in((result, args)) if one.is_cuda), None)
+            if first is not None and first.__class__ in raw.PLAIN:
                 values.forget_dead()
                 if torch.cuda.is_current_stream_capturing():
                     self._graphs.add(operator, args, kwargs, result)
@@ -154,30 +152,20 @@ class Execution:
 
         return handle
 
-    def _is_followed(self, result: Any, args: Any) -> bool:
-        """Return whether tensors of a GPU, and of no other kind, are made or written to."""
-        for tensor in tensors_in((result, args)):
-            if tensor.is_cuda:
-                return tensor.__class__ in raw.PLAIN
-        return False
-
-    def _sized(self, func: Any, answers: sizes.Answers) -> Handler:
+    def _sized(self, func: Any) -> Handler:
         """Handle an operator whose kernel counts elements and returns the number to the host."""
         operator = Operator.of(func)
         values = self._values
         otherwise = self._computing(func)
 
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def handle(args: Args, kwargs: Kwargs) -> Any:
             if not any(tensor.is_cuda for tensor in tensors_in(args)):
                 return otherwise(args, kwargs)
-            numbers = answers(values, operator, args, kwargs)
+            numbers = sizes.answers(values, operator, args, kwargs)
             if numbers is None:
                 self._reads.refuse(f"{shown_operator(operator.name)}()")
-            self._memory.answer(numbers or ())
-            try:
+            with self._memory.answering(numbers):
                 return otherwise(args, kwargs)
-            finally:
-                self._memory.answer(())
 
         return handle
 
@@ -189,12 +177,10 @@ class Execution:
         (``_grouped_mm_fallback`` in ATen/native/GroupedMMUtils.h, torch 2.9 to 2.15).
         """
         otherwise = self._computing(func)
-        names = [argument.name for argument in func._schema.arguments]
         values, memory = self._values, self._memory
 
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            ends = given.get("offs")
+        def handle(args: Args, kwargs: Kwargs) -> Any:
+            ends = named(func, args, kwargs).get("offs")
             if ends is None or not ends.is_cuda or values.known(ends) is not None:
                 return otherwise(args, kwargs)
             place = (ends.data_ptr(), ends.numel() * ends.element_size())
@@ -212,20 +198,16 @@ class Execution:
 
     def _sparse(self, func: Any, computed: sparse.Computed) -> Handler:
         """Handle an operator that makes a sparse tensor of a size that depends on values."""
-        values, memory = self._values, self._memory
+        values = self._values
 
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def handle(args: Args, kwargs: Kwargs) -> Any:
             if not args[0].is_cuda:
                 return func(*args, **kwargs)
             parts = computed(values, args)
             if parts is None:
                 self._reads.refuse(f"{shown_operator(func._schema.name)}()")
-                raise AssertionError
-            memory.answer([parts[0].shape[1]])
-            try:
+            with self._memory.answering([parts[0].shape[1]]):
                 result = func(*args, **kwargs)
-            finally:
-                memory.answer(())
             for tensor, known in zip(sparse.parts_of(result), parts, strict=True):
                 if known is not None:
                     values.keep(tensor, known)
@@ -233,7 +215,7 @@ class Execution:
 
         return handle
 
-    def _of_sparse(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _of_sparse(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator of sparse tensors, and of dense ones beside them."""
         values = self._values
         captured = torch.cuda.is_current_stream_capturing()  # a replay would not compute it anew
@@ -254,7 +236,7 @@ class Execution:
         operator = Operator.of(func)
         reads = self._reads
 
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def handle(args: Args, kwargs: Kwargs) -> Any:
             first = args[0]
             if not any(tensor.is_cuda for tensor in tensors_in(args)):
                 if self._storages.on_host and self._is_lost(args):
@@ -262,14 +244,15 @@ class Execution:
                 return func(*args, **kwargs)
             for tensor in tensors_in(args):
                 self._values.write_facts(tensor)
+            known = None
             if operator.name in _COMPARISONS:
                 known = self._values.computed(operator, args, kwargs)
-                self._memory.answer(() if known is None else [int(known)])
             before = reads.thread.unknown
-            with reads.expected():
+            numbers = () if known is None else [int(known)]
+            with reads.expected(), self._memory.answering(numbers):
                 value = func(*args, **kwargs)
             if reads.thread.unknown == before:
-                self._values.note_read_of(args)
+                self._values.note_read(args)
                 return value
             reads.thread.unknown -= 1
             return self._unknown(func, first, value)
@@ -293,7 +276,7 @@ class Execution:
         to_existing = func._schema.name == "aten::copy_"
         values, reads, storages = self._values, self._reads, self._storages
 
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def handle(args: Args, kwargs: Kwargs) -> Any:
             source = args[1] if to_existing else args[0]
             if not isinstance(source, torch.Tensor):
                 return otherwise(args, kwargs)
@@ -333,8 +316,8 @@ class Execution:
     def _brought(
         self,
         operator: Operator,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         target: torch.Tensor,
         source: torch.Tensor,
     ) -> None:
@@ -351,7 +334,7 @@ class Execution:
     def _is_lost(self, given: Any) -> bool:
         return any(map(self._storages.is_on_host, tensors_in(given)))
 
-    def _of_lost(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _of_lost(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator of CPU tensors, some of which hold unknown values."""
         func = operator.func
         if sizes.DATA_DEPENDENT & set(func.tags):
@@ -383,7 +366,7 @@ class _Parts:
         self._graphs = None if is_python else graphs
         self._operator = Operator.of(func)
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
         """Run the kernel at the key below, not this one again."""
         func = self._func
         key = _COMPOSITE if _is_composite(func) else _key_of(args, kwargs)
@@ -404,7 +387,7 @@ def _is_composite(func: Any) -> bool:
     return has_kernel(func.name(), _COMPOSITE.name) and not has_kernel(func.name(), "CUDA")
 
 
-def _key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _key_of(args: Args, kwargs: Kwargs) -> Any:
     """Return the backend that runs an operator of other libraries."""
     on_gpu = any(tensor.is_cuda for tensor in tensors_in((args, kwargs)))
     device = kwargs.get("device")

@@ -10,12 +10,11 @@ import torch
 from pytest_gpumem.dry.values.memory import Memory, Place, seen_by_cpu
 from pytest_gpumem.dry.values.random_numbers import RandomNumbers
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.machine.dispatch import ThreadState
 from pytest_gpumem.simulated.machine.notes import Notes
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values.facts import Fact
 from pytest_gpumem.simulated.machine.values.finite import Infinity
-from pytest_gpumem.simulated.machine.values.kept import Range, Ranges
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.views import Layout, on_device
 from pytest_gpumem.sizes import MIB
@@ -30,7 +29,7 @@ class DryValues(Values):
     def __init__(
         self, memory: Memory, storages: Storages, notes: Notes, *, everything: bool
     ) -> None:
-        super().__init__(storages, notes, _CurrentDevice(), everything=everything)
+        super().__init__(storages, notes, everything=everything)
         self._memory = memory
         self._places: dict[int, Place] = {}
         """Places of values known to the runtime, by key."""
@@ -38,7 +37,6 @@ class DryValues(Values):
         """Key of a block's storage and the block's number, by address."""
         self._passing: list[int] = []
         """Keys of storages without a block, whose death is not reported."""
-        self.ranges = _WatchedRanges(self)
         self.random = RandomNumbers()
         """The numbers that operators draw."""
 
@@ -62,7 +60,7 @@ class DryValues(Values):
             end = end_of(tensor)
             all_but_end = max(end, size - 511)
             if self._memory.knows((start, end if _is_nearly(end, size) else all_but_end)):
-                self._hold_in(tensor, seen_by_cpu((start, size), tensor.dtype))
+                self._hold_at(tensor, (start, size))
 
     def end(self) -> None:
         """Forget dead storages, and those whose death is not reported."""
@@ -73,18 +71,19 @@ class DryValues(Values):
     def forget_dead(self) -> None:
         """Forget storages that have died since."""
         while (start := self._memory.dead()) is not None:
-            key, _ = self._watched.pop(start, (None, 0))
-            if key is not None:
-                self._places.pop(key, None)
-                self.forget(key)
+            self._died(start)
 
     def resume(self) -> None:
         """Forget storages that died while others received the deaths."""
-        for start, (key, number) in list(self._watched.items()):
+        for start, (_, number) in list(self._watched.items()):
             if self._memory.watch(start) != number:
-                del self._watched[start]
-                self._places.pop(key, None)
-                self.forget(key)
+                self._died(start)
+
+    def _died(self, start: int) -> None:
+        key, _ = self._watched.pop(start, (None, 0))
+        if key is not None:
+            self._places.pop(key, None)  # another block may have it
+            self.forget(key)
 
     def moving(self, starts: Iterable[int]) -> Callable[[Mapping[int, torch.Tensor]], None]:
         """Keep the values of blocks at ``starts``, which are given back and taken elsewhere.
@@ -96,18 +95,15 @@ class DryValues(Values):
         def moved(tensors: Mapping[int, torch.Tensor]) -> None:
             self.forget_dead()
             for start in watched:
-                self._moved(tensors[start])
+                tensor = tensors[start]
+                key, place = storage_key(tensor), self._memory.place_of(tensor)
+                if key in self._bases:
+                    self._hold_at(tensor, place, self._bases[key].dtype)
+                elif key in self._places:
+                    self._places[key] = place
+                self._watch(tensor)
 
         return moved
-
-    def _moved(self, tensor: torch.Tensor) -> None:
-        key = storage_key(tensor)
-        base = self._bases.get(key)
-        if base is not None:
-            self._hold_in(tensor, seen_by_cpu(self._memory.place_of(tensor), base.dtype))
-        elif key in self._places:
-            self._places[key] = self._memory.place_of(tensor)
-        self._watch(tensor)
 
     def adopt_whole(self, tensor: torch.Tensor, infinite: Infinity) -> bool:
         """Record the values of ``tensor``, a copy's target; return whether all are known.
@@ -122,10 +118,6 @@ class DryValues(Values):
         if infinite:
             self._set_fact(tensor, Fact(infinite=infinite))
         return key in self._bases
-
-    def note_read_of(self, values: Iterable[Any]) -> None:
-        """Note the assumptions on ``values``, which are read."""
-        self._note_read(values)
 
     def lost(self, tensor: torch.Tensor) -> None:
         """Forget the values of ``tensor`` and of its storage."""
@@ -143,7 +135,7 @@ class DryValues(Values):
             self._memory.know(place)
             self._places[key] = place
 
-    def forget_copied(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def forget_copied(self, result: Any, args: Args, kwargs: Kwargs) -> None:
         """Forget what copies have brought to the new tensors of ``result``.
 
         Unless their values have been computed: an operator that copies an argument to its result
@@ -162,10 +154,6 @@ class DryValues(Values):
             self._memory.forget(place)
         super().forget(key)
 
-    def watch(self, tensor: torch.Tensor) -> None:
-        """Forget the values of the storage of ``tensor`` when it dies."""
-        self._watch(tensor)
-
     def holds_at(self, start: int) -> bool:
         """Return whether the values of the storage at ``start`` are known."""
         key, _ = self._watched.get(start, (None, 0))
@@ -182,36 +170,29 @@ class DryValues(Values):
         else:
             self.forget(key)
 
-    def generator_of(self, given: torch.Generator | None) -> torch.Generator:
-        """Return ``given``, or the current device's own generator."""
-        return given or torch.cuda.default_generators[self._thread.current_index]
-
-    def begin_drawing(self, generator: torch.Generator | None) -> None:
-        """Set the generator of the next operator: ``generator``, or the current device's own."""
-        self.random.begin(self.generator_of(generator))
-
     def source_of(self, generator: torch.Generator) -> torch.Generator:
         """Return the CPU's generator that draws the numbers of ``generator``, one of a GPU."""
         return self.random.source_of(generator)
 
     def _put(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
-        held = seen_by_cpu(self._memory.place_of(tensor), tensor.dtype)
-        held[: base.numel()].copy_(base)
-        self._hold_in(tensor, held)
+        place = self._memory.place_of(tensor)
+        seen_by_cpu(place, tensor.dtype)[: base.numel()].copy_(base)
+        self._hold_at(tensor, place)
 
     def _put_blank(self, tensor: torch.Tensor) -> None:
-        self._hold_in(tensor, seen_by_cpu(self._memory.place_of(tensor), tensor.dtype))
+        self._hold_at(tensor, self._memory.place_of(tensor))
 
-    def _hold_in(self, tensor: torch.Tensor, held: torch.Tensor) -> None:
-        """Set ``held``, a view of the memory of ``tensor``, as the values of its storage."""
-        key = storage_key(tensor)
-        place = self._memory.place_of(tensor)
+    def _hold_at(
+        self, tensor: torch.Tensor, place: Place, dtype: torch.dtype | None = None
+    ) -> None:
+        """Take the memory at ``place`` for the values of the storage of ``tensor``."""
         if not place[1]:
             return  # without elements, which :meth:`adopt` handles
-        self.put(key, held)
+        key = storage_key(tensor)
+        self.put(key, seen_by_cpu(place, dtype or tensor.dtype))
         self._places[key] = place
         self._memory.know(place)
-        self._watch(tensor)
+        self._watch_at(place, key)
 
     def _keeps(self, tensor: torch.Tensor) -> bool:
         has_block = not tensor.numel() or self._memory.place_of(tensor)[1] > 0
@@ -227,9 +208,12 @@ class DryValues(Values):
 
     def _watch(self, tensor: torch.Tensor) -> None:
         # No Python object of the storage: that would be one more owner (``storage_key``).
-        start, size = self._memory.place_of(tensor)
+        self._watch_at(self._memory.place_of(tensor), storage_key(tensor))
+
+    def _watch_at(self, place: Place, key: int) -> None:
+        start, size = place
         if size and start not in self._watched:
-            self._watched[start] = storage_key(tensor), self._memory.watch(start)
+            self._watched[start] = key, self._memory.watch(start)
 
 
 def end_of(tensor: torch.Tensor | Layout) -> int:
@@ -250,25 +234,3 @@ def _is_nearly(size: int, block: int) -> bool:
     """
     left = block - size
     return left < 512 or (size > MIB and left <= MIB)
-
-
-class _CurrentDevice(ThreadState):
-    """The current device, which torch itself keeps."""
-
-    @property
-    def current_index(self) -> int:  # type: ignore[override]  # it is not set here
-        """The current device by ``cudaGetDevice``."""
-        return torch.cuda.current_device()
-
-
-class _WatchedRanges(Ranges):
-    """Ranges that end with their storage."""
-
-    def __init__(self, values: DryValues) -> None:
-        super().__init__()
-        self._values = values
-
-    def remember(self, tensor: torch.Tensor, found: Range) -> None:
-        """Record the range of ``tensor`` until its storage dies."""
-        super().remember(tensor, found)
-        self._values.watch(tensor)

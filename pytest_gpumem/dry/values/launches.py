@@ -14,6 +14,7 @@ from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.simulated.common.patching import Patches, patched_when_imported
 from pytest_gpumem.simulated.common.raw import tensors_in
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.operators.described import base_function
 from pytest_gpumem.simulated.operators.triton_stores import Stores
 
@@ -58,7 +59,7 @@ def _marking(run: Any, values: DryValues, graphs: Graphs, stores: Stores) -> Any
     return launch
 
 
-def _written(stores: Stores, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _written(stores: Stores, kernel: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return the arguments that ``kernel`` may write to: all, where nothing tells.
 
     Inductor drops the source of its kernels, but names their arguments by use: ``in_ptr0`` is only

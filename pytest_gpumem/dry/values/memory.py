@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -114,13 +115,14 @@ class Memory:
         found: int | None = self._dead()
         return found
 
-    def answer(self, numbers: Sequence[int]) -> int:
-        """Set ``numbers`` as the results of the thread's next reads of unknown values, in order.
-
-        Returns how many of the earlier ones have not been read.
-        """
-        given = (ctypes.c_int64 * len(numbers))(*numbers)
-        return int(self._answer(given, len(numbers)))
+    @contextmanager
+    def answering(self, numbers: Sequence[int]) -> Iterator[None]:
+        """Give ``numbers`` to the thread's next reads of unknown values inside, in order."""
+        self._answer((ctypes.c_int64 * len(numbers))(*numbers), len(numbers))
+        try:
+            yield
+        finally:
+            self._answer(None, 0)
 
 
 def seen_by_cpu(place: Place, dtype: torch.dtype) -> torch.Tensor:

@@ -1,8 +1,5 @@
 """Operators whose kernels return the number of elements found to the host, and these numbers.
 
-Each function returns the numbers that torch's own code then reads, in order; ``None`` where
-deciding values are unknown. Where a kernel returns nothing, the sequence is empty.
-
 Source, torch 2.6 to 2.15: aten/src/ATen/native/cuda/Nonzero.cu (nonzero_cuda_out_impl),
 Unique.cu (compute_unique, unique_dim_cuda_template), Repeat.cu and native/Repeat.cpp
 (repeat_interleave_common), native/IndexingUtils.h (expandTensors), cuda/IndexKernel.cpp
@@ -13,48 +10,55 @@ native/sparse/cuda/SparseCUDATensor.cu (coalesce_sparse_cuda), native/Distributi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.operator import Operator
-
-Answers = Callable[[Values, Operator, tuple[Any, ...], dict[str, Any]], "Sequence[int] | None"]
 
 DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 _MASKS = (torch.bool, torch.uint8)
+_INDEXING = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_")
+_ALONG = ("unique_dim", "unique_dim_consecutive")
+_COUNTING = (
+    *("nonzero", "_unique", "_unique2", "unique_consecutive", "repeat_interleave", "bincount"),
+    *("masked_select", "multinomial"),
+)
+NAMES = frozenset(f"aten::{name}" for name in (*_COUNTING, *_ALONG, *_INDEXING))
 
 
-def _length(
-    values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    """Return the length of the first result."""
+def answers(values: Values, operator: Operator, args: Args, kwargs: Kwargs) -> Sequence[int] | None:
+    """Return the numbers that torch's own code then reads, in order.
+
+    ``None`` where deciding values are unknown. Where a kernel returns nothing, there are none.
+    """
+    name = operator.name.removeprefix("aten::")
+    if name in _INDEXING:
+        return _counted(values, args[1])
+    if name == "masked_select":
+        tensor, mask = args[:2]
+        return _counted(values, [mask.expand(torch.broadcast_shapes(tensor.shape, mask.shape))])
+    if name == "multinomial":
+        return [1, 0]  # the probabilities are valid, and not all of them zero
+    if name in ("repeat_interleave", "bincount"):
+        if kwargs.get("output_size") is not None or (name == "bincount" and not args[0].numel()):
+            return []
+        known = values.known(args[0])
+        if known is None:
+            return None
+        if name == "bincount":
+            return [int(known.min()), int(known.max())]
+        # Up to 2.13 it then checks that none is negative.
+        return [int(known.sum()), int((known >= 0).all())]
     computed = values.computed(operator, args, kwargs)
     if computed is None:
         return None
     first = computed if isinstance(computed, torch.Tensor) else computed[0]
-    return [first.shape[0]]
-
-
-def _length_along(
-    values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    """Return the length of ``unique_dim``'s result in the dimension that it compares."""
-    computed = values.computed(operator, args, kwargs)
-    return None if computed is None else [computed[0].shape[args[1]]]
-
-
-def _repeated(
-    values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    if kwargs.get("output_size") is not None:
-        return []
-    known = values.known(args[0])
-    # Up to 2.13 it then checks that none is negative.
-    return None if known is None else [int(known.sum()), int((known >= 0).all())]
+    return [first.shape[args[1] if name in _ALONG else 0]]
 
 
 def _counted(values: Values, masks: Sequence[Any]) -> Sequence[int] | None:
@@ -68,53 +72,6 @@ def _counted(values: Values, masks: Sequence[Any]) -> Sequence[int] | None:
             return None
         counts.append(int(known.count_nonzero()))
     return counts
-
-
-def _indexed(
-    values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    return _counted(values, args[1])
-
-
-def _selected(
-    values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    tensor, mask = args[:2]
-    shape = torch.broadcast_shapes(tensor.shape, mask.shape)
-    return _counted(values, [mask.expand(shape)])
-
-
-def _binned(
-    values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    if not args[0].numel():
-        return []
-    known = values.known(args[0])
-    return None if known is None else [int(known.min()), int(known.max())]
-
-
-def _valid(
-    values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    """Return the checks of valid probabilities, not all of them zero."""
-    return [1, 0]
-
-
-_INDEXING = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_")
-
-BY_NAME: dict[str, Answers] = {
-    "aten::nonzero": _length,
-    "aten::_unique": _length,
-    "aten::_unique2": _length,
-    "aten::unique_consecutive": _length,
-    "aten::unique_dim": _length_along,
-    "aten::unique_dim_consecutive": _length_along,
-    "aten::repeat_interleave": _repeated,
-    "aten::masked_select": _selected,
-    "aten::bincount": _binned,
-    "aten::multinomial": _valid,
-    **{f"aten::{name}": _indexed for name in _INDEXING},
-}
 
 
 def of_groups(first: torch.Tensor, second: torch.Tensor) -> int:

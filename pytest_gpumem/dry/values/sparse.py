@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common.raw import tensors_in
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.operator import Operator
 
@@ -62,9 +63,7 @@ def is_among(args: tuple[Any, ...]) -> bool:
     )
 
 
-def computed(
-    values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.Tensor | None:
+def computed(values: Values, operator: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
     """Return what the CPU makes of sparse tensors and dense ones, ``None`` if it is unknown."""
     known: list[Any] = []
     for one in args:

@@ -24,6 +24,7 @@ from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.machine.dispatch import Handler
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.operators.chunks import numbers_of
 from pytest_gpumem.values.errors import UnknownValueError
 
@@ -44,7 +45,7 @@ def bind(execution: ShapeExecution) -> None:
     """Make ``execution`` run the kernels for CUDA, and each operator in them separately."""
 
     def in_view(kernel: Callable[..., Any]) -> Handler:
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def handle(args: Args, kwargs: Kwargs) -> Any:
             with execution:
                 return kernel(*args, **kwargs)
 

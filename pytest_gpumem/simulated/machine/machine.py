@@ -180,7 +180,7 @@ class SimulatedMachine(Notes):
         self.gpus = tuple(gpus)
         self.thread_state = ThreadState()
         self.storages = Storages()
-        self.values = Values(self.storages, self, self.thread_state, everything=real_values)
+        self.values = Values(self.storages, self, everything=real_values)
         self.storages.regrown = self.values.resized
         self.has_real_meta = False
         """Whether the user made meta tensors of their own, which hold no CUDA memory."""

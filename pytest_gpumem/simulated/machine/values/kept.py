@@ -43,7 +43,7 @@ class Kept:
         """By key: all elements of the storage, flat, on the CPU."""
         self._stated: dict[int, Fact] = {}
         """Other facts about a storage, by key."""
-        self.ranges = Ranges()
+        self.ranges = Ranges(self._watch)
         self._loose: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages without a block, whose values must not outlive them either."""
         self._blank: set[int] = set()
@@ -238,7 +238,9 @@ _ORDER: dict[str, Callable[[int, Any], bool]] = {
 class Ranges:
     """The ranges of one simulation, by the address of the storage they belong to."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[torch.Tensor], None]) -> None:
+        """Call ``watch`` for each tensor whose range is to end with its storage."""
+        self._watch = watch
         self.by_key: dict[int, tuple[torch.dtype, Range]] = {}
 
     def made(self, name: str, args: Args, result: Any) -> None:
@@ -250,11 +252,8 @@ class Ranges:
         if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
             return
         if torch.iinfo(dtype).min <= found[0] and found[1] <= torch.iinfo(dtype).max:
-            self.remember(result, found)
-
-    def remember(self, tensor: torch.Tensor, found: Range) -> None:
-        """Set the range of ``tensor``."""
-        self.by_key[storage_key(tensor)] = tensor.dtype, found
+            self.by_key[storage_key(result)] = dtype, found
+            self._watch(result)
 
     def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
         """Forget the ranges of ``tensors``."""

@@ -16,7 +16,6 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU, tensors_in
-from pytest_gpumem.simulated.machine.dispatch import ThreadState
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
@@ -31,10 +30,8 @@ from pytest_gpumem.simulated.machine.values.views import blank, on_device
 class Values(Reading):
     """The known values of one simulation, by the address of the storage they belong to."""
 
-    def __init__(
-        self, storages: Storages, notes: Notes, thread: ThreadState, *, everything: bool
-    ) -> None:
-        super().__init__(storages, notes, thread, everything=everything)
+    def __init__(self, storages: Storages, notes: Notes, *, everything: bool) -> None:
+        super().__init__(storages, notes, everything=everything)
         self._ignoring = False
         self.recording: Callable[[], Recorder[Any] | None] | None = None
         """Returns the recorder of a capture's operators, while there is a capture."""

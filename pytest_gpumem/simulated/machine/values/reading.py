@@ -13,7 +13,6 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
-from pytest_gpumem.simulated.machine.dispatch import ThreadState
 from pytest_gpumem.simulated.machine.generators import drawn_from
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.real.kernels import in_float32
@@ -32,13 +31,10 @@ _as_strided = torch.as_strided
 class Reading(Kept):
     """Known values for readers: by tensor, and by an operator that is applied to tensors."""
 
-    def __init__(
-        self, storages: Storages, notes: Notes, thread: ThreadState, *, everything: bool
-    ) -> None:
+    def __init__(self, storages: Storages, notes: Notes, *, everything: bool) -> None:
         super().__init__(storages, everything=everything)
         self.notes = notes
         """The notes that assumptions go to."""
-        self._thread = thread
         self.facts = Facts(self, self._stated)
         self.work = Work()
         self.uncomputed: str | None = None
@@ -79,7 +75,7 @@ class Reading(Kept):
             view = self.of(tensor)
             known = None if view is None else view.clone()
         if known is not None:
-            self._note_read((tensor,))
+            self.note_read((tensor,))
         return known
 
     def of_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
@@ -93,7 +89,7 @@ class Reading(Kept):
         if computed is None and self._known(args, kwargs):
             computed = self._compute(operator, args, kwargs, [])
         if computed is not None:
-            self._note_read(args)
+            self.note_read(args)
         return computed
 
     def on_host(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
@@ -135,7 +131,8 @@ class Reading(Kept):
         computed: torch.Tensor | None = self._compute(operator, (whole, *args[1:]), kwargs, [])
         return computed
 
-    def _note_read(self, values: Iterable[Any]) -> None:
+    def note_read(self, values: Iterable[Any]) -> None:
+        """Note the assumptions on ``values``, which are read."""
         if self.facts.by_key and self.facts.is_assumed(values):
             self.notes.note_finite()
 
@@ -170,8 +167,7 @@ class Reading(Kept):
     def _run(self, operator: Operator, args: Sequence[Any], kwargs: Kwargs) -> Any:
         try:
             if operator.random and kwargs.get("generator") is None:
-                default = torch.cuda.default_generators[self._thread.current_index]
-                with _drawing(self.source_of(default)):
+                with _drawing(self.source_of(self.generator_of(None))):
                     return operator.compute(*args, **kwargs)
             return operator.compute(*args, **kwargs)
         except Exception as error:
@@ -179,6 +175,10 @@ class Reading(Kept):
             if not self.everything or not lacks_half:
                 raise
         return in_float32(operator.compute, args, kwargs, writes=bool(operator.written))
+
+    def generator_of(self, given: torch.Generator | None) -> torch.Generator:
+        """Return ``given``, or the current device's own generator."""
+        return given or torch.cuda.default_generators[torch.cuda.current_device()]
 
     def source_of(self, generator: torch.Generator) -> torch.Generator:
         """Return the CPU's generator that draws the numbers of ``generator``, one of a GPU."""
