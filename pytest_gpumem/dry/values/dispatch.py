@@ -42,15 +42,6 @@ _set_eval_frame: Any = _frames.set_eval_frame
 turns it off, as ``torch._dynamo.disable`` does."""
 
 
-def _skip_code(code: Any) -> None:
-    """Make Dynamo leave out ``code`` itself, by the name of torch 2.6 or of later ones."""
-    if hasattr(_frames, "skip_code"):
-        _frames.skip_code(code)
-    else:
-        skip = _frames._FrameAction.SKIP
-        _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(skip, skip))
-
-
 _NAMELESS = frozenset({"prim", "prims", "profiler"})
 """Namespaces without device kernels, or closed to other libraries."""
 
@@ -110,7 +101,9 @@ def _register() -> None:
         if name not in _registered:
             _registered.add(name)
             namespace = schema.name.partition("::")[0]
-            if namespace not in _NAMELESS and not _is_view(schema):
+            aliases = [each.alias_info for each in schema.returns]
+            is_view = any(one and not one.is_write for one in aliases)
+            if namespace not in _NAMELESS and not is_view and schema.name not in _UNDECLARED:
                 _library(namespace).impl(name, _passing(schema), "Fake")
 
 
@@ -118,11 +111,6 @@ def _library(namespace: str) -> torch.library.Library:
     if namespace not in _libraries:
         _libraries[namespace] = torch.library.Library(namespace, "IMPL")
     return _libraries[namespace]
-
-
-def _is_view(schema: Any) -> bool:
-    aliases = [each.alias_info for each in schema.returns]
-    return schema.name in _UNDECLARED or any(one and not one.is_write for one in aliases)
 
 
 def _passing(schema: Any) -> Callable[..., Any]:
@@ -144,5 +132,10 @@ def _passing(schema: Any) -> Callable[..., Any]:
         finally:
             _set_eval_frame(compiling)
 
-    _skip_code(run.__code__)
+    # Dynamo leaves out the function itself, by the name of torch 2.6 or of later ones.
+    if hasattr(_frames, "skip_code"):
+        _frames.skip_code(run.__code__)
+    else:
+        skip = _frames._FrameAction.SKIP
+        _frames.set_code_exec_strategy(run.__code__, _frames._FrameExecStrategy(skip, skip))
     return run

@@ -113,8 +113,8 @@ class Execution:
             return self._copying(func)
         if name in _GROUPED:
             return self._grouped(func)
-        if name in sparse.BY_NAME:
-            return self._sparse(func, sparse.BY_NAME[name])
+        if name in sparse.NAMES:
+            return self._sparse(func)
         if name in sizes.NAMES and "out" not in func._schema.overload_name:
             return self._sized(func)
         return self._values.work.counting(func, self._computing(func))
@@ -196,14 +196,14 @@ class Execution:
 
         return handle
 
-    def _sparse(self, func: Any, computed: sparse.Computed) -> Handler:
+    def _sparse(self, func: Any) -> Handler:
         """Handle an operator that makes a sparse tensor of a size that depends on values."""
         values = self._values
 
         def handle(args: Args, kwargs: Kwargs) -> Any:
             if not args[0].is_cuda:
                 return func(*args, **kwargs)
-            parts = computed(values, args)
+            parts = sparse.counted(values, func._schema.name, args)
             if parts is None:
                 self._reads.refuse(f"{shown_operator(func._schema.name)}()")
             with self._memory.answering([parts[0].shape[1]]):

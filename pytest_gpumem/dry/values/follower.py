@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -53,16 +53,14 @@ class Follower:
         self._memory.begin(everything=self._everything, followed=self._follows)
         self._values.resume()
         try:
-            with self._reads.patched(), launches_seen(self._values, self._graphs):
+            with ExitStack() as inside:
+                inside.enter_context(self._reads.patched())
+                inside.enter_context(launches_seen(self._values, self._graphs))
                 if self._follows:
-                    with (
-                        followed(self._execution),
-                        snapshots_without_own(),
-                        self._graphs.replays_computed(),
-                    ):
-                        yield
-                else:
-                    yield
+                    inside.enter_context(followed(self._execution))
+                    inside.enter_context(snapshots_without_own())
+                    inside.enter_context(self._graphs.replays_computed())
+                yield
         finally:
             self._memory.end()
             self._depth -= 1

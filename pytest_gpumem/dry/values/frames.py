@@ -28,7 +28,16 @@ def snapshots_without_own() -> Iterator[None]:
     taken = torch._C._cuda_memorySnapshot
 
     def shortened(*args: Any) -> dict[str, Any]:
-        return without_own(taken(*args))
+        snapshot = taken(*args)
+        segments = snapshot.get("segments", [])
+        blocks = [block for segment in segments for block in segment["blocks"]]
+        traces = [entry for trace in snapshot.get("device_traces", []) for entry in trace]
+        holders = (*segments, *blocks, *traces)
+        # Entries of the same stack have one list between them.
+        stacks = {id(each["frames"]): each["frames"] for each in holders if each.get("frames")}
+        for frames in stacks.values():
+            frames[:] = _programs(frames)
+        return snapshot
 
     patches = Patches()
     patches.add(torch._C, "_cuda_memorySnapshot", shortened)
@@ -37,25 +46,6 @@ def snapshots_without_own() -> Iterator[None]:
         yield
     finally:
         patches.undo()
-
-
-def without_own(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """Return ``snapshot``, of ``torch._C._cuda_memorySnapshot()``, with shorter stacks."""
-    seen: dict[int, list[Frame]] = {}
-    for holder in _holders(snapshot):
-        frames = holder.get("frames")
-        if frames and id(frames) not in seen:
-            # Entries of the same stack have one list between them, which must not be freed.
-            seen[id(frames)] = frames
-            frames[:] = _programs(frames)
-    return snapshot
-
-
-def _holders(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
-    segments = snapshot.get("segments", [])
-    blocks = [block for segment in segments for block in segment["blocks"]]
-    traces = [entry for trace in snapshot.get("device_traces", []) for entry in trace]
-    return [*segments, *blocks, *traces]
 
 
 def _programs(frames: list[Frame]) -> list[Frame]:

@@ -43,14 +43,11 @@ def launches_seen(values: DryValues, graphs: Graphs) -> Iterator[None]:
         yield
 
 
-def _name(kernel: Any) -> str:
-    return str(getattr(getattr(kernel, "fn", None), "__name__", "of compiled code"))
-
-
 def _marking(run: Any, values: DryValues, graphs: Graphs, stores: Stores) -> Any:
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         result = run(kernel, *args, **kwargs)
-        values.uncomputed = values.uncomputed or f"the Triton kernel {_name(kernel)}"
+        name = getattr(getattr(kernel, "fn", None), "__name__", "of compiled code")
+        values.uncomputed = values.uncomputed or f"the Triton kernel {name}"
         for tensor in tensors_in(_written(stores, kernel, args, kwargs)):
             if tensor.__class__ in (torch.Tensor, torch.nn.Parameter) and tensor.is_cuda:
                 graphs.lost(tensor)

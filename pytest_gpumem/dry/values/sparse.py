@@ -7,7 +7,6 @@ takes ``nonzero``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from pytest_gpumem.simulated.machine.values.operator import Operator
 Parts = tuple[torch.Tensor, "torch.Tensor | None"]
 """Indices, and values where they are known, on the CPU."""
 
-Computed = Callable[[Values, tuple[Any, ...]], "Parts | None"]
-"""Function that computes an operator's result; ``None`` where deciding values are unknown."""
+NAMES = frozenset({"aten::_coalesce", "aten::_to_sparse"})
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,7 +34,12 @@ def strided_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return parts_of(tensor) if tensor.layout is torch.sparse_coo else ()
 
 
-def _coalesced(values: Values, args: tuple[Any, ...]) -> Parts | None:
+def counted(values: Values, name: str, args: Args) -> Parts | None:
+    """Return the result of the operator ``name``; ``None`` where deciding values are unknown."""
+    if name == "aten::_to_sparse":
+        known = values.known(args[0])
+        made = None if known is None else torch.ops.aten._to_sparse(known, *args[1:])
+        return None if made is None or made.layout is not torch.sparse_coo else parts_of(made)
     indices, elements = map(values.known, parts_of(args[0]))
     if indices is None:
         return None
@@ -45,14 +48,6 @@ def _coalesced(values: Values, args: tuple[Any, ...]) -> Parts | None:
         indices, ones, args[0].shape, is_coalesced=False, check_invariants=False
     ).coalesce()
     return made.indices(), None if elements is None else made.values()
-
-
-def _of_dense(values: Values, args: tuple[Any, ...]) -> Parts | None:
-    known = values.known(args[0])
-    if known is None:
-        return None
-    made = torch.ops.aten._to_sparse(known, *args[1:])
-    return None if made.layout is not torch.sparse_coo else parts_of(made)
 
 
 def is_among(args: tuple[Any, ...]) -> bool:
@@ -71,26 +66,16 @@ def computed(values: Values, operator: Operator, args: Args, kwargs: Kwargs) -> 
             known.append(one)
             continue
         parts = [values.known(part) for part in strided_of(one)]
-        found = [part for part in parts if part is not None]
+        found = [part.clone() for part in parts if part is not None]
         if not found or len(found) < len(parts):
             return None
-        known.append(found[0].clone() if len(found) == 1 else _sparse_of(one, *found))
+        if one.layout is torch.sparse_coo:
+            like: dict[str, Any] = {"is_coalesced": one.is_coalesced(), "check_invariants": False}
+            found = [torch.sparse_coo_tensor(found[0], found[1], one.shape, **like)]
+        known.append(found[0])
     if kwargs.get("device") is not None or any(
         each.is_cuda for each in tensors_in((known, kwargs))
     ):
         return None
     made = values.run(operator, known, kwargs)
     return made if isinstance(made, torch.Tensor) else None
-
-
-def _sparse_of(like: torch.Tensor, indices: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
-    return torch.sparse_coo_tensor(
-        indices,
-        elements.clone(),
-        like.shape,
-        is_coalesced=like.is_coalesced(),
-        check_invariants=False,
-    )
-
-
-BY_NAME: dict[str, Computed] = {"aten::_coalesce": _coalesced, "aten::_to_sparse": _of_dense}
