@@ -31,7 +31,7 @@ from pytest_gpumem.simulated.execution import composites, custom
 from pytest_gpumem.simulated.execution.factories import is_factory
 from pytest_gpumem.simulated.execution.kinds import handler_of
 from pytest_gpumem.simulated.execution.runner import Runner
-from pytest_gpumem.simulated.machine import forks
+from pytest_gpumem.simulated.machine.checks import refuse_in_child
 from pytest_gpumem.simulated.machine.dispatch import Dispatch, Handler
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
@@ -128,7 +128,8 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
 
     def _without_gpu(self, func: Any) -> Handler:
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            forks.check(self._storages, args, kwargs, self._machine.thread_state.destination)
+            target = self._machine.thread_state.destination
+            refuse_in_child(self._storages, args, kwargs, target)
             return func(*args, **kwargs)
 
         return handle

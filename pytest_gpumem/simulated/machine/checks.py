@@ -27,6 +27,7 @@ import torch
 
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, named
+from pytest_gpumem.simulated.machine.storages import Storages
 
 NO_DATA = "Cannot copy out of meta tensor; no data!"
 """Source: aten/src/ATen/native/Copy.cpp (copy_impl), torch 2.6 to 2.15; a NotImplementedError."""
@@ -170,3 +171,29 @@ def _compares_devices(func: Any) -> bool:
         return False
     is_cuda = r"^ +structured(?:_delegate)?: |^    (?:\w+, )*CUDA\b.*: "
     return re.search(is_cuda, entry[1], re.MULTILINE) is not None
+
+
+IN_CHILD = (
+    "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must "
+    "use the 'spawn' start method"
+)
+"""Source: torch/cuda/__init__.py (_lazy_init), torch 2.6 to 2.15."""
+_UNKNOWN = (
+    "a forked process, such as a worker of a DataLoader, read a CPU tensor that was copied from a "
+    "simulated GPU, which holds no values: read it in the process of the test (num_workers=0)"
+)
+
+
+def refuse_in_child(storages: Storages, args: Args, kwargs: Kwargs, target: Any) -> None:
+    """Raise torch's error for an operator of a GPU in a forked process, which has none.
+
+    The driver's state does not survive a fork. ``target`` is where ``Tensor.to`` moves a tensor.
+    """
+    device = target or kwargs.get("device")
+    if isinstance(device, torch.device) and device.type == "cuda":
+        raise RuntimeError(IN_CHILD)
+    for tensor in tensors_in((args, kwargs)):
+        if storages.of(tensor) is not None:
+            raise RuntimeError(IN_CHILD)
+        if storages.is_on_host(tensor):
+            raise RuntimeError(_UNKNOWN)

@@ -148,7 +148,7 @@ class _States:
         seed, offset = _numbers_of(state)
         if not offset % 4 and offset // 4 < len(self._states):
             found = self._states[offset // 4]
-            if _seed_of(found) == seed:
+            if torch.Generator().set_state(found).initial_seed() == seed:
                 return found
         return None
 
@@ -163,12 +163,6 @@ def _numbers_of(state: torch.Tensor) -> tuple[int, int]:
 def _bytes_of(seed: int, offset: int) -> torch.Tensor:
     content = seed.to_bytes(8, "little") + offset.to_bytes(8, "little")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def _seed_of(state: torch.Tensor) -> int:
-    generator = torch.Generator()
-    generator.set_state(state)
-    return generator.initial_seed()
 
 
 RNG_BYTES = 8

@@ -19,11 +19,10 @@ from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.releases import CLEARS_WORKSPACES, LAZY_RNG, RNG_PER_CAPTURE
-from pytest_gpumem.simulated.machine.captures import Capture
 from pytest_gpumem.simulated.machine.generators import free_all, state_of, state_tensors
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.pool_contents import Recording
-from pytest_gpumem.simulated.machine.streams import cuda_error
+from pytest_gpumem.simulated.machine.streams import Capture, cuda_error
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _EMPTY = (

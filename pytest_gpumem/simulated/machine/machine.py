@@ -25,7 +25,6 @@ from pytest_gpumem.allocator.trace import TraceEntry
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.gpu.catalogue import Machine
 from pytest_gpumem.simulated.gpu.device import Device
-from pytest_gpumem.simulated.machine.captures import Capture
 from pytest_gpumem.simulated.machine.dispatch import Dispatch, ThreadState
 from pytest_gpumem.simulated.machine.generators import RandomState
 from pytest_gpumem.simulated.machine.notes import Notes
@@ -33,7 +32,13 @@ from pytest_gpumem.simulated.machine.pinned import Pinned
 from pytest_gpumem.simulated.machine.placement import Placement
 from pytest_gpumem.simulated.machine.pool_contents import EveryPoolContents
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage, Storages
-from pytest_gpumem.simulated.machine.streams import OF_LEAVES, Streams, nodes_behind, roots_of
+from pytest_gpumem.simulated.machine.streams import (
+    OF_LEAVES,
+    Capture,
+    Streams,
+    nodes_behind,
+    roots_of,
+)
 from pytest_gpumem.simulated.machine.values.assumptions import drawn_seed
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat
@@ -228,12 +233,7 @@ class SimulatedMachine(Notes):
 
     def device_of(self, *values: Any) -> GPU:
         """Return the GPU that holds the first tensor among ``values``; else the current one."""
-        if len(self.gpus) > 1:
-            for tensor in tensors_in(values):
-                record = self.storages.of(tensor)
-                if record is not None:
-                    return self.gpus[record.device.index]
-        return self.current
+        return (self.placement and self.placement.first(values)) or self.current
 
     @contextmanager
     def making(self, destination: torch.device) -> Iterator[None]:

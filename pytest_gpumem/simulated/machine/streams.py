@@ -28,8 +28,10 @@ from typing import Any
 import torch
 import torch.autograd.graph
 
+from pytest_gpumem.allocator.blocks import PoolId
 from pytest_gpumem.allocator.trace import Marks, StreamKey, Timeline
-from pytest_gpumem.simulated.machine.captures import Capture
+from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.machine.pool_contents import Recording
 
 STREAMS_PER_POOL = 32
 """kStreamsPerPool of c10/cuda/CUDAStream.cpp: after these the first stream is returned again."""
@@ -39,6 +41,36 @@ _TYPE_BITS = 4
 _WARN, _ERROR = 1, 2
 _SYNCHRONIZES = "called a synchronizing CUDA operation"
 """warn_or_error_on_sync of c10/cuda/CUDAFunctions.cpp."""
+
+
+class Capture:
+    """A capture under way, on the stream it began on and those that wait for it."""
+
+    def __init__(
+        self,
+        gpu: Device,
+        pool: PoolId,
+        recording: Recording,
+        draws: Callable[[Device, torch.Generator | None], None],
+    ) -> None:
+        self.gpu = gpu
+        self.pool = pool
+        self.stream = gpu.stream
+        self.memory = gpu.allocator
+        self.recording = recording
+        self.draws: Callable[[Device, torch.Generator | None], None] | None = draws
+        """Called for each random operator until the capture ends: it refers to the graph."""
+        self.under_way = True
+        self.is_empty = True
+        """Whether nothing was captured yet that a graph has a node for."""
+        self.valid = True
+        """Whether every operation so far is allowed in a capture."""
+
+    def end(self) -> None:
+        """End the capture, whose memory stays in its pool."""
+        self.under_way, self.draws = False, None
+        self.memory.mark_capture_end()
+        self.memory.end_allocate_to_pool(self.pool)
 
 
 class _ThreadStreams(threading.local):

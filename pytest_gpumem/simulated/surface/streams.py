@@ -14,9 +14,13 @@ import torch
 
 from pytest_gpumem.allocator.trace import Marks, StreamKey
 from pytest_gpumem.simulated.common.patching import Patches, add_functions
-from pytest_gpumem.simulated.machine.captures import Capture
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.machine.streams import HIGHEST_PRIORITY, cuda_error, priority_of
+from pytest_gpumem.simulated.machine.streams import (
+    HIGHEST_PRIORITY,
+    Capture,
+    cuda_error,
+    priority_of,
+)
 
 _TorchEvent = torch.Event
 _TorchStream = torch.Stream

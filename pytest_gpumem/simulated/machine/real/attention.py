@@ -55,11 +55,6 @@ def attention(
     return weights, dropped, total, value.float(), factor
 
 
-def _seed_for(dropout: float) -> int:
-    """Draw a seed for dropout; 0 without dropout."""
-    return int(torch.randint(2**31, (), device="cpu")) if dropout else 0
-
-
 def _forward(
     query: Tensor,
     key: Tensor,
@@ -70,33 +65,21 @@ def _forward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, int]:
     """Return the output, the logarithm of each row's sum, and the dropout's seed."""
-    seed = _seed_for(dropout)
+    seed = int(torch.randint(2**31, (), device="cpu")) if dropout else 0
     _, dropped, total, values, _ = attention(
         query, key, value, bias, dropout, is_causal, scale, seed
     )
     return (dropped @ values).to(query.dtype), total, seed
 
 
-def _flash(
+def _fused(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
-) -> Any:
-    out, total, seed = _forward(query, key, value, None, dropout_p, is_causal, scale)
-    return out, total, None, None, None, None, seed, UNREAD, UNREAD
-
-
-def _cudnn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
+    attn_bias: Tensor | None = None,
 ) -> Any:
     out, total, seed = _forward(query, key, value, attn_bias, dropout_p, is_causal, scale)
     return out, total[..., None], None, None, None, None, seed, UNREAD, UNREAD
@@ -139,15 +122,11 @@ def attention_backward(
     heads = key.shape[1]
     wide_key = key.repeat_interleave(query.shape[1] // heads, 1).float()
     by_query = scores @ wide_key * factor
-    by_key = _per_head(scores.transpose(-2, -1) @ query.float() * factor, heads)
-    by_value = _per_head(dropped.transpose(-2, -1) @ gradient, heads)
+    by_key = scores.transpose(-2, -1) @ query.float() * factor
+    by_value = dropped.transpose(-2, -1) @ gradient
+    by_key, by_value = (each.unflatten(1, (heads, -1)).sum(2) for each in (by_key, by_value))
     by_bias = scores if bias is None else scores.to(bias.dtype)
     return by_query.to(query.dtype), by_key.to(key.dtype), by_value.to(value.dtype), by_bias
-
-
-def _per_head(gradient: Tensor, heads: int) -> Tensor:
-    per_head: Tensor = gradient.unflatten(1, (heads, -1)).sum(2)
-    return per_head
 
 
 def _backward(
@@ -180,7 +159,7 @@ def _packed_forward(
     dropout: float, mask: int, scale: float | None, bias: Tensor | None,
 ) -> tuple[Tensor, list[Tensor], int]:  # fmt: skip
     """Return the output, the logarithm of each row's sum by sequence, and the dropout's seed."""
-    seed = _seed_for(dropout)
+    seed = int(torch.randint(2**31, (), device="cpu")) if dropout else 0
     out = torch.zeros_like(query[..., :1]).expand(*query.shape[:-1], value.shape[-1]).clone()
     totals = []
     for q, k, v, o in _sequences(lengths, query, key, value, out):
@@ -219,21 +198,16 @@ def _sequences(
         yield [tensor.transpose(1, 2) for tensor in tensors]
         return
     packed = [tensor.squeeze(0) if tensor.dim() == 4 else tensor for tensor in tensors]
-    of_queries, of_keys = _parts(by_query), _parts(by_key)
+    of_queries, of_keys = pairwise(by_query.tolist()), pairwise(by_key.tolist())
     for mine, theirs in zip(of_queries, of_keys, strict=True):
         yield [
-            tensor[theirs if at in _OF_KEYS[len(tensors)] else mine].transpose(0, 1)[None]
+            tensor[slice(*(theirs if at in _OF_KEYS[len(tensors)] else mine))].transpose(0, 1)[None]
             for at, tensor in enumerate(packed)
         ]
 
 
 _OF_KEYS = {4: (1, 2), 7: (1, 2, 4, 5)}
 """Positions of the tensors of a forward or a backward that have the keys' lengths."""
-
-
-def _parts(ends: Tensor) -> list[slice]:
-    places: list[int] = ends.tolist()
-    return [slice(*pair) for pair in pairwise(places)]
 
 
 def _hidden(query: Tensor, key: Tensor, mask: int, bias: Tensor | None) -> Tensor | None:
@@ -330,11 +304,11 @@ def _packed_efficient_backward(
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    "aten::_scaled_dot_product_flash_attention": _flash,
+    "aten::_scaled_dot_product_flash_attention": _fused,
     "aten::_scaled_dot_product_flash_attention_backward": _backward,
     "aten::_scaled_dot_product_efficient_attention": _efficient,
     "aten::_scaled_dot_product_efficient_attention_backward": _backward,
-    "aten::_scaled_dot_product_cudnn_attention": _cudnn,
+    "aten::_scaled_dot_product_cudnn_attention": _fused,
     "aten::_scaled_dot_product_cudnn_attention_backward": _backward,
     "aten::_flash_attention_forward": _packed_flash,
     "aten::_flash_attention_backward": _packed_flash_backward,

@@ -82,7 +82,12 @@ class Facts:
         read = given[1:] if operator.overwrites else given
         found = list(map(self.infinity, tensors_in(read)))
         infinite = max(infinite, finite.passed_on(operator.name, found))
-        value = None if infinite else self._computed(operator, args, kwargs)
+        name = operator.name.removeprefix("aten::").removesuffix("_")
+        value = None
+        if not infinite and name in _ELEMENTWISE:
+            value = self._elementwise(operator, args)
+        elif not infinite and (name in _SAME or name in _COUNTING):
+            value = self._of_equal(args[0])
         assumed = self.is_assumed(given)
         return Fact(value, assumed, infinite) if assumed or infinite or value is not None else None
 
@@ -107,14 +112,6 @@ class Facts:
         count = tensor.numel() if value else 0
         device = META if count else torch.device("cpu")
         return torch.empty((count, tensor.dim()), dtype=torch.int64, device=device)
-
-    def _computed(self, operator: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
-        name = operator.name.removeprefix("aten::").removesuffix("_")
-        if name in _ELEMENTWISE:
-            return self._elementwise(operator, args)
-        if name in _SAME or name in _COUNTING:
-            return self._of_equal(args[0])
-        return None
 
     def _of_equal(self, given: Any) -> torch.Tensor | None:
         """Return the one value of a tensor, or of all tensors of a list."""

@@ -151,11 +151,10 @@ class Kept:
             computed = torch.full(result.shape, filling, dtype=result.dtype, device=CPU)
         if not isinstance(computed, torch.Tensor) or computed.layout is not torch.strided:
             return
-        if computed.shape == (*result.shape, 1):
-            # What cuDNN's attention sums had no last dimension yet in 2.6.
-            computed = computed.squeeze(-1)
-        if computed.shape != result.shape:
+        if computed.squeeze(-1).shape != result.squeeze(-1).shape:
             return
+        # What cuDNN's attention sums has no last dimension in 2.6.
+        computed = computed.view(result.shape)
         base = self._bases.get(storage_key(result))
         if base is None:
             self._keep(result, computed, computed.untyped_storage()._cdata in used)

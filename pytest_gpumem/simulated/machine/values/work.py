@@ -16,6 +16,7 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
@@ -92,7 +93,8 @@ class Work:
         def handle(args: Args, kwargs: Kwargs) -> Any:
             result = handler(args, kwargs)
             dtype = args[1].dtype
-            key = func, dtype, getattr(result, "shape", None), *map(_shape, args[:4])
+            shapes = (getattr(value, "shape", None) for value in (result, *args[:4]))
+            key = func, dtype, *shapes
             calls = known.get(key)
             if calls is None:
                 calls = known[key] = _Calls(func, dtype, *map(_shapes, (args, kwargs, result)))
@@ -174,19 +176,9 @@ def _operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return int(found(*args, **kwargs, out_val=result))
 
 
-def _shape(value: Any) -> Any:
-    return value.shape if isinstance(value, torch.Tensor) else None
-
-
 def _shapes(value: Any) -> Any:
     """Return ``value`` with the shapes of its tensors in their places."""
-    if isinstance(value, torch.Tensor):
-        return value.shape
-    if isinstance(value, dict):
-        return {name: _shapes(each) for name, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_shapes, value))
-    return value
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.shape, value)
 
 
 @cache
@@ -199,25 +191,18 @@ def speed(dtype: torch.dtype) -> float:
     if dtype not in _PROBES:  # as products of 8 bits are computed: in float32
         return speed(torch.float32)
     size = _PROBES[dtype]
-    with torch._C._DisableTorchDispatch(), torch.no_grad(), _one_thread() as threads:
-        matrix = torch.ones((size, size), device="cpu").to(dtype)
-        times = []
-        for _ in range(_TRIES):
-            start = _now()
-            try:
-                torch.mm(matrix, matrix)
-            except RuntimeError:  # no kernel: it is computed in float32
-                return speed(torch.float32)
-            times.append(_now() - start)
-    return threads * 2 * size**3 / max(min(times), 1e-9)
-
-
-@contextmanager
-def _one_thread() -> Iterator[int]:
-    """Compute on one thread inside; yield the usual number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield threads
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            matrix = torch.ones((size, size), device="cpu").to(dtype)
+            times = []
+            for _ in range(_TRIES):
+                start = _now()
+                torch.mm(matrix, matrix)
+                times.append(_now() - start)
+    except RuntimeError:  # no kernel: it is computed in float32
+        return speed(torch.float32)
     finally:
         torch.set_num_threads(threads)
+    return threads * 2 * size**3 / max(min(times), 1e-9)
