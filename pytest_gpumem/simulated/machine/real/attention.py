@@ -20,56 +20,58 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
+from pytest_gpumem.simulated.machine.real.differentiated import UNREAD, leaf, with_autograd
+
+_FROM_TOP_LEFT, _FROM_BOTTOM_RIGHT = 1, 2
+"""``custom_mask_type``; flash attention of packed sequences has only the second."""
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    seed: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    """Return probabilities, the same after dropout, log-sum-exp, values and the scale."""
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: int, dropout: float,
+    scale: float | None, seed: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the output, and the logarithm of each row's sum."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     factor = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
     scores = query.float() @ key.float().transpose(-2, -1) * factor
     if bias is not None:
-        scores += bias
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").tril().logical_not_()
-        scores.masked_fill_(hidden, -math.inf)
-    total = scores.logsumexp(-1)
-    # A row that sees nothing attends to nothing.
-    weights = (scores - total[..., None]).exp_().nan_to_num_(0.0)
-    dropped = weights
+        scores = scores + bias
+    if mask:
+        rows, columns = scores.shape[-2:]
+        diagonal = 1 + (columns - rows if mask == _FROM_BOTTOM_RIGHT else 0)
+        scores = scores + torch.full((rows, columns), -math.inf, device="cpu").triu(diagonal)
+    weights = torch._safe_softmax(scores, -1)  # a row that sees nothing attends to nothing
     if dropout:
         generator = torch.Generator().manual_seed(seed)
         kept = torch.rand(weights.shape, generator=generator, device="cpu") >= dropout
-        dropped = weights * kept / (1 - dropout)
-    return weights, dropped, total, value.float(), factor
+        weights = weights * kept / (1 - dropout)
+    return (weights @ value.float()).to(query.dtype), scores.logsumexp(-1)
+
+
+def _gradients(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: int,
+    dropout: float, scale: float | None, seed: Tensor,
+) -> list[Any]:  # fmt: skip
+    """Return the gradients by queries, keys, values and bias."""
+    chosen = int(seed.flatten()[0]) if dropout else 0
+    with with_autograd():
+        q, k, v = given = [leaf(each) for each in (query, key, value)]
+        added = None if bias is None else leaf(bias)
+        out, _ = _attention(q, k, v, added, mask, dropout, scale, chosen)
+        given += [] if added is None else [added]
+        return [*torch.autograd.grad(out, given, gradient), UNREAD][:4]
 
 
 def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    dropout: float,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, int]:
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float,
+    is_causal: bool, scale: float | None,
+) -> tuple[Tensor, Tensor, int]:  # fmt: skip
     """Return the output, the logarithm of each row's sum, and the dropout's seed."""
     seed = int(torch.randint(2**31, (), device="cpu")) if dropout else 0
-    _, dropped, total, values, _ = attention(
-        query, key, value, bias, dropout, is_causal, scale, seed
-    )
-    return (dropped @ values).to(query.dtype), total, seed
+    mask = _FROM_TOP_LEFT if is_causal else 0
+    return *_attention(query, key, value, bias, mask, dropout, scale, seed), seed
 
 
 def _fused(
@@ -100,35 +102,6 @@ def _efficient(
     return out, padded if compute_log_sumexp else UNREAD, seed, UNREAD
 
 
-def attention_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    seed: Tensor,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients by queries, keys, values and bias."""
-    chosen = int(seed.flatten()[0]) if dropout else 0
-    weights, dropped, _, values, factor = attention(
-        query, key, value, bias, dropout, causal, scale, chosen
-    )
-    gradient = gradient.float()
-    by_weight = gradient @ values.transpose(-2, -1)
-    scores = dropped * by_weight - weights * (dropped * by_weight).sum(-1, keepdim=True)
-    heads = key.shape[1]
-    wide_key = key.repeat_interleave(query.shape[1] // heads, 1).float()
-    by_query = scores @ wide_key * factor
-    by_key = scores.transpose(-2, -1) @ query.float() * factor
-    by_value = dropped.transpose(-2, -1) @ gradient
-    by_key, by_value = (each.unflatten(1, (heads, -1)).sum(2) for each in (by_key, by_value))
-    by_bias = scores if bias is None else scores.to(bias.dtype)
-    return by_query.to(query.dtype), by_key.to(key.dtype), by_value.to(value.dtype), by_bias
-
-
 def _backward(
     query: Tensor,
     key: Tensor,
@@ -143,15 +116,13 @@ def _backward(
 ) -> Any:
     gradient = grad_out_ if grad_out is None else grad_out
     assert gradient is not None
-    given = query, key, value, attn_bias, philox_seed, dropout_p, is_causal, scale
-    found = attention_backward(gradient, *given)
+    mask = _FROM_TOP_LEFT if is_causal else 0
+    given = query, key, value, attn_bias, mask, dropout_p, scale, philox_seed
+    found = _gradients(gradient, *given)
     return found if grad_out is None else found[:3]
 
 
 # Packed sequences, and attention as xformers calls it: (batch, positions, heads, head size).
-
-_FROM_TOP_LEFT, _FROM_BOTTOM_RIGHT = 1, 2
-"""``custom_mask_type``; flash attention has only the second."""
 
 
 def _packed_forward(
@@ -163,10 +134,8 @@ def _packed_forward(
     out = torch.zeros_like(query[..., :1]).expand(*query.shape[:-1], value.shape[-1]).clone()
     totals = []
     for q, k, v, o in _sequences(lengths, query, key, value, out):
-        _, dropped, total, values, _ = attention(
-            q, k, v, _hidden(q, k, mask, bias), dropout, False, scale, seed
-        )
-        o.copy_(dropped @ values)
+        computed, total = _attention(q, k, v, bias, mask, dropout, scale, seed)
+        o.copy_(computed)
         totals.append(total)
     return out, totals, seed
 
@@ -177,15 +146,12 @@ def _packed_backward(
     scale: float | None, bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     results = [torch.zeros_like(one) for one in (query, key, value)]
-    by_bias = torch.zeros(0, device="cpu")
+    by_bias: Any = UNREAD
     parts = _sequences(lengths, query, key, value, results[0], results[1], results[2], gradient)
     for q, k, v, by_q, by_k, by_v, g in parts:
-        found = attention_backward(
-            g, q, k, v, _hidden(q, k, mask, bias), seed, dropout, False, scale
-        )
-        for target, computed in zip((by_q, by_k, by_v), found, strict=False):
+        *found, by_bias = _gradients(g, q, k, v, bias, mask, dropout, scale, seed)
+        for target, computed in zip((by_q, by_k, by_v), found, strict=True):
             target.copy_(computed)
-        by_bias = found[3]
     return results[0], results[1], results[2], by_bias
 
 
@@ -208,15 +174,6 @@ def _sequences(
 
 _OF_KEYS = {4: (1, 2), 7: (1, 2, 4, 5)}
 """Positions of the tensors of a forward or a backward that have the keys' lengths."""
-
-
-def _hidden(query: Tensor, key: Tensor, mask: int, bias: Tensor | None) -> Tensor | None:
-    if not mask:
-        return bias
-    rows, columns = query.shape[2], key.shape[2]
-    diagonal = 1 + (columns - rows if mask == _FROM_BOTTOM_RIGHT else 0)
-    hidden = torch.full((rows, columns), -math.inf, device="cpu").triu(diagonal)
-    return hidden if bias is None else bias + hidden
 
 
 def _only(**unknown: Any) -> None:

@@ -50,8 +50,7 @@ class Values(Reading):
             self._set_fact(result, Fact(torch.tensor(answer, device=CPU)))
         elif self.assumes:
             self._assume(operator, args, result)
-        if fact is not None:
-            self._state(fact, operator, args, kwargs, result)
+        self._state(fact, operator, args, kwargs, result)
 
     def records(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> bool:
         """Add the call to a capture under way on this thread, if any, for when its graph runs."""
@@ -78,8 +77,7 @@ class Values(Reading):
         self._by_range(operator, args, kwargs, result)
         if operator.targets(args, kwargs):
             self._write(operator, args, kwargs, result)
-            if fact is not None:
-                self._state(fact, operator, args, kwargs, result)
+            self._state(fact, operator, args, kwargs, result)
             return
         given = set(map(storage_key, on_device((args, kwargs))))
         made = [tensor for tensor in on_device(result) if storage_key(tensor) not in given]
@@ -93,8 +91,7 @@ class Values(Reading):
             self._keep_all(result, computed, set(), parts=True)
         elif made and self.assumes:
             self._assume(operator, args, result)
-        if fact is not None:
-            self._state(fact, operator, args, kwargs, made)
+        self._state(fact, operator, args, kwargs, made)
 
     def assign(self, result: Any, function: Callable[..., Any], *args: Any) -> None:
         """Set the values of ``result`` to those that ``function`` returns on the CPU.
@@ -153,8 +150,7 @@ class Values(Reading):
             self._make(operator, args, kwargs, result)
         if not self.everything:
             self.ranges.made(operator.name, args, result)
-        if fact is not None:
-            self._state(fact, operator, args, kwargs, result)
+        self._state(fact, operator, args, kwargs, result)
 
     def _by_range(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> bool | None:
         """Return the result of a comparison of random integers for every element, else ``None``."""
@@ -213,10 +209,16 @@ class Values(Reading):
         return self.facts.of_results(operator, args, kwargs) if matters and self.assumes else None
 
     def _state(
-        self, fact: Fact, operator: Operator, args: Args, kwargs: Kwargs, result: Any
+        self, fact: Fact | None, operator: Operator, args: Args, kwargs: Kwargs, result: Any
     ) -> None:
         """Set ``fact`` for the tensors that an operator has just made, or written to."""
+        if fact is None and (not self._stated or operator.moves_views):
+            return
         targets = operator.targets(args, kwargs)
+        if fact is None:
+            for tensor in targets:
+                self._stated.pop(storage_key(tensor), None)
+            return
         for tensor in targets or on_device(result):
             stated = of_result(operator, fact, args[0], tensor)
             if targets or self.facts.of(tensor) is None:
