@@ -48,10 +48,7 @@ _NAMELESS = frozenset({"prim", "prims", "profiler"})
 
 @contextmanager
 def followed(follow: Follow) -> Iterator[None]:
-    """Call ``follow`` for every operator that is called inside.
-
-    By this thread, its backward passes, and the threads that Python code starts.
-    """
+    """Call ``follow`` for every operator inside, of this thread and those that it starts."""
     _register()
     patches = Patches()
     patches.add(threading.Thread, "start", _start_followed)

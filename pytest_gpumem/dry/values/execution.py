@@ -355,10 +355,7 @@ class Execution:
 
 
 class _Parts:
-    """An operator composed of others that are followed: of another library, or of torch.
-
-    Results of a library's kernels are marked as unknown in ``graphs``.
-    """
+    """An operator composed of others that are followed; a library's results are unknown."""
 
     def __init__(self, func: Any, graphs: Graphs | None) -> None:
         self._func = func
@@ -379,10 +376,7 @@ class _Parts:
 
 
 def _is_composite(func: Any) -> bool:
-    """Return whether torch composes ``func`` of others in C++ on a GPU; a decomposition is none.
-
-    ``silu_backward`` and two others have a composition for other devices and a kernel for GPUs.
-    """
+    """Return whether torch composes ``func`` of others on a GPU, unlike ``silu_backward``."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(func.name(), _COMPOSITE.name) and not has_kernel(func.name(), "CUDA")
 

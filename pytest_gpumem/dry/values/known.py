@@ -21,10 +21,7 @@ from pytest_gpumem.sizes import MIB
 
 
 class DryValues(Values):
-    """The results of operators, written to memory that torch's own code reads.
-
-    Facts on all elements at once (``facts``) are written when they are read.
-    """
+    """The results of operators, and read facts, written to memory that torch's own code reads."""
 
     def __init__(
         self, memory: Memory, storages: Storages, notes: Notes, *, everything: bool
@@ -86,7 +83,7 @@ class DryValues(Values):
             self.forget(key)
 
     def moving(self, starts: Iterable[int]) -> Callable[[Mapping[int, torch.Tensor]], None]:
-        """Keep the values of blocks at ``starts``, which are given back and taken elsewhere.
+        """Keep the values of blocks at ``starts``, which move.
 
         Returns a function of the tensors in these blocks, by the old addresses.
         """
@@ -106,10 +103,7 @@ class DryValues(Values):
         return moved
 
     def adopt_whole(self, tensor: torch.Tensor, infinite: Infinity) -> bool:
-        """Record the values of ``tensor``, a copy's target; return whether all are known.
-
-        ``infinite`` is the infinity in the copied values.
-        """
+        """Record the values of ``tensor``, a copy's target; return whether all are known."""
         key = storage_key(tensor)
         if key in self._bases:
             return False

@@ -53,10 +53,7 @@ class Memory:
         self._told = _OnUnknownRead(told_in_c)
 
     def begin(self, *, everything: bool, followed: bool) -> None:
-        """Listen to reads from now on; with ``everything``, copies of any size bring values.
-
-        Where operators are ``followed``, copies on the device outlast the next kernel.
-        """
+        """Listen to reads from now on; with ``everything``, copies of any size bring values."""
         _listening.append((self._told, everything, followed))
         self._listen()
 
@@ -104,10 +101,7 @@ class Memory:
         return start, int(self._block(start))
 
     def watch(self, start: int) -> int:
-        """Make :meth:`dead` return the block at ``start`` once it has been freed.
-
-        Returns the number of the block, 0 where there is none.
-        """
+        """Make :meth:`dead` return the block at ``start`` once freed; return its number, or 0."""
         return int(self._watch(start))
 
     def dead(self) -> int | None:

@@ -136,10 +136,7 @@ class Reads:
             self.thread.expected -= 1
 
     def unknown_read(self, size: int) -> type[BaseException] | None:
-        """Handle a read of ``size`` unknown bytes, reported by the runtime.
-
-        Returns the error that the thread is to raise.
-        """
+        """Handle a read of ``size`` unknown bytes; return the error that the thread is to raise."""
         self.thread.unknown += 1
         if self.thread.expected:
             return None

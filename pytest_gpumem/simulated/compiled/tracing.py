@@ -270,10 +270,7 @@ class Tracing:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Keep wrappers apart from those for real GPUs, and by model.
-
-        A graph's backward may be kept when it is first run, long after it was traced.
-        """
+        """Keep wrappers apart, by model; a backward's may be made when it is first run."""
         model = self._machine.gpus[0].model.name
         folder = Path(cache_dir(), f"{WRAPPERS}{_version()}", model)
         with ExitStack() as inside:

@@ -140,10 +140,7 @@ _TO_EACH = ("alltoall_", "alltoall_base_")
 
 
 class _Work(Work):
-    """An asynchronous collective, which keeps its tensors alive until ``wait()`` is called.
-
-    C++ waits, too, but does not keep Python objects alive: this object does until then.
-    """
+    """An asynchronous collective, which keeps its tensors alive until ``wait()`` is called."""
 
     def __init__(
         self,

@@ -39,10 +39,7 @@ class MeetingError(RuntimeError):
 
 
 class Meeting:
-    """A rank's end of the exchange.
-
-    All ranks call the same methods in the same order. ``store`` is shared by all.
-    """
+    """A rank's end of the exchange; all ranks call the same methods in the same order."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = PrefixStore("pytest-gpumem", store)

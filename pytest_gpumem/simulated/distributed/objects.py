@@ -48,10 +48,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 class _Objects:
-    """The functions of ``torch.distributed``, with their own arguments.
-
-    A parameter with a part on other ranks has an optimizer state there like one here.
-    """
+    """The functions of torch, with their own arguments, for ranks that are alike."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine

@@ -155,10 +155,7 @@ def initializing(
     store: Callable[[], Any],
     known: Callable[[Any], Any] = lambda backend: backend,
 ) -> Callable[..., Any]:
-    """Return ``init`` for a rank whose others do not exist, by a ``store`` that needs none.
-
-    ``known`` returns the backend to be used in place of the one that was given.
-    """
+    """Return ``init`` for a rank that is alone: by a ``store`` that needs no other."""
 
     @functools.wraps(init)
     def init_process_group(
@@ -204,10 +201,7 @@ class Membership:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Enter the rank, as under torchrun, with the default group initialised.
-
-        Groups, meshes and environment variables are restored afterwards.
-        """
+        """Enter the rank inside, as under torchrun, with the default group initialised."""
         with environment_of(self._world), self._replaced(), self._groups.entered():
             if not dist.is_initialized():
                 dist.init_process_group("cpu:gloo,cuda:nccl")

@@ -133,10 +133,7 @@ _SAME = {
 
 
 def refuse_types(func: Any, tensors: Sequence[Placed], others: Iterable[Any]) -> None:
-    """Raise an error if ``tensors`` among the arguments of ``func`` should have one type.
-
-    An ``out_dtype`` among the ``others`` says which types there are.
-    """
+    """Raise an error for types that differ, unless an ``out_dtype`` among ``others`` gives them."""
     name = func._schema.name.removeprefix("aten::")
     compared = _SAME.get(name, "").split()
     types = {each.name: each.tensor.dtype for each in tensors if each.name in compared}

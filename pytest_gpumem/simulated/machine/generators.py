@@ -141,10 +141,7 @@ class _States:
         return _bytes_of(generator.initial_seed(), offset)
 
     def full(self, state: torch.Tensor) -> torch.Tensor | None:
-        """Return the state behind these 16 bytes; ``None`` for a state of another process.
-
-        Raises torch's error for any other size.
-        """
+        """Return the state behind these bytes; ``None`` for one of another process."""
         seed, offset = _numbers_of(state)
         if not offset % 4 and offset // 4 < len(self._states):
             found = self._states[offset // 4]

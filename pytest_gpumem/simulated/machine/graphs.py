@@ -118,10 +118,7 @@ class Graph:
             )
 
     def replay(self) -> None:
-        """Run the captured work again: nothing is allocated.
-
-        Where values are computed, they are computed here; else the graph's results are unknown.
-        """
+        """Compute the values of the captured work, or mark them as unknown; nothing is taken."""
         if self._captured is None:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
         with torch._C._DisableTorchDispatch(), torch.no_grad():

@@ -175,10 +175,7 @@ class SetupLog:
 
 
 class SimulatedMachine(Notes):
-    """State that ``gpus`` and the process that uses them share.
-
-    With ``real_values`` every operator is computed on the CPU beside its shapes.
-    """
+    """State that ``gpus`` and their process share; with ``real_values`` all values are computed."""
 
     def __init__(self, gpus: Sequence[GPU], *, real_values: bool = False) -> None:
         super().__init__()
@@ -277,10 +274,7 @@ class SimulatedMachine(Notes):
         return True
 
     def kernel_wrote(self, *values: Any) -> None:
-        """Forget the values of tensors that a kernel may have written to, or made.
-
-        In a capture it writes when its graph is replayed.
-        """
+        """Forget the values of tensors that a kernel may write to, at each replay of a capture."""
         with self.execution.lock or nullcontext():
             found = ((each, self.storages.of(each)) for each in tensors_in(values))
             written = [(each, record) for each, record in found if record is not None]

@@ -23,10 +23,7 @@ class Notes:
         """Whether a condition on unknown values was answered by an assumption."""
 
     def note(self, sentence: str, *, always: bool = False) -> None:
-        """Remember a sentence that readers of the numbers have to know.
-
-        Of many the first are kept, and those that are ``always``.
-        """
+        """Remember a sentence for readers of the numbers; of many the first, and ``always``."""
         if always or len(self.notes) < MOST_NOTES:
             self.notes[sentence] = None
 

@@ -38,10 +38,7 @@ class Placement(Generic[_D]):
         """The GPU that the last operator ran on."""
 
     def of(self, name: str, args: Args, kwargs: Kwargs) -> _D:
-        """Return the GPU that the operator ``name`` runs on: that of its tensors.
-
-        Raises torch's error for tensors of two GPUs.
-        """
+        """Return the GPU of an operator's tensors; raise torch's error for tensors of two GPUs."""
         found = None
         for tensor in tensors_in((args, kwargs)):
             record = self._storages.of(tensor)

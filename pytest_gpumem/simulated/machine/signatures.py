@@ -19,10 +19,7 @@ Handler = Callable[[Args, Kwargs], Any]
 
 
 class Signature:
-    """The arguments of one overload by the names in its schema, and two names more.
-
-    ``gpu`` is where a call runs, and ``result`` is its result.
-    """
+    """The arguments of one overload by name, ``gpu``, where a call runs, and its ``result``."""
 
     def __init__(self, schema: torch.FunctionSchema) -> None:
         self._schema = schema

@@ -189,10 +189,7 @@ class Streams:
             raise cuda_error("operation not permitted when stream is capturing")
 
     def waits(self, key: StreamKey, marks: Marks, moment: float, capture: Capture | None) -> None:
-        """Delay later work of a stream until an event; with it the stream joins a capture.
-
-        ``moment`` is the time when the work before the event is done.
-        """
+        """Delay a stream until ``moment``, that of an event, with which it joins a ``capture``."""
         self.timeline.wait(key, marks)
         self.clock.delay(key, moment)
         if capture is not None and capture.under_way:

@@ -102,10 +102,7 @@ class Facts:
         return finite.held(args[at])
 
     def counted(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return ``nonzero`` of a mask whose elements are all equal: without its values.
-
-        The result is empty where no element is set.
-        """
+        """Return ``nonzero`` of a mask whose elements are all equal: without its values."""
         value = self.uniform(tensor)
         if value is None:
             return None

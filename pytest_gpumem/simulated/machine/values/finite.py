@@ -103,10 +103,7 @@ _SUBTRACTING = _names("sub")
 
 
 def answer(values: Numbers, func: Any, args: Args) -> bool | None:
-    """Return the result of ``func`` for all finite numbers; ``None`` if it depends on the number.
-
-    ``None``, too, where the program has put an infinity or NaN among them.
-    """
+    """Return the result of ``func`` for finite numbers; ``None`` if it depends on the number."""
     tensor = args[0]
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return None

@@ -94,10 +94,7 @@ class Values(Reading):
         self._state(fact, operator, args, kwargs, made)
 
     def assign(self, result: Any, function: Callable[..., Any], *args: Any) -> None:
-        """Set the values of ``result`` to those that ``function`` returns on the CPU.
-
-        For composite operators whose parts have the right shapes and not the right values.
-        """
+        """Set the values of ``result``, of a composite operator, to those that ``function`` returns."""
         if self._ignoring:
             return
         with torch._C._DisableTorchDispatch():
