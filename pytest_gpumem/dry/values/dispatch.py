@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, is_view
 
 _parse: Any = torch._C._dispatch_key_parse
 KEY: Any = _parse("Fake")
 _SET = torch._C.DispatchKeySet(KEY)
 
-Follow = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Follow = Callable[[Any, Args, Kwargs], Any]
 """(operator, arguments, named arguments) -> its result."""
 
 _UNDECLARED = frozenset({"aten::_unsafe_view"})
@@ -98,9 +99,8 @@ def _register() -> None:
         if name not in _registered:
             _registered.add(name)
             namespace = schema.name.partition("::")[0]
-            aliases = [each.alias_info for each in schema.returns]
-            is_view = any(one and not one.is_write for one in aliases)
-            if namespace not in _NAMELESS and not is_view and schema.name not in _UNDECLARED:
+            has_kernel = not is_view(schema) and schema.name not in _UNDECLARED
+            if namespace not in _NAMELESS and has_kernel:
                 _library(namespace).impl(name, _passing(schema), "Fake")
 
 

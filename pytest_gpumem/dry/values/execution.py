@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from pytest_gpumem.dry.values.reads import Reads
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import shown_operator
 from pytest_gpumem.simulated.common.raw import tensors_in
-from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, named
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, is_view, named
 from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
@@ -102,118 +103,94 @@ class Execution:
     def _bind(self, func: Any) -> Handler:
         if func.namespace not in _OWN:
             return _Parts(func, self._graphs)
-        name = func._schema.name
         if _is_composite(func):
             return _Parts(func, None)
+        name = func._schema.name
         if name in _WRITES_NOTHING:
             return lambda args, kwargs: func(*args, **kwargs)
+        run = self._compute
         if name in _READS:
-            return self._reading(func)
-        if name in _COPIES:
-            return self._copying(func)
-        if name in _GROUPED:
-            return self._grouped(func)
-        if name in sparse.NAMES:
-            return self._sparse(func)
-        if name in sizes.NAMES and "out" not in func._schema.overload_name:
-            return self._sized(func)
-        return self._values.work.counting(func, self._computing(func))
+            run = self._read
+        elif name in _COPIES:
+            run = self._copy
+        elif name in _GROUPED:
+            run = self._multiply_groups
+        elif name in sparse.NAMES:
+            run = self._make_sparse
+        elif name in sizes.NAMES and "out" not in func._schema.overload_name:
+            run = self._count
+        handler = partial(run, Operator.of(func))
+        return self._values.work.counting(func, handler) if run == self._compute else handler
 
-    def _computing(self, func: Any) -> Handler:
-        operator = Operator.of(func)
-        is_factory = any(each.name == "device" for each in func._schema.arguments)
-        values, storages = self._values, self._storages
-        follow = values.make if is_factory else values.follow
-        copies = operator.name in _ONLY_COPIES
-        aliases = [each.alias_info for each in func._schema.returns]
-        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+    def _compute(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator, and then its CPU kernel."""
+        values, func = self._values, operator.func
+        if self._storages.on_host and self._is_lost((args, kwargs)):
+            return self._of_lost(operator, args, kwargs)
+        if sparse.is_among(args) and not is_view(func._schema):
+            return self._of_sparse(operator, args, kwargs)
+        # A graph draws at its replay.
+        if operator.random and not torch.cuda.is_current_stream_capturing():
+            values.random.begin(values.generator_of(kwargs.get("generator")))
+        result = func(*args, **kwargs)
+        # Where tensors of a GPU, and of no other kind, are made or written to.
+        first = next((one for one in tensors_in((result, args)) if one.is_cuda), None)
+        if first is not None and first.__class__ in raw.PLAIN:
+            values.forget_dead()
+            if torch.cuda.is_current_stream_capturing():
+                self._graphs.add(operator, args, kwargs, result)
+            else:
+                with torch._C._DisableTorchDispatch():
+                    follow = values.make if operator.makes else values.follow
+                    follow(operator, args, kwargs, result)
+                    if operator.name not in _ONLY_COPIES:
+                        values.forget_copied(result, args, kwargs)
+        return result
 
-        def handle(args: Args, kwargs: Kwargs) -> Any:
-            if storages.on_host and self._is_lost((args, kwargs)):
-                return self._of_lost(operator, args, kwargs)
-            if not is_view and sparse.is_among(args):
-                return self._of_sparse(operator, args, kwargs)
-            # A graph draws at its replay.
-            if operator.random and not torch.cuda.is_current_stream_capturing():
-                values.random.begin(values.generator_of(kwargs.get("generator")))
-            result = func(*args, **kwargs)
-            # Where tensors of a GPU, and of no other kind, are made or written to.
-            first = next((one for one in tensors_in((result, args)) if one.is_cuda), None)
-            if first is not None and first.__class__ in raw.PLAIN:
-                values.forget_dead()
-                if torch.cuda.is_current_stream_capturing():
-                    self._graphs.add(operator, args, kwargs, result)
-                else:
-                    with torch._C._DisableTorchDispatch():
-                        follow(operator, args, kwargs, result)
-                        if not copies:
-                            values.forget_copied(result, args, kwargs)
-            return result
+    def _count(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator whose kernel counts elements and returns the number to the host."""
+        if not any(tensor.is_cuda for tensor in tensors_in(args)):
+            return self._compute(operator, args, kwargs)
+        numbers = sizes.answers(self._values, operator, args, kwargs)
+        if numbers is None:
+            self._reads.refuse(f"{shown_operator(operator.name)}()")
+        with self._memory.answering(numbers):
+            return self._compute(operator, args, kwargs)
 
-        return handle
-
-    def _sized(self, func: Any) -> Handler:
-        """Handle an operator whose kernel counts elements and returns the number to the host."""
-        operator = Operator.of(func)
-        values = self._values
-        otherwise = self._computing(func)
-
-        def handle(args: Args, kwargs: Kwargs) -> Any:
-            if not any(tensor.is_cuda for tensor in tensors_in(args)):
-                return otherwise(args, kwargs)
-            numbers = sizes.answers(values, operator, args, kwargs)
-            if numbers is None:
-                self._reads.refuse(f"{shown_operator(operator.name)}()")
-            with self._memory.answering(numbers):
-                return otherwise(args, kwargs)
-
-        return handle
-
-    def _grouped(self, func: Any) -> Handler:
-        """Handle products of groups, whose ends torch reads on the host below capability 9.0.
+    def _multiply_groups(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Run products of groups, whose ends torch reads on the host below capability 9.0.
 
         Where they are not known, all groups get the same length: what is allocated does not depend
         on it, but an empty group's product would not be computed at all, without a workspace
         (``_grouped_mm_fallback`` in ATen/native/GroupedMMUtils.h, torch 2.9 to 2.15).
         """
-        otherwise = self._computing(func)
-        values, memory = self._values, self._memory
+        memory = self._memory
+        ends = named(operator.func, args, kwargs).get("offs")
+        if ends is None or not ends.is_cuda or self._values.known(ends) is not None:
+            return self._compute(operator, args, kwargs)
+        place = (ends.data_ptr(), ends.numel() * ends.element_size())
+        whole, count = sizes.of_groups(args[0], args[1]), len(ends)
+        equal = torch.tensor([whole * (at + 1) // count for at in range(count)], device="cpu")
+        seen_by_cpu(place, ends.dtype).copy_(equal)
+        memory.know(place)
+        try:
+            return self._compute(operator, args, kwargs)
+        finally:
+            memory.forget(place)
 
-        def handle(args: Args, kwargs: Kwargs) -> Any:
-            ends = named(func, args, kwargs).get("offs")
-            if ends is None or not ends.is_cuda or values.known(ends) is not None:
-                return otherwise(args, kwargs)
-            place = (ends.data_ptr(), ends.numel() * ends.element_size())
-            whole = sizes.of_groups(args[0], args[1])
-            count = len(ends)
-            equal = torch.tensor([whole * (at + 1) // count for at in range(count)], device="cpu")
-            seen_by_cpu(place, ends.dtype).copy_(equal)
-            memory.know(place)
-            try:
-                return otherwise(args, kwargs)
-            finally:
-                memory.forget(place)
-
-        return handle
-
-    def _sparse(self, func: Any) -> Handler:
-        """Handle an operator that makes a sparse tensor of a size that depends on values."""
-        values = self._values
-
-        def handle(args: Args, kwargs: Kwargs) -> Any:
-            if not args[0].is_cuda:
-                return func(*args, **kwargs)
-            parts = sparse.counted(values, func._schema.name, args)
-            if parts is None:
-                self._reads.refuse(f"{shown_operator(func._schema.name)}()")
-            with self._memory.answering([parts[0].shape[1]]):
-                result = func(*args, **kwargs)
-            for tensor, known in zip(sparse.parts_of(result), parts, strict=True):
-                if known is not None:
-                    values.keep(tensor, known)
-            return result
-
-        return handle
+    def _make_sparse(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator that makes a sparse tensor of a size that depends on values."""
+        if not args[0].is_cuda:
+            return operator.func(*args, **kwargs)
+        parts = sparse.counted(self._values, operator.name, args)
+        if parts is None:
+            self._reads.refuse(f"{shown_operator(operator.name)}()")
+        with self._memory.answering([parts[0].shape[1]]):
+            result = operator.func(*args, **kwargs)
+        for tensor, known in zip(sparse.parts_of(result), parts, strict=True):
+            if known is not None:
+                self._values.keep(tensor, known)
+        return result
 
     def _of_sparse(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator of sparse tensors, and of dense ones beside them."""
@@ -231,98 +208,75 @@ class Execution:
                     values.lost(part)
         return result
 
-    def _reading(self, func: Any) -> Handler:
-        """Handle an operator that returns a Python number."""
-        operator = Operator.of(func)
-        reads = self._reads
+    def _read(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator that returns a Python number.
 
-        def handle(args: Args, kwargs: Kwargs) -> Any:
-            first = args[0]
-            if not any(tensor.is_cuda for tensor in tensors_in(args)):
-                if self._storages.on_host and self._is_lost(args):
-                    return self._unknown(func, first, func(*args, **kwargs))
-                return func(*args, **kwargs)
+        An unknown one is returned if its caller detects that, else a stand-in.
+        """
+        reads, thread, compares = self._reads, self._reads.thread, operator.name in _COMPARISONS
+        if any(tensor.is_cuda for tensor in tensors_in(args)):
             for tensor in tensors_in(args):
                 self._values.write_facts(tensor)
-            known = None
-            if operator.name in _COMPARISONS:
-                known = self._values.computed(operator, args, kwargs)
-            before = reads.thread.unknown
+            known = self._values.computed(operator, args, kwargs) if compares else None
+            before = thread.unknown
             numbers = () if known is None else [int(known)]
             with reads.expected(), self._memory.answering(numbers):
-                value = func(*args, **kwargs)
-            if reads.thread.unknown == before:
+                value = operator.func(*args, **kwargs)
+            if thread.unknown == before:
                 self._values.note_read(args)
                 return value
-            reads.thread.unknown -= 1
-            return self._unknown(func, first, value)
-
-        return handle
-
-    def _unknown(self, func: Any, tensor: torch.Tensor, value: Any) -> Any:
-        """Return an unknown number if its caller detects that, else a stand-in."""
-        thread = self._reads.thread
-        thread.unknown += 1
+        else:
+            value = operator.func(*args, **kwargs)
+            if not self._storages.on_host or not self._is_lost(args):
+                return value
+            thread.unknown += 1
         if thread.expected:
             return value
-        if func._schema.name in _COMPARISONS:
-            self._reads.refuse(f"{shown_operator(func._schema.name)}()")
-        return self._reads.neutral(tensor, value, "item()")
+        if compares:
+            reads.refuse(f"{shown_operator(operator.name)}()")
+        return reads.neutral(args[0], value, "item()")
 
-    def _copying(self, func: Any) -> Handler:
-        """Handle ``copy_`` and ``_to_copy``: between host and GPU, and on each."""
-        otherwise = self._computing(func)
-        operator = Operator.of(func)
-        to_existing = func._schema.name == "aten::copy_"
-        values, reads, storages = self._values, self._reads, self._storages
-
-        def handle(args: Args, kwargs: Kwargs) -> Any:
-            source = args[1] if to_existing else args[0]
-            if not isinstance(source, torch.Tensor):
-                return otherwise(args, kwargs)
-            if to_existing:
-                on_device = args[0].is_cuda
-            else:
-                device = kwargs.get("device")
-                on_device = source.is_cuda if device is None else device.type == "cuda"
-            if source.is_cuda == on_device:
-                return otherwise(args, kwargs)
-            if source.layout is torch.sparse_coo:
-                result = func(*args, **kwargs)
-                if on_device:
-                    target = sparse.strided_of(args[0] if to_existing else result)
-                    for part, brought in zip(target, sparse.strided_of(source), strict=True):
-                        values.keep(part, brought)
-                return result
-            known = None if on_device else values.known(source)
-            before, is_expected = reads.thread.unknown, reads.thread.expected > 0
-            with reads.expected():
-                result = func(*args, **kwargs)
-            is_lost = not on_device and known is None
-            reads.thread.unknown = before + (is_lost and is_expected)
-            target = args[0] if to_existing else result
+    def _copy(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Run ``copy_`` or ``_to_copy``: between host and GPU, and on each."""
+        reads, thread = self._reads, self._reads.thread
+        to_existing = bool(operator.written)
+        source = args[1] if to_existing else args[0]
+        if not isinstance(source, torch.Tensor):
+            return self._compute(operator, args, kwargs)
+        if to_existing:
+            on_device = args[0].is_cuda
+        else:
+            device = kwargs.get("device")
+            on_device = source.is_cuda if device is None else device.type == "cuda"
+        if source.is_cuda == on_device:
+            return self._compute(operator, args, kwargs)
+        if source.layout is torch.sparse_coo:
+            result = operator.func(*args, **kwargs)
             if on_device:
-                self._brought(operator, args, kwargs, target, source)
-            elif known is not None:
-                target.copy_(known)
-                storages.forget_on_host(target)
-            else:
-                reads.made_up = True
-                storages.adopt_on_host(target)
+                target = sparse.strided_of(args[0] if to_existing else result)
+                for part, brought in zip(target, sparse.strided_of(source), strict=True):
+                    self._values.keep(part, brought)
             return result
+        known = None if on_device else self._values.known(source)
+        before, is_expected = thread.unknown, thread.expected > 0
+        with reads.expected():
+            result = operator.func(*args, **kwargs)
+        is_lost = not on_device and known is None
+        thread.unknown = before + (is_lost and is_expected)
+        target = args[0] if to_existing else result
+        if on_device:
+            self._bring(operator, args, kwargs, target)
+        elif known is not None:
+            target.copy_(known)
+            self._storages.forget_on_host(target)
+        else:
+            reads.made_up = True
+            self._storages.adopt_on_host(target)
+        return result
 
-        return handle
-
-    def _brought(
-        self,
-        operator: Operator,
-        args: Args,
-        kwargs: Kwargs,
-        target: torch.Tensor,
-        source: torch.Tensor,
-    ) -> None:
+    def _bring(self, operator: Operator, args: Args, kwargs: Kwargs, target: torch.Tensor) -> None:
         """Record a copy from the host to ``target``."""
-        values = self._values
+        values, source = self._values, args[1 if operator.written else 0]
         if torch.cuda.is_current_stream_capturing():
             self._graphs.add(operator, args, kwargs, target)
         elif self._storages.is_on_host(source):
@@ -340,11 +294,10 @@ class Execution:
         if sizes.DATA_DEPENDENT & set(func.tags):
             self._reads.refuse(f"{shown_operator(operator.name)}()")
         result = func(*args, **kwargs)
-        if func in finite.QUESTIONS:
-            answer = finite.answer(self._values, func, args)
-            if answer is not None:
-                self._values.notes.note_finite()
-                return result.fill_(answer)
+        answer = finite.answer(self._values, func, args) if operator.asks else None
+        if answer is not None:
+            self._values.notes.note_finite()
+            return result.fill_(answer)
         written = [args[at] for at, _ in operator.written if at < len(args)]
         for tensor in tensors_in((result, written)):
             if tensor.is_cuda:

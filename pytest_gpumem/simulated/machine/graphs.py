@@ -22,6 +22,7 @@ from pytest_gpumem.simulated.gpu.releases import CLEARS_WORKSPACES, LAZY_RNG, RN
 from pytest_gpumem.simulated.machine.generators import free_all, state_of, state_tensors
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.pool_contents import Recording
+from pytest_gpumem.simulated.machine.signatures import is_view
 from pytest_gpumem.simulated.machine.streams import Capture, cuda_error
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
@@ -202,9 +203,7 @@ def _noting_nodes(machine: SimulatedMachine) -> Callable[[Any], None]:
         schema = getattr(func, "_schema", None)
         if capture is None or not capture.is_empty or schema is None:
             return
-        aliases = [one.alias_info for one in schema.returns]
-        is_view = any(alias is not None and not alias.is_write for alias in aliases)
-        if not is_view and not schema.name.startswith(("aten::empty", "aten::new_empty")):
+        if not is_view(schema) and not schema.name.startswith(("aten::empty", "aten::new_empty")):
             capture.is_empty = False
 
     return ran

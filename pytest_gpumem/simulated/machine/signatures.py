@@ -70,6 +70,12 @@ def named(func: Any, args: Args, kwargs: Kwargs) -> Kwargs:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
+def is_view(schema: torch.FunctionSchema) -> bool:
+    """Return whether the result of an operator is a view of an argument."""
+    aliases = [each.alias_info for each in schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
 def overload_of(name: str) -> OpOverload | None:
     """Return ATen's operator ``name``, ``add`` or ``add.out``; ``None`` if torch has none."""
     packet, _, overload = name.partition(".")

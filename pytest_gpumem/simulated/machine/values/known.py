@@ -94,7 +94,7 @@ class Values(Reading):
         self._state(fact, operator, args, kwargs, made)
 
     def assign(self, result: Any, function: Callable[..., Any], *args: Any) -> None:
-        """Set the values of ``result``, of a composite operator, to those that ``function`` returns."""
+        """Set the values of a composite's ``result`` to those that ``function`` returns."""
         if self._ignoring:
             return
         with torch._C._DisableTorchDispatch():

@@ -60,6 +60,8 @@ class Operator:
     """The assumption that applies where an argument is unknown."""
     fills: bool = False
     """Whether programs write infinities and NaN by it."""
+    makes: bool = False
+    """Whether it is a factory, or copies between devices."""
     asks: bool = False
     """Whether it can check that numbers are finite."""
 
@@ -88,6 +90,7 @@ class Operator:
             compute=kernel_of(func),
             assumption=ASSUMPTIONS.get(func),
             fills=name in finite.FILLING,
+            makes=any(argument.name == "device" for argument in schema.arguments),
             asks=func in finite.QUESTIONS,
         )
 
