@@ -251,7 +251,7 @@ class SimulatedDevice(ComputingDevice):
         self._present.add(fixture)
         if fixture in self._expected:
             self._expected.remove(fixture)
-        if not self._own.is_logging:
+        if not self._own.open_logs:
             self._repeat()
 
     def forget(self, fixture: object) -> None:

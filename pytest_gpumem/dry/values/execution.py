@@ -169,7 +169,11 @@ class Execution:
         if ends is None or not ends.is_cuda or self._values.known(ends) is not None:
             return self._compute(operator, args, kwargs)
         place = (ends.data_ptr(), ends.numel() * ends.element_size())
-        whole, count = sizes.of_groups(args[0], args[1]), len(ends)
+        first, second = args[:2]
+        # The groups divide the columns of the second, where the first has a matrix for each, its
+        # own rows where the second has, and else the dimension that is summed over.
+        whole = first.shape[-1] if second.dim() == 2 else first.shape[0]
+        whole, count = second.shape[-1] if first.dim() == 3 else whole, len(ends)
         equal = torch.tensor([whole * (at + 1) // count for at in range(count)], device="cpu")
         seen_by_cpu(place, ends.dtype).copy_(equal)
         memory.know(place)

@@ -8,12 +8,10 @@ from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
-import torch
-
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.simulated.common.patching import Patches, patched_when_imported
-from pytest_gpumem.simulated.common.raw import tensors_in
+from pytest_gpumem.simulated.common.raw import PLAIN, tensors_in
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.operators.described import base_function
 from pytest_gpumem.simulated.operators.triton_stores import Stores
@@ -37,23 +35,21 @@ def launches_seen(values: DryValues, graphs: Graphs) -> Iterator[None]:
 
     def plan(patches: Patches, module: ModuleType) -> None:
         kind = getattr(module, _LAUNCHERS[module.__name__])
-        patches.add(kind, "run", _marking(kind.run, values, graphs, stores))
+        run = kind.run
+
+        def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            result = run(kernel, *args, **kwargs)
+            name = getattr(getattr(kernel, "fn", None), "__name__", "of compiled code")
+            values.uncomputed = values.uncomputed or f"the Triton kernel {name}"
+            for tensor in tensors_in(_written(stores, kernel, args, kwargs)):
+                if tensor.__class__ in PLAIN and tensor.is_cuda:
+                    graphs.lost(tensor)
+            return result
+
+        patches.add(kind, "run", launch)
 
     with patched_when_imported(dict.fromkeys(_LAUNCHERS, plan)):
         yield
-
-
-def _marking(run: Any, values: DryValues, graphs: Graphs, stores: Stores) -> Any:
-    def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        result = run(kernel, *args, **kwargs)
-        name = getattr(getattr(kernel, "fn", None), "__name__", "of compiled code")
-        values.uncomputed = values.uncomputed or f"the Triton kernel {name}"
-        for tensor in tensors_in(_written(stores, kernel, args, kwargs)):
-            if tensor.__class__ in (torch.Tensor, torch.nn.Parameter) and tensor.is_cuda:
-                graphs.lost(tensor)
-        return result
-
-    return launch
 
 
 def _written(stores: Stores, kernel: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -72,15 +72,3 @@ def _counted(values: Values, masks: Sequence[Any]) -> Sequence[int] | None:
             return None
         counts.append(int(known.count_nonzero()))
     return counts
-
-
-def of_groups(first: torch.Tensor, second: torch.Tensor) -> int:
-    """Return the length of the dimension that the groups of a grouped product divide.
-
-    Rows of ``first`` where each group has a matrix of ``second``, columns of ``second`` where each
-    has one of ``first``, and the dimension that is summed over where both are matrices
-    (``_grouped_mm`` in torch/nn/functional.py).
-    """
-    if first.dim() == 3:
-        return int(second.shape[-1])
-    return int(first.shape[-1] if second.dim() == 2 else first.shape[0])

@@ -48,7 +48,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         known = {
             name: found
             for name, found in metadata.state_dict_metadata.items()
-            if not isinstance(found, TensorStorageMetadata) or _is_whole(found)
+            if not isinstance(found, TensorStorageMetadata)
+            or sum(math.prod(chunk.sizes) for chunk in found.chunks) >= found.size.numel()
         }
         return validate(global_plan, replace(metadata, state_dict_metadata=known))
 
@@ -67,10 +68,6 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     process = getattr(state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor", None)
     if process is not None:  # came with 2.7
         patches.add(process, "__init__", _refuse_process)
-
-
-def _is_whole(found: TensorStorageMetadata) -> bool:
-    return sum(math.prod(chunk.sizes) for chunk in found.chunks) >= found.size.numel()
 
 
 def _refuse_process(*_: Any, **__: Any) -> NoReturn:

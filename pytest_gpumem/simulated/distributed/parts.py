@@ -128,18 +128,13 @@ def _by_nccl(
     *_: Any,
     **__: Any,
 ) -> bool:
-    asked = world_size if world_size > 0 else _size_of(init_method)
-    return _names_any(backend, _OF_GPUS) and asked != 1
-
-
-def _size_of(init_method: str | None) -> int | None:
-    """Return the number of ranks in the address or the environment; ``None`` where neither has it.
-
-    Source: torch/distributed/rendezvous.py (``_query_to_dict``, ``_env_rendezvous_handler``).
-    """
-    query = parse_qs(urlparse(init_method or "env://").query)
-    text = query.get("world_size", [os.environ.get("WORLD_SIZE", "")])[0]
-    return int(text) if text.isdecimal() else None
+    if world_size <= 0:
+        # In the address, or in the environment: torch/distributed/rendezvous.py
+        # (``_query_to_dict``, ``_env_rendezvous_handler``).
+        query = parse_qs(urlparse(init_method or "env://").query)
+        text = query.get("world_size", [os.environ.get("WORLD_SIZE", "")])[0]
+        world_size = int(text) if text.isdecimal() else 0
+    return _names_any(backend, _OF_GPUS) and world_size != 1
 
 
 def _names_any(backend: Any, names: tuple[str, ...]) -> bool:

@@ -25,7 +25,10 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace a pipeline stage's votes and metadata exchanges with other ranks."""
     if hasattr(stages.PipelineStage, "_warmup_forward_vote"):
         patches.add(stages.PipelineStage, "_warmup_forward_vote", _vote)
-        patches.add(stages.PipelineStage, "_warmup_backward_result", _result)
+        patches.add(
+            *(stages.PipelineStage, "_warmup_backward_result"),
+            lambda stage, received_result=None: received_result,
+        )
     if hasattr(stages, "_StageBackwardMeta"):
         _add_shapes(machine, patches)
 
@@ -33,10 +36,6 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
 def _vote(stage: Any, has_backward: bool, received_acc: Any = None) -> torch.Tensor:
     needs_shapes = vars(stages)["InferenceMode"].needs_dynamic(stage._user_meta, has_backward)
     return torch.tensor([int(not needs_shapes)], dtype=torch.int32, device=stage.device)
-
-
-def _result(stage: Any, received_result: Any = None) -> Any:
-    return received_result
 
 
 def _add_shapes(machine: SimulatedMachine, patches: Patches) -> None:

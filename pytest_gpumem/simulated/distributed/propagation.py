@@ -35,7 +35,9 @@ def _once_for_equal(propagate: Callable[..., Any]) -> Callable[..., Any]:
     def call(propagator: Any, schema: OpSchema) -> Any:
         if not schema.op._schema.name.startswith(_OF_LISTS):
             return propagate(propagator, schema)
-        elements = list(zip(*filter(_is_of_tensors, schema.args_schema), strict=True))
+        lists: list[Any] = [arg for arg in schema.args_schema if _is_list(arg)]
+        of_tensors = [arg for arg in lists if arg and isinstance(arg[0], DTensorSpec)]
+        elements = list(zip(*of_tensors, strict=True))
         kinds = {element: kind for kind, element in enumerate(dict.fromkeys(elements))}
         if len(kinds) == len(elements):
             return propagate(propagator, schema)
@@ -55,10 +57,6 @@ def _once_for_equal(propagate: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_list(value: object) -> bool:
     return isinstance(value, (list, tuple))
-
-
-def _is_of_tensors(value: Any) -> bool:
-    return _is_list(value) and len(value) > 0 and isinstance(value[0], DTensorSpec)
 
 
 def _with(schema: OpSchema, length: int, positions: Sequence[int]) -> OpSchema:

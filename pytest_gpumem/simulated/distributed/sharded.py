@@ -84,12 +84,9 @@ def add_patches(patches: Patches) -> None:
         patches.add(owner, "data_ptr", _compared(shown))
     patches.add(ShardedTensor, "device", property(_device))
     patches.add(ShardedTensor, "is_cuda", property(lambda this: _device(this).type == "cuda"))
-    init = _where_alone(vars(ShardedTensor)["_init_from_local_shards"].__func__)
-    patches.add(ShardedTensor, "_init_from_local_shards", classmethod(init))
+    init = vars(ShardedTensor)["_init_from_local_shards"].__func__
 
-
-def _where_alone(init: Callable[..., Any]) -> Callable[..., Any]:
-    def initialize(cls: Any, *args: Any, process_group: Any = None, **kwargs: Any) -> Any:
+    def initialize(cls: Any, /, *args: Any, process_group: Any = None, **kwargs: Any) -> Any:
         if dist.get_world_size(process_group) > 1:
             raise UnknownValueError(
                 f"init_from_local_shards at {user_line()}, which LOCAL_STATE_DICT comes to, asks "
@@ -97,7 +94,7 @@ def _where_alone(init: Callable[..., Any]) -> Callable[..., Any]:
             )
         return init(cls, *args, process_group=process_group, **kwargs)
 
-    return initialize
+    patches.add(ShardedTensor, "_init_from_local_shards", classmethod(initialize))
 
 
 def _device(tensor: ShardedTensor) -> torch.device:

@@ -72,7 +72,8 @@ class GPU(Device):
         )
 
     @cached_property
-    def _open_logs(self) -> list[SetupLog]:
+    def open_logs(self) -> list[SetupLog]:
+        """The contexts of :meth:`logging` that are open."""
         return []
 
     @property
@@ -89,15 +90,15 @@ class GPU(Device):
         """
         log = SetupLog()
         trace = self.allocator.trace
-        outer = self._open_logs[-1] if self._open_logs else None
+        outer = self.open_logs[-1] if self.open_logs else None
         if outer is not None:
             outer.events += trace[outer.position :]
         log.position = len(trace)
-        self._open_logs.append(log)
+        self.open_logs.append(log)
         try:
             yield log
         finally:
-            self._open_logs.pop()
+            self.open_logs.pop()
             log.events += trace[log.position :]
             if outer is not None:
                 outer.position = len(trace)
@@ -139,11 +140,6 @@ class GPU(Device):
             peak_allocated - allocated,
             peak_reserved - reserved,
         )
-
-    @property
-    def is_logging(self) -> bool:
-        """Whether a context of :meth:`logging` is open."""
-        return bool(self._open_logs)
 
     @property
     def left_behind(self) -> int:

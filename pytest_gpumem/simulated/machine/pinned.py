@@ -104,7 +104,8 @@ class Pinned:
         """Return whether ``storage`` is pinned."""
         if self._by_key and storage._cdata in self._by_key:
             return True
-        return bool(self._registered) and self._is_registered(_data_ptr(storage))
+        address = _data_ptr(storage) if self._registered else 0
+        return any(begin <= address < begin + size for begin, size in self._registered.items())
 
     def used_by(self, tensor: torch.Tensor, device: int) -> None:
         """Note that a GPU's current stream copies from or to ``tensor`` without blocking."""
@@ -133,9 +134,6 @@ class Pinned:
         self._process_events()
         self._cached.clear()
         self.memory.empty_cache()
-
-    def _is_registered(self, address: int) -> bool:
-        return any(begin <= address < begin + length for begin, length in self._registered.items())
 
     def _take(self, size: int) -> Block:
         self._process_events()

@@ -101,30 +101,19 @@ class Kept:
         return self.storages.is_on_host(tensor)
 
     def _known(self, args: Args, kwargs: Kwargs) -> bool:
-        first = self._unknown_among(args)
-        if first is True:
-            return False
-        second = self._unknown_among(kwargs.values()) if kwargs else None
-        return second is not True and (first is False or second is False)
+        """Return whether all tensors are known, and one at least has kept values."""
+        return self._unknown_among((args, kwargs)) is False
 
-    def _unknown_among(self, values: Iterable[Any]) -> bool | None:
+    def _unknown_among(self, values: Any) -> bool | None:
         """Return whether a tensor among ``values`` is unknown; ``None`` if none has kept values."""
-        bases = self._bases
-        is_on_host = self.storages.is_on_host
         answer = None
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                if storage_key(value) in bases:
-                    if value.numel() > MOST_REPEATED and not self.everything:
-                        return True
-                    answer = False
-                elif raw.is_on_device(value) or is_on_host(value):
+        for tensor in tensors_in(values):
+            if storage_key(tensor) in self._bases:
+                if tensor.numel() > MOST_REPEATED and not self.everything:
                     return True
-            elif isinstance(value, (list, tuple)):
-                inner = self._unknown_among(value)
-                if inner:
-                    return True
-                answer = answer if inner is None else inner
+                answer = False
+            elif raw.is_on_device(tensor) or self.storages.is_on_host(tensor):
+                return True
         return answer
 
     def _keeps(self, tensor: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.utils._pytree import tree_map
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
@@ -85,7 +86,14 @@ class Reading(Kept):
 
     def computed(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Return the result of ``operator`` on the CPU; ``None`` if an argument is unknown."""
-        computed = self._by_fact(operator, args, kwargs) if self.facts.by_key else None
+        computed = None
+        if self.facts.by_key and operator.name == "aten::nonzero":
+            computed = self.facts.counted(args[0])
+        elif self.facts.by_key and operator.name == "aten::_to_copy":
+            uniform = self.facts.uniform(args[0])
+            if uniform is not None:
+                whole = uniform.expand(args[0].shape)
+                computed = self._compute(operator, (whole, *args[1:]), kwargs, [])
         if computed is None and self._known(args, kwargs):
             computed = self._compute(operator, args, kwargs, [])
         if computed is not None:
@@ -120,17 +128,6 @@ class Reading(Kept):
             f"are computed"
         )
 
-    def _by_fact(self, operator: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
-        """Return the result of ``operator`` that reads a tensor of equal elements."""
-        if operator.name == "aten::nonzero":
-            return self.facts.counted(args[0])
-        uniform = self.facts.uniform(args[0]) if operator.name == "aten::_to_copy" else None
-        if uniform is None:
-            return None
-        whole = uniform.expand(args[0].shape)
-        computed: torch.Tensor | None = self._compute(operator, (whole, *args[1:]), kwargs, [])
-        return computed
-
     def note_read(self, values: Iterable[Any]) -> None:
         """Note the assumptions on ``values``, which are read."""
         if self.facts.by_key and self.facts.is_assumed(values):
@@ -142,9 +139,14 @@ class Reading(Kept):
     def _compute(
         self, operator: Operator, args: Args, kwargs: Kwargs, used: list[torch.Tensor]
     ) -> Any:
-        on_cpu = [self._on_cpu(value, used) for value in args]
-        named = {name: self._on_cpu(value, used) for name, value in kwargs.items()}
-        return self.run(operator, on_cpu, named)
+        def on_cpu(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                base = self._bases.get(storage_key(value))
+                used.append(value if base is None else view_of(base, value))
+                return used[-1]
+            return CPU if isinstance(value, torch.device) else value
+
+        return self.run(operator, *tree_map(on_cpu, (args, kwargs)))
 
     def run(self, operator: Operator, args: Sequence[Any], kwargs: Kwargs) -> Any:
         """Return the result of ``operator`` on CPU tensors; ``None`` if the CPU has no kernel."""
@@ -183,16 +185,6 @@ class Reading(Kept):
     def source_of(self, generator: torch.Generator) -> torch.Generator:
         """Return the CPU's generator that draws the numbers of ``generator``, one of a GPU."""
         return drawn_from(generator)
-
-    def _on_cpu(self, value: Any, used: list[torch.Tensor]) -> Any:
-        if isinstance(value, torch.Tensor):
-            base = self._bases.get(storage_key(value))
-            real = value if base is None else view_of(base, value)
-            used.append(real)
-            return real
-        if isinstance(value, (list, tuple)):
-            return type(value)([self._on_cpu(item, used) for item in value])
-        return CPU if isinstance(value, torch.device) else value
 
     def infinity(self, tensor: torch.Tensor) -> Infinity:
         """Return the kind of infinity or NaN that the program has put into ``tensor``."""
