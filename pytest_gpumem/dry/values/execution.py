@@ -298,7 +298,7 @@ class Execution:
         if sizes.DATA_DEPENDENT & set(func.tags):
             self._reads.refuse(f"{shown_operator(operator.name)}()")
         result = func(*args, **kwargs)
-        answer = finite.answer(self._values, func, args) if operator.asks else None
+        answer = self._values.if_finite(func, args) if operator.asks else None
         if answer is not None:
             self._values.notes.note_finite()
             return result.fill_(answer)

@@ -128,7 +128,8 @@ class Compilation:
             self._patches = self._new_patches()
         self.forget(own=False)
         with ExitStack() as self._inside:
-            self._inside.enter_context(launched.reporting_to(self._machine.kernel_wrote))
+            wrote = self._machine.kernel_wrote
+            self._inside.enter_context(mock.patch.object(launched, "wrote", wrote))
             self._inside.enter_context(traced_only_if_asked_for())
             self._inside.enter_context(self._steps.counted())
             self._patches.apply()

@@ -161,7 +161,7 @@ class Streams:
             warnings.warn(_SYNCHRONIZES, stacklevel=3)
         elif self.sync_debug_mode == _ERROR:
             raise RuntimeError(_SYNCHRONIZES)
-        if self.used or self.clock.is_running:
+        if self.used or self.clock.ends:
             key = (device, self.current(device))
             self.refuse_in_capture(key)
             self.clock.wait_for(self.clock.end(key))
@@ -171,13 +171,15 @@ class Streams:
         """Keep the current stream busy for ``cycles`` (``torch.cuda._sleep``)."""
         key = (device, self.current(device))
         if key not in self.captures:
-            self.clock.sleep(key, cycles)
+            self.clock.delay(key, self.clock.end(key) + cycles / CYCLES_PER_SECOND)
 
     def synchronize(self, device: int) -> None:
         """Make the host wait for every stream of ``device``."""
         for key in self.captures:
             self.refuse_in_capture(key)
-        self.clock.wait_for_device(device)
+        for key, moment in self.clock.ends.items():
+            if key[0] == device:
+                self.clock.wait_for(moment)
         if self.used:
             self.timeline.finish_device(device)
 
@@ -264,31 +266,23 @@ class Clock:
     """The times until which streams sleep, in seconds on a clock of their own."""
 
     def __init__(self) -> None:
-        self._ends: dict[StreamKey, float] = {}
+        self.ends: dict[StreamKey, float] = {}
+        """By stream that ever slept."""
         self._skipped = 0.0
-
-    @property
-    def is_running(self) -> bool:
-        """Whether any stream ever slept."""
-        return bool(self._ends)
 
     @property
     def now(self) -> float:
         """The time in seconds, on this clock."""
         return time.perf_counter() + self._skipped
 
-    def sleep(self, stream: StreamKey, cycles: int) -> None:
-        """Keep a stream busy for ``cycles`` once its work so far is done."""
-        self._ends[stream] = self.end(stream) + cycles / CYCLES_PER_SECOND
-
     def end(self, stream: StreamKey) -> float:
         """Return the time when the work of a stream is done: now, or when it wakes up."""
-        return max(self.now, self._ends.get(stream, 0.0))
+        return max(self.now, self.ends.get(stream, 0.0))
 
     def delay(self, stream: StreamKey, moment: float) -> None:
         """Delay later work of a stream until ``moment``."""
         if not self.is_over(moment):
-            self._ends[stream] = max(self.end(stream), moment)
+            self.ends[stream] = max(self.end(stream), moment)
 
     def is_over(self, moment: float) -> bool:
         """Return whether ``moment`` has passed."""
@@ -297,12 +291,6 @@ class Clock:
     def wait_for(self, moment: float) -> None:
         """Make the host wait for ``moment``."""
         self._skipped += max(0.0, moment - self.now)
-
-    def wait_for_device(self, device: int) -> None:
-        """Make the host wait for every stream of a device."""
-        for stream, moment in self._ends.items():
-            if stream[0] == device:
-                self.wait_for(moment)
 
 
 OF_LEAVES = 2**64 - 1

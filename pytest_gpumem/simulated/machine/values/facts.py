@@ -6,7 +6,7 @@ element, nor kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -17,7 +17,7 @@ from pytest_gpumem.simulated.common.raw import META, tensors_in
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values import finite
-from pytest_gpumem.simulated.machine.values.finite import Infinity, Numbers
+from pytest_gpumem.simulated.machine.values.finite import Infinity
 from pytest_gpumem.simulated.machine.values.operator import Operator
 
 _ELEMENTWISE = frozenset(
@@ -48,8 +48,14 @@ class Fact:
 class Facts:
     """The facts of one simulation, by the address of the storage they belong to."""
 
-    def __init__(self, values: Numbers, by_key: dict[int, Fact]) -> None:
-        self._values = values
+    def __init__(
+        self,
+        single: finite.Read,
+        is_unknown_on_host: Callable[[torch.Tensor], bool],
+        by_key: dict[int, Fact],
+    ) -> None:
+        self._single = single
+        self._is_unknown_on_host = is_unknown_on_host
         self.by_key = by_key
 
     def of(self, tensor: torch.Tensor) -> Fact | None:
@@ -95,9 +101,9 @@ class Facts:
         """Return the kind of infinity that a number, or few numbers from the host, bring in."""
         infinite = Infinity.NONE
         if operator.fills:
-            infinite = finite.brought(self._values, operator.name, args, kwargs)
+            infinite = finite.brought(self._single, operator.name, args, kwargs)
         at = _SOURCES.get(operator.name)
-        if infinite or at is None or self._values.is_unknown_on_host(args[at]):
+        if infinite or at is None or self._is_unknown_on_host(args[at]):
             return infinite
         return finite.held(args[at])
 
@@ -138,7 +144,7 @@ class Facts:
         uniform = self.uniform(value)
         if uniform is not None:
             return [uniform]
-        if (single := self._values.single(value)) is not None:
+        if (single := self._single(value)) is not None:
             return [torch.tensor(single, dtype=value.dtype, device="cpu")]
         if value.dtype is torch.bool:
             return [torch.tensor(choice, device="cpu") for choice in (False, True)]

@@ -10,7 +10,7 @@ import math
 import operator as comparing
 from collections.abc import Callable, Iterable
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -53,17 +53,8 @@ FILLING = _names(
 """Operators by which a program writes an infinity or NaN: ``x.masked_fill(mask, -inf)``."""
 
 
-class Numbers(Protocol):
-    """The known values, as this module reads them."""
-
-    def single(self, tensor: torch.Tensor) -> Any:
-        """Return the one number that ``tensor`` holds; ``None`` if that is not known."""
-
-    def infinity(self, tensor: torch.Tensor) -> Infinity:
-        """Return the kind of infinity or NaN that the program has put into ``tensor``."""
-
-    def is_unknown_on_host(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is a CPU tensor of unknown values."""
+Read = Callable[[torch.Tensor], Any]
+"""A function that returns the one number that a tensor holds; ``None`` if that is not known."""
 
 
 class Infinity(IntEnum):
@@ -102,13 +93,15 @@ _SUBTRACTING = _names("sub")
 """Operators that pass minus infinity in their first argument on as it is."""
 
 
-def answer(values: Numbers, func: Any, args: Args) -> bool | None:
+def answer(
+    single: Read, infinity: Callable[[torch.Tensor], Infinity], func: Any, args: Args
+) -> bool | None:
     """Return the result of ``func`` for finite numbers; ``None`` if it depends on the number."""
     tensor = args[0]
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return None
     is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    if not is_number or values.infinity(tensor):
+    if not is_number or infinity(tensor):
         return None
     name = func._schema.name.removeprefix("aten::")
     if name in _SEARCHES:
@@ -120,17 +113,17 @@ def answer(values: Numbers, func: Any, args: Args) -> bool | None:
             storage_key(tensor) == storage_key(other) and layout_of(tensor) == layout_of(other)
         ):
             return compare(0.0, 0.0)  # each element with itself
-        other = values.single(other)
+        other = single(other)
     if isinstance(other, float) and math.isinf(other):
         return compare(0.0, other)
     return None
 
 
-def brought(values: Numbers, name: str, args: Args, kwargs: Kwargs) -> Infinity:
+def brought(single: Read, name: str, args: Args, kwargs: Kwargs) -> Infinity:
     """Return the kind of infinity among the numbers in the arguments of a filling operator."""
     numbers = []
     for value in (*args[1:], *kwargs.values()):
-        number = values.single(value) if isinstance(value, torch.Tensor) else value
+        number = single(value) if isinstance(value, torch.Tensor) else value
         if number.__class__ is float and not math.isfinite(number):
             numbers.append(number)
     return _kind(numbers, keeps_sign=name in _KEEPING)

@@ -96,10 +96,6 @@ class Kept:
         self._bases[key] = grown
         self._hold((size - base.numel()) * base.element_size())
 
-    def is_unknown_on_host(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is a CPU tensor of unknown values."""
-        return self.storages.is_on_host(tensor)
-
     def _known(self, args: Args, kwargs: Kwargs) -> bool:
         """Return whether all tensors are known, and one at least has kept values."""
         return self._unknown_among((args, kwargs)) is False

@@ -119,7 +119,7 @@ class Values(Reading):
                     real = blank(value)
                 elif raw.is_on_device(value):
                     real = self.of(value)
-                if real is None or self.is_unknown_on_host(value):
+                if real is None or self.storages.is_on_host(value):
                     return None
             found.append(real)
         return found
@@ -177,7 +177,7 @@ class Values(Reading):
 
         Reading such a result adds a note. Returns the target that is assumed to stay as it was.
         """
-        answer = finite.answer(self, operator.func, args) if operator.asks else None
+        answer = self.if_finite(operator.func, args) if operator.asks else None
         if answer is not None:
             self._set_fact(result, Fact(torch.tensor(answer, device=CPU), assumed=True))
             return None

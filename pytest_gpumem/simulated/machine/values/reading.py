@@ -19,8 +19,8 @@ from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.real.kernels import in_float32
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
+from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.facts import Facts
-from pytest_gpumem.simulated.machine.values.finite import Infinity
 from pytest_gpumem.simulated.machine.values.kept import Kept
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.views import blank, view_of
@@ -36,7 +36,7 @@ class Reading(Kept):
         super().__init__(storages, everything=everything)
         self.notes = notes
         """The notes that assumptions go to."""
-        self.facts = Facts(self, self._stated)
+        self.facts = Facts(self.single, storages.is_on_host, self._stated)
         self.work = Work()
         self.uncomputed: str | None = None
         """The first operator or kernel that the CPU cannot compute, where all is computed."""
@@ -62,11 +62,15 @@ class Reading(Kept):
     def single(self, tensor: torch.Tensor) -> Any:
         """Return the one number that ``tensor`` holds, once or repeated; ``None`` if not known."""
         repeated = tensor.numel() == 1 or not any(tensor.stride())
-        if not repeated or not tensor.numel() or self.is_unknown_on_host(tensor):
+        if not repeated or not tensor.numel() or self.storages.is_on_host(tensor):
             return None
         with torch._C._DisableTorchDispatch():
             real = self.of(tensor) if raw.is_on_device(tensor) else tensor
             return None if real is None else _as_strided(real, (), ()).item()
+
+    def if_finite(self, func: Any, args: Args) -> bool | None:
+        """Return the result of ``func`` where unknown numbers are finite, if that decides."""
+        return finite.answer(self.single, self.facts.infinity, func, args)
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a CPU copy of the values of ``tensor``; ``None`` if they are unknown."""
@@ -185,10 +189,6 @@ class Reading(Kept):
     def source_of(self, generator: torch.Generator) -> torch.Generator:
         """Return the CPU's generator that draws the numbers of ``generator``, one of a GPU."""
         return drawn_from(generator)
-
-    def infinity(self, tensor: torch.Tensor) -> Infinity:
-        """Return the kind of infinity or NaN that the program has put into ``tensor``."""
-        return self.facts.infinity(tensor)
 
 
 @contextmanager
