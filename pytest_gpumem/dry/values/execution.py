@@ -129,8 +129,9 @@ class Execution:
             return self._of_lost(operator, args, kwargs)
         if sparse.is_among(args) and not is_view(func._schema):
             return self._of_sparse(operator, args, kwargs)
-        # A graph draws at its replay.
-        if operator.random and not torch.cuda.is_current_stream_capturing():
+        # A graph draws at its replay, and only the CPU before CUDA is initialized.
+        draws = operator.random and torch.cuda.is_initialized()
+        if draws and not torch.cuda.is_current_stream_capturing():
             values.random.begin(values.generator_of(kwargs.get("generator")))
         result = func(*args, **kwargs)
         # Where tensors of a GPU, and of no other kind, are made or written to.
