@@ -40,8 +40,8 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, named
 from pytest_gpumem.simulated.operators.rules import Scratch
 
-_BARRIER = 4
-"""Bytes of the tensor that a barrier reduces: one float."""
+_BARRIER_BYTES = 4
+"""The tensor that a barrier reduces: one float."""
 
 
 _group_named: Callable[[str], Any] = vars(c10d)["_resolve_process_group"]
@@ -51,48 +51,35 @@ _create_work: Callable[[DoneFuture], Work] = vars(c10d)["_create_work_from_futur
 class _Collective(NamedTuple):
     """The arguments that one operator of ``c10d`` writes and reads, by the names in its schema."""
 
-    written: tuple[str, ...] = ()
-    read: tuple[str, ...] = ()
-    flattened: str = ""
-    """The lists of tensors of one size that it copies from or to a tensor that holds them all."""
-    returned: str = ""
-    """The argument that it returns beside the work."""
-    is_awaited: bool = False
-    """Whether the host waits in ``wait()``."""
+    written: str = ""
+    read: str = ""
     alike: Callable[[Sent], None] | None = None
     """Function that writes the results if all ranks send the same; ``None`` if they are unknown."""
+    flattened: str = ""
+    """The lists of tensors of one size that it copies from or to a tensor that holds them all."""
 
 
+_BARRIER = "barrier"
 _COLLECTIVES: Mapping[str, _Collective] = {
-    "allreduce_": _Collective(written=("tensors",), returned="tensors", alike=reduced),
-    "allreduce_coalesced_": _Collective(written=("tensors",), alike=reduced),
-    "reduce_": _Collective(written=("tensors",), alike=reduced),
-    "broadcast_": _Collective(written=("tensors",), returned="tensors", alike=unchanged),
-    "allgather_": _Collective(
-        *(("output_tensors",), ("input_tensors",), "output_tensors"),
-        returned="output_tensors",
-        alike=gathered,
-    ),
-    "_allgather_base_": _Collective(
-        ("output_tensor",), ("input_tensor",), returned="output_tensor", alike=gathered
-    ),
-    "allgather_into_tensor_coalesced_": _Collective(("outputs",), ("inputs",), alike=gathered),
-    "allgather_coalesced_": _Collective(("output_lists",), ("input_list",)),
-    "reduce_scatter_": _Collective(
-        ("output_tensors",), ("input_tensors",), "input_tensors", returned="output_tensors"
-    ),
-    "_reduce_scatter_base_": _Collective(
-        ("output_tensor",), ("input_tensor",), returned="output_tensor"
-    ),
-    "reduce_scatter_tensor_coalesced_": _Collective(("outputs",), ("inputs",)),
-    "gather_": _Collective(("output_tensors",), ("input_tensors",)),
-    "scatter_": _Collective(("output_tensors",), ("input_tensors",), returned="output_tensors"),
-    "alltoall_": _Collective(("output_tensors",), ("input_tensors",), returned="output_tensors"),
-    "alltoall_base_": _Collective(("output",), ("input",), alike=exchanged),
-    "barrier": _Collective(is_awaited=True),
-    "send": _Collective(read=("tensors",)),
-    "recv_": _Collective(written=("tensors",)),
-    "recv_any_source_": _Collective(written=("tensors",)),
+    "allreduce_": _Collective("tensors", alike=reduced),
+    "allreduce_coalesced_": _Collective("tensors", alike=reduced),
+    "reduce_": _Collective("tensors", alike=reduced),
+    "broadcast_": _Collective("tensors", alike=unchanged),
+    "allgather_": _Collective("output_tensors", "input_tensors", gathered, "output_tensors"),
+    "_allgather_base_": _Collective("output_tensor", "input_tensor", gathered),
+    "allgather_into_tensor_coalesced_": _Collective("outputs", "inputs", gathered),
+    "allgather_coalesced_": _Collective("output_lists", "input_list"),
+    "reduce_scatter_": _Collective("output_tensors", "input_tensors", flattened="input_tensors"),
+    "_reduce_scatter_base_": _Collective("output_tensor", "input_tensor"),
+    "reduce_scatter_tensor_coalesced_": _Collective("outputs", "inputs"),
+    "gather_": _Collective("output_tensors", "input_tensors"),
+    "scatter_": _Collective("output_tensors", "input_tensors"),
+    "alltoall_": _Collective("output_tensors", "input_tensors"),
+    "alltoall_base_": _Collective("output", "input", exchanged),
+    _BARRIER: _Collective(),
+    "send": _Collective(read="tensors"),
+    "recv_": _Collective("tensors"),
+    "recv_any_source_": _Collective("tensors"),
 }
 
 _FUNCTIONAL = (
@@ -144,23 +131,17 @@ class _Work(Work):
 
     def __init__(
         self,
-        tensors: Sequence[torch.Tensor],
         result: Sequence[torch.Tensor],
-        scratch: Scratch,
         waited: Callable[[_Work], None],
         machine: SimulatedMachine,
     ) -> None:
         super().__init__()
         self._machine = machine
-        self._tensors = tensors
         self._result = result
-        self._scratch = scratch
         self._waited = waited
 
     def wait(self, *_: Any) -> bool:
         """Order later work of the current stream after this one and drop the kept tensors."""
-        self._tensors = ()
-        self._scratch.free()
         self._waited(self)
         return True
 
@@ -230,7 +211,7 @@ class Collectives:
                 for each in works:
                     each.wait()
 
-            return _Work((), (), Scratch(self._machine.current), waited, self._machine)
+            return _Work((), waited, self._machine)
 
         patches.add(ProcessGroup, "allreduce", allreduce)
         patches.add(ProcessGroup, "_start_coalescing", start_coalescing)
@@ -238,9 +219,9 @@ class Collectives:
 
     def bind(self) -> None:
         """Bind the operators to their handlers."""
-        for name, collective in _COLLECTIVES.items():
+        for name in _COLLECTIVES:
             func = getattr(torch.ops.c10d, name).default
-            self._execution.bind(func, self._handler(name, func, collective))
+            self._execution.bind(func, self._handler(name, func))
         for name in _FUNCTIONAL:
             func = getattr(torch.ops._c10d_functional, name).default
             self._execution.bind(func, self._functional(func, func.redispatch, (_IN_CPP,)))
@@ -251,8 +232,7 @@ class Collectives:
     def _functional(
         self, func: Any, kernel: Callable[..., Any], first: tuple[Any, ...] = ()
     ) -> Handler:
-        """Return a handler that runs ``func``'s C++ kernel: the one for ``meta`` only makes a
-        result."""
+        """Return a handler that runs C++'s kernel: the one for ``meta`` only makes a result."""
         change = mock.patch.multiple
 
         def handle(args: Args, kwargs: Kwargs) -> Any:
@@ -262,7 +242,8 @@ class Collectives:
 
         return handle
 
-    def _handler(self, name: str, func: Any, collective: _Collective) -> Handler:
+    def _handler(self, name: str, func: Any) -> Handler:
+        collective = _COLLECTIVES[name]
         defaults = {
             argument.name: argument.default_value
             for argument in func._schema.arguments
@@ -271,8 +252,8 @@ class Collectives:
 
         def handle(args: Args, kwargs: Kwargs) -> Any:
             given = defaults | named(func, args, kwargs)
-            written = list(tensors_in([given[one] for one in collective.written]))
-            read = list(tensors_in([given[one] for one in collective.read]))
+            written = list(tensors_in(given.get(collective.written)))
+            read = list(tensors_in(given.get(collective.read)))
             group = ProcessGroup.unbox(given["process_group"])
             tensors = written + read  # a barrier has none
             if tensors and all(self._of(tensor) is None for tensor in tensors):
@@ -287,46 +268,49 @@ class Collectives:
             known = self._communicators.get(group.group_name)
             to_each = name in _TO_EACH or (known is not None and known.to_each)
             self._communicators[group.group_name] = Communicator(group.size(), to_each)
-            work = self._run(collective, group, given, written, read)
-            if not collective.returned:
-                return work.boxed()
-            return given[collective.returned], work.boxed()
+            work = self._run(name, group, given, written, read)
+            has_result = len(func._schema.returns) > 1
+            return (given[collective.written], work.boxed()) if has_result else work.boxed()
 
         return handle
 
     def _run(
         self,
-        collective: _Collective,
+        name: str,
         group: ProcessGroup,
         given: Mapping[str, Any],
         written: Sequence[torch.Tensor],
         read: Sequence[torch.Tensor],
     ) -> Any:
-        machine = self._machine
+        machine, collective = self._machine, _COLLECTIVES[name]
         device = machine.device_of(written, read)
         scratch = Scratch(device)
         if collective.flattened and device.version < PART_BY_PART:
             for tensors in given[collective.flattened]:
                 if len({tensor.shape for tensor in tensors}) == 1:
                     scratch.take(sum(tensor.nbytes for tensor in tensors))
-        if collective.is_awaited:
-            scratch.take(_BARRIER)
+        if name == _BARRIER:
+            scratch.take(_BARRIER_BYTES)
         splits = given.get("input_split_sizes") or ()
         sent = Sent(written, read, group.rank(), group.size(), self._operation, splits)
         self._know(collective, sent, given.get("output_split_sizes") or ())
-        if not given.get("async_op", True):
+
+        def end() -> None:
             scratch.free()
-            if collective.is_awaited:
+            if name == _BARRIER:
                 machine.streams.host_waits(machine.current_index)
+
+        if not given.get("async_op", True):
+            end()
             return _create_work(DoneFuture(machine, written))
+        kept_tensors = [*read, *written]
 
         def waited(work: _Work) -> None:
+            kept_tensors.clear()
             self._pending.discard(work)
-            if collective.is_awaited:
-                machine.streams.host_waits(machine.current_index)
+            end()
 
-        result = written if self._has_result else ()
-        work = _Work([*read, *written], result, scratch, waited, machine)
+        work = _Work(written if self._has_result else (), waited, machine)
         self._pending.add(work)
         return work
 
