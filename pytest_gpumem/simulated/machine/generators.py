@@ -19,8 +19,14 @@ _by_address: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator]:
-    """``torch.Generator``, whose CUDA generators have states as long as a GPU's."""
-    states = _States()
+    """``torch.Generator``, whose CUDA generators have states as long as a GPU's.
+
+    Source: aten/src/ATen/cuda/CUDAGeneratorImpl.cpp (get_state, set_state): 16 bytes, seed and
+    offset, of which a state from elsewhere may lack the offset; a multiple of 4.
+    """
+    states: list[torch.Tensor] = []
+    offsets: dict[bytes, int] = {}
+    """Of :data:`states`, which are the CPU's and draw the numbers, by their bytes."""
 
     class Kind(type(real)):  # type: ignore[misc]  # stays a class for isinstance()
         def __instancecheck__(cls, value: object) -> bool:
@@ -56,14 +62,20 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
             return self._cuda_device
 
         def get_state(self) -> torch.Tensor:
-            return states.shorten(self._source.get_state(), self._source)
+            state = self._source.get_state()
+            offset = offsets.setdefault(bytes(state.numpy()), 4 * len(states))
+            if offset == 4 * len(states):
+                states.append(state)
+            return _bytes_of(self._source.initial_seed(), offset)
 
         def set_state(self, state: torch.Tensor) -> Any:
-            full = states.full(state)
-            if full is None:
-                return self.manual_seed(_numbers_of(state)[0])
-            self._source.set_state(full)
-            return self
+            seed, offset = _numbers_of(state)
+            if not offset % 4 and offset // 4 < len(states):
+                known = states[offset // 4]
+                if real().set_state(known).initial_seed() == seed:
+                    self._source.set_state(known)
+                    return self
+            return self.manual_seed(seed)  # a state of another process
 
         def manual_seed(self, seed: int) -> Any:
             self._source.manual_seed(seed)
@@ -118,36 +130,6 @@ def drawn_from(generator: torch.Generator) -> torch.Generator:
     # Operators are handed another object for the same generator of C++.
     made = _by_address.get(generator._cdata)  # type: ignore[attr-defined]  # missing in the stub
     return generator if made is None else made._source
-
-
-class _States:
-    """States of CUDA's generators, seed and offset, for those of the CPU's that draw the numbers.
-
-    Source: aten/src/ATen/cuda/CUDAGeneratorImpl.cpp (get_state, set_state): 16 bytes, of which a
-    state from elsewhere may lack the offset; a multiple of 4.
-    """
-
-    def __init__(self) -> None:
-        self._states: list[torch.Tensor] = []
-        self._offsets: dict[bytes, int] = {}
-
-    def shorten(self, state: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Return the 16 bytes that stand for ``state``."""
-        content = bytes(state.numpy())
-        offset = self._offsets.get(content)
-        if offset is None:
-            offset = self._offsets[content] = 4 * len(self._states)
-            self._states.append(state)
-        return _bytes_of(generator.initial_seed(), offset)
-
-    def full(self, state: torch.Tensor) -> torch.Tensor | None:
-        """Return the state behind these bytes; ``None`` for one of another process."""
-        seed, offset = _numbers_of(state)
-        if not offset % 4 and offset // 4 < len(self._states):
-            found = self._states[offset // 4]
-            if torch.Generator().set_state(found).initial_seed() == seed:
-                return found
-        return None
 
 
 def _numbers_of(state: torch.Tensor) -> tuple[int, int]:

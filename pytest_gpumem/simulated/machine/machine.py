@@ -103,7 +103,11 @@ class GPU(Device):
             if outer is not None:
                 outer.position = len(trace)
             addresses = {event.addr for event in log.events}
-            log.records = self.simulation.storages.at(addresses, self.allocator)
+            log.records = {
+                record.address: record
+                for record in list(self.simulation.storages.by_key.values())
+                if record.address in addresses and record.allocator is self.allocator
+            }
 
     def renew(self) -> None:
         """Continue with an empty allocator.

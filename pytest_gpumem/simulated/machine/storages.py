@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import RLock
 from typing import Any
 
@@ -190,20 +190,15 @@ class Storages:
             holding = provenance()
             holding.shape, holding.dtype = tensor.shape, tensor.dtype
             address = allocator.malloc(nbytes, device.stream, holding)
-        self._record(storage, address, device, allocator)
+        self.refer(storage, address, device, allocator)
 
     def refer(
-        self, storage: torch.UntypedStorage, address: int, device: Device
+        self, storage: torch.UntypedStorage, address: int, device: Device, owner: Memory = BORROWED
     ) -> SimulatedStorage:
-        """Make ``storage`` refer to memory at ``address``, which it does not free."""
-        return self._record(storage, address, device, BORROWED)
-
-    def _record(
-        self, storage: torch.UntypedStorage, address: int, device: Device, allocator: Memory
-    ) -> SimulatedStorage:
+        """Make ``storage`` refer to memory at ``address``, which it gives back to its ``owner``."""
         record = SimulatedStorage(storage, self._died)
         record.key = storage._cdata
-        record.allocator = allocator
+        record.allocator = owner
         record.address = address
         record.nbytes = storage.nbytes()
         record.device = device
@@ -236,14 +231,6 @@ class Storages:
         words = self.taken_back.get(key)
         if words is not None:
             raise RuntimeError(words)
-
-    def at(self, addresses: Collection[int], allocator: Memory) -> dict[int, SimulatedStorage]:
-        """Return the live storages whose blocks ``allocator`` has at ``addresses``, by address."""
-        return {
-            record.address: record
-            for record in list(self.by_key.values())
-            if record.address in addresses and record.allocator is allocator
-        }
 
     def _forget(self, record: _Reference) -> None:
         assert isinstance(record, SimulatedStorage)
