@@ -23,7 +23,6 @@ from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.machine.values.assumptions import (
     FINITE,
-    drawn_seed,
     taken_for_granted,
 )
 from pytest_gpumem.simulated.machine.values.neutral import (
@@ -176,10 +175,7 @@ class Reads:
     def neutral(self, tensor: torch.Tensor, value: Any, read: str) -> Any:
         """Return the result of ``read`` of an unknown number; raises :class:`UnknownValueError`."""
         self.made_up = True
-        if not tensor.dtype.is_floating_point:
-            seed = drawn_seed(torch.cuda.current_device()) if read == "item()" else None
-            return self.refuse(read) if seed is None else seed
-        if self._everything:
+        if self._everything or not tensor.dtype.is_floating_point:
             self.refuse(read)
         self._note_first(read)
         return value

@@ -8,11 +8,10 @@ takes too long is stopped.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,12 +54,17 @@ _now = time.thread_time if _is_fine else time.perf_counter
 """The time that this thread has computed, which other processes do not change."""
 
 
+_Call = tuple[Any, Any, Any, Any]
+"""Operator, arguments, named arguments and result, with shapes in the place of tensors."""
+
+
 class Work:
     """Floating-point operations that a run has needed, and their limit."""
 
     def __init__(self) -> None:
-        self._calls: dict[Any, _Calls] = {}
-        """By operator and shapes."""
+        self._calls: dict[Any, _Call] = {}
+        """By operator and shapes, which are all that is kept of calls."""
+        self._times: Counter[Any] = Counter()
         self._limit: float | None = None
         self._spent = 0.0
         self._shown = 0.0
@@ -69,6 +73,7 @@ class Work:
     def begin(self) -> None:
         """Reset the counts, without a limit."""
         self._calls.clear()
+        self._times.clear()
         self._limit = self._show = None
 
     def bound(self, seconds: float, show: Callable[[float], None] | None = None) -> None:
@@ -79,26 +84,27 @@ class Work:
     @property
     def seconds(self) -> float:
         """The least time that this machine's CPU takes for the counted operations."""
-        counted: defaultdict[torch.dtype, int] = defaultdict(int)
-        for calls in self._calls.values():
-            counted[calls.dtype] += calls.times * calls.operations
+        counted: Counter[torch.dtype] = Counter()
+        for key, call in self._calls.items():
+            counted[key[1]] += self._times[key] * _operations(*call)
         return sum(count / speed(dtype) for dtype, count in counted.items())
 
     def counting(self, func: Any, handler: Handler) -> Handler:
         """Wrap ``handler`` of ``func`` to count it, where torch has a formula for ``func``."""
         if not _has_formula(func):
             return handler
-        known = self._calls
+        known, times = self._calls, self._times
 
         def handle(args: Args, kwargs: Kwargs) -> Any:
             result = handler(args, kwargs)
-            dtype = args[1].dtype
             shapes = (getattr(value, "shape", None) for value in (result, *args[:4]))
-            key = func, dtype, *shapes
-            calls = known.get(key)
-            if calls is None:
-                calls = known[key] = _Calls(func, dtype, *map(_shapes, (args, kwargs, result)))
-            calls.times += 1
+            key = func, args[1].dtype, *shapes
+            if key not in known:
+                given = tree_map_only(
+                    torch.Tensor, lambda tensor: tensor.shape, (args, kwargs, result)
+                )
+                known[key] = func, *given
+            times[key] += 1
             return result
 
         return handle
@@ -134,23 +140,6 @@ class Work:
         )
 
 
-@dataclass
-class _Calls:
-    """Calls of one operator with the same shapes, which is all that is kept of them."""
-
-    func: Any
-    dtype: torch.dtype
-    args: Any
-    kwargs: Any
-    result: Any
-    times: int = 0
-
-    @cached_property
-    def operations(self) -> int:
-        """The floating-point operations of one call."""
-        return _operations(self.func, self.args, self.kwargs, self.result)
-
-
 def _has_formula(func: Any) -> bool:
     schema = getattr(func, "_schema", None)  # a Python function stands for an operator of parts
     return schema is not None and schema.name in _WITH_FORMULA and "out" not in schema.overload_name
@@ -174,11 +163,6 @@ def _operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         # Formulas take the result's type, an argument of these, for its shape.
         args = tuple(value for value in args if isinstance(value, (torch.Tensor, torch.Size)))
     return int(found(*args, **kwargs, out_val=result))
-
-
-def _shapes(value: Any) -> Any:
-    """Return ``value`` with the shapes of its tensors in their places."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.shape, value)
 
 
 @cache
