@@ -48,12 +48,7 @@ class Execution:
     """The execution of operators on a dry device, with their values."""
 
     def __init__(
-        self,
-        memory: Memory,
-        storages: Storages,
-        values: DryValues,
-        reads: Reads,
-        graphs: Graphs,
+        self, memory: Memory, storages: Storages, values: DryValues, reads: Reads, graphs: Graphs
     ) -> None:
         self._memory = memory
         self._graphs = graphs

@@ -31,7 +31,7 @@ class Follower:
         self._reads = Reads(
             self._storages,
             self._notes,
-            lambda: self._values.uncomputed,
+            lambda read: self._values.refusal(read),
             followed=follows,
             everything=everything,
         )

@@ -23,6 +23,8 @@ from pytest_gpumem.sizes import MIB
 class DryValues(Values):
     """The results of operators, and read facts, written to memory that torch's own code reads."""
 
+    lacking = "which a dry GPU does not have: no copy has brought it, and kernels compute nothing"
+
     def __init__(
         self, memory: Memory, storages: Storages, notes: Notes, *, everything: bool
     ) -> None:

@@ -21,14 +21,8 @@ from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import base
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.storages import Storages
-from pytest_gpumem.simulated.machine.values.assumptions import (
-    FINITE,
-    taken_for_granted,
-)
-from pytest_gpumem.simulated.machine.values.neutral import (
-    NeutralFloat,
-    neutral_integers,
-)
+from pytest_gpumem.simulated.machine.values.assumptions import FINITE, taken_for_granted
+from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat, neutral_integers
 from pytest_gpumem.values.errors import UnknownValueError
 
 MOST_DECIDED_BY = 1 << 20
@@ -69,12 +63,12 @@ class Reads:
         self,
         storages: Storages,
         notes: Notes,
-        uncomputed: Callable[[], str | None],
+        refusal: Callable[[str], str],
         *,
         followed: bool,
         everything: bool,
     ) -> None:
-        """Keep ``uncomputed``, which names the first call that the CPU could not compute."""
+        """Keep ``refusal``, which returns the error for a read: :meth:`DryValues.refusal`."""
         self.thread = ThreadReads()
         self.decided: str | None = None
         """The reason why the present run is invalid: it decides by an unknown value."""
@@ -82,7 +76,7 @@ class Reads:
         """Whether an unknown number has been read."""
         self._storages = storages
         self._notes = notes
-        self._uncomputed = uncomputed
+        self._refusal = refusal
         self._followed = followed
         self._everything = everything
         self._interrupted: dict[int, type[BaseException]] = {}
@@ -145,7 +139,7 @@ class Reads:
                 "torch's own code" if size <= MOST_DECIDED_BY else "a copy to the host"
             )
             return None
-        sentence = self._refusal(f"a read in torch's own code at {_where()}")
+        sentence = self._refusal(f"a read in torch's own code at {_where()} depends on")
         self.decided = self.decided or sentence
         # Raised as soon as the thread is back in Python.
         kind = type("UnknownValueError", (_UnknownError,), {"sentence": sentence})
@@ -154,23 +148,9 @@ class Reads:
 
     def refuse(self, read: str) -> NoReturn:
         """Raise :class:`UnknownValueError` for ``read``, and record it."""
-        sentence = self._refusal(f"{read} at {_where()}")
+        sentence = self._refusal(f"{read} at {_where()} depends on")
         self.decided = self.decided or sentence
         raise UnknownValueError(sentence)
-
-    def _refusal(self, read: str) -> str:
-        depends = f"{read} depends on a value of a CUDA tensor"
-        uncomputed = self._uncomputed()
-        if uncomputed is not None:
-            return (
-                f"{depends} that is not known, because {uncomputed} cannot be computed on the CPU"
-            )
-        if self._everything:
-            return f"{depends} that is not known: nothing has written it"
-        return (
-            f"{depends}, which a dry GPU does not have: no copy has brought it, and kernels "
-            f"compute nothing"
-        )
 
     def neutral(self, tensor: torch.Tensor, value: Any, read: str) -> Any:
         """Return the result of ``read`` of an unknown number; raises :class:`UnknownValueError`."""

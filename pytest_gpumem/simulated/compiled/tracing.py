@@ -158,12 +158,7 @@ class Tracing:
     def _writing(self, write: Callable[..., Any]) -> Callable[..., Any]:
         def compile_fx_inner(graph: GraphModule, *args: Any, **options: Any) -> Any:
             self.say_tuned({})
-            with (
-                FramesLetGo(),
-                self.entered(),
-                standing_in(),
-                config.patch(settings.UNTUNED),
-            ):
+            with FramesLetGo(), self.entered(), standing_in(), config.patch(settings.UNTUNED):
                 if not self._machine.values.everything:
                     return write(graph, *args, **options)
                 computed = Computed(self._machine, graph)  # Inductor changes the graph

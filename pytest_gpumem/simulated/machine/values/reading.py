@@ -32,6 +32,9 @@ _as_strided = torch.as_strided
 class Reading(Kept):
     """Known values for readers: by tensor, and by an operator that is applied to tensors."""
 
+    lacking = "which a simulated GPU does not have: only shapes are computed"
+    """The reason why values are unknown where not everything is computed."""
+
     def __init__(self, storages: Storages, notes: Notes, *, everything: bool) -> None:
         super().__init__(storages, everything=everything)
         self.notes = notes
@@ -120,17 +123,13 @@ class Reading(Kept):
 
     def refusal(self, read: str) -> str:
         """Return the error text for ``read``, such as ``bool() at test.py:3 reads``."""
+        value = f"{read} a value of a CUDA tensor"
         if self.uncomputed is not None:
-            return (
-                f"{read} a value of a CUDA tensor that is not known, because {self.uncomputed} "
-                f"cannot be computed on the CPU"
-            )
+            because = f"because {self.uncomputed} cannot be computed on the CPU"
+            return f"{value} that is not known, {because}"
         if self.everything:
-            return f"{read} a value of a CUDA tensor that is not known: nothing has written it"
-        return (
-            f"{read} a value of a CUDA tensor, which a simulated GPU does not have: only shapes "
-            f"are computed"
-        )
+            return f"{value} that is not known: nothing has written it"
+        return f"{value}, {self.lacking}"
 
     def note_read(self, values: Iterable[Any]) -> None:
         """Note the assumptions on ``values``, which are read."""
