@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from pytest_gpumem.dry.values.dispatch import unseen
-from pytest_gpumem.dry.values.known import DryValues, end_of
+from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.memory import Memory, Place, seen_by_cpu
 from pytest_gpumem.dry.values.random_numbers import share_state
 from pytest_gpumem.simulated.common.patching import Patches
@@ -50,7 +50,7 @@ class _Recording(Recorder[Place]):
         is_known = self._memory.knows(place) or self._values.holds_at(view.place[0])
         if is_read and place[1] and not is_known:
             return None
-        return view_of(seen_by_cpu(view.place, view.dtype), view)
+        return view_of(seen_by_cpu(view.place, view.layout.dtype), view.layout)
 
     def run(
         self, operator: Operator, args: Args, kwargs: Kwargs, generator: torch.Generator | None
@@ -86,9 +86,9 @@ class _Recording(Recorder[Place]):
 
 def _place_of(view: View[Place]) -> Place:
     """Return the place of the tensor itself, from its first to its last element."""
-    first = view.offset * view.dtype.itemsize
-    end = end_of(view) if view.shape.numel() else 0
-    return view.place[0] + first, max(end - first, 0)
+    layout = view.layout
+    first = layout.offset * layout.dtype.itemsize
+    return view.place[0] + first, layout.end - first if layout.shape.numel() else 0
 
 
 class Graphs:

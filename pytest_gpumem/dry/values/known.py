@@ -16,7 +16,7 @@ from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values.facts import Fact
 from pytest_gpumem.simulated.machine.values.finite import Infinity
 from pytest_gpumem.simulated.machine.values.known import Values
-from pytest_gpumem.simulated.machine.values.views import Layout, on_device
+from pytest_gpumem.simulated.machine.values.views import layout_of, on_device
 from pytest_gpumem.sizes import MIB
 
 
@@ -50,13 +50,13 @@ class DryValues(Values):
             start, size = self._memory.place_of(tensor)
             if not size:
                 # No block, but numbers: it was made of the address of memory in a graph's pool.
-                size = end_of(tensor) if tensor.numel() else 0
+                size = layout_of(tensor).end if tensor.numel() else 0
                 if not size or self._memory.knows((start, size)):
                     self._bases[key] = seen_by_cpu((start, size), tensor.dtype)
                     self._passing.append(key)
                 continue
             # The end of a block belongs to no tensor: no copy writes it.
-            end = end_of(tensor)
+            end = layout_of(tensor).end
             all_but_end = max(end, size - 511)
             if self._memory.knows((start, end if _is_nearly(end, size) else all_but_end)):
                 self._hold_at(tensor, (start, size))
@@ -210,16 +210,6 @@ class DryValues(Values):
         start, size = place
         if size and start not in self._watched:
             self._watched[start] = key, self._memory.watch(start)
-
-
-def end_of(tensor: torch.Tensor | Layout) -> int:
-    """Return where ``tensor`` ends, in bytes from the beginning of its storage."""
-    steps = (
-        max(size - 1, 0) * stride
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    last = int(tensor.storage_offset()) + sum(steps) + 1
-    return last * tensor.dtype.itemsize
 
 
 def _is_nearly(size: int, block: int) -> bool:

@@ -194,9 +194,10 @@ class Recording(Recorder[Place]):
         if base is None:
             if is_read and place not in self._blank:
                 return None
-            base = torch.empty(place.nbytes // view.dtype.itemsize, dtype=view.dtype, device=CPU)
+            dtype = view.layout.dtype
+            base = torch.empty(place.nbytes // dtype.itemsize, dtype=dtype, device=CPU)
             self._contents.put(place, base)
-        return view_of(base, view)
+        return view_of(base, view.layout)
 
     def run(
         self, operator: Operator, args: Args, kwargs: Kwargs, generator: torch.Generator | None

@@ -21,7 +21,7 @@ from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values.facts import Fact
-from pytest_gpumem.simulated.machine.values.views import covers, view_of
+from pytest_gpumem.simulated.machine.values.views import covers, layout_of, view_of
 from pytest_gpumem.values.errors import HostMemoryError
 
 MOST_INTEGERS = 65_536
@@ -145,7 +145,7 @@ class Kept:
             self._keep(result, computed, computed.untyped_storage()._cdata in used)
             used.add(computed.untyped_storage()._cdata)
         elif parts:
-            view_of(base, result).copy_(computed)
+            view_of(base, layout_of(result)).copy_(computed)
 
     def _keep(self, tensor: torch.Tensor, source: torch.Tensor, shared: bool) -> None:
         if not self._keeps(tensor):
@@ -160,7 +160,7 @@ class Kept:
             self._put(tensor, source.view(-1))
             return
         base = raw.empty(self._elements(tensor), dtype=tensor.dtype, device=CPU)
-        view_of(base, tensor).copy_(source)
+        view_of(base, layout_of(tensor)).copy_(source)
         self._put(tensor, base)
 
     def _put(self, tensor: torch.Tensor, base: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.facts import Facts
 from pytest_gpumem.simulated.machine.values.kept import Kept
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.machine.values.views import blank, view_of
+from pytest_gpumem.simulated.machine.values.views import blank, layout_of, view_of
 from pytest_gpumem.simulated.machine.values.work import Work
 
 _as_strided = torch.as_strided
@@ -58,7 +58,7 @@ class Reading(Kept):
             return None
         base = self._bases.get(storage_key(tensor))
         if base is not None:
-            return view_of(base, tensor)
+            return view_of(base, layout_of(tensor))
         uniform = self.facts.uniform(tensor)
         return None if uniform is None else uniform.expand(tensor.shape)
 
@@ -145,7 +145,7 @@ class Reading(Kept):
         def on_cpu(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 base = self._bases.get(storage_key(value))
-                used.append(value if base is None else view_of(base, value))
+                used.append(value if base is None else view_of(base, layout_of(value)))
                 return used[-1]
             return CPU if isinstance(value, torch.device) else value
 

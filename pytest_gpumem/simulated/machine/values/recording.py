@@ -24,9 +24,10 @@ P = TypeVar("P", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class View(Layout, Generic[P]):
+class View(Generic[P]):
     """A tensor of captured work, and the place of its storage."""
 
+    layout: Layout
     place: P
 
 
@@ -72,7 +73,7 @@ class Recorder(ABC, Generic[P]):
         def part(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 is_described = raw.is_on_device(value) and value.layout is torch.strided
-                return View(*layout_of(value), self.place_of(value)) if is_described else value
+                return View(layout_of(value), self.place_of(value)) if is_described else value
             return raw.CPU if isinstance(value, torch.device) else value
 
         return tree_map(part, value)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -16,57 +15,43 @@ _empty_strided = torch.empty_strided
 _as_strided = torch.as_strided
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A tensor as a view of its storage, without hold on it: :func:`view_of` takes either."""
+class Layout(NamedTuple):
+    """A tensor as a view of its storage, without hold on it."""
 
     shape: torch.Size
-    strides: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements, as the offset."""
     offset: int
     dtype: torch.dtype
-    conjugate: bool
-    negative: bool
+    is_conj: bool
+    is_neg: bool
 
-    def stride(self) -> tuple[int, ...]:
-        """Return the strides, in elements."""
-        return self.strides
-
-    def storage_offset(self) -> int:
-        """Return the first element."""
-        return self.offset
-
-    def is_conj(self) -> bool:
-        """Return whether elements are the conjugates of what the storage has."""
-        return self.conjugate
-
-    def is_neg(self) -> bool:
-        """Return whether elements are the negatives of what the storage has."""
-        return self.negative
+    @property
+    def end(self) -> int:
+        """The byte behind the last element, from the beginning of the storage."""
+        pairs = zip(self.shape, self.stride, strict=True)
+        reach = sum(max(size - 1, 0) * step for size, step in pairs)
+        return (self.offset + reach + 1) * self.dtype.itemsize
 
 
-def layout_of(
-    tensor: torch.Tensor,
-) -> tuple[torch.Size, tuple[int, ...], int, torch.dtype, bool, bool]:
-    """Return the fields of the :class:`Layout` of ``tensor``."""
-    return (
-        tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype,
-        tensor.is_conj(), tensor.is_neg(),
-    )  # fmt: skip
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Return the layout of ``tensor``."""
+    # A lazy module's buffer has no shape otherwise.
+    shape = tensor.size() if is_lazy(tensor) else tensor.shape
+    offset = int(tensor.storage_offset())
+    return Layout(shape, tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
-def view_of(base: torch.Tensor, tensor: Any) -> torch.Tensor:
-    """Return the view of ``base``, all elements of a storage, that ``tensor`` is of it."""
-    offset = tensor.storage_offset()
-    if base.dtype == tensor.dtype:
-        # A lazy module's buffer has no shape otherwise.
-        shape = tensor.size() if is_lazy(tensor) else tensor.shape
-        view = _as_strided(base, shape, tensor.stride(), offset)
+def view_of(base: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return the view of ``base``, all elements of a storage, that has ``layout``."""
+    shape, stride, offset, dtype, is_conj, is_neg = layout
+    if base.dtype == dtype:
+        view = _as_strided(base, shape, stride, offset)
     else:
-        view = raw.empty(0, dtype=tensor.dtype, device=CPU)
-        view.set_(base.untyped_storage(), offset, tensor.shape, tensor.stride())
-    if tensor.is_conj():
-        view = view.conj()
-    return torch._neg_view(view) if tensor.is_neg() else view
+        view = raw.empty(0, dtype=dtype, device=CPU)
+        view.set_(base.untyped_storage(), offset, shape, stride)
+    view = view.conj() if is_conj else view
+    return torch._neg_view(view) if is_neg else view
 
 
 def is_written(memory: torch.Tensor, computed: Any) -> bool:
