@@ -55,26 +55,14 @@ def add_patches(
 
     def add_rank(world: World | None, patches: Patches) -> None:
         # Imported late: not needed to simulate one process.
-        from pytest_gpumem.simulated.distributed import (
-            checkpoints,
-            objects,
-            pipelines,
-            process_groups,
-            propagation,
-            purposes,
-            sharded,
-        )
+        from pytest_gpumem.simulated.distributed import objects, process_groups, sharded
         from pytest_gpumem.simulated.distributed.collectives import Collectives
 
         if world is None:
             process_groups.plan_groups(patches)
         else:
             process_groups.add_patches(world, patches)
-        propagation.add_patches(patches)
-        purposes.add_patches(patches)
         objects.add_patches(machine, patches)
-        pipelines.add_patches(machine, patches)
-        checkpoints.add_patches(machine, patches)
         sharded.add_patches(patches)
         sharded.bind(execution)
         collectives = Collectives(machine, execution, communicators)
