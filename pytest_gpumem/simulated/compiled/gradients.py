@@ -37,13 +37,13 @@ def kept() -> Iterator[None]:
     """Decompose such operators inside, above autograd."""
     operators = _with_shapes_alone()
     for operator in operators:
-        _handles(operator)[DispatchKey.AutogradMeta] = operator.decompose
+        operator.py_kernels[DispatchKey.AutogradMeta] = operator.decompose
         operator._dispatch_cache.clear()
     try:
         yield
     finally:
         for operator in operators:
-            del _handles(operator)[DispatchKey.AutogradMeta]
+            del operator.py_kernels[DispatchKey.AutogradMeta]
             operator._dispatch_cache.clear()
 
 
@@ -56,17 +56,12 @@ def _with_shapes_alone() -> tuple[OpOverload, ...]:
         # One with a kernel for meta in C++ has one for CUDA, too, and is not decomposed there.
         if (
             operator is not None
-            and DispatchKey.Meta in _handles(operator)
+            and DispatchKey.Meta in operator.py_kernels
             and _has_kernel(operator.name(), "CompositeImplicitAutograd")
             and not any(_has_kernel(name, key) for key in ("Meta", "Autograd", "AutogradMeta"))
         ):
             found.append(operator)
     return tuple(found)
-
-
-def _handles(operator: OpOverload) -> dict[Any, Any]:
-    kernels: dict[Any, Any] = operator.py_kernels
-    return kernels
 
 
 _MODULE = sys.modules["torch._higher_order_ops.flex_attention"]

@@ -107,7 +107,7 @@ class Tracing:
         self._patches = Patches()
         fakes.add_patches(machine, self._patches)
         self._patches.add(OpOverload, "decompose", _as_on_cuda(machine, OpOverload.decompose))
-        wrapper.add_patches(machine, self._patches)
+        wrapper.add_patches(self._patches)
         self._answer_for_gpu()
         self._lasting = Patches()
         """Replacements for compiling that happens while compiled code runs: a graph's backward."""

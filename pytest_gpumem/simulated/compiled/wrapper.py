@@ -31,11 +31,10 @@ from pytest_gpumem.simulated.common.callsite import (
 )
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.settings import launched
-from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.values.operator_names import FUSED
 
 
-def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(patches: Patches) -> None:
     """Plan the names that wrappers load, and changes to their source."""
     patches.add(torch._C._dynamo.guards, "_empty_strided_cuda", Memory())
     patches.add(

@@ -69,12 +69,8 @@ class _Kind(type):
         return make(rank, size)
 
 
-class _SimulatedGloo(metaclass=_Kind):
-    """``ProcessGroupGloo``."""
-
-
-class _SimulatedNccl(metaclass=_Kind):
-    """``ProcessGroupNCCL`` and its successors; the options are settings without a reader."""
+class _Simulated(metaclass=_Kind):
+    """``ProcessGroupGloo``, ``ProcessGroupNCCL`` and its successors; nothing reads the options."""
 
     class Options:
         """``ProcessGroupNCCL.Options``."""
@@ -103,9 +99,8 @@ def plan_groups(patches: Patches) -> None:
         for name in ("is_nccl_available", "is_gloo_available"):
             patches.add(owner, name, yes)
         patches.add(owner, "monitored_barrier", lambda *_, **__: None)
-        for name in _OF_NCCL:
-            patches.add(owner, name, _SimulatedNccl)
-        patches.add(owner, "ProcessGroupGloo", _SimulatedGloo)
+        for name in ("ProcessGroupGloo", *_OF_NCCL):
+            patches.add(owner, name, _Simulated)
     for owner in (dist, c10d, device_mesh):
         if hasattr(owner, "split_group"):
             patches.add(owner, "split_group", split_group)
