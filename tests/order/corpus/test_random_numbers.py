@@ -1,4 +1,4 @@
-"""What is allocated depends on random numbers, of generators that no test seeds; pytest-randomly seeds Python's."""
+"""What is allocated depends on random numbers of torch, which no test seeds."""
 
 import pytest
 import torch
