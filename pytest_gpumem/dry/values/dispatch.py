@@ -53,14 +53,9 @@ def followed(follow: Follow) -> Iterator[None]:
     _register()
     patches = Patches()
     patches.add(threading.Thread, "start", _start_followed)
-    before, _Followed.by = _Followed.by, follow
-    patches.apply()
-    try:
-        with torch._C._IncludeDispatchKeyGuard(KEY):
-            yield
-    finally:
-        patches.undo()
-        _Followed.by = before
+    patches.add(_Followed, "by", staticmethod(follow))
+    with patches.applied(), torch._C._IncludeDispatchKeyGuard(KEY):
+        yield
 
 
 _start: Any = threading.Thread.start

@@ -112,11 +112,8 @@ def snapshots_without_own() -> Iterator[None]:
 
     patches = Patches()
     patches.add(torch._C, "_cuda_memorySnapshot", shortened)
-    patches.apply()
-    try:
+    with patches.applied():
         yield
-    finally:
-        patches.undo()
 
 
 def _programs(frames: list[Frame]) -> list[Frame]:

@@ -132,11 +132,8 @@ class Graphs:
         patches.add(kind, "capture_begin", begin)
         patches.add(kind, "capture_end", end)
         patches.add(kind, "replay", replayed)
-        patches.apply()
-        try:
+        with patches.applied():
             yield
-        finally:
-            patches.undo()
 
     def add(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Remember a call of a capture, whose results are unknown until it is replayed."""

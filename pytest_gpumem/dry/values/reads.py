@@ -101,11 +101,10 @@ class Reads:
     @contextmanager
     def patched(self) -> Iterator[None]:
         """Check inside whether the values that tensors return are known."""
-        self._patches.apply()
         try:
-            yield
+            with self._patches.applied():
+                yield
         finally:
-            self._patches.undo()
             # Errors of threads that have not come back to Python are taken back.
             while self._interrupted:
                 thread, _ = self._interrupted.popitem()

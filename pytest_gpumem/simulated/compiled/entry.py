@@ -132,8 +132,7 @@ class Compilation:
             self._inside.enter_context(mock.patch.object(launched, "wrote", wrote))
             self._inside.enter_context(traced_only_if_asked_for())
             self._inside.enter_context(self._steps.counted())
-            self._patches.apply()
-            self._inside.callback(self._patches.undo)
+            self._inside.enter_context(self._patches.applied())
             if self._tracing is not None:
                 self._inside.enter_context(self._tracing.keeping())
             else:

@@ -270,8 +270,7 @@ class Tracing:
         folder = Path(cache_dir(), f"{WRAPPERS}{_version()}", model)
         with ExitStack() as inside:
             inside.enter_context(mock.patch.dict(os.environ, {_FOLDER: str(folder)}))
-            self._lasting.apply()
-            inside.callback(self._lasting.undo)
+            inside.enter_context(self._lasting.applied())
             # CUDA graphs are the process's for torch, and their pools this machine's.
             inside.callback(torch._inductor.cudagraph_trees.reset_cudagraph_trees)
             yield
@@ -309,8 +308,7 @@ class Tracing:
         if torch.zeros not in trace_rules.get_torch_obj_rule_map():
             _clear_caches(trace_rules, TorchInGraphFunctionVariable)
         inside.enter_context(gradients.kept())
-        self._patches.apply()
-        inside.callback(self._patches.undo)
+        inside.enter_context(self._patches.applied())
         # User objects that a collection frees here would otherwise depend on cache hits.
         inside.enter_context(paused())
         inside.enter_context(config.patch(compile_threads=1))  # nothing is compiled

@@ -198,8 +198,7 @@ class SingleRank:
 
         if not self.patches.added:
             self._add_patches(self.patches)
-        self.patches.apply()
-        self._inside.callback(self.patches.undo)
+        self._inside.enter_context(self.patches.applied())
         self._groups = self._groups or Groups()
         self._inside.enter_context(self._groups.entered())
         self.has_begun = True
