@@ -15,7 +15,7 @@ import torch
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pytest_gpumem.dry.values import sizes, sparse
+from pytest_gpumem.dry.values import sizes
 from pytest_gpumem.dry.values.dispatch import unseen
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
@@ -110,7 +110,7 @@ class Execution:
             run = self._copy
         elif name in _GROUPED:
             run = self._multiply_groups
-        elif name in sparse.NAMES:
+        elif name in sizes.SPARSE:
             run = self._make_sparse
         elif name in sizes.NAMES and "out" not in func._schema.overload_name:
             run = self._count
@@ -122,7 +122,7 @@ class Execution:
         values, func = self._values, operator.func
         if self._storages.on_host and self._is_lost((args, kwargs)):
             return self._of_lost(operator, args, kwargs)
-        if sparse.is_among(args) and not is_view(func._schema):
+        if sizes.has_sparse(args) and not is_view(func._schema):
             return self._of_sparse(operator, args, kwargs)
         # A graph draws at its replay, and only the CPU before CUDA is initialized.
         draws = operator.random and torch.cuda.is_initialized()
@@ -182,12 +182,12 @@ class Execution:
         """Run an operator that makes a sparse tensor of a size that depends on values."""
         if not args[0].is_cuda:
             return operator.func(*args, **kwargs)
-        parts = sparse.counted(self._values, operator.name, args)
+        parts = sizes.made_sparse(self._values, operator.name, args)
         if parts is None:
             self._reads.refuse(f"{shown_operator(operator.name)}()")
         with self._memory.answering([parts[0].shape[1]]):
             result = operator.func(*args, **kwargs)
-        for tensor, known in zip(sparse.parts_of(result), parts, strict=True):
+        for tensor, known in zip(sizes.parts_of(result), parts, strict=True):
             if known is not None:
                 self._values.keep(tensor, known)
         return result
@@ -196,11 +196,11 @@ class Execution:
         """Run an operator of sparse tensors, and of dense ones beside them."""
         values = self._values
         captured = torch.cuda.is_current_stream_capturing()  # a replay would not compute it anew
-        made = None if captured else sparse.computed(values, operator, args, kwargs)
+        made = None if captured else sizes.of_sparse(values, operator, args, kwargs)
         result = operator.func(*args, **kwargs)
-        known = () if made is None else sparse.strided_of(made)
+        known = () if made is None else sizes.strided_of(made)
         for target in tensors_in(result):
-            parts = sparse.strided_of(target) if target.is_cuda else ()
+            parts = sizes.strided_of(target) if target.is_cuda else ()
             for at, part in enumerate(parts):
                 if len(known) == len(parts):
                     values.keep(part, known[at])
@@ -253,8 +253,8 @@ class Execution:
         if source.layout is torch.sparse_coo:
             result = operator.func(*args, **kwargs)
             if on_device:
-                target = sparse.strided_of(args[0] if to_existing else result)
-                for part, brought in zip(target, sparse.strided_of(source), strict=True):
+                target = sizes.strided_of(args[0] if to_existing else result)
+                for part, brought in zip(target, sizes.strided_of(source), strict=True):
                     self._values.keep(part, brought)
             return result
         known = None if on_device else self._values.known(source)
