@@ -69,7 +69,7 @@ class DryDevice(CudaDevice, ComputingDevice):
         self._follower = Follower(
             follows=computed > Computed.AT_FIRST, everything=computed is Computed.ALL
         )
-        self._fixtures = Fixtures(self._blocks, self._leftover, self._follower.moving)
+        self._fixtures = Fixtures(self._blocks, self._leftover, self._follower.values.moving)
         self._requested = requested
         self._membership: Membership | None = None
         if requested is not None:
@@ -187,7 +187,7 @@ class DryDevice(CudaDevice, ComputingDevice):
             completed,
             dry=True,
             stray=max(completed.stray - self._leftover.filled, 0),
-            notes=(*completed.notes, *workspaces.notes(self.index), *self._follower.notes),
+            notes=(*completed.notes, *workspaces.notes(self.index), *self._follower.notes.notes),
         )
 
     @property
@@ -198,7 +198,7 @@ class DryDevice(CudaDevice, ComputingDevice):
     @property
     def decided(self) -> str | None:
         """The unknown value that the current test's control flow used; ``None`` for none."""
-        return self._follower.decided
+        return self._follower.reads.decided
 
     @property
     def made_up(self) -> bool:
@@ -208,11 +208,11 @@ class DryDevice(CudaDevice, ComputingDevice):
     @property
     def work(self) -> Work:
         """The work of computing all values of the current test."""
-        return self._follower.work
+        return self._follower.values.work
 
     def note(self, sentence: str) -> None:
         """Add ``sentence`` to the notes of the current test."""
-        self._follower.note(sentence)
+        self._follower.notes.note(sentence)
 
 
 def _in_bytes(amounts: Mapping[int, Amount]) -> Mapping[int, Bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FunctionType, ModuleType
 from typing import Any
@@ -22,7 +22,6 @@ from pytest_gpumem.simulated.common.raw import PLAIN, tensors_in
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages
-from pytest_gpumem.simulated.machine.values.work import Work
 from pytest_gpumem.simulated.operators.described import base_function
 from pytest_gpumem.simulated.operators.triton_stores import Stores
 
@@ -135,22 +134,22 @@ class Follower:
     """A follower of the values of the tests on one device, one after the other."""
 
     def __init__(self, *, follows: bool, everything: bool) -> None:
-        self._notes = Notes()
+        self.notes = Notes()
+        """Notes for readers of the numbers of the present test."""
         self._storages = Storages()
         self._follows = follows
-        self._everything = everything
-        self._reads = Reads(
+        self.reads = Reads(
             self._storages,
-            self._notes,
-            lambda read: self._values.refusal(read),
+            self.notes,
+            lambda read: self.values.refusal(read),
             followed=follows,
             everything=everything,
         )
-        self._memory = Memory(self._reads.unknown_read)
-        self._values = DryValues(self._memory, self._storages, self._notes, everything=everything)
-        self._graphs = Graphs(self._memory, self._values)
+        self._memory = Memory(self.reads.unknown_read)
+        self.values = DryValues(self._memory, self._storages, self.notes, everything=everything)
+        self._graphs = Graphs(self._memory, self.values)
         self._execution = Execution(
-            self._memory, self._storages, self._values, self._reads, self._graphs
+            self._memory, self._storages, self.values, self.reads, self._graphs
         )
         self._depth = 0
 
@@ -161,12 +160,12 @@ class Follower:
             yield
             return
         self._depth += 1
-        self._memory.begin(everything=self._everything, followed=self._follows)
-        self._values.resume()
+        self._memory.begin(everything=self.values.everything, followed=self._follows)
+        self.values.resume()
         try:
             with ExitStack() as inside:
-                inside.enter_context(self._reads.patched())
-                inside.enter_context(launches_seen(self._values, self._graphs))
+                inside.enter_context(self.reads.patched())
+                inside.enter_context(launches_seen(self.values, self._graphs))
                 if self._follows:
                     inside.enter_context(followed(self._execution))
                     inside.enter_context(snapshots_without_own())
@@ -176,10 +175,6 @@ class Follower:
             self._memory.end()
             self._depth -= 1
 
-    def moving(self, starts: Sequence[int]) -> Callable[[Mapping[int, torch.Tensor]], None]:
-        """Keep values over a change of addresses; see :meth:`DryValues.moving`."""
-        return self._values.moving(starts)
-
     def following(self) -> AbstractContextManager[None]:
         """Return a context in which values are followed, even where the test's are not."""
         return nullcontext() if self._follows else followed(self._execution)
@@ -187,29 +182,10 @@ class Follower:
     def begin(self) -> None:
         """Begin a test."""
         self._memory.renew()
-        self._reads.begin()
-        self._values.begin()
-
-    @property
-    def work(self) -> Work:
-        """The work of computing all values of the present test."""
-        return self._values.work
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Notes for readers of the numbers."""
-        return tuple(self._notes.notes)
-
-    def note(self, sentence: str) -> None:
-        """Add ``sentence`` to the notes of the present test."""
-        self._notes.note(sentence)
-
-    @property
-    def decided(self) -> str | None:
-        """The decision of the present test by an unknown value; ``None`` for none."""
-        return self._reads.decided
+        self.reads.begin()
+        self.values.begin()
 
     @property
     def made_up(self) -> bool:
         """Whether the present test has read an unknown value."""
-        return self._reads.made_up or self._notes.granted
+        return self.reads.made_up or self.notes.granted
