@@ -20,10 +20,42 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.machine.real.differentiated import UNREAD, leaf, with_autograd
+from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 
 _FROM_TOP_LEFT, _FROM_BOTTOM_RIGHT = 1, 2
 """``custom_mask_type``; flash attention of packed sequences has only the second."""
+
+
+def _probabilities(
+    query: Tensor, key: Tensor, bias: Tensor | None, mask: int, dropout: float, factor: float,
+    seed: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return probabilities, the same after dropout, and the logarithm of each row's sum."""
+    scores = query.float() @ key.float().transpose(-2, -1) * factor
+    if bias is not None:
+        scores += bias
+    if mask:
+        rows, columns = scores.shape[-2:]
+        diagonal = 1 + (columns - rows if mask == _FROM_BOTTOM_RIGHT else 0)
+        scores += torch.full((rows, columns), -math.inf, device="cpu").triu(diagonal)
+    total = scores.logsumexp(-1)
+    # A row that sees nothing attends to nothing.
+    weights = (scores - total[..., None]).exp_().nan_to_num_(0.0)
+    if not dropout:
+        return weights, weights, total
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.rand(weights.shape, generator=generator, device="cpu") >= dropout
+    return weights, weights * kept / (1 - dropout), total
+
+
+def _wide(tensor: Tensor, query: Tensor) -> Tensor:
+    """Return keys or values with as many heads as ``query`` has."""
+    groups = query.shape[1] // tensor.shape[1]
+    return tensor.repeat_interleave(groups, 1) if groups > 1 else tensor
+
+
+def _factor(query: Tensor, scale: float | None) -> float:
+    return scale if scale is not None else 1 / math.sqrt(query.shape[-1])
 
 
 def _attention(
@@ -31,37 +63,27 @@ def _attention(
     scale: float | None, seed: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output, and the logarithm of each row's sum."""
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    factor = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
-    scores = query.float() @ key.float().transpose(-2, -1) * factor
-    if bias is not None:
-        scores = scores + bias
-    if mask:
-        rows, columns = scores.shape[-2:]
-        diagonal = 1 + (columns - rows if mask == _FROM_BOTTOM_RIGHT else 0)
-        scores = scores + torch.full((rows, columns), -math.inf, device="cpu").triu(diagonal)
-    weights = torch._safe_softmax(scores, -1)  # a row that sees nothing attends to nothing
-    if dropout:
-        generator = torch.Generator().manual_seed(seed)
-        kept = torch.rand(weights.shape, generator=generator, device="cpu") >= dropout
-        weights = weights * kept / (1 - dropout)
-    return (weights @ value.float()).to(query.dtype), scores.logsumexp(-1)
+    given = query, _wide(key, query), bias, mask, dropout, _factor(query, scale), seed
+    _, dropped, total = _probabilities(*given)
+    return (dropped @ _wide(value, query).float()).to(query.dtype), total
 
 
 def _gradients(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: int,
     dropout: float, scale: float | None, seed: Tensor,
-) -> list[Any]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients by queries, keys, values and bias."""
-    chosen = int(seed.flatten()[0]) if dropout else 0
-    with with_autograd():
-        q, k, v = given = [leaf(each) for each in (query, key, value)]
-        added = None if bias is None else leaf(bias)
-        out, _ = _attention(q, k, v, added, mask, dropout, scale, chosen)
-        given += [] if added is None else [added]
-        return [*torch.autograd.grad(out, given, gradient), UNREAD][:4]
+    chosen, factor = int(seed.flatten()[0]) if dropout else 0, _factor(query, scale)
+    wide_key, gradient = _wide(key, query), gradient.float()
+    weights, dropped, _ = _probabilities(query, wide_key, bias, mask, dropout, factor, chosen)
+    by_weight = dropped * (gradient @ _wide(value, query).float().transpose(-2, -1))
+    scores = by_weight - weights * by_weight.sum(-1, keepdim=True)
+    by_query = scores @ wide_key.float() * factor
+    by_key = scores.transpose(-2, -1) @ query.float() * factor
+    by_value = dropped.transpose(-2, -1) @ gradient
+    by_key, by_value = (each.unflatten(1, (key.shape[1], -1)).sum(2) for each in (by_key, by_value))
+    by_bias = scores if bias is None else scores.to(bias.dtype)
+    return by_query.to(query.dtype), by_key.to(key.dtype), by_value.to(value.dtype), by_bias
 
 
 def _forward(

@@ -136,10 +136,11 @@ class Kept:
             computed = torch.full(result.shape, filling, dtype=result.dtype, device=CPU)
         if not isinstance(computed, torch.Tensor) or computed.layout is not torch.strided:
             return
-        if computed.squeeze(-1).shape != result.squeeze(-1).shape:
-            return
-        # What cuDNN's attention sums has no last dimension in 2.6.
-        computed = computed.view(result.shape)
+        if computed.shape != result.shape:
+            # What cuDNN's attention sums has no last dimension in 2.6.
+            if computed.squeeze(-1).shape != result.squeeze(-1).shape:
+                return
+            computed = computed.view(result.shape)
         base = self._bases.get(storage_key(result))
         if base is None:
             self._keep(result, computed, computed.untyped_storage()._cdata in used)

@@ -282,7 +282,7 @@ class Values(Reading):
     ) -> None:
         used: list[torch.Tensor] = []
         computed = None
-        if self._is_computable(operator, on_device(result)):
+        if self._is_computable(operator, result):
             self.work.expect(operator.func, args, kwargs, result)
             computed = self._compute(operator, args, kwargs, used)
         if computed is None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch.utils._pytree import tree_map
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
@@ -23,7 +22,7 @@ from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.facts import Facts
 from pytest_gpumem.simulated.machine.values.kept import Kept
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.machine.values.views import blank, layout_of, view_of
+from pytest_gpumem.simulated.machine.values.views import blank, layout_of, on_device, view_of
 from pytest_gpumem.simulated.machine.values.work import Work
 
 _as_strided = torch.as_strided
@@ -136,20 +135,26 @@ class Reading(Kept):
         if self.facts.by_key and self.facts.is_assumed(values):
             self.notes.note_finite()
 
-    def _is_computable(self, operator: Operator, results: Iterable[torch.Tensor]) -> bool:
-        return self.everything or (not operator.undefined and all(map(self._keeps, results)))
+    def _is_computable(self, operator: Operator, result: Any) -> bool:
+        if self.everything or operator.undefined:
+            return self.everything
+        return all(map(self._keeps, on_device(result)))
 
     def _compute(
         self, operator: Operator, args: Args, kwargs: Kwargs, used: list[torch.Tensor]
     ) -> Any:
-        def on_cpu(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                base = self._bases.get(storage_key(value))
-                used.append(value if base is None else view_of(base, layout_of(value)))
-                return used[-1]
-            return CPU if isinstance(value, torch.device) else value
+        on_cpu = [self._on_cpu(value, used) for value in args]
+        named = {name: self._on_cpu(value, used) for name, value in kwargs.items()}
+        return self.run(operator, on_cpu, named)
 
-        return self.run(operator, *tree_map(on_cpu, (args, kwargs)))
+    def _on_cpu(self, value: Any, used: list[torch.Tensor]) -> Any:
+        if isinstance(value, torch.Tensor):
+            base = self._bases.get(storage_key(value))
+            used.append(value if base is None else view_of(base, layout_of(value)))
+            return used[-1]
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._on_cpu(item, used) for item in value])
+        return CPU if isinstance(value, torch.device) else value
 
     def run(self, operator: Operator, args: Sequence[Any], kwargs: Kwargs) -> Any:
         """Return the result of ``operator`` on CPU tensors; ``None`` if the CPU has no kernel."""
