@@ -139,8 +139,8 @@ UNNOTICED = 64 * 2**20
 def found_devices() -> tuple[list[dict[str, Any]], str | None]:
     """Return every device as builtin types, and why NVML shows none, if it does not."""
     from pytest_gpumem.sharing.database import default_folder
+    from pytest_gpumem.sharing.devices import simulated_devices
     from pytest_gpumem.sharing.ledger import FILE_NAME, Ledger
-    from pytest_gpumem.sharing.simulated_memory import simulated_devices
 
     folder = default_folder()
     readings = read_all()

@@ -21,7 +21,7 @@ from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument
 from pytest_gpumem.jsonfile import replace_file
 from pytest_gpumem.prediction.needs import Needs, needs_of
 from pytest_gpumem.prediction.runners import Job, Plan, PlannedTest, Runner, make_plan, parse_runner
-from pytest_gpumem.sharing.host import CONTEXT, MARGIN
+from pytest_gpumem.sharing.devices import CONTEXT, MARGIN
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import counted, shorten, wrap
 

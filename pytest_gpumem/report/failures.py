@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -19,7 +19,10 @@ from pytest_gpumem.report.causes import alike, keys_of, places_of
 from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_size
-from pytest_gpumem.text import Line, Writer, counted, listed, shorten, wrap, write_lines
+from pytest_gpumem.text import Line, counted, listed, shorten, wrap, write_lines
+
+if TYPE_CHECKING:
+    from _pytest._io import TerminalWriter
 
 LEAST_ALIKE = 3
 """The least failures of one cause that are shown as one."""
@@ -159,7 +162,7 @@ class _MergedLongrepr:
         path, line = getattr(crash, "path", ""), getattr(crash, "lineno", 0)
         self.reprcrash = _Crash(path, line, failure.brief)
 
-    def toterminal(self, writer: Writer) -> None:
+    def toterminal(self, writer: TerminalWriter) -> None:
         """Write the lines."""
         write_lines(writer, self._lines)
 

@@ -19,10 +19,12 @@ from pytest_gpumem.report.selection import Sort
 from pytest_gpumem.report.table import table
 from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.sizes import format_size
-from pytest_gpumem.text import Line, Span, Writer, counted, pack, shorten, wrap, write_lines
+from pytest_gpumem.text import Line, Span, counted, pack, shorten, wrap, write_lines
 from pytest_gpumem.values.environment import Environment
 
 if TYPE_CHECKING:
+    from _pytest._io import TerminalWriter
+
     from pytest_gpumem.baseline.update import UpdateReport
 
 MOST_LISTED = 10
@@ -58,7 +60,7 @@ def describe(environment: Environment) -> str:
     return f"{environment.kind}{environment.gpu} ({', '.join(facts)})"
 
 
-def write_section(writer: Writer, lines: Sequence[Line], *, verbosity: int) -> None:
+def write_section(writer: TerminalWriter, lines: Sequence[Line], *, verbosity: int) -> None:
     """Write the section; without a title when quiet, nothing at all when there is nothing."""
     if lines and verbosity >= 0:
         writer.sep("=", "gpumem")

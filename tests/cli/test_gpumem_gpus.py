@@ -19,10 +19,9 @@ import pytest
 from pytest_gpumem.cli import main
 from pytest_gpumem.cli.gpus import frame, watch
 from pytest_gpumem.sharing.admission import Device
-from pytest_gpumem.sharing.database import FOLDER_VARIABLE
+from pytest_gpumem.sharing.database import FOLDER_VARIABLE, Process
+from pytest_gpumem.sharing.devices import SharedSimulatedDevice
 from pytest_gpumem.sharing.ledger import Ledger
-from pytest_gpumem.sharing.processes import Process
-from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
 from tests.fake_nvml import GIB, MACHINES, FakeNvml, Gpu, process, sample, uuids
 
 ME = os.getpid()

@@ -15,7 +15,7 @@ import torch
 
 from pytest_gpumem.allocator import AllocatorError
 from pytest_gpumem.allocator.blocks import PoolId
-from pytest_gpumem.allocator.checkpoints import PoolState
+from pytest_gpumem.allocator.snapshot import PoolState
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import BORROWED, storage_key
