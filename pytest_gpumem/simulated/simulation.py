@@ -22,7 +22,6 @@ from pytest_gpumem.simulated.distributed import parts as distributed
 from pytest_gpumem.simulated.distributed.nccl import Communicator
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_machine
-from pytest_gpumem.simulated.machine import forks
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
@@ -336,4 +335,5 @@ def _forked() -> None:
         simulation.execution.forked()
 
 
-forks.after_fork(_forked)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forked)

@@ -92,6 +92,15 @@ class Patches:
             self._replaced.pop().put_back()
 
     @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Make every replacement inside."""
+        self.apply()
+        try:
+            yield
+        finally:
+            self.undo()
+
+    @contextmanager
     def paused(self, but: Callable[[Any, str, Any], bool] | None = None) -> Iterator[None]:
         """Restore the originals inside, but for names that other code has replaced since.
 

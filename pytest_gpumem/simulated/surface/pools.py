@@ -18,7 +18,6 @@ from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.patching import Patches, add_functions
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.releases import OPTIONS_SINCE, THREAD_POOLS
-from pytest_gpumem.simulated.machine.captures import Pool
 from pytest_gpumem.simulated.machine.graphs import Graph
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.values.errors import UnsupportedOperatorError
@@ -38,7 +37,7 @@ class SimulatedMemPool:
         for option, given in (("use_on_oom", use_on_oom), ("no_split", no_split)):
             if given and gpu.version < OPTIONS_SINCE[option]:
                 raise TypeError(f"MemPool.__init__() got an unexpected keyword argument '{option}'")
-        self.id: PoolId = self._machine.pool_ids.of_user()
+        self.id: PoolId = (0, next(self._machine.user_pools))
         self.allocator = None
         self.device = gpu.index
         self._memory: Memory = gpu.allocator
@@ -70,7 +69,7 @@ class SimulatedMemPoolContext:
     _machine: ClassVar[SimulatedMachine]
 
     def __init__(self, pool: SimulatedMemPool) -> None:
-        self._active = self._machine.active_pools
+        self._active = self._machine.thread_state
         self._previous = self._active.pool
         self._active.pool = pool
 
@@ -78,16 +77,17 @@ class SimulatedMemPoolContext:
         self._active.pool = self._previous
 
     @classmethod
-    def active_pool(cls) -> Pool | None:
+    def active_pool(cls) -> SimulatedMemPool | None:
         """Return the pool that is active in this thread."""
-        return cls._machine.active_pools.pool
+        active: SimulatedMemPool | None = cls._machine.thread_state.pool
+        return active
 
 
 def chosen_pool(machine: SimulatedMachine, pool: Sequence[Any] | None) -> PoolId:
     """Return the pool a snapshot or ``empty_cache`` is about: all there are is ``SHARED_POOL``."""
     if pool is not None:
         return pool[0], pool[1]
-    active = machine.active_pools.pool
+    active: SimulatedMemPool | None = machine.thread_state.pool
     if active is None or machine.current.version >= THREAD_POOLS:
         return SHARED_POOL
     return active.id
@@ -105,7 +105,7 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
             memory(device).begin_allocate_to_pool((pool[0], pool[1]), accepts)
 
     def begin_of_all(device: int, pool: PoolId) -> None:
-        active = machine.active_pools.pool
+        active = machine.thread_state.pool
         if active is not None and active.id == (pool[0], pool[1]):
             # use_mem_pool of a torch up to 2.7, whichever release is simulated.
             begin_of_thread(device, pool)
@@ -180,7 +180,7 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         "_cuda_beginAllocateCurrentStreamToPool": begin_of_stream,
         "_cuda_endAllocateToPool": end,
         "_cuda_endAllocateCurrentStreamToPool": end,
-        "_graph_pool_handle": machine.pool_ids.of_user,
+        "_graph_pool_handle": lambda: (0, next(machine.user_pools)),
         "_cuda_releasePool": release,
         "_cuda_checkPoolLiveAllocations": check_live,
         "_cuda_attach_out_of_memory_observer": attach_observer,

@@ -14,9 +14,13 @@ import torch
 
 from pytest_gpumem.allocator.trace import Marks, StreamKey
 from pytest_gpumem.simulated.common.patching import Patches, add_functions
-from pytest_gpumem.simulated.machine.captures import Capture
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.machine.streams import HIGHEST_PRIORITY, cuda_error, priority_of
+from pytest_gpumem.simulated.machine.streams import (
+    HIGHEST_PRIORITY,
+    Capture,
+    cuda_error,
+    priority_of,
+)
 
 _TorchEvent = torch.Event
 _TorchStream = torch.Stream
@@ -81,7 +85,8 @@ class SimulatedEvent:
     def wait(self, stream: Any = None) -> None:
         """Delay later work of a stream until the event is complete."""
         if self._is_recorded:
-            self._machine.streams.waits(self._key(stream), self)
+            key = self._key(stream)
+            self._machine.streams.waits(key, self.marks, self.moment, self.capture)
 
     def synchronize(self) -> None:
         """Wait for the event."""

@@ -266,7 +266,7 @@ def separate_memory(gpu: GPU, leftovers: Collection[int], met: Callable[[int], N
     if not leftovers:
         shared.__class__ = getattr(gpu, "own_class", type(gpu))
     elif not isinstance(gpu, SharedGPU):
-        memory = gpu.memory_beside()
+        memory = gpu.empty_memory(gpu.index + len(gpu.simulation.gpus))  # no address of another
         shared.beside = memory, gpu.workspaces_in(memory)
         shared.leftovers, shared.met = leftovers, met
         kind: Any = type(gpu)
