@@ -226,7 +226,7 @@ class Simulation(SimulatedMachine):
             if self._stand_ins:
                 resources.enter_context(served(self.note))
             resources.enter_context(installed(self, self._casts))
-            resources.enter_context(tensor_moves.answering(self.execution))
+            resources.enter_context(tensor_moves.answering(self))
             resources.enter_context(self.execution)
             self.is_active = self.thread_state.joined = True
             self.threads.first = get_ident()

@@ -6,23 +6,20 @@ torch lets CPU and CUDA take each other's place, but not CPU and ``meta``. It ca
 for that first, which answers here as for a GPU; the copying is then the same.
 
 Source: torch/csrc/autograd/variable.cpp (VariableHooks::set_data), c10/core/TensorImpl.h
-(has_compatible_shallow_copy_type, shallow_copy_from), torch 2.6 to 2.13.
+(has_compatible_shallow_copy_type, shallow_copy_from), torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.overrides import handle_torch_function, has_torch_function
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.machine.checks import NO_DATA
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.placement import return_gradient
@@ -42,7 +39,6 @@ class TensorMoves(TensorFacts):
     def __init__(self, machine: SimulatedMachine) -> None:
         super().__init__(machine)
         self._deepcopy: Any = torch.Tensor.__deepcopy__
-        self._shallow_copies = torch._has_compatible_shallow_copy_type
 
     def to(self, tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._machine.execution.inside_here:
@@ -148,36 +144,6 @@ class TensorMoves(TensorFacts):
         # In C++ the other tensor would only be on meta, without the GPU.
         return tensor.to(other)
 
-    def shallow_copies(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Return whether one tensor may take the other's place: CPU and CUDA may, meta may not.
-
-        Source: c10/core/TensorImpl.h (has_compatible_shallow_copy_type), torch 2.6 to 2.15.
-        """
-        pair = one, other
-        if has_torch_function(pair) and not any(map(is_lazy, pair)):  # which let torch answer
-            asked = torch._has_compatible_shallow_copy_type
-            return bool(handle_torch_function(asked, pair, *pair))
-        types = {self.device(one).type, self.device(other).type}
-        if types == {"cpu", "cuda"}:
-            return one.layout is other.layout is torch.strided
-        return len(types) == 1 and bool(self._shallow_copies(one, other))
-
-    def get_data(self, tensor: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, raw.data.__get__(tensor))
-
-    def set_data(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
-        if isinstance(new, torch.Tensor) and self.is_meta(tensor) != self.is_meta(new):
-            # torch/csrc/autograd/variable.cpp, VariableHooks::set_data.
-            raise RuntimeError(
-                "Attempted to call `variable.set_data(tensor)`, but `variable` and `tensor` have "
-                "incompatible tensor type."
-            )
-        moves = isinstance(new, torch.Tensor) and raw.is_meta(tensor) != raw.is_meta(new)
-        if not moves or self._block(tensor if raw.is_meta(tensor) else new) is None:
-            raw.data.__set__(tensor, new)
-            return
-        put(tensor, new)
-
     def deepcopy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
         unknown = self._storages.is_on_host(tensor)
         if (self._block(tensor) is None and not unknown) or not tensor.is_leaf:
@@ -228,37 +194,29 @@ def _uploaded(
 
 
 _QUESTION = "_has_compatible_shallow_copy_type"
-
-_is_put: ContextVar[bool] = ContextVar("is_put", default=False)
 _CPU = torch._C.DispatchKey.CPU
 
 
 @contextmanager
-def answering(execution: ShapeExecution) -> Iterator[None]:
-    """Install the answer inside: before autograd, and in ``execution`` for inference mode."""
+def answering(machine: SimulatedMachine) -> Iterator[None]:
+    """Install the answer inside: before autograd, and in the execution for inference mode."""
+    device = TensorFacts(machine).device
+
+    def may_take_place(one: torch.Tensor, other: torch.Tensor) -> bool:
+        types = {device(one).type, device(other).type}
+        dense = one.layout is other.layout is torch.strided
+        if len(types) > 1:
+            return dense and types == {"cpu", "cuda"}
+        keys, others = (torch._C._dispatch_keys(tensor) for tensor in (one, other))
+        on_cpu = keys.has(_CPU) and others.has(_CPU)
+        return keys.raw_repr() == others.raw_repr() or (dense and on_cpu)
+
     library = torch.library.Library("aten", "IMPL")
     for key in ("AutogradCPU", "AutogradMeta"):
-        library.impl(_QUESTION, _may_take_place, key)
-    execution.bind(
-        getattr(torch.ops.aten, _QUESTION).default, lambda args, _: _may_take_place(*args)
-    )
+        library.impl(_QUESTION, may_take_place, key)
+    operator = getattr(torch.ops.aten, _QUESTION).default
+    machine.execution.bind(operator, lambda args, _: may_take_place(*args))
     try:
         yield
     finally:
         library._destroy()
-
-
-def put(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """Give ``tensor`` the contents of ``new``, one of them being on the CPU and one on ``meta``."""
-    before = _is_put.set(True)
-    try:
-        raw.data.__set__(tensor, new)
-    finally:
-        _is_put.reset(before)
-
-
-def _may_take_place(one: torch.Tensor, other: torch.Tensor) -> bool:
-    keys, others = (torch._C._dispatch_keys(tensor) for tensor in (one, other))
-    dense = one.layout is other.layout is torch.strided
-    on_cpu = keys.has(_CPU) and others.has(_CPU)
-    return _is_put.get() or keys.raw_repr() == others.raw_repr() or (dense and on_cpu)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     surface = _Tensors(machine)
     tensor = torch.Tensor
     for name in ("device", "is_cuda", "is_cpu", "is_meta"):
-        patches.add(tensor, name, _attribute(name, getattr(surface, name)))
-    patches.add(tensor, "data", _attribute("data", surface.get_data, surface.set_data))
+        own: Any = vars(torch._C.TensorBase)[name]
+        patches.add(tensor, name, property(getattr(surface, name), own.__set__, own.__delete__))
     for name in (
         *("to", "cuda", "cpu", "get_device", "data_ptr", "type", "type_as", "numpy", "tolist"),
         *("item", "__getitem__", "__setitem__", "__array__", "__bool__", "__deepcopy__"),
@@ -39,14 +38,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         method = getattr(surface, name.strip("_"))
         patches.add(tensor, name, _as_function(method, getattr(tensor, name)))
     patches.add(tensor, "__new__", staticmethod(_new))
-    patches.add(torch, "_has_compatible_shallow_copy_type", surface.shallow_copies)
     address = torch.UntypedStorage.data_ptr
     patches.add(torch.UntypedStorage, "data_ptr", _as_function(surface.storage_data_ptr, address))
-
-
-def _attribute(name: str, get: Callable[..., Any], write: Any = None) -> property:
-    own: Any = vars(torch._C.TensorBase)[name]
-    return property(get, write or own.__set__, own.__delete__)
 
 
 def _new(kind: type, /, *args: Any, **kwargs: Any) -> Any:
