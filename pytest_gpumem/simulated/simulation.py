@@ -64,7 +64,7 @@ _stack: list[Simulation] = []
 
 _PARTS = (
     *(tensors, gradients, factories, cuda, several, streams, pools, pool_states),
-    *(history, checkpoints, backends, legacy, kernels, sensors, storages, unsupported, wrappers),
+    *(history, checkpoints, backends, kernels, sensors, storages, unsupported, wrappers, legacy),
 )
 """The parts of the surface, in the order in which their replacements are added."""
 

@@ -36,12 +36,17 @@ from pytest_gpumem.values.errors import UnknownValueError
 
 
 def pinning(runner: Runner, func: Any) -> Handler:
-    """Return a handler that answers ``func`` as the methods of a tensor do."""
+    """Return a handler that answers ``func``, which is below a method of tensors."""
     answer = _ANSWERS[func._schema.name]
-    return lambda args, kwargs: answer(runner.machine, args[0])
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with runner.mode:
+            return answer(runner.machine, args[0])
+
+    return handle
 
 
-def is_pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> bool:
+def _is_pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> bool:
     """Return whether a tensor of the host has memory that is pinned."""
     if machine.storages.of(tensor) is not None:
         return False
@@ -51,23 +56,21 @@ def is_pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> bool:
         return False
 
 
-def pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a pinned copy of ``tensor``, or itself where it is pinned.
+def _pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a pinned copy of ``tensor``.
 
     Raises ``RuntimeError`` in torch's words for a tensor on a GPU.
     """
     if machine.storages.of(tensor) is not None:
         raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
-    if is_pinned(machine, tensor):
-        return tensor
     if tensor.layout is not torch.strided or machine.storages.is_on_host(tensor):
         return machine.pinned.add(tensor.clone())
     return machine.pinned.copied(tensor)
 
 
 _ANSWERS: dict[str, Callable[[SimulatedMachine, torch.Tensor], Any]] = {
-    "aten::is_pinned": is_pinned,
-    "aten::_pin_memory": pinned,
+    "aten::is_pinned": _is_pinned,
+    "aten::_pin_memory": _pinned,
 }
 """By operator."""
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.jit._builtins
-import torch.jit._recursive
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
@@ -42,10 +40,6 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(torch, "sparse_coo_tensor", _watching(machine, _sparse(sparse), sparse))
     for name in _NEW:
         patches.add(torch.Tensor, name, _new(machine, getattr(torch.Tensor, name)))
-    find: Callable[[Any], Any] = torch.jit._builtins._find_builtin
-    for module in (torch.jit._builtins, torch.jit._recursive):
-        # TorchScript compares torch's functions by identity.
-        patches.add(module, "_find_builtin", lambda fn: find(getattr(fn, "__wrapped__", fn)))
     as_tensor = _as_tensor(machine, torch.as_tensor)
     through = _context(machine, DeviceContext.__torch_function__, torch.as_tensor, as_tensor)
     patches.add(DeviceContext, "__torch_function__", through)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.jit._builtins
 from torch.jit._script import RecursiveScriptModule
 
 from pytest_gpumem.simulated.common.patching import Patches
@@ -40,6 +41,13 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     # Scripted modules are moved and loaded in Python, where C++ would need a device.
     patches.add(RecursiveScriptModule, "_apply", _apply)
     patches.add(torch.jit, "load", _load(torch.jit.load))
+    # TorchScript finds the operator of a function of torch's by the function's identity.
+    builtins = dict(torch.jit._builtins._get_builtin_table())
+    for _, _, value in patches.added:
+        operator = builtins.get(id(getattr(value, "__wrapped__", None)))
+        if operator is not None:
+            builtins[id(value)] = operator
+    patches.add(torch.jit._builtins, "_builtin_table", builtins)
 
 
 class _CudaType(type):

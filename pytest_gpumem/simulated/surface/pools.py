@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -202,11 +202,6 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
     }
 
 
-class _PluggableAllocator:
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise _needs_a_driver("torch.cuda.memory.CUDAPluggableAllocator")
-
-
 @contextmanager
 def _torch_errors() -> Iterator[None]:
     try:
@@ -227,18 +222,19 @@ def _needs_a_driver(name: str) -> UnsupportedOperatorError:
     )
 
 
+def _pluggable(*_: Any, **__: Any) -> NoReturn:
+    raise _needs_a_driver("torch.cuda.memory.CUDAPluggableAllocator")
+
+
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace the classes of pools and graphs, and the functions below ``torch.cuda.memory``."""
     pool = type("MemPool", (SimulatedMemPool,), {"_machine": machine})
     context = type("MemPoolContext", (SimulatedMemPoolContext,), {"_machine": machine})
     for module in (torch.cuda, torch.cuda.memory):
-        for name, value in {
-            "MemPool": pool,
-            "MemPoolContext": context,
-            "CUDAPluggableAllocator": _PluggableAllocator,
-        }.items():
-            if name in vars(module):
-                patches.add(module, name, value)
+        patches.add(module, "MemPool", pool)
+        if hasattr(module, "MemPoolContext"):
+            patches.add(module, "MemPoolContext", context)
+    patches.add(torch.cuda.memory.CUDAPluggableAllocator, "__init__", _pluggable)
     add_functions(_functions(machine), patches)
     graph = type("CUDAGraph", (Graph,), {"_machine": machine})
     for module in (torch.cuda, torch.cuda.graphs):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.execution import kinds
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.surface.wrappers import is_wrapper
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _device: Any = vars(torch._C.StorageBase)["device"]
@@ -66,7 +64,6 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(storage, "copy_", copy_)
     for name in ("_share_cuda_", "share_memory_", "is_shared", "__getitem__"):
         patches.add(storage, name, _guarded(machine, name, getattr(storage, name)))
-    _add_pinning(machine, patches)
 
 
 def _made(kind: type, /, *args: Any, device: Any = None, **options: Any) -> Any:
@@ -114,28 +111,3 @@ def _guarded(
         return storage if name == "share_memory_" else refuse()
 
     return call
-
-
-def _add_pinning(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace ``pin_memory`` and ``is_pinned``."""
-    aten = torch.ops.aten
-
-    def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
-        if is_wrapper(tensor):
-            return bool(aten.is_pinned.default(tensor))
-        return kinds.is_pinned(machine, tensor)
-
-    def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-        if not is_wrapper(tensor):
-            return kinds.pinned(machine, tensor)
-        if is_pinned(tensor):
-            return tensor
-        return cast(torch.Tensor, aten._pin_memory.default(tensor))
-
-    patches.add(torch.Tensor, "is_pinned", is_pinned)
-    patches.add(torch.Tensor, "pin_memory", pin_memory)
-    patches.add(
-        torch.UntypedStorage,
-        "is_pinned",
-        lambda storage, device=None: machine.pinned.has(storage),
-    )
