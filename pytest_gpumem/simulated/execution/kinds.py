@@ -25,6 +25,7 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import (
     comparisons,
+    rnn,
     sparse,
     sparse_products,
     tables,
@@ -286,6 +287,10 @@ def _name(func: Any) -> str:
 
 
 KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any], Handler]], ...] = (
+    (
+        lambda func: str(func) in rnn.FLATTENING,
+        lambda runner, func: of_parts(runner, rnn.FLATTENING[str(func)]),
+    ),
     (composites.is_composite, composites.composite),
     (lambda func: str(func) in tables.IN_VIEW, composites.in_view),
     # Inductor's primitive between separate parts of a graph is made of ``Tensor.to``

@@ -8,7 +8,7 @@ the state of its dropout, of a size that only cuDNN determines, is left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def _cudnn_takes(gpu: GPU, tensor: Tensor) -> bool:
     return _may_be_acceptable(tensor) if also else is_acceptable(tensor)
 
 
-def flatten_weight(weights: list[Tensor], per_layer: int, *args: Any) -> Tensor:
+def _flatten_weight(weights: list[Tensor], per_layer: int, *args: Any) -> Tensor:
     """``torch._cudnn_rnn_flatten_weight``: the parameters become views of one new buffer."""
     elements = _buffer_elements(weights, per_layer)
     buffer = torch.zeros(elements, dtype=weights[0].dtype, device=weights[0].device)
@@ -54,12 +54,17 @@ def flatten_weight(weights: list[Tensor], per_layer: int, *args: Any) -> Tensor:
     return buffer
 
 
+FLATTENING: dict[str, Callable[..., Any]] = {
+    "aten._use_cudnn_rnn_flatten_weight.default": lambda: True,
+    "aten._cudnn_rnn_flatten_weight.default": _flatten_weight,
+}
+"""By overload: operators of ``nn.RNNBase.flatten_parameters`` that need no gradient."""
+
+
 def add_patches(patches: Patches) -> None:
     """Plan replacements of answers that differ in a build without cuDNN."""
     patches.add(torch.backends.cudnn, "is_acceptable", is_acceptable)
     patches.add(cudnn_rnn, "get_cudnn_mode", lambda mode: _MODES[mode.lower()])
-    patches.add(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
-    patches.add(torch, "_cudnn_rnn_flatten_weight", flatten_weight)
 
 
 _WITHOUT_BIASES = (2, 3)
