@@ -830,7 +830,7 @@ def test_nothing_that_is_replaced_is_left_out() -> None:
     (gpu, *_) = SimulatedGPU.machine("T4*2")
     known = {*FACTORIES, *METHODS, *FUNCTIONS, *NOT_OF_THE_CPU}
     left_out = []
-    for owner, name, _ in gpu.simulation._patches._added:
+    for owner, name, _ in gpu.simulation._patches.added:
         kind = getattr(owner, "__name__", str(owner))
         if kind.startswith(_OF_CUDA) or (kind == "torch._C" and name not in METHODS):
             continue
