@@ -26,7 +26,13 @@ MOST_LINES = 12
 
 _OPERATOR = re.compile(r"\bat::_ops::(\w+?)::(?:call|redispatch)\b")
 _NODE = re.compile(r"\btorch::autograd::(?:generated::)?(\w+)::apply\b")
-_LIBRARY = re.compile(r"\b(?:getCUDABlasLtWorkspace|getNewWorkspace|allocateCublasWorkspace)\b")
+ALLOCATES_WORKSPACE = re.compile(
+    r"\bat::cuda::(getNewWorkspace|setWorkspaceForHandle|allocateCUDABlasWorkspace"
+    r"|getCUDABlasLtWorkspace)\b"
+)
+"""Functions of aten/src/ATen/cuda/CublasHandlePool.cpp that allocate workspaces of cuBLAS, the
+first one up to torch 2.9, the second one from 2.10 to 2.14, the third one since 2.15; and of
+cuBLASLt."""
 _MEMORY_ONLY = re.compile(r"_?(?:empty|new_empty|resize)(?:_|$)")
 """Operators that only allocate, for the operator that called them."""
 _OVERLOAD = re.compile(
@@ -83,7 +89,7 @@ def stack_facts(frames: Sequence[Frame], paths: Mapping[str, str]) -> StackFacts
         function=None if line is None else line["name"],
         operator=node or _operator(symbols) or _called(python),
         during="backward" if node else _during(python),
-        library=any(_LIBRARY.search(name) for name in symbols),
+        library=any(ALLOCATES_WORKSPACE.search(name) for name in symbols),
         stack=tuple(shown),
     )
 

@@ -116,6 +116,7 @@ def _measured(arguments: argparse.Namespace, kind: str, gpus: Sequence[str]) -> 
 
 def _measured_here(text: str) -> Prediction:
     from pytest_gpumem.prediction.measured import device_here, predict_measured
+    from pytest_gpumem.values.errors import SimulationError
 
     try:
         device_here()
@@ -124,7 +125,7 @@ def _measured_here(text: str) -> Prediction:
     target = find_target(text)
     if isinstance(target, str):
         raise TargetError(f"{text} is a test: run pytest to measure it on this machine's device")
-    with refusing(text):
+    with refusing(text, SimulationError):
         return predict_measured(text, target)
 
 

@@ -18,6 +18,7 @@ import torch
 
 from pytest_gpumem.allocator.blocks import round_size
 from pytest_gpumem.allocator.trace import FREE
+from pytest_gpumem.attribution.frames import ALLOCATES_WORKSPACE
 from pytest_gpumem.attribution.history import Event, Origin
 from pytest_gpumem.jsonfile import replace_file
 from pytest_gpumem.measurement.phases import position_on
@@ -62,7 +63,7 @@ class RecordedOrigin:
     @cached_property
     def library(self) -> str | None:
         """The library, cuBLAS, whose workspace request appears in C++ frames."""
-        return "cuBLAS" if self._found(_WORKSPACE) else None
+        return "cuBLAS" if self._found(ALLOCATES_WORKSPACE) else None
 
     @cached_property
     def node(self) -> str | None:

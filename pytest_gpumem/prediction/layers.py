@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pytest_gpumem.prediction.lines import MEASURED
+from pytest_gpumem.prediction.measured import on_this_device
 from pytest_gpumem.simulating import simulate
 from pytest_gpumem.values.plain import Plain
 
@@ -76,16 +77,22 @@ def layers_of(
     on the CUDA device where that is ``"cuda"``. The model runs once without gradients and once with
     them. Raises :class:`NoModelError` where no model is found, or its inputs are missing.
     """
-    with on_device(gpu):
-        analysis = _Analysis()
-        with pytest.MonkeyPatch.context() as patches:
-            patches.setattr(nn.Module, "__call__", analysis.calling(nn.Module.__call__))
-            try:
-                returned = target()
-                if not analysis.layers:
-                    _call(returned, inputs)
-            except _DoneError:
-                pass
+    if gpu == MEASURED:
+        return on_this_device("", lambda _: _analyzed(target, inputs))
+    with simulate(gpu):
+        return _analyzed(target, inputs)
+
+
+def _analyzed(target: Callable[[], Any], inputs: Sequence[tuple[int, ...]]) -> list[Layer]:
+    analysis = _Analysis()
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(nn.Module, "__call__", analysis.calling(nn.Module.__call__))
+        try:
+            returned = target()
+            if not analysis.layers:
+                _call(returned, inputs)
+        except _DoneError:
+            pass
     if not analysis.layers:
         raise NoModelError(
             "no model was called; let the function call one, or return it with its inputs"

@@ -28,6 +28,7 @@ from pytest_gpumem.measurement.nvml import NvmlAbsent, read_device
 from pytest_gpumem.measurement.phases import PhaseTracker, position_on
 from pytest_gpumem.measurement.recorded import RecordedHistory, SimulatedRecorder
 from pytest_gpumem.measurement.statistics import CudaStatistics, Recorder
+from pytest_gpumem.prediction.measured import on_this_device
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 from pytest_gpumem.values.plain import Plain
 
@@ -127,7 +128,7 @@ def lines_of(
     """
     codes = frozenset(function.__code__ for function in functions)
     if gpu == MEASURED:
-        return _measured(target, codes)
+        return on_this_device("", lambda _: _measured(target, codes))
     device = SimulatedGPU.machine(gpu)[0]
     with device.active():
         recorder = SimulatedRecorder(device.simulation)

@@ -5,27 +5,72 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from traceback import clear_frames
+from typing import Any, TypeVar
 
 import torch
 
+from pytest_gpumem.device import Computed
 from pytest_gpumem.device.cuda import CudaDevice, find_device
+from pytest_gpumem.device.device import ComputingDevice
 from pytest_gpumem.dry.load import MODELS, is_loaded
 from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.measurement.meter import Meter
 from pytest_gpumem.measurement.statistics import CudaStatistics
+from pytest_gpumem.options import VALUES_LIMIT
+from pytest_gpumem.values.errors import UnknownValueError
 from pytest_gpumem.values.prediction import Prediction
 
+T = TypeVar("T")
 
-def device_here() -> CudaDevice:
-    """Return this process's CUDA device; raises ``DeviceError`` where torch sees none."""
+
+def device_here(computed: Computed = Computed.AT_FIRST) -> CudaDevice:
+    """Return this process's CUDA device; raises ``DeviceError`` where torch sees none.
+
+    A dry one has the ``computed`` values.
+    """
     if is_loaded():
         from pytest_gpumem.device.dry import DryDevice
 
-        return DryDevice(os.environ[MODELS])
+        return DryDevice(os.environ[MODELS], computed)
     found = find_device(None, required=True)
     assert found is not None
     return found
+
+
+def on_this_device(name: str, run: Callable[[CudaDevice], T]) -> T:
+    """Return the result of ``run`` with this process's CUDA device, which is active inside.
+
+    The device knows it by ``name``. Where it depends on a value that a dry device has not computed,
+    it runs again with more values; raises ``WorkLimitError`` where these take longer than a test's.
+    """
+    device = device_here()
+    while True:
+        try:
+            with device.active():
+                device.begin_test(name, (), lambda *_: None)
+                if isinstance(device, ComputingDevice):
+                    device.work.bound(VALUES_LIMIT)
+                found = run(device)
+        except BaseException as error:
+            further = _further(device, error)
+            if further is None:
+                raise
+            clear_frames(error.__traceback__)
+        else:
+            further = _further(device)
+            if further is None:
+                return found
+        device = device_here(further)
+
+
+def _further(device: CudaDevice, error: BaseException | None = None) -> Computed | None:
+    """Return the values that a run needed and ``device`` has not; ``None`` for none."""
+    if not isinstance(device, ComputingDevice):
+        return None
+    depends = isinstance(error, UnknownValueError) or device.decided is not None
+    failed = isinstance(error, Exception) and device.made_up
+    return device.following if depends or failed else None
 
 
 def predict_measured(name: str, call: Callable[[], Any]) -> Prediction:
@@ -33,15 +78,16 @@ def predict_measured(name: str, call: Callable[[], Any]) -> Prediction:
 
     Where it runs out of memory the prediction is that it does not fit, with the bytes up to then.
     """
-    device = device_here()
+    return on_this_device(name, lambda device: _predicted(device, name, call))
+
+
+def _predicted(device: CudaDevice, name: str, call: Callable[[], Any]) -> Prediction:
     fits = True
     with ExitStack() as resources:
-        resources.enter_context(device.active())
         resources.enter_context(device.measuring(name))
         statistics = CudaStatistics(device.workspaces)
         resources.enter_context(statistics.screened())
         meter = Meter(statistics, FixtureLedger())
-        device.begin_test(name, (), lambda *_: None)
         with meter.running(()), meter.watching():
             device.restart_collector()
             try:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from pytest_gpumem.device import Computed
 from pytest_gpumem.device.cuda import find_device
-from pytest_gpumem.device.device import Device
+from pytest_gpumem.device.device import ComputingDevice, Device
 from pytest_gpumem.device.simulated import SimulatedDevice
 from pytest_gpumem.prediction.child import UNBOUNDED
 from pytest_gpumem.script import request as endings
@@ -40,17 +41,20 @@ def main(path: str) -> None:
     device = _device(request)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    note = ""
+    if request.again and request.computed is Computed.ALL:
+        note = f"run again with real values on the CPU: {request.again}"
     run = run_measured(
         request.script,
         device,
         resources,
         steps=request.steps,
         seconds=request.seconds,
-        note=request.again and f"run again with real values on the CPU: {request.again}",
+        note=note,
     )
     answer = _answer(run, device)
     sys.stdout.flush()
-    if answer.wants_values and answer.work <= request.seconds:
+    if answer.next_values(request.seconds) is not None:
         pass  # it runs again: the error depends on values
     elif answer.ending == endings.RAISED:
         show_traceback(run.error or AssertionError())
@@ -67,7 +71,7 @@ def _device(request: Request) -> Device:
     if request.gpu.startswith(endings.DRY):
         from pytest_gpumem.device.dry import DryDevice
 
-        return DryDevice(request.gpu.removeprefix(endings.DRY))
+        return DryDevice(request.gpu.removeprefix(endings.DRY), request.computed)
     if request.gpu == endings.MEASURED:
         found = find_device(None, required=True)
         assert found is not None
@@ -75,14 +79,16 @@ def _device(request: Request) -> Device:
     machine = find_machine(request.gpu)
     if request.unbounded:
         machine = Machine(replace(machine.model, total_memory=UNBOUNDED), machine.count)
-    return SimulatedDevice(machine, real_values=bool(request.again))
+    return SimulatedDevice(machine, real_values=request.computed is Computed.ALL)
 
 
 def _answer(run: Run, device: Device) -> Answer:
     ending, sentence = _ending(run)
-    without_values = None
-    if isinstance(device, SimulatedDevice) and not device.has_values:
-        without_values = device
+    computing = device if isinstance(device, ComputingDevice) else None
+    made_up = computing is not None and computing.following is not None and computing.made_up
+    if computing is not None and computing.decided is not None:
+        ending, sentence = endings.UNKNOWN, computing.decided
+    depends = ending == endings.UNKNOWN or (made_up and ending in (endings.RAISED, endings.EXITED))
     found = run.out_of_memory
     return Answer(
         ending,
@@ -95,8 +101,9 @@ def _answer(run: Run, device: Device) -> Answer:
         run.measurements,
         found.to_dict() if found else None,
         tuple(found.lines()) if found else (),
-        made_up=without_values is not None and without_values.made_up,
-        work=without_values.work.seconds if without_values else 0.0,
+        made_up=made_up,
+        further=computing.following if computing is not None and depends else None,
+        work=computing.work.seconds if computing is not None else 0.0,
     )
 
 

@@ -57,9 +57,9 @@ def run_script(name: str, *arguments: str, steps: int = 2, module: bool = False)
 def kept_test(script: Script, gpu: str, measured: Measurement, steps: int) -> str:
     """Return the source of a test that keeps the peak of ``script`` on ``gpu``."""
     peak = measured.peak_allocated
-    # A simulated peak repeats to the byte; a measured one gets the default tolerance.
-    limit = peak if measured.simulated else math.ceil(peak * 1.01) + MIB
-    marker = [f"max={limit:_}", *([f'gpu="{gpu}"'] if measured.simulated else [])]
+    repeats = measured.simulated or measured.dry  # to the byte; else it has the default tolerance
+    limit = peak if repeats else math.ceil(peak * 1.01) + MIB
+    marker = [f"max={limit:_}", *([f'gpu="{gpu}"'] if repeats else [])]
     call = [
         # JSON, which Python reads as it is meant.
         *(json.dumps(text, ensure_ascii=False) for text in (script.name, *script.arguments)),

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pytest_gpumem.device import Computed
 from pytest_gpumem.script import request as endings
 from pytest_gpumem.script.entry import Script, ScriptError
 from pytest_gpumem.script.request import Answer, Request
@@ -21,6 +22,9 @@ GRACE = 120.0
 """Seconds that a script may take to end after it has been stopped, start and answer included."""
 
 STDERR = 2
+
+_VALUES = {Computed.SMALL: "values of small tensors", Computed.ALL: "real values"}
+"""The values that a further run computes."""
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _PROGRAM = """\
@@ -63,11 +67,11 @@ def run_on(script: Script, gpu: str, settings: Settings) -> Result:
     """Return the results of ``script`` on ``gpu``: a machine, ``"cuda"`` or ``"dry:H100"``."""
     request = Request(script, gpu, settings.steps, settings.seconds, Path())
     answer = _answered(request, quiet=settings.quiet)
-    if answer.wants_values and answer.work <= settings.seconds:
+    while (computed := answer.next_values(settings.seconds)) is not None:
         sentence = answer.sentence if answer.ending == endings.UNKNOWN else _MADE_UP
         why = sentence.partition(", which")[0]
-        _print(f"{script.name} runs again, with real values on the CPU: {why}")
-        request = replace(request, again=why)
+        _print(f"{script.name} runs again, with {_VALUES[computed]} on the CPU: {why}")
+        request = replace(request, computed=computed, again=why)
         answer = _answered(request, quiet=settings.quiet)
     _check(answer, request)
     fits = answer.ending != endings.OUT_OF_MEMORY
@@ -118,7 +122,7 @@ def _variables(gpu: str) -> Mapping[str, str]:
 def _check(answer: Answer, request: Request) -> None:
     """Raise :class:`ScriptError` where a run has no result for the script."""
     name = request.script.name
-    if answer.ending == endings.UNKNOWN and not request.again:
+    if answer.ending == endings.UNKNOWN and answer.further is not None:
         raise ScriptError(
             f"{name}: {answer.sentence}; and computing values on the CPU takes at least "
             f"{answer.work:,.0f} s, more than --seconds {request.seconds:g}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pytest_gpumem.device import Computed
 from pytest_gpumem.script.entry import Script
 from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.plain import Plain
@@ -55,8 +56,10 @@ class Request(Plain):
     seconds: float
     answer: Path
     unbounded: bool = False
+    computed: Computed = Computed.AT_FIRST
+    """The values that the CPU computes."""
     again: str = ""
-    """The reason why the CPU computes values; empty where it does not."""
+    """The reason why it computes more than at first; empty where it does not."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,12 @@ class Answer(Plain):
     post_mortem: tuple[str, ...] = ()
     made_up: bool = False
     """Whether the run used a value that was not computed."""
+    further: Computed | None = None
+    """The values with which another run may get further; ``None`` for none."""
     work: float = 0.0
-    """The least seconds that computing its values takes."""
+    """The least seconds that computing all values takes."""
 
-    @property
-    def wants_values(self) -> bool:
-        """Whether another run, with real values, may get further."""
-        return self.ending == UNKNOWN or (self.ending in (RAISED, EXITED) and self.made_up)
+    def next_values(self, seconds: float) -> Computed | None:
+        """Return the values of another run that takes at most ``seconds``; ``None`` for none."""
+        takes_too_long = self.further is Computed.ALL and self.work > seconds
+        return None if takes_too_long else self.further

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import MISSING, fields
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -94,6 +95,8 @@ def _conversions(hint: Any) -> tuple[_Convert | None, _Convert | None]:
         return hint.to_dict, hint.from_dict
     if hint is Path:
         return str, Path
+    if isinstance(hint, type) and issubclass(hint, IntEnum):
+        return int, hint
     if isinstance(hint, type) and issubclass(hint, tuple):  # a NamedTuple
         return list, lambda data: hint(*data)
     return None, None

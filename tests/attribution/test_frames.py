@@ -97,8 +97,18 @@ def test_what_a_block_holds(of: StackFacts, kept: bool, holds: str) -> None:
     assert category(of, kept=kept) == holds
 
 
-def test_cublas_is_seen_by_who_asks_for_its_workspace() -> None:
-    assert stack_facts(native("at::cuda::getNewWorkspace()", "at::_ops::mm::call()"), {}).library
+@pytest.mark.parametrize(
+    "function",
+    [
+        # As the history of torch's CUDA builds names them.
+        "at::cuda::getNewWorkspace()",  # 2.6
+        "at::cuda::setWorkspaceForHandle(cublasContext*, c10::cuda::CUDAStream)",  # 2.10, 2.13
+        "at::cuda::allocateCUDABlasWorkspace(unsigned long)",  # 2.15
+        "at::cuda::getCUDABlasLtWorkspace()",
+    ],
+)
+def test_cublas_is_seen_by_the_function_that_allocates_its_workspace(function: str) -> None:
+    assert stack_facts(native(function, "at::_ops::mm::call()"), {}).library
 
 
 def test_what_is_no_frame_is_left_out() -> None:

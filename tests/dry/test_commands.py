@@ -33,6 +33,15 @@ def model():
 
 def large():
     torch.empty(20 * 2**30, dtype=torch.uint8, device="cuda")
+
+
+def decide():
+    total = torch.rand(4).cuda().exp().sum()
+    torch.empty(2**20 if total > 4 else 2**21, dtype=torch.uint8, device="cuda")
+
+
+if __name__ == "__main__":
+    decide()
 """
 
 TEST = """
@@ -95,11 +104,11 @@ def simulated(project: Path) -> dict[tuple[str, ...], Any]:
     return dict(zip(each, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-def gpumem(folder: Path, *arguments: str) -> Any:
+def gpumem(folder: Path, command: str, *arguments: str) -> Any:
     """Return what ``gpumem`` answers as JSON."""
-    command = [sys.executable, "-m", "pytest_gpumem.cli", *arguments, "--json"]
+    program = [sys.executable, "-m", "pytest_gpumem.cli", command, "--json", *arguments]
     done = subprocess.run(
-        command, cwd=folder, env=bare_environment(), capture_output=True, text=True, check=False
+        program, cwd=folder, env=bare_environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode in (0, 1), done.stderr
     return json.loads(done.stdout)
@@ -136,6 +145,20 @@ def test_lines_take_the_same(project: Path, simulated: Any) -> None:
 
     assert len(dry) == 7
     assert bytes_of(dry) == bytes_of(simulated[LINES])
+
+
+def test_code_that_decides_by_a_value_runs_again_with_it(project: Path) -> None:
+    """Four numbers from 0 to 1, whose exponentials are above 4 together.
+
+    They are drawn by the CPU before there is a CUDA context.
+    """
+    function = gpumem(project, "predict", "train.py:decide", "--device", "dry:T4")["gpus"][0]
+    script = gpumem(project, "run", "--device", "dry:T4", "train.py")["gpus"][0]
+    lines = gpumem(project, "predict", "train.py:decide", "--by", "line", "--device", "dry:T4")
+
+    for one in (function, script):
+        assert one["peak_allocated"] == 2**20 + 512
+    assert [line["peak"] for line in lines] == [2 * 512, 2**20 + 512]
 
 
 def test_a_function_or_test_that_does_not_fit_says_what_it_would_take(project: Path) -> None:

@@ -38,7 +38,8 @@ def test_without_cpp_frames_torch_s_own_python_names_the_operator() -> None:
 
 
 def test_a_workspace_is_the_library_s() -> None:
-    frame = {"filename": "??", "line": 0, "name": "at::cuda::getNewWorkspace()"}
+    name = "at::cuda::allocateCUDABlasWorkspace(unsigned long)"
+    frame = {"filename": "??", "line": 0, "name": name}
     assert RecordedOrigin([frame, *FRAMES]).library == "cuBLAS"
 
 

@@ -137,8 +137,9 @@ class Execution:
                 return self._of_lost(operator, args, kwargs)
             if not is_view and sparse.is_among(args):
                 return self._of_sparse(operator, args, kwargs)
-            # A graph draws at its replay.
-            if operator.random and not torch.cuda.is_current_stream_capturing():
+            # A graph draws at its replay, and only the CPU before CUDA is initialized.
+            draws = operator.random and torch.cuda.is_initialized()
+            if draws and not torch.cuda.is_current_stream_capturing():
                 values.begin_drawing(kwargs.get("generator"))
             result = func(*args, **kwargs)
             if self._is_followed(result, args):
