@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gpumem.allocator.trace import Timeline
 from pytest_gpumem.simulated.common.late_imports import LateImports
-from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.patching import Patches, patched_when_imported
 from pytest_gpumem.simulated.compiled.entry import AUTO, Compilation
 from pytest_gpumem.simulated.distributed import parts as distributed
 from pytest_gpumem.simulated.distributed.nccl import Communicator
@@ -54,7 +54,7 @@ from pytest_gpumem.simulated.surface import (
 )
 from pytest_gpumem.simulated.surface.checkpoints import loading_on
 from pytest_gpumem.simulated.surface.cuda import answers_for_gpu
-from pytest_gpumem.simulated.surface.kernels import EXTENSIONS, Compiling
+from pytest_gpumem.simulated.surface.kernels import COMPILES, EXTENSIONS, plan_compiling
 from pytest_gpumem.simulated.surface.sequences import be_no_sequences
 from pytest_gpumem.simulated.surface.threads import Threads
 from pytest_gpumem.values.world import World
@@ -179,7 +179,6 @@ class Simulation(SimulatedMachine):
             self._single_rank = distributed.add_patches(
                 self, self.execution, world, self._patches, self.communicators
             )
-        self._compiling = Compiling()
         self._resources: ExitStack | None = None
 
     @property
@@ -211,7 +210,6 @@ class Simulation(SimulatedMachine):
             resources.callback(self._of_triton.undo)
             resources.enter_context(self._single_rank.kept())
             self._follow_imports()
-            resources.callback(self._compiling.undo)
             late = LateImports("triton", self._importing_triton, itself=True)
             resources.enter_context(late.watched())
             if _LOADING not in os.environ:
@@ -222,6 +220,7 @@ class Simulation(SimulatedMachine):
             torch._C._set_only_lift_cpu_tensors(True)
             resources.callback(torch._C._set_only_lift_cpu_tensors, lifts)
             resources.enter_context(compilers.kept_out(self._as_torch_is, self.compilation.hooked))
+            resources.enter_context(patched_when_imported({COMPILES: plan_compiling}))
             resources.enter_context(EXTENSIONS.guarded())
             resources.enter_context(loading_on(self))
             resources.enter_context(DESCRIPTIONS.served(self.kernel_wrote))
@@ -236,7 +235,6 @@ class Simulation(SimulatedMachine):
             self._resources = resources.pop_all()
 
     def _follow_imports(self) -> None:
-        self._compiling.look()
         be_no_sequences()
         if self._patches.are_applied and triton.ARE_IN in sys.modules:
             if not self._of_triton.added:

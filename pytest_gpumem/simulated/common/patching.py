@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -61,6 +61,16 @@ class Patches:
         """Replace ``owner.name`` by ``value`` whenever the patches are applied."""
         self.added.append((owner, name, value))
         self.attributes.append((owner, name, value))
+
+    def wrap(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Replace ``owner.name`` by ``function``, which gets the original before its arguments."""
+        original = getattr(owner, name)
+
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        self.add(owner, name, call)
 
     def join_missing(self, module: ModuleType) -> None:
         """Serve the names that ``module`` lacks by one ``__getattr__`` of the module."""

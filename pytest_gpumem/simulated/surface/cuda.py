@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +24,7 @@ FLATTENS_POOL_IDS = "2.13"
 ``torch.__version__`` compares itself by releases.
 """
 _PRIVATE = "reserved_bytes_by_private_pools"
-
-
-@cache
-def _joins_pool_ids(release: str) -> bool:
-    """Return whether this release has strings for keys; each comparison parses the release."""
-    return release < FLATTENS_POOL_IDS
+_JOINS_POOL_IDS = torch.__version__ < FLATTENS_POOL_IDS
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
@@ -59,7 +54,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         patches.add(module, "memory_snapshot", partial(_memory_snapshot, machine))
     patches.add(torch._C, "_has_cuda", True)
     patches.add(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
-    patches.add(torch, "get_device_module", _device_module(torch.get_device_module))
+    patches.wrap(torch, "get_device_module", _device_module)
     patches.add(torch, "Generator", generator)
     # A type that can neither be changed nor inherited from.
     patches.add(torch, "device", device)
@@ -83,12 +78,9 @@ def answers_for_gpu(owner: Any, name: str, value: Any) -> bool:
     return owner in below or (owner is torch.cuda and name in _STATE)
 
 
-def _device_module(find: Callable[..., Any]) -> Callable[..., Any]:
-    def get_device_module(device: torch.device | str | None = None) -> Any:
-        # The original remembers its answers, also beyond the simulation.
-        return torch.cuda if device is None else find(device)
-
-    return get_device_module
+def _device_module(find: Callable[..., Any], device: torch.device | str | None = None) -> Any:
+    # The original remembers its answers, also beyond the simulation.
+    return torch.cuda if device is None else find(device)
 
 
 def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
@@ -111,7 +103,7 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
 
     def memory_stats(device: Any) -> dict[str, Any]:
         stats = memory(device).stats()
-        if _PRIVATE in stats and _joins_pool_ids(torch.__version__):
+        if _PRIVATE in stats and _JOINS_POOL_IDS:
             stats[_PRIVATE] = {f"{a}_{b}": value for (a, b), value in stats[_PRIVATE].items()}
         return stats
 

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -33,7 +34,7 @@ class SimulatedMemPool:
         self, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False, **_: Any
     ) -> None:
         if allocator is not None:
-            raise _needs_a_driver("torch.cuda.MemPool with an allocator of its own")
+            _refuse("torch.cuda.MemPool with an allocator of its own")
         gpu = self._machine.current
         for option, given in (("use_on_oom", use_on_oom), ("no_split", no_split)):
             if given and gpu.version < OPTIONS_SINCE[option]:
@@ -215,15 +216,11 @@ def _thread_on_gpu() -> tuple[int, bool]:
     return threading.get_ident(), torch._C._current_graph_task_id() != -1
 
 
-def _needs_a_driver(name: str) -> UnsupportedOperatorError:
-    return UnsupportedOperatorError(
+def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedOperatorError(
         f"{name} at {user_line()} takes memory past the simulated allocator, so it cannot run on a "
         f"simulated GPU"
     )
-
-
-def _pluggable(*_: Any, **__: Any) -> NoReturn:
-    raise _needs_a_driver("torch.cuda.memory.CUDAPluggableAllocator")
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
@@ -234,7 +231,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         patches.add(module, "MemPool", pool)
         if hasattr(module, "MemPoolContext"):
             patches.add(module, "MemPoolContext", context)
-    patches.add(torch.cuda.memory.CUDAPluggableAllocator, "__init__", _pluggable)
+    refuse = partial(_refuse, "torch.cuda.memory.CUDAPluggableAllocator")
+    patches.add(torch.cuda.memory.CUDAPluggableAllocator, "__init__", refuse)
     add_functions(_functions(machine), patches)
     graph = type("CUDAGraph", (Graph,), {"_machine": machine})
     for module in (torch.cuda, torch.cuda.graphs):

@@ -203,10 +203,7 @@ class SimulatedStream:
         """The raw handle."""
         return self.stream_id
 
-    @property
-    def native_handle(self) -> int:
-        """The raw handle."""
-        return self.stream_id
+    native_handle = cuda_stream
 
     @property
     def _as_parameter_(self) -> ctypes.c_void_p:
@@ -300,10 +297,9 @@ class _External(SimulatedStream):
         super().__init__(device, stream_ptr=stream_ptr)
 
 
-def _functions(
-    machine: SimulatedMachine, stream_type: type[SimulatedStream]
-) -> dict[str, Callable[..., Any]]:
-    """Return the functions of ``torch._C`` about streams."""
+def _add_functions(
+    machine: SimulatedMachine, patches: Patches, stream_type: type[SimulatedStream]
+) -> None:
     streams = machine.streams
 
     def set_stream(stream_id: int = 0, device_index: int = 0, device_type: int = 1) -> None:
@@ -313,7 +309,7 @@ def _functions(
     def set_debug_mode(mode: int) -> None:
         streams.sync_debug_mode = mode
 
-    return {
+    functions: dict[str, Callable[..., Any]] = {
         "_cuda_getCurrentStream": lambda index: (streams.current(index), index, 1),
         "_cuda_getDefaultStream": lambda index: (0, index, 1),
         "_cuda_getCurrentRawStream": streams.current,
@@ -332,6 +328,7 @@ def _functions(
             machine.device(index).index
         ),
     }
+    add_functions(functions, patches)
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
@@ -363,6 +360,6 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         patches.add(module, "ExternalStream", type("ExternalStream", (_External, stream), {}))
     patches.add(torch, "Event", generic_event)
     patches.add(torch, "Stream", generic)
-    add_functions(_functions(machine, stream), patches)
+    _add_functions(machine, patches, stream)
     patches.add(torch.Tensor, "register_hook", register_hook)
     patches.add(torch.Tensor, "record_stream", record_stream)
