@@ -40,13 +40,11 @@ from pytest_gpumem.simulated.surface import (
     history,
     kernels,
     legacy,
-    pool_states,
     pools,
     sensors,
     several,
     storages,
     streams,
-    tensor_moves,
     tensors,
     triton,
     unsupported,
@@ -63,7 +61,7 @@ _stack: list[Simulation] = []
 """Active simulations, innermost last: they replace names of the whole process."""
 
 _PARTS = (
-    *(tensors, gradients, factories, cuda, several, streams, pools, pool_states),
+    *(tensors, gradients, factories, cuda, several, streams, pools),
     *(history, checkpoints, backends, kernels, sensors, storages, unsupported, wrappers, legacy),
 )
 """The parts of the surface, in the order in which their replacements are added."""
@@ -227,7 +225,7 @@ class Simulation(SimulatedMachine):
             if self._stand_ins:
                 resources.enter_context(served(self.note))
             resources.enter_context(installed(self, self._casts))
-            resources.enter_context(tensor_moves.answering(self))
+            resources.enter_context(tensors.answering(self))
             resources.enter_context(self.execution)
             self.is_active = self.thread_state.joined = True
             self.threads.first = get_ident()

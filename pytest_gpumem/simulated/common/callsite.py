@@ -8,13 +8,14 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch._ops
 from torch._C._profiler import gather_traceback, symbolize_tracebacks
 
 from pytest_gpumem.allocator.trace import Contexts, Recording
@@ -340,3 +341,16 @@ def _folder(package: str) -> str:
     """Return the folder of ``package``, ``"<"``, which matches none, if it is not imported."""
     file = getattr(sys.modules.get(package), "__file__", None)
     return str(Path(file).parent) + os.sep if file else "<"
+
+
+def let_go(traceback: TracebackType | None) -> None:
+    """Clear the frames of the simulation's code, and of operators it calls, that have ended.
+
+    In a handler of an error C++ holds no tensor of the call any more.
+    """
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if is_own(frame.f_code.co_filename) or frame.f_code.co_filename == torch._ops.__file__:
+            with suppress(RuntimeError):  # it is running
+                frame.clear()
+        traceback = traceback.tb_next
