@@ -39,7 +39,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     nowrap = frozenset({*torch.overrides.get_default_nowrap_functions(), replaced.__get__})
     patches.add(torch._tensor, "get_default_nowrap_functions", lambda: nowrap)
     patches.add(torch.Tensor, "grad", replaced)
-    _add_saved(machine, patches)
+    patches.wrap(save_on_cpu, "__init__", _save_pageable)
     _add_double_backward(machine, patches)
     _add_control_flow(machine, patches)
     _add_grouping(patches)
@@ -62,23 +62,19 @@ def _check_devices(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
     )
 
 
-def _add_saved(machine: SimulatedMachine, patches: Patches) -> None:
+def _save_pageable(
+    initialize: Any, hooks: save_on_cpu, pin_memory: bool = False, *args: Any, **options: Any
+) -> None:
     """Make ``save_on_cpu(pin_memory=True)`` copy to pageable memory: the same for the device.
 
     Source: torch/autograd/graph.py (save_on_cpu), which otherwise fills a CPU tensor of its own.
     That tensor is contiguous, so the device first copies one that is not
     (aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries).
     """
-    initialize: Any = save_on_cpu.__init__
-
-    @functools.wraps(initialize)
-    def pageable(hooks: save_on_cpu, pin_memory: bool = False, device_type: str = "cuda") -> None:
-        initialize(hooks, False, device_type)
-        if pin_memory:
-            packed: Any = hooks.pack_hook
-            hooks.pack_hook = lambda tensor: packed(tensor.contiguous())
-
-    patches.add(save_on_cpu, "__init__", pageable)
+    initialize(hooks, False, *args, **options)
+    if pin_memory:
+        packed: Any = hooks.pack_hook
+        hooks.pack_hook = lambda tensor: packed(tensor.contiguous())
 
 
 _next = torch._C._autograd._get_sequence_nr
@@ -103,20 +99,16 @@ def _add_double_backward(machine: SimulatedMachine, patches: Patches) -> None:
         finally:
             if _next() != began and any(getattr(each, "is_cuda", False) for each in t_outputs):
                 number = machine.numbering.ended(began)
-                if _creates_graph(args) and not machine.streams.used:
+                # (grad_tensors, retain_graph, create_graph, ...), torch/autograd/__init__.py
+                if len(args) > 2 and args[2] and not machine.streams.used:
                     renumber(_made(t_outputs, args, results), began, number)
 
     for owner in (torch.autograd, torch.autograd.graph):
         patches.add(owner, "_engine_run_backward", run)
 
 
-def _creates_graph(args: tuple[Any, ...]) -> bool:
-    """``(grad_tensors, retain_graph, create_graph, inputs, ...)`` of torch/autograd/__init__.py."""
-    return len(args) > 2 and bool(args[2])
-
-
 def _made(outputs: Any, args: tuple[Any, ...], results: Any) -> list[Any]:
-    """Return the gradients of a pass: its results, or the leaves' present gradients."""
+    """Return the gradients of a pass: its results, or the present ones of its inputs or leaves."""
     found = [each for each in results or () if isinstance(each, torch.Tensor)]
     if found:
         return found
