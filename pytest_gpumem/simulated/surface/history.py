@@ -45,13 +45,12 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         record_pinned_host_memory: bool = False,
         record_cuda: bool = True,
     ) -> None:
-        _check(enabled, ("state", "all"), "expected state to be 'state', 'all', or None")
-        _check(
-            context,
-            ("state", "alloc", "all"),
-            "expected context to be 'state', 'alloc', 'all', or None",
-        )
-        _check(stacks, ("python", "all"), "expected stacks to be 'python', or 'all'")
+        if enabled not in (None, "state", "all"):
+            raise RuntimeError("expected state to be 'state', 'all', or None")
+        if context not in _CONTEXTS:
+            raise RuntimeError("expected context to be 'state', 'alloc', 'all', or None")
+        if stacks not in ("python", "all"):
+            raise RuntimeError("expected stacks to be 'python', or 'all'")
         recording = Recording(
             on=enabled is not None and record_cuda,
             contexts=_CONTEXTS[context],
@@ -102,8 +101,3 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         "_cuda_allocationTraceback": allocation_traceback,
     }
     add_functions(functions, patches)
-
-
-def _check(given: str | None, accepted: tuple[str, ...], complaint: str) -> None:
-    if given is not None and given not in accepted:
-        raise RuntimeError(complaint)

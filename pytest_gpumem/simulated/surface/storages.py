@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -63,7 +63,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(storage, "resize_", resize_)
     patches.add(storage, "copy_", copy_)
     for name in ("_share_cuda_", "share_memory_", "is_shared", "__getitem__"):
-        patches.add(storage, name, _guarded(machine, name, getattr(storage, name)))
+        patches.wrap(storage, name, partial(_guarded, machine, name))
 
 
 def _made(kind: type, /, *args: Any, device: Any = None, **options: Any) -> Any:
@@ -91,23 +91,15 @@ _WHY = {
 
 
 def _guarded(
-    machine: SimulatedMachine, name: str, method: Callable[..., Any]
-) -> Callable[..., Any]:
-    def refuse() -> NoReturn:
-        raise UnsupportedOperatorError(f"torch.UntypedStorage.{name} at {user_line()} {_WHY[name]}")
-
-    def call(storage: torch.UntypedStorage, *args: Any, **options: Any) -> Any:
-        if storage._cdata in machine.storages.on_host and name != "is_shared":
-            return refuse()
-        if storage._cdata not in machine.storages.by_key:
-            return method(storage, *args, **options)
-        if name == "__getitem__":  # tolist() reads by it
-            known = machine.values.of_storage(storage)
-            if known is not None:
-                return method(known, *args, **options)
+    machine: SimulatedMachine, name: str, method: Any, storage: Any, *args: Any, **options: Any
+) -> Any:
+    if storage._cdata in machine.storages.by_key:
         # CUDA memory is shared in any case: share_memory_() does nothing to it.
-        if name == "is_shared":
-            return True
-        return storage if name == "share_memory_" else refuse()
-
-    return call
+        if name in ("is_shared", "share_memory_"):
+            return True if name == "is_shared" else storage
+        known = machine.values.of_storage(storage)
+        if known is not None and name == "__getitem__":  # tolist() reads by it
+            return method(known, *args, **options)
+    elif name == "is_shared" or storage._cdata not in machine.storages.on_host:
+        return method(storage, *args, **options)
+    raise UnsupportedOperatorError(f"torch.UntypedStorage.{name} at {user_line()} {_WHY[name]}")
