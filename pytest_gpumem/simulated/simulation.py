@@ -229,16 +229,16 @@ class Simulation(SimulatedMachine):
             resources.enter_context(self.execution)
             self.is_active = self.thread_state.joined = True
             self.threads.first = get_ident()
-            resources.callback(self._forget_entering)
             self._resources = resources.pop_all()
 
     def _follow_imports(self) -> None:
         be_no_sequences()
-        if self._patches.are_applied and triton.ARE_IN in sys.modules:
-            if not self._of_triton.added:
-                triton.add_patches(self, self._of_triton)
-            if not self._of_triton.are_applied:
-                self._of_triton.apply()
+        if not self._patches.are_applied or triton.ARE_IN not in sys.modules:
+            return
+        if not self._of_triton.added:
+            triton.add_patches(self, self._of_triton)
+        if not self._of_triton.are_applied:
+            self._of_triton.apply()
 
     @contextmanager
     def _importing_triton(self) -> Iterator[None]:
@@ -269,7 +269,7 @@ class Simulation(SimulatedMachine):
         """Restore torch's names inside, but for those that answer for the GPU."""
         with (
             self._patches.paused(but=answers_for_gpu),
-            self._of_triton.paused(but=triton.answers_for_gpu),
+            self._of_triton.paused(but=triton.is_driver),
             self._single_rank.patches.paused(),
         ):
             yield
@@ -285,11 +285,9 @@ class Simulation(SimulatedMachine):
         ):
             yield
 
-    def _forget_entering(self) -> None:
-        self.is_active = self.thread_state.joined = False
-
     def _leave(self) -> None:
         resources, self._resources = self._resources, None
+        self.is_active = self.thread_state.joined = False
         if resources is not None:
             resources.close()
 
