@@ -171,12 +171,12 @@ class Simulation(SimulatedMachine):
             # Of a build without CUDA, which lacks most of them.
             self._patches.join_missing(torch._C)
             self.threads.add_patches(self._patches)
-            self._patches.join_inherited(torch.Tensor)
-            self._patches.join_inherited(torch.UntypedStorage)
             self.communicators: dict[str, Communicator] = {}
             self._single_rank = distributed.add_patches(
                 self, self.execution, world, self._patches, self.communicators
             )
+            self._patches.join_inherited(torch.Tensor)
+            self._patches.join_inherited(torch.UntypedStorage)
         self._resources: ExitStack | None = None
 
     @property

@@ -45,7 +45,6 @@ class TensorReads:
         self._storages = machine.storages
         self._values = machine.values
         self._repr: Any = torch.Tensor.__repr__
-        self._storage_data_ptr = torch.UntypedStorage.data_ptr
         self._array: Any = torch.Tensor.__array__
 
     def _block(self, tensor: torch.Tensor) -> SimulatedStorage | None:
@@ -89,7 +88,7 @@ class TensorReads:
         self._storages.refuse_taken_back(block.key)
         return block.pointer + int(tensor.storage_offset()) * tensor.element_size()
 
-    def storage_data_ptr(self, storage: torch.UntypedStorage) -> int:
+    def storage_data_ptr(self, address: Any, storage: torch.UntypedStorage) -> int:
         block = self._storages.by_key.get(storage._cdata)
         if block is not None:
             self._storages.refuse_taken_back(block.key)
@@ -99,7 +98,7 @@ class TensorReads:
                 return self._without_values(storage)
             # There is nothing to be read there: ctypes would take it for empty.
             raise UnknownValueError(self._unknown("data_ptr()"))
-        return self._storage_data_ptr(storage)
+        return int(address(storage))
 
     def _without_values(self, storage: torch.UntypedStorage) -> int:
         self._machine.note(
@@ -153,7 +152,8 @@ class TensorReads:
         known = self._known(tensor)
         if known is not None:
             return bool(_bool(known))
-        self._refuse(tensor, _condition_of(asking))
+        module = str(asking.f_globals.get("__name__", ""))
+        self._refuse(tensor, f"bool() in {module}" if module.startswith("torch.") else "bool()")
         return bool(_bool(tensor))
 
     def getitem(self, tensor: torch.Tensor, index: Any) -> Any:
@@ -208,17 +208,31 @@ class TensorReads:
         return _tolist(tensor)
 
     def numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
-        if self._storages.is_on_host(tensor) and self._has_neutral_integers(tensor, "numpy()"):
-            return _neutral_array(tuple(tensor.shape))
-        self._refuse_numpy(tensor)
-        return _numpy(tensor, **kwargs)
+        array = self._neutral_array(tensor, of_any_type=True)
+        return _numpy(tensor, **kwargs) if array is None else array
 
     def array(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        plain = not args and kwargs.get("dtype") is None and self._storages.is_on_host(tensor)
-        if plain and self._has_neutral_integers(tensor, "numpy()"):
-            return _neutral_array(tuple(tensor.shape))
-        self._refuse_numpy(tensor)
-        return self._array(tensor, *args, **kwargs)
+        array = self._neutral_array(tensor, not args and kwargs.get("dtype") is None)
+        return self._array(tensor, *args, **kwargs) if array is None else array
+
+    def _neutral_array(self, tensor: torch.Tensor, of_any_type: _Truth) -> Any:
+        """Return an array for unknown integers of the host, ``None`` for known values."""
+        on_host = self._storages.is_on_host(tensor)
+        if of_any_type and on_host and self._has_neutral_integers(tensor, "numpy()"):
+            import numpy as np
+
+            # One of numbers could not show that they are unknown.
+            array = np.empty(tuple(tensor.shape), dtype=object)
+            array.fill(NeutralInt())
+            return array
+        self._refuse_on_host(tensor, "numpy()")
+        block = self._block(tensor)
+        if block is not None:
+            raise TypeError(
+                f"can't convert {block.device.torch_device} device type tensor to numpy. Use "
+                f"Tensor.cpu() to copy the tensor to host memory first."
+            )
+        return None
 
     def _has_neutral_integers(self, tensor: torch.Tensor, read: str) -> _Truth:
         """Return whether reading all of ``tensor`` yields neutral integers, which is then noted."""
@@ -237,18 +251,6 @@ class TensorReads:
         if self._block(tensor) is None or self._values.everything:
             return False
         return self._values.of(tensor) is None or self._values.facts.is_assumed((tensor,))
-
-    def _is_known(self, tensor: torch.Tensor) -> _Truth:
-        return self._block(tensor) is not None and self._values.of(tensor) is not None
-
-    def _refuse_numpy(self, tensor: torch.Tensor) -> None:
-        self._refuse_on_host(tensor, "numpy()")
-        block = self._block(tensor)
-        if block is not None:
-            raise TypeError(
-                f"can't convert {block.device.torch_device} device type tensor to numpy. Use "
-                f"Tensor.cpu() to copy the tensor to host memory first."
-            )
 
     def _refuse(self, tensor: torch.Tensor, read: str) -> None:
         self._refuse_on_host(tensor, read)
@@ -276,18 +278,3 @@ def _gradient(tensor: torch.Tensor) -> str:
     if node is not None:
         return f", grad_fn=<{type(node).__name__}>"
     return ", requires_grad=True" if tensor.requires_grad else ""
-
-
-def _condition_of(frame: FrameType) -> str:
-    """Name the read of a condition, and torch's module if the condition is there."""
-    module = str(frame.f_globals.get("__name__", ""))
-    return f"bool() in {module}" if module.startswith("torch.") else "bool()"
-
-
-def _neutral_array(shape: tuple[int, ...]) -> Any:
-    """Return an array of objects: one of numbers could not show that they are unknown."""
-    import numpy as np
-
-    array = np.empty(shape, dtype=object)
-    array.fill(NeutralInt())
-    return array

@@ -176,8 +176,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         method = getattr(surface, name.strip("_"))
         patches.add(tensor, name, _as_function(method, getattr(tensor, name)))
     patches.add(tensor, "__new__", staticmethod(_new))
-    address = torch.UntypedStorage.data_ptr
-    patches.add(torch.UntypedStorage, "data_ptr", _as_function(surface.storage_data_ptr, address))
+    patches.wrap(torch.UntypedStorage, "data_ptr", surface.storage_data_ptr)
 
 
 def _new(kind: type, /, *args: Any, **kwargs: Any) -> Any:
