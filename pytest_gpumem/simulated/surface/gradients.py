@@ -5,10 +5,9 @@ torch compares the device of ``Tensor.grad`` in C++, where a simulated GPU is ``
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -86,10 +85,8 @@ def _add_double_backward(machine: SimulatedMachine, patches: Patches) -> None:
 
     With streams of the user's own the numbers stay: they show on which stream a node was made.
     """
-    engine = torch.autograd.graph._engine_run_backward
 
-    @functools.wraps(engine)
-    def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(engine: Callable[..., Any], t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if _graph_task() != -1:
             return engine(t_outputs, *args, **kwargs)
         began, results = _next(), None
@@ -104,7 +101,7 @@ def _add_double_backward(machine: SimulatedMachine, patches: Patches) -> None:
                     renumber(_made(t_outputs, args, results), began, number)
 
     for owner in (torch.autograd, torch.autograd.graph):
-        patches.add(owner, "_engine_run_backward", run)
+        patches.wrap(owner, "_engine_run_backward", run)
 
 
 def _made(outputs: Any, args: tuple[Any, ...], results: Any) -> list[Any]:
@@ -123,19 +120,18 @@ def _add_control_flow(machine: SimulatedMachine, patches: Patches) -> None:
     memory like all others. Source: torch/_higher_order_ops/utils.py (``materialize_as_graph``),
     torch 2.11 to 2.15.
     """
-    set_aside = _python_dispatch._disable_current_modes
 
     @contextmanager
-    def all_others() -> Iterator[Any]:
+    def all_others(disabled: AbstractContextManager[Any]) -> Iterator[Any]:
         mode: Any = machine.execution
-        with set_aside() as modes, mode:
+        with disabled as modes, mode:
             yield modes
 
-    def disable_current_modes() -> Any:
-        traces = sys._getframe(1).f_code.co_name == "_materialize_as_graph_inner"
-        return all_others() if traces else set_aside()
+    def disable(disable: Callable[[], Any]) -> Any:
+        traces = sys._getframe(2).f_code.co_name == "_materialize_as_graph_inner"
+        return all_others(disable()) if traces else disable()
 
-    patches.add(_python_dispatch, "_disable_current_modes", disable_current_modes)
+    patches.wrap(_python_dispatch, "_disable_current_modes", disable)
 
 
 _Lists = list[list[torch.Tensor | None]]
@@ -145,9 +141,10 @@ _Group = tuple[list[list[torch.Tensor | None]], list[int]]
 
 def _add_grouping(patches: Patches) -> None:
     """Group the tensors of ``torch.optim`` and ``clip_grad_norm_`` by the device they report."""
-    group = torch._C._group_tensors_by_device_and_dtype
 
-    def group_tensors(lists: _Lists, with_indices: bool = False) -> dict[_Key, _Group]:
+    def group_tensors(
+        group: Callable[..., Any], lists: _Lists, with_indices: bool = False
+    ) -> dict[_Key, _Group]:
         groups: dict[_Key, _Group] = group(lists, True)
         result: dict[_Key, _Group] = {}
         for (device, dtype), (members, indices) in groups.items():
@@ -159,7 +156,7 @@ def _add_grouping(patches: Patches) -> None:
                 result[seen, dtype] = split, [indices[i] for i in at] if with_indices else []
         return result
 
-    patches.add(torch._C, "_group_tensors_by_device_and_dtype", group_tensors)
+    patches.wrap(torch._C, "_group_tensors_by_device_and_dtype", group_tensors)
 
 
 def _by_device(tensors: Sequence[torch.Tensor | None]) -> dict[torch.device, list[int]]:

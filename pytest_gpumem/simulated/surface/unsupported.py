@@ -67,10 +67,10 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     _refuse_layouts(patches)
     dlpack = torch.utils.dlpack
     for owner, name in ((torch.Tensor, "__dlpack__"), (dlpack, "to_dlpack")):
-        patches.add(owner, name, _of_gpu(machine, name, getattr(owner, name)))
-    interface: Any = vars(torch.Tensor)["__cuda_array_interface__"]
-    described = _of_gpu(machine, "__cuda_array_interface__", interface.__get__)
-    patches.add(torch.Tensor, "__cuda_array_interface__", property(described))
+        patches.wrap(owner, name, _of_gpu(machine, name))
+    name = "__cuda_array_interface__"
+    described = functools.partial(_of_gpu(machine, name), vars(torch.Tensor)[name].__get__)
+    patches.add(torch.Tensor, name, property(described))
     if torch.__version__ < FOLLOWED_SINCE:
         # Called for gradients only: it traces the score function with a mode that has a device.
         with_gradients = _refusing(
@@ -145,11 +145,11 @@ def _is_on_gpu(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(_is_on_gpu, value[:MOST_LOOKED_AT]))
 
 
-def _of_gpu(machine: SimulatedMachine, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _of_gpu(machine: SimulatedMachine, name: str) -> Callable[..., Any]:
     refuse = _refusing(f"Tensor.{name}", _NEEDS_MEMORY)
     is_on_host = machine.storages.is_on_host
 
-    def call(tensor: torch.Tensor, /, *args: Any, **options: Any) -> Any:
+    def call(method: Any, tensor: torch.Tensor, /, *args: Any, **options: Any) -> Any:
         if tensor.is_cuda or is_on_host(tensor):
             refuse()
         return method(tensor, *args, **options)
