@@ -37,7 +37,6 @@ from pytest_gpumem.simulated.surface import (
     cuda,
     factories,
     gradients,
-    history,
     kernels,
     legacy,
     pools,
@@ -52,8 +51,8 @@ from pytest_gpumem.simulated.surface import (
 )
 from pytest_gpumem.simulated.surface.checkpoints import loading_on
 from pytest_gpumem.simulated.surface.cuda import answers_for_gpu
+from pytest_gpumem.simulated.surface.factories import be_no_sequences
 from pytest_gpumem.simulated.surface.kernels import COMPILES, EXTENSIONS, plan_compiling
-from pytest_gpumem.simulated.surface.sequences import be_no_sequences
 from pytest_gpumem.simulated.surface.threads import Threads
 from pytest_gpumem.values.world import World
 
@@ -62,7 +61,7 @@ _stack: list[Simulation] = []
 
 _PARTS = (
     *(tensors, gradients, factories, cuda, several, streams, pools),
-    *(history, checkpoints, backends, kernels, sensors, storages, unsupported, wrappers, legacy),
+    *(checkpoints, backends, kernels, sensors, storages, unsupported, wrappers, legacy),
 )
 """The parts of the surface, in the order in which their replacements are added."""
 
