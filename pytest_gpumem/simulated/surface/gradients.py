@@ -29,8 +29,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """
 
     def assign(tensor: torch.Tensor, gradient: Any) -> None:
-        if gradient is not None and isinstance(gradient, torch.Tensor):
-            _check_devices(tensor, gradient)
+        if isinstance(gradient, torch.Tensor) and tensor.dtype is gradient.dtype:
+            _check_devices(tensor.device, gradient.device)
         _grad.__set__(tensor, gradient)
 
     replaced = property(_grad.__get__, assign, _grad.__delete__)
@@ -44,9 +44,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     _add_grouping(patches)
 
 
-def _check_devices(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
-    here, there = tensor.device, gradient.device
-    if here == there or tensor.dtype is not gradient.dtype:
+def _check_devices(here: torch.device, there: torch.device) -> None:
+    if here == there:
         return
     if here.type != there.type:
         what = f"with device type '{there.type}' to a tensor with device type '{here.type}'"

@@ -47,7 +47,6 @@ class SimulatedEvent:
 
     @property
     def device(self) -> torch.device | None:
-        """The device it was recorded on."""
         return None if self._device is None else torch.device("cuda", self._device)
 
     @property
@@ -58,7 +57,6 @@ class SimulatedEvent:
     event_id = cuda_event
 
     def record(self, stream: Any = None) -> None:
-        """Record the event."""
         streams = self._machine.streams
         key = self._key(stream)
         if self._device not in (None, key[0]):
@@ -79,12 +77,10 @@ class SimulatedEvent:
         return True
 
     def wait(self, stream: Any = None) -> None:
-        """Delay later work of a stream until the event is complete."""
         if self._is_recorded:
             self._machine.streams.waits(self._key(stream), self)
 
     def synchronize(self) -> None:
-        """Wait for the event."""
         streams = self._machine.streams
         if self.capture is not None and self.capture.under_way:
             self.capture.valid = False
@@ -144,7 +140,6 @@ class _CudaEvent(SimulatedEvent):
         raise cuda_error("operation not supported")
 
     def ipc_handle(self) -> bytes:
-        """Return a handle for other processes: they cannot see a simulated GPU."""
         raise cuda_error("operation not supported")
 
     def __repr__(self) -> str:
@@ -186,7 +181,6 @@ class SimulatedStream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Return the lowest and the highest priority."""
         return 0, HIGHEST_PRIORITY
 
     @property
@@ -195,12 +189,10 @@ class SimulatedStream:
 
     @property
     def device(self) -> torch.device:
-        """The device this stream belongs to."""
         return torch.device("cuda", self.device_index)
 
     @property
     def cuda_stream(self) -> int:
-        """The raw handle."""
         return self.stream_id
 
     native_handle = cuda_stream
@@ -218,26 +210,21 @@ class SimulatedStream:
         return True
 
     def is_capturing(self) -> bool:
-        """Return whether a CUDA graph is being captured."""
         return self._key in self._machine.streams.captures
 
     def synchronize(self) -> None:
-        """Wait for all work."""
         streams = self._machine.streams
         streams.refuse_in_capture(self._key)
         streams.clock.wait_for(streams.clock.end(self._key))
         streams.timeline.finish_stream(self._key)
 
     def wait_stream(self, stream: Any) -> None:
-        """Delay later work until the present work of ``stream`` is done."""
         self.wait_event(stream.record_event())
 
     def wait_event(self, event: Any) -> None:
-        """Delay later work until an event is complete."""
         event.wait(self)
 
     def record_event(self, event: Any = None) -> SimulatedEvent:
-        """Record an event, by default a new one."""
         event = self._event_type() if event is None else event
         event.record(self)
         return event  # type: ignore[no-any-return]  # the caller's own event
