@@ -23,15 +23,22 @@ _TorchStream = torch.Stream
 
 
 class SimulatedEvent:
-    """An event of a simulated GPU: complete as soon as the work before it is; times are the host's.
+    """``torch.Event`` of a simulated GPU; other devices have their own.
 
-    ``torch.Event`` for a CUDA device and ``torch.cuda.Event`` are kinds of it.
+    It is complete as soon as the work before it is; times are the host's.
     """
 
     _machine: ClassVar[SimulatedMachine]
 
+    def __new__(cls, device: Any = None, **options: Any) -> Any:
+        if device is not None and torch.device(device).type != "cuda":
+            return _TorchEvent(device, **options)
+        return super().__new__(cls)
+
     def __init__(
         self,
+        device: Any = None,
+        *,
         enable_timing: bool = False,
         blocking: bool = False,
         interprocess: bool = False,
@@ -104,18 +111,6 @@ class SimulatedEvent:
         index = self._machine.current_index
         return index, self._machine.streams.current(index)
 
-
-class _AnyEvent(SimulatedEvent):
-    """``torch.Event``, whose first argument is the device; other devices have their own."""
-
-    def __new__(cls, device: Any = None, **options: Any) -> Any:
-        if device is not None and torch.device(device).type != "cuda":
-            return _TorchEvent(device, **options)
-        return super().__new__(cls)
-
-    def __init__(self, device: Any = None, **options: Any) -> None:
-        super().__init__(**options)
-
     def __repr__(self) -> str:
         # torch/csrc/Event.cpp (THPEvent_repr)
         index = self._machine.current_index if self._device is None else self._device
@@ -129,10 +124,17 @@ class _AnyEvent(SimulatedEvent):
 class _CudaEvent(SimulatedEvent):
     """``torch.cuda.Event``, whose first argument is whether it measures time."""
 
-    __init__ = SimulatedEvent.__init__
-
     def __new__(cls, *_: Any, **__: Any) -> Any:
         return object.__new__(cls)
+
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> None:
+        super().__init__(enable_timing=enable_timing)
 
     @classmethod
     def from_ipc_handle(cls, device: Any, handle: Any) -> NoReturn:
@@ -149,10 +151,15 @@ class _CudaEvent(SimulatedEvent):
 
 
 class SimulatedStream:
-    """``torch.cuda.Stream`` of a simulated GPU."""
+    """``torch.Stream`` of a simulated GPU; other devices have their own."""
 
     _machine: ClassVar[SimulatedMachine]
     _event_type: ClassVar[type[SimulatedEvent]]
+
+    def __new__(cls, device: Any = None, *args: Any, **options: Any) -> Any:
+        if isinstance(device, (str, torch.device)) and torch.device(device).type != "cuda":
+            return _TorchStream(device, *args, **options)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -249,18 +256,6 @@ class SimulatedStream:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.stream_id:#x}>"
-
-
-class _AnyStream(SimulatedStream):
-    """``torch.Stream``, of which ``torch.cuda.Stream`` is one; other devices have their own."""
-
-    def __new__(cls, device: Any = None, *args: Any, **options: Any) -> Any:
-        if isinstance(device, (str, torch.device)) and torch.device(device).type != "cuda":
-            return _TorchStream(device, *args, **options)
-        return super().__new__(cls)
-
-    def __repr__(self) -> str:
         # torch/csrc/Stream.cpp (THPStream_repr)
         return (
             f"torch.Stream device_type=cuda, device_index={self.device_index}, "
@@ -274,7 +269,8 @@ class _CudaStream(SimulatedStream):
     def __new__(cls, *_: Any, **__: Any) -> Any:
         return object.__new__(cls)
 
-    __repr__ = SimulatedStream.__repr__
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.stream_id:#x}>"
 
 
 class _External(SimulatedStream):
@@ -336,10 +332,10 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         if record.address:
             record.allocator.record_stream(record.address, stream.stream_id, stream.device_index)
 
-    generic_event = type("Event", (_AnyEvent,), {"_machine": machine, "__module__": "torch"})
+    generic_event = type("Event", (SimulatedEvent,), {"_machine": machine, "__module__": "torch"})
     event = type("Event", (_CudaEvent, generic_event), {"__module__": "torch.cuda"})
     bound = {"_machine": machine, "_event_type": event, "__module__": "torch"}
-    generic = type("Stream", (_AnyStream, SimulatedStream), bound)
+    generic = type("Stream", (SimulatedStream,), bound)
     stream = type("Stream", (_CudaStream, generic), {**bound, "__module__": "torch.cuda"})
     for module in (torch.cuda, torch.cuda.streams):
         patches.add(module, "Event", event)
