@@ -23,7 +23,7 @@ from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -65,11 +65,7 @@ class Extensions:
 
     def compiled(self, module: Any, path: str) -> None:
         """Keep them from ``module`` too, which the function of this ``path`` has compiled."""
-        found = [
-            (module, attribute, _Guarded(value, f"{module.__name__}.{attribute}", path))
-            for attribute, value in vars(module).items()
-            if _takes_tensors(value)
-        ]
+        found = _guards(module, module.__name__, path)
         self._found += found
         if self._open is not None:
             _replace(found, self._open)
@@ -87,12 +83,18 @@ class Extensions:
                 continue
             module = sys.modules[name]
             loader = getattr(getattr(module, "__spec__", None), "loader", None)
-            if not isinstance(loader, ExtensionFileLoader):
-                continue
-            for attribute, value in vars(module).items():
-                if _takes_tensors(value):
-                    guard = _Guarded(value, f"{name}.{attribute}")
-                    self._found.append((module, attribute, guard))
+            if isinstance(loader, ExtensionFileLoader):
+                self._found += _guards(module, name)
+
+
+def _guards(
+    module: Any, name: str, described_as: str | None = None
+) -> list[tuple[Any, str, _Guarded]]:
+    return [
+        (module, attribute, _Guarded(value, f"{name}.{attribute}", described_as))
+        for attribute, value in vars(module).items()
+        if _takes_tensors(value)
+    ]
 
 
 def _replace(found: Iterable[tuple[Any, str, _Guarded]], until: ExitStack) -> None:
@@ -122,16 +124,13 @@ class _Guarded:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if any(tensor.is_cuda for tensor in tensors_in((args, options))):
-            self._refuse()
+            raise UndescribedKernelError(
+                f"{self._path} at {callers_line()} is a function of a compiled extension, which a "
+                f"simulated GPU cannot run: say what it allocates with "
+                f'pytest_gpumem.simulate_operator("{self._described_as}"), {OR_DRY}',
+                self._path,
+            )
         return self._function(*args, **options)
-
-    def _refuse(self) -> NoReturn:
-        raise UndescribedKernelError(
-            f"{self._path} at {callers_line()} is a function of a compiled extension, which a "
-            f"simulated GPU cannot run: say what it allocates with "
-            f'pytest_gpumem.simulate_operator("{self._described_as}"), {OR_DRY}',
-            self._path,
-        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._function, name)
