@@ -30,9 +30,11 @@ Record = Callable[[str, Callable[[], Any]], Any]
 
 DTYPES = {
     "f32": torch.float32,
+    "f64": torch.float64,
     "f16": torch.float16,
     "bf16": torch.bfloat16,
     "i64": torch.int64,
+    "u8": torch.uint8,
     "bool": torch.bool,
     "c64": torch.complex64,
     "amp": torch.float32,
@@ -86,8 +88,9 @@ def _samples(op: Any, name: str, dtypes: Sequence[str], samples: int) -> Iterato
         if DTYPES[dtype] not in op.supported_dtypes("cuda"):
             continue
         _seed()
-        has_gradient = op.supports_autograd and DTYPES[dtype].is_floating_point
-        found = list(op.sample_inputs("cpu", DTYPES[dtype], requires_grad=has_gradient))
+        real = DTYPES[dtype]
+        has_gradient = op.supports_autograd and (real.is_floating_point or real.is_complex)
+        found = list(op.sample_inputs("cpu", real, requires_grad=has_gradient))
         order = list(range(len(found)))
         random.Random(0).shuffle(order)
         for index in order[:samples]:
@@ -112,9 +115,7 @@ def _called(op: Any, given: Any, dtype: str, has_gradient: bool, record: Record)
 def _backward(result: Any, record: Record) -> None:
     """Run the gradients of all of ``result``."""
     outputs = [
-        one
-        for one in tree_leaves(result)
-        if isinstance(one, torch.Tensor) and one.requires_grad and one.is_floating_point()
+        one for one in tree_leaves(result) if isinstance(one, torch.Tensor) and one.requires_grad
     ]
     if outputs:
         gradients = [torch.ones_like(one) for one in outputs]

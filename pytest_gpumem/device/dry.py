@@ -17,7 +17,8 @@ from pytest_gpumem.collector import GROWTH, Collector
 from pytest_gpumem.device import Computed
 from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.device.device import ComputingDevice
-from pytest_gpumem.device.left_threads import is_set_up
+from pytest_gpumem.device.left_threads import is_set_up, is_shared
+from pytest_gpumem.device.random_numbers import own_numbers
 from pytest_gpumem.dry import autograd, compiling, scope, workspaces
 from pytest_gpumem.dry.blocks import Blocks, LeftoverBlocks
 from pytest_gpumem.dry.load import begin_placing_anew
@@ -150,6 +151,7 @@ class DryDevice(CudaDevice, ComputingDevice):
         """Run the test ``name`` inside; the collector runs by the GPUs' blocks only."""
         with (
             super().measuring(name),
+            own_numbers(),
             self._collector.in_charge(),
             self._blocks.growing(GROWTH, self._collector.grown),
         ):
@@ -167,7 +169,11 @@ class DryDevice(CudaDevice, ComputingDevice):
     @contextmanager
     def setting_up(self, fixture: object) -> Iterator[None]:
         """Attribute the blocks that are allocated inside to ``fixture``."""
-        with super().setting_up(fixture), self._fixtures.setting_up(fixture):
+        with (
+            super().setting_up(fixture),
+            self._fixtures.setting_up(fixture),
+            own_numbers() if is_shared(fixture) else nullcontext(),
+        ):
             yield
 
     def forget(self, fixture: object) -> None:

@@ -14,6 +14,7 @@ from pytest_gpumem.device.device import ComputingDevice
 from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.device.left_threads import is_set_up, is_shared
 from pytest_gpumem.device.quota import inherited, refusals
+from pytest_gpumem.device.random_numbers import own_numbers
 from pytest_gpumem.dry import scope
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
@@ -188,6 +189,7 @@ class SimulatedDevice(ComputingDevice):
         with (
             self._simulation.threads.owned_by(name),
             imports_watched(),
+            own_numbers(),
             self._collector.in_charge(),
         ):
             yield
@@ -237,6 +239,7 @@ class SimulatedDevice(ComputingDevice):
         with ExitStack() as logging:
             if is_shared(fixture):
                 logging.enter_context(self._simulation.threads.owned_by(None))
+                logging.enter_context(own_numbers())
             logs = [logging.enter_context(gpu.logging()) for gpu in self._gpus]
             yield
         after = self._simulation.current_index

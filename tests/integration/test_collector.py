@@ -77,8 +77,8 @@ def test_garbage_lives_until_there_are_as_many_blocks_as_make_a_collection_due(
         "test_cycles[24-1024]": 24 * MIB,
         "test_cycles[60-256]": 15 * MIB,
         "test_cycles[300-64]": 300 * 64 * KIB,
-        # The block that makes a collection due is made after it, and begins the next count at zero.
-        "test_cycles[3000-4]": (GROWTH + 1) * 4096,
+        # A collection leaves the cycle whose block has made it due, which is not garbage yet.
+        "test_cycles[3000-4]": (1 + GROWTH + 1) * 4096,
     }
 
 
@@ -140,7 +140,7 @@ def test_what_a_body_sets_the_collector_to_ends_with_it(project: Project) -> Non
     assert measured == {
         "test_without": 1000 * KIB,
         "test_never": 1000 * KIB,
-        "test_with": GROWTH * KIB,
+        "test_with": (GROWTH + 1) * KIB,
     }
     assert (gc.isenabled(), gc.get_threshold()) == before
 

@@ -47,9 +47,7 @@ class Memory(Allocator):
     def malloc(self, size: int, stream: int = 0, context: object = None) -> int:
         """Allocate ``size`` bytes; raises ``torch.OutOfMemoryError``."""
         self.growth += 1
-        if self.growth > GROWTH and self.collector is not None:
-            self.growth = 0
-            self.collector.grown()
+        has_grown = self.growth > GROWTH and self.collector is not None
         if context is None and self.history:
             context = provenance()
         if self._recording is not None and isinstance(context, Provenance):
@@ -59,7 +57,6 @@ class Memory(Allocator):
             address = Allocator.malloc(self, size, stream, context)
             if address and isinstance(context, Provenance):
                 context.nbytes = self.block(address)
-            return address
         except OutOfMemory as error:
             if error.tried_everything and self.observers:
                 self._busy = False
@@ -69,6 +66,10 @@ class Memory(Allocator):
             self._busy = False
             if self._freed_meanwhile:
                 self._free_late()
+        if has_grown and self.collector is not None:  # behind it, as the dry device does
+            self.growth = 0
+            self.collector.grown()
+        return address
 
     def free(self, address: int, context: Any = None) -> None:
         """Give a block back, after the operation that is under way."""

@@ -1,0 +1,52 @@
+"""Random numbers of tests on a device without a GPU: the same each time, and nobody else's."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from pytest_gpumem import simulate
+from pytest_gpumem.device.random_numbers import own_numbers
+
+Drawn = tuple[float, float, float, list[float]]
+
+
+def draw() -> Drawn:
+    """Return the next numbers of each generator of the host, and of the GPU."""
+    on_gpu = torch.cuda.default_generators[0].get_state().tolist()
+    torch.randn(3, device="cuda")
+    return random.random(), float(np.random.rand()), float(torch.rand(())), on_gpu
+
+
+def test_each_test_draws_the_same_numbers() -> None:
+    with simulate("T4"):
+        with own_numbers():
+            first = draw()
+            draw()
+        draw()
+        with own_numbers():
+            assert draw() == first
+
+
+def test_the_numbers_of_others_go_on_behind_it() -> None:
+    with simulate("T4"):
+        with own_numbers():
+            draw()
+            expected = draw()
+        with own_numbers():
+            draw()
+            with own_numbers():
+                draw()
+            assert draw() == expected
+
+
+def test_generators_of_gpus_that_none_has_used_stay_new() -> None:
+    with simulate("T4"):
+        with own_numbers():
+            expected = draw()
+        with own_numbers():
+            with own_numbers():
+                torch.randn(3, device="cuda")
+            assert draw() == expected
