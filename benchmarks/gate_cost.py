@@ -14,11 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from pytest_gpumem.sharing.admission import Device
+from pytest_gpumem.sharing.admission import Device, Need
+from pytest_gpumem.sharing.devices import SharedSimulatedDevice
 from pytest_gpumem.sharing.gate import Gate
 from pytest_gpumem.sharing.ledger import Ledger
-from pytest_gpumem.sharing.need import Need
-from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
 
 CAPACITY, SMALL = 16 * 2**30, 2**20
 BOUND = 2.0
@@ -40,7 +39,6 @@ def passes(folder: Path, others: int, count: int) -> tuple[float, float]:
         own,
         [device],
         held=lambda name: (0, 0),
-        reach=lambda nodeid: 1,
         tidy=lambda: None,
         patience=60.0,
     )

@@ -125,11 +125,11 @@ def _marker() -> Iterator[str]:
         [
             (
                 _code(keyword),
-                _sentence(keyword, parse.__doc__),
+                _sentence(keyword, accepts),
                 _default(keyword, defaults),
                 _sentence(keyword, meanings.get(keyword)),
             )
-            for keyword, parse in marker._PARSERS.items()
+            for keyword, (accepts, _) in marker._PARSERS.items()
         ],
     )
 

@@ -72,7 +72,12 @@ class Collector:
                 set_threshold(*found)
                 self._tests += 1
                 if self._tests % FULL_EVERY == 0:
-                    _give_python_a_turn()
+                    # CPython checks its thresholds when an object is made, and may collect the
+                    # oldest generation then. Young ones were collected in its place, so its own
+                    # counter is near zero.
+                    set_threshold(1, *found[1:])
+                    _ = [[], [], []]
+                    set_threshold(*found)
 
     def restart(self) -> None:
         """Reset the state as if no code had run before."""
@@ -126,15 +131,3 @@ def settings_kept() -> Iterator[None]:
     finally:
         set_threshold(*thresholds)
         (enable if enabled else disable)()
-
-
-def _give_python_a_turn() -> None:
-    """Make CPython check its thresholds, which may collect the oldest generation.
-
-    It checks when an object is made. Young generations were collected in its place, so its own
-    counter is near zero.
-    """
-    thresholds = get_threshold()
-    set_threshold(1, *thresholds[1:])
-    _ = [[], [], []]
-    set_threshold(*thresholds)

@@ -15,9 +15,14 @@ def printable(text: str, most: int | None = None) -> str:
     Control sequences, line ends and marks that turn the direction of writing appear in
     escaped form, ``\\x1b`` or ``\\u202e``. With ``most``, a longer text loses its middle.
     """
-    if most is not None and len(text) > most:
+    if most is not None:
         text = shortened(text, most)
-    return text if text.isprintable() else "".join(map(_printable, text))
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
 
 
 def quoted_for_shell(text: str) -> str:
@@ -32,15 +37,15 @@ def quoted_for_shell(text: str) -> str:
     return '"' + "".join(f"\\{char}" if char in '\\"$`' else char for char in text) + '"'
 
 
-def quoted(value: object, most: int = MOST) -> str:
-    """Return ``repr(value)``, without its middle where it is longer than ``most`` characters."""
-    if isinstance(value, str) and len(value) > most:
-        value = shortened(value, most)
+def quoted(value: object) -> str:
+    """Return ``repr(value)``, without its middle where that is longer than :data:`MOST`."""
+    if isinstance(value, str):
+        value = shortened(value, MOST)
     try:
         text = repr(value)
     except Exception:  # a user's own class
         text = f"<{type(value).__name__}>"
-    return printable(text, 2 * most)
+    return printable(text, 2 * MOST)
 
 
 def shortened(text: str, most: int) -> str:
@@ -51,7 +56,3 @@ def shortened(text: str, most: int) -> str:
     head = max(most - len(gap), 0)
     tail = head // 3
     return f"{text[: head - tail]}{gap}{text[len(text) - tail :]}"
-
-
-def _printable(char: str) -> str:
-    return char if char.isprintable() else char.encode("unicode_escape").decode("ascii")

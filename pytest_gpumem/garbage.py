@@ -1,10 +1,11 @@
-"""Python's garbage collector, paused where it would find nothing."""
+"""Python's garbage collector, paused where it would find nothing, and frames that keep objects."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 # Imported by name, because code under test may replace the module's functions.
 from gc import (
@@ -17,10 +18,14 @@ from gc import (
     isenabled,
     unfreeze,
 )
+from importlib.abc import Loader
 from inspect import CO_GENERATOR
 from itertools import chain
 from sys import getrefcount
-from types import FrameType
+from threading import get_ident
+from types import FrameType, ModuleType
+
+from pytest_gpumem.late_modules import Finder, Wrapped, is_only_asked
 
 _YOUNG = (0, 1)
 """The generations that hold all new objects, unless the oldest was collected since."""
@@ -152,3 +157,41 @@ def _is_below(frame: FrameType, caller: FrameType) -> bool:
             return True
         following = following.f_back
     return False
+
+
+@contextmanager
+def imports_watched() -> Iterator[None]:
+    """Clear the frames that an import inside leaves behind, when it ends.
+
+    A module is imported once in a process, and such frames keep local variables of the test alive.
+    The first ``torch.utils.checkpoint.checkpoint`` of a process imports ``torch._dynamo`` with its
+    input in reach (``inner`` in torch/_compile.py). The test that happens to be the first would
+    then need more memory than the same test later.
+    """
+    busy: set[int] = set()
+    """Threads that are importing something: what they import inside is theirs."""
+
+    def wrapper_of(name: str) -> Callable[[Loader], Loader] | None:
+        return None if is_only_asked(below=1) else partial(_TidyLoader, busy)
+
+    finder = Finder(wrapper_of, busy)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _TidyLoader(Wrapped):
+    def __init__(self, busy: set[int], loader: Loader) -> None:
+        super().__init__(loader)
+        self._busy = busy
+
+    def exec_module(self, module: ModuleType) -> None:
+        thread = get_ident()
+        self._busy.add(thread)
+        try:
+            with FramesLetGo():
+                super().exec_module(module)
+        finally:
+            self._busy.discard(thread)

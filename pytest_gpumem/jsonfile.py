@@ -50,10 +50,7 @@ class NewerError(DocumentError):
 
 
 def decoded(content: bytes, **hooks: Any) -> Any:
-    """Return the JSON of ``content``; ``hooks`` as json.loads takes them.
-
-    Raises :class:`DocumentError` where it is none, or nested too deeply.
-    """
+    """Return the JSON of ``content``, by the ``hooks`` of json.loads; raises DocumentError."""
     import json
 
     try:
@@ -123,28 +120,20 @@ Check = Callable[[Any], Fault | None]
 _ANNOTATIONS = frozenset({"$schema", "$defs", "title", "description"})
 _OF_VALUES = frozenset({"type", "const", "enum", "minimum", "maximum", "minLength", "anyOf"})
 _OF_OBJECTS = frozenset({"required", "properties", "additionalProperties"})
-_TYPES: dict[str, Callable[[Any], bool]] = {
-    "null": lambda value: value is None,
-    "boolean": lambda value: isinstance(value, bool),
-    "string": lambda value: isinstance(value, str),
-    "array": lambda value: isinstance(value, list),
-    "object": lambda value: isinstance(value, dict),
-    "number": lambda value: _is_number(value),
-    # JSON has one kind of number: 1.0 is an integer.
-    "integer": lambda value: (
-        _is_number(value) and (isinstance(value, int) or bool(value.is_integer()))
-    ),
+_USUAL: dict[str, tuple[type, ...]] = {
+    "null": (type(None),),
+    "boolean": (bool,),
+    "string": (str,),
+    "array": (list,),
+    "object": (dict,),
+    "number": (int, float),
+    "integer": (int,),
 }
-_USUAL = {"string": str, "integer": int, "boolean": bool, "null": type(None)}
-"""The Python types of JSON values, in nearly all cases."""
+"""The Python types of JSON values, in nearly all cases: 1.0 is an integer, too."""
 
 
 def compiled(schema: Schema) -> Check:
-    """Return the function that finds the first fault of a document, ``None`` where it has none.
-
-    Supports the keywords in the schemas of this package; raises ``NotImplementedError`` for
-    another one.
-    """
+    """Return the function that finds the first fault of a document, ``None`` where it has none."""
     return _Compiler(schema).check(schema)
 
 
@@ -160,7 +149,13 @@ class _Compiler:
             raise NotImplementedError(f"JSON schema keywords {sorted(unknown)}")
         checks = []
         if "$ref" in schema:
-            checks.append(self._reference(schema["$ref"]))
+            reference = schema["$ref"]
+            if reference not in self._named:
+                named = self._root
+                for part in reference.removeprefix("#/").split("/"):
+                    named = named[part]
+                self._named[reference] = self.check(named)
+            checks.append(self._named[reference])
         if of_value := {key: schema[key] for key in schema if key in _OF_VALUES}:
             checks.append(self._value(of_value))
         if schema.keys() & _OF_OBJECTS:
@@ -169,34 +164,36 @@ class _Compiler:
             checks.append(self._object(schema))
         if "items" in schema:
             checks.append(self._array(schema["items"]))
-        return checks[0] if len(checks) == 1 else _all(checks)
-
-    def _reference(self, reference: str) -> Check:
-        if reference not in self._named:
-            schema = self._root
-            for part in reference.removeprefix("#/").split("/"):
-                schema = schema[part]
-            self._named[reference] = self.check(schema)
-        return self._named[reference]
+        if len(checks) == 1:
+            return checks[0]
+        return lambda value: next(filter(None, (check(value) for check in checks)), None)
 
     def _value(self, schema: Schema) -> Check:
-        conditions = [_CONDITIONS[key](schema[key]) for key in schema if key in _CONDITIONS]
         if "anyOf" in schema:
-            choices = [self.check(choice) for choice in schema["anyOf"]]
-            conditions.append(lambda value: any(choice(value) is None for choice in choices))
             schema = {**schema, "$defs": self._root["$defs"]}
-        low, high = schema.get("minimum", float("-inf")), schema.get("maximum", float("inf"))
-        plain = schema.keys() <= {"type", "minimum", "maximum"}
-        names = schema["type"] if isinstance(schema.get("type"), list) else [schema.get("type")]
-        usual = {_USUAL[name] for name in names if name in _USUAL} if plain else set()
+        choices = [self.check(choice) for choice in schema.get("anyOf", ())]
+        constants = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        plain = {(type(one), one) for one in constants if isinstance(one, str | int)}
+        low = schema.get("minimum", schema.get("minLength", float("-inf")))
+        high = schema.get("maximum", float("inf"))
+        names = [] if choices or constants else schema["type"]
+        names = [names] if isinstance(names, str) else names
+        usual = {kind for name in names for kind in _USUAL[name]}
 
         def check(value: Any) -> Fault | None:
             kind = type(value)
-            if kind in usual and (kind is not int or low <= value <= high):
-                return None  # most values of a document
-            if all(condition(value) for condition in conditions):
+            if kind in usual:  # most values of a document
+                size = len(value) if kind is str else value if kind in (int, float) else low
+                if low <= size <= high:
+                    return None
+            elif kind in (str, int) and (kind, value) in plain:
                 return None
-            return Fault(schema, value, [])
+            if any(choice(value) is None for choice in choices):
+                return None
+            from jsonschema import Draft202012Validator
+
+            is_valid = Draft202012Validator(schema).is_valid(value)
+            return None if is_valid else Fault(schema, value, [])
 
         return check
 
@@ -240,41 +237,3 @@ class _Compiler:
             return None
 
         return check
-
-
-def _all(checks: list[Check]) -> Check:
-    def check(value: Any) -> Fault | None:
-        for one in checks:
-            if (fault := one(value)) is not None:
-                return fault
-        return None
-
-    return check
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _type(names: Any) -> Callable[[Any], bool]:
-    kinds = [_TYPES[name] for name in ([names] if isinstance(names, str) else names)]
-    return lambda value: any(kind(value) for kind in kinds)
-
-
-def _one_of(choices: list[Any]) -> Callable[[Any], bool]:
-    # In JSON, true and 1 are two values.
-    return lambda value: any(
-        value == choice and isinstance(value, bool) == isinstance(choice, bool)
-        for choice in choices
-    )
-
-
-_CONDITIONS: dict[str, Callable[[Any], Callable[[Any], bool]]] = {
-    "type": _type,
-    "const": lambda constant: _one_of([constant]),
-    "enum": _one_of,
-    "minimum": lambda least: lambda value: not _is_number(value) or value >= least,
-    "maximum": lambda most: lambda value: not _is_number(value) or value <= most,
-    "minLength": lambda least: lambda value: not isinstance(value, str) or len(value) >= least,
-}
-"""The conditions on a value by keyword, given the keyword's value in the schema."""

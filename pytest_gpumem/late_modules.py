@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from threading import get_ident
@@ -30,7 +31,11 @@ def from_now_on(changes: Mapping[str, Change], executed: Context = nullcontext) 
 
     A module that is imported later is executed in a context of its own.
     """
-    finder = _Finder(changes, executed)
+
+    def wrapper_of(name: str) -> Callable[[Loader], Loader] | None:
+        return partial(_Changing, changes[name], executed) if name in changes else None
+
+    finder = Finder(wrapper_of, set())
     for name, change in changes.items():
         if (module := sys.modules.get(name)) is not None:
             change(module)
@@ -38,68 +43,81 @@ def from_now_on(changes: Mapping[str, Change], executed: Context = nullcontext) 
     return finder
 
 
-class _Finder(MetaPathFinder):
-    def __init__(self, changes: Mapping[str, Change], executed: Context) -> None:
-        self._changes = changes
-        self._executed = executed
-        self._busy: set[int] = set()
-        """Threads that ask the other finders, of which one may ask this one."""
+class Finder(MetaPathFinder):
+    """A finder that delegates to the others, and wraps the loaders of some modules.
+
+    ``wrapper_of`` returns the wrapper by a module's name, ``None`` for those that stay as they are.
+    Inside the finders, of which one may ask this one, a thread is ``busy``.
+    """
+
+    def __init__(
+        self, wrapper_of: Callable[[str], Callable[[Loader], Loader] | None], busy: set[int]
+    ) -> None:
+        self._wrapper_of = wrapper_of
+        self._busy = busy
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that the other finders have; its loader applies the change."""
-        change, thread = self._changes.get(fullname), get_ident()
-        if change is None or thread in self._busy:
+        """Return the spec that the other finders have, with the wrapped loader."""
+        thread = get_ident()
+        if thread in self._busy or (wrapper := self._wrapper_of(fullname)) is None:
             return None
         self._busy.add(thread)
         try:
-            spec = spec_of_others(fullname, path, target)
+            finders = [one for one in sys.meta_path if hasattr(one, "find_spec")]
+            specs = (one.find_spec(fullname, path, target) for one in finders)
+            spec = next(filter(None, specs), None)
         finally:
             self._busy.discard(thread)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Changing(spec.loader, change, self._executed)
+        if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = wrapper(spec.loader)
         return spec
 
 
-def spec_of_others(
-    fullname: str, path: Sequence[str] | None, target: ModuleType | None
-) -> ModuleSpec | None:
-    """Return the spec that the finders have, for one of them that now answers ``None`` itself."""
-    for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
-        spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
-        if spec is not None:
-            return spec
-    return None
+class Wrapped(Loader):
+    """A loader that runs another one, which the module has as its own then."""
 
-
-def is_only_asked() -> bool:
-    """Return whether ``importlib.util.find_spec`` calls the finder that calls this.
-
-    It then looks whether there is a module, and imports none.
-    """
-    return sys._getframe(3).f_globals.get("__name__") == "importlib.util"
-
-
-class _Changing(Loader):
-    def __init__(self, loader: Loader, change: Change, executed: Context) -> None:
-        self._loader = loader
-        self._change = change
-        self._executed = executed
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+        return getattr(self.loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the module that the other loader makes, which may put itself into ``spec``."""
+        """Return the module that the loader makes."""
+        spec.loader = self.loader
         try:
-            return self._loader.create_module(spec)
+            return self.loader.create_module(spec)
         finally:
             spec.loader = self
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module, then change it."""
+        """Run the code of ``module``."""
+        spec = module.__spec__
+        if spec is not None and spec.loader is self:
+            spec.loader = self.loader
+        if getattr(module, "__loader__", None) is self:
+            module.__loader__ = self.loader
+        self.loader.exec_module(module)
+
+
+def is_only_asked(below: int = 0) -> bool:
+    """Return whether ``importlib.util.find_spec`` calls the finder that calls this.
+
+    It then looks whether there is a module, and imports none. ``below`` is the number of functions
+    between the finder and this one.
+    """
+    return sys._getframe(3 + below).f_globals.get("__name__") == "importlib.util"
+
+
+class _Changing(Wrapped):
+    def __init__(self, change: Change, executed: Context, loader: Loader) -> None:
+        super().__init__(loader)
+        self._change = change
+        self._executed = executed
+
+    def exec_module(self, module: ModuleType) -> None:
         with self._executed():
-            self._loader.exec_module(module)
+            super().exec_module(module)
         self._change(module)

@@ -30,8 +30,6 @@ MOST_RANKS = 1 << 20
 GUARANTEED, OPPORTUNISTIC = "guaranteed", "opportunistic"
 """Qualities of service on a shared device."""
 
-NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
-
 
 class MarkerError(ValueError):
     """Bad arguments of the marker; the message is one sentence, without the test's name."""
@@ -114,7 +112,7 @@ def _plain(value: Any) -> Any:
 
 
 def expectation_of(
-    markers: Iterable[pytest.Mark], defaults: Mapping[str, Any] = NO_DEFAULTS
+    markers: Iterable[pytest.Mark], defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> Expectation:
     """Return the expectation that a test's markers, closest first, add up to.
 
@@ -142,7 +140,7 @@ def parse_keyword(keyword: str, value: object) -> Any:
 
     Raises a ``ValueError`` whose sentence begins with the value and lists accepted ones.
     """
-    return _PARSERS[keyword](value)
+    return _PARSERS[keyword][1](value)
 
 
 def _keywords_of(mark: pytest.Mark) -> dict[str, Any]:
@@ -178,24 +176,7 @@ def _parse_named(keyword: str, value: object) -> Any:
         raise MarkerError(f"gpumem marker: {keyword}={error}") from None
 
 
-def _size(value: object) -> int:
-    """A size: `"20GiB"`, or bytes."""
-    # A value that is neither int nor text is refused there, with its sentence.
-    return parse_size(value)  # type: ignore[arg-type]
-
-
-def _limit(value: object) -> int:
-    """A size: `"2GB"`, or bytes."""
-    return written_size(value)  # type: ignore[arg-type]  # as in _size
-
-
-def _tolerance(value: object) -> Tolerance:
-    """A tolerance: `"2% + 1MiB"`."""
-    return parse_tolerance(value)  # type: ignore[arg-type]  # as in _size
-
-
 def _phases(value: object) -> dict[str, int]:
-    """A dict of sizes: `{"forward": "1GB"}`."""
     if not isinstance(value, Mapping):
         raise MarkerError(
             f'{quoted(value)} is not a dict of sizes by phase, like {{"forward": "1GB"}}'
@@ -207,50 +188,13 @@ def _phases(value: object) -> dict[str, int]:
                 f"{quoted(value)} names a phase {quoted(name)}; a name is a text, not empty"
             )
         try:
-            limits[name] = _limit(limit)
+            limits[name] = written_size(limit)
         except SizeError as error:
             raise MarkerError(f"{quoted(value)}: for {quoted(name)}, {error}") from None
     return limits
 
 
-def _flag(value: object) -> bool:
-    """`True` or `False`."""
-    if not isinstance(value, bool):
-        raise MarkerError(f"{quoted(value)} is neither True nor False")
-    return value
-
-
-def _qos(value: object) -> str:
-    """`"guaranteed"` or `"opportunistic"`."""
-    if value not in (GUARANTEED, OPPORTUNISTIC):
-        raise MarkerError(f"{value!r} is neither {GUARANTEED!r} nor {OPPORTUNISTIC!r}")
-    return str(value)
-
-
-def is_int(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
-    """Return whether ``value`` is an int within these bounds, and no bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _priority(value: object) -> int:
-    """An int."""
-    if not is_int(value):
-        raise MarkerError(f"{value!r} is not a priority; write an int, 0 where none is given")
-    return value
-
-
-def _count(least: int) -> Callable[[object], int]:
-    def parse(value: object) -> int:
-        if is_int(value, least):
-            return value
-        raise MarkerError(f"{quoted(value)} is not a number of runs; write an int from {least} up")
-
-    parse.__doc__ = f"An int from {least} up."
-    return parse
-
-
 def _gpus(value: object) -> tuple[str, ...]:
-    """A model, or a list of them: `"A100-40GB"`, `"A100-80GB*2"`."""
     # Most test suites name no GPU, and all of them import this module if the plugin is installed.
     from pytest_gpumem.simulated.gpu.catalogue import GpuError, find_machine
 
@@ -268,7 +212,6 @@ def _gpus(value: object) -> tuple[str, ...]:
 
 
 def _ranks(value: object) -> tuple[int, ...]:
-    """A number of ranks, or a list of them: `8`."""
     numbers = value if isinstance(value, list | tuple) else [value]
     if not numbers or not all(is_int(number, 1, MOST_RANKS) for number in numbers):
         raise MarkerError(
@@ -280,34 +223,72 @@ def _ranks(value: object) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _rank(value: object) -> int | str:
-    """A rank: an int from 0 up, or `"worst"`."""
-    if value == WORST or is_int(value, 0):
-        return value
-    raise MarkerError(f"{quoted(value)} is not a rank; write an int from 0 up, or {WORST!r}")
+def is_int(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:
+    """Return whether ``value`` is an int within these bounds, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-_PARSERS: Mapping[str, Callable[[object], Any]] = MappingProxyType(
+def _kept(accepts: Callable[[Any], bool], otherwise: str) -> Callable[[Any], Any]:
+    """Return a parser that keeps values as they are; ``otherwise`` ends the sentence on others."""
+
+    def parse(value: object) -> Any:
+        if accepts(value):
+            return value
+        raise MarkerError(f"{quoted(value)} {otherwise}")
+
+    return parse
+
+
+def _count(least: int) -> tuple[str, Callable[[Any], Any]]:
+    form = f"int from {least} up"
+    sentence = f"is not a number of runs; write an {form}"
+    return f"An {form}.", _kept(lambda value: is_int(value, least), sentence)
+
+
+_LIMIT = 'A size: `"2GB"`, or bytes.', written_size
+_SIZE = 'A size: `"20GiB"`, or bytes.', parse_size
+_TOLERANCE = 'A tolerance: `"2% + 1MiB"`.', parse_tolerance
+_FLAG = (
+    "`True` or `False`.",
+    _kept(lambda value: isinstance(value, bool), "is neither True nor False"),
+)
+
+_PARSERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = MappingProxyType(
     {
-        "max": _limit,
-        "max_reserved": _limit,
-        "max_leak": _limit,
-        "phases": _phases,
-        "baseline": _flag,
-        "predict": _tolerance,
-        "tolerance": _tolerance,
+        "max": _LIMIT,
+        "max_reserved": _LIMIT,
+        "max_leak": _LIMIT,
+        "phases": ('A dict of sizes: `{"forward": "1GB"}`.', _phases),
+        "baseline": _FLAG,
+        "predict": _TOLERANCE,
+        "tolerance": _TOLERANCE,
         "warmup": _count(0),
         "repeat": _count(1),
-        "gpu": _gpus,
-        "min_memory": _size,
-        "quota": _size,
-        "elastic": _flag,
-        "exclusive": _flag,
-        "qos": _qos,
-        "priority": _priority,
-        "isolate": _flag,
-        "ranks": _ranks,
-        "rank": _rank,
+        "gpu": ('A model, or a list of them: `"A100-40GB"`, `"A100-80GB*2"`.', _gpus),
+        "min_memory": _SIZE,
+        "quota": _SIZE,
+        "elastic": _FLAG,
+        "exclusive": _FLAG,
+        "qos": (
+            f'`"{GUARANTEED}"` or `"{OPPORTUNISTIC}"`.',
+            _kept(
+                lambda value: value in (GUARANTEED, OPPORTUNISTIC),
+                f"is neither {GUARANTEED!r} nor {OPPORTUNISTIC!r}",
+            ),
+        ),
+        "priority": (
+            "An int.",
+            _kept(is_int, "is not a priority; write an int, 0 where none is given"),
+        ),
+        "isolate": _FLAG,
+        "ranks": ("A number of ranks, or a list of them: `8`.", _ranks),
+        "rank": (
+            f'A rank: an int from 0 up, or `"{WORST}"`.',
+            _kept(
+                lambda value: value == WORST or is_int(value, 0),
+                f"is not a rank; write an int from 0 up, or {WORST!r}",
+            ),
+        ),
     }
 )
-"""The parsers by keyword, with the accepted values in their docstrings."""
+"""The values that each keyword accepts, and their parser."""

@@ -1,7 +1,6 @@
 """The values that options and ini names take, and the functions that parse them.
 
 Parsers raise ``ValueError`` with a clause that quotes the value and names the accepted ones.
-Every project with the plugin installed pays for this module: rarely used imports are local.
 """
 
 from __future__ import annotations
@@ -36,6 +35,8 @@ class DeviceChoice(NamedTuple):
     """Catalogue names to simulate, or of the dry device; empty where nothing can be simulated."""
     of_auto: bool = False
     """Whether it is the dry device because ``auto`` takes it."""
+    not_dry: str = ""
+    """Why ``auto`` does not take it, where torch is a build for which it could."""
 
 
 class ReportTarget(NamedTuple):
@@ -71,36 +72,31 @@ def _quoted(value: object) -> str:
     return quoted(value)
 
 
-def _marker_value(keyword: str, value: object) -> Any:
-    from pytest_gpumem.marker import parse_keyword
+def as_marker(
+    keyword: str, read: Callable[[Any], Any] = lambda value: value
+) -> Callable[[Any], Any]:
+    """Return a function that parses what ``read`` returns as the marker does its ``keyword``."""
 
-    return parse_keyword(keyword, value)
+    def parse(value: Any) -> Any:
+        from pytest_gpumem.marker import parse_keyword
 
-
-def as_marker(keyword: str) -> Callable[[str], Any]:
-    """Return a function that parses a value as the marker does its ``keyword``."""
-    return lambda value: _marker_value(keyword, value)
-
-
-def run_count(keyword: str) -> Callable[[str], int]:
-    """Return a function that parses a number of runs as the marker does its ``keyword``."""
-
-    def parse(value: str) -> int:
-        number = re.fullmatch(r"\s*([0-9]{1,9})\s*", value)
-        runs: int = _marker_value(keyword, int(number[1]) if number else value)
-        return runs
+        return parse_keyword(keyword, read(value))
 
     return parse
 
 
-def gpu_models(value: str) -> tuple[str, ...]:
-    """Return the models of GPUs in ``value``, separated by commas."""
-    models: tuple[str, ...] = _marker_value("gpu", [name.strip() for name in value.split(",")])
-    return models
+def run_count(value: str) -> int | str:
+    """Return a number of runs, or the text that is none."""
+    number = re.fullmatch(r"\s*([0-9]{1,9})\s*", value)
+    return int(number[1]) if number else value
 
 
-def phase_limits(lines: list[str]) -> dict[str, int]:
-    """Return the limit of each phase, in bytes, from lines like ``forward = 1GB``."""
+gpu_models = as_marker("gpu", lambda value: [name.strip() for name in value.split(",")])
+"""The function that returns the models of GPUs in a text, separated by commas."""
+
+
+def phase_limits(lines: list[str]) -> dict[str, str]:
+    """Return the limit of each phase from lines like ``forward = 1GB``."""
     limits: dict[str, str] = {}
     for line in lines:
         name, equals, size = (part.strip() for part in line.partition("="))
@@ -109,8 +105,7 @@ def phase_limits(lines: list[str]) -> dict[str, int]:
                 f"{_quoted(line)} is not a phase and its limit, each once: forward = 1GB"
             )
         limits[name] = size
-    parsed: dict[str, int] = _marker_value("phases", limits)
-    return parsed
+    return limits
 
 
 def usable_path(base: Path, value: str) -> Path:
@@ -148,9 +143,11 @@ def process_quota(value: str) -> Quota:
 
 def shard_part(value: str) -> tuple[int, int]:
     """Return the part's number and the number of parts: ``2/5``."""
-    from pytest_gpumem.sharing.weights import parse_shard
-
-    return parse_shard(value)
+    numbers = re.fullmatch(r"\s*([0-9]{1,6})/([0-9]{1,6})\s*", value)
+    shard = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    if not 1 <= shard[0] <= shard[1]:
+        raise ValueError(f"{_quoted(value)} is not a shard; write K/N with K from 1 to N, like 2/4")
+    return shard
 
 
 def one_of(*choices: Any) -> Callable[[str], Any]:

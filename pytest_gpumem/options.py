@@ -1,7 +1,4 @@
-"""Command line and ini file, read once into one frozen :class:`Settings`.
-
-Every project with the plugin installed pays for this module: rarely used imports are local.
-"""
+"""Command line and ini file, read once into one frozen :class:`Settings`."""
 
 from __future__ import annotations
 
@@ -14,29 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import pytest
 
-from pytest_gpumem.device.auto import settled
-from pytest_gpumem.option_values import (
-    DEVICE_FORMS,
-    REPORT_FORMS,
-    DeviceChoice,
-    Quota,
-    ReportTarget,
-    as_marker,
-    device_choice,
-    gpu_models,
-    one_of,
-    phase_limits,
-    process_quota,
-    report_target,
-    reports_of_the_ci,
-    row_count,
-    run_count,
-    seconds,
-    shard_part,
-    usable_path,
-)
+from pytest_gpumem import option_values as accepted
+from pytest_gpumem.device.host_gpus import settled
+from pytest_gpumem.option_values import DEVICE_FORMS, REPORT_FORMS, as_marker, one_of
 
 if TYPE_CHECKING:
+    from pytest_gpumem.option_values import DeviceChoice, Quota, ReportTarget
     from pytest_gpumem.sizes import Tolerance
 
 T = TypeVar("T")
@@ -50,11 +30,13 @@ MARKER = (
 )
 """The line for ``config.addinivalue_line("markers", ...)``."""
 
+
+def _one_of(form: str, help_text: str) -> tuple[str, Callable[[Any], Any], str]:
+    return form, one_of(*form.split("|")), help_text
+
+
 VALUES_LIMIT = 30.0
 """Seconds that a second run with real values may compute where no limit is given."""
-
-SHARE_TIMEOUT = 1800.0
-"""Seconds that a test waits for memory on a shared device."""
 
 _FLAGS = {
     "gpumem_all": "measure and report unmarked tests too, without judging them",
@@ -72,119 +54,133 @@ _VALUE_FLAGS = {
         "record the source lines of allocations (on by itself when simulated)",
     ),
 }
-_VALUES = {
+_VALUES: Mapping[str, tuple[str, Callable[[Any], Any] | None, str]] = {
     "gpumem_device": (
         DEVICE_FORMS,
+        accepted.device_choice,
         "where marked tests run; dry: on torch's own CUDA code, without a GPU (default: auto, a "
         "GPU if there is one, else dry, else sim)",
     ),
-    "gpumem_sim_scope": (
+    "gpumem_sim_scope": _one_of(
         "test|session",
         "the simulated or dry GPU exists only inside marked tests, or always (default: test)",
     ),
-    "gpumem_sim_values": (
+    "gpumem_sim_values": _one_of(
         "auto|always|never",
         "compute real values on the CPU: in a second run of a test that needs them, or always "
         "(default: auto)",
     ),
     "gpumem_sim_values_limit": (
         "SECONDS",
+        accepted.seconds,
         "how long a second run with real values may compute; longer ones are skipped (default: "
         "30; inf for no limit)",
     ),
-    "gpumem_sim_stand_ins": (
+    "gpumem_sim_stand_ins": _one_of(
         "auto|off",
         "let simulated tests import flash-attn where it is not installed, or not (default: auto)",
     ),
-    "gpumem_sim_compile": (
+    "gpumem_sim_compile": _one_of(
         "auto|always|eager",
         "simulate what torch.compile makes, and run eagerly what cannot be followed; fail where it "
         "cannot; or run compiled code eagerly (default: auto)",
     ),
-    "gpumem_explain": (
+    "gpumem_explain": _one_of(
         "failed|always|never",
         "on a GPU, record where memory is allocated in a second run of a failing test, or in every "
         "test (default: failed, always where baselines are stored; a simulated GPU always does)",
     ),
     "gpumem_quota": (
         "SIZE|N%%|auto",
+        accepted.process_quota,
         "what each worker may reserve of its GPU: a size, a share of the device, or auto, its part "
         "of a device that all workers share alike",
     ),
     "gpumem_share_timeout": (
         "SECONDS",
+        accepted.seconds,
         "how long a test waits for memory on a shared GPU before it fails (default: 1800)",
     ),
-    "gpumem_shard": ("K/N", "run the Kth of N parts of the tests, which take about the same each"),
+    "gpumem_shard": (
+        "K/N",
+        accepted.shard_part,
+        "run the Kth of N parts of the tests, which take about the same each",
+    ),
     "gpumem_shard_by": (
         "FILE",
+        None,
         "what tests take: a JSON report, a file of gpumem plan --output or of pytest-split "
         "(default: what earlier runs took, by pytest's cache)",
     ),
-    "gpumem_baselines": ("DIR", "folder of the stored baselines (default: baselines)"),
-    "gpumem_tolerance": ("TOLERANCE", 'how far a baseline may be exceeded, like "1%% + 1MiB"'),
-    "gpumem_rows": ("N|all", "how many tests the table shows (default: 24, with -v all)"),
-    "gpumem_sort": ("peak|leaked|over|name", "the table's order (default: as they ran)"),
-    "gpumem_loop_phases": (
+    "gpumem_baselines": ("DIR", None, "folder of the stored baselines (default: baselines)"),
+    "gpumem_tolerance": (
+        "TOLERANCE",
+        as_marker("tolerance"),
+        'how far a baseline may be exceeded, like "1%% + 1MiB"',
+    ),
+    "gpumem_rows": (
+        "N|all",
+        accepted.row_count,
+        "how many tests the table shows (default: 24, with -v all)",
+    ),
+    "gpumem_sort": _one_of("peak|leaked|over|name", "the table's order (default: as they ran)"),
+    "gpumem_loop_phases": _one_of(
         "folded|numbered",
         "phases that are entered again: one phase, or each time also one inside it, forward_1, "
         "forward_2 and so on (default: folded)",
     ),
-    "gpumem_artifacts": ("DIR", "write memory snapshots of failing tests to this folder"),
+    "gpumem_artifacts": ("DIR", None, "write memory snapshots of failing tests to this folder"),
 }
-_REPORT = (
-    REPORT_FORMS.replace(" or ", "|") + "|off",
-    "write a report; may be given several times (on GitHub and GitLab one is written by itself; "
-    "off: none but those given)",
-)
+"""The form of each option's value, its parser (``None`` for a path) and its help."""
 _MARKER_DEFAULTS: Mapping[str, Callable[[Any], Any]] = {
     "gpumem_max": as_marker("max"),
     "gpumem_max_reserved": as_marker("max_reserved"),
     "gpumem_max_leak": as_marker("max_leak"),
     "gpumem_predict": as_marker("predict"),
-    "gpumem_warmup": run_count("warmup"),
-    "gpumem_repeat": run_count("repeat"),
-    "gpumem_gpu": gpu_models,
+    "gpumem_warmup": as_marker("warmup", accepted.run_count),
+    "gpumem_repeat": as_marker("repeat", accepted.run_count),
+    "gpumem_gpu": accepted.gpu_models,
     "gpumem_min_memory": as_marker("min_memory"),
 }
 """Ini names that set a default of the marker's keyword, and how their value is parsed."""
+
 
 _FURTHER = ("gpumem_report", "gpumem_baseline", "gpumem_phases")
 """Settings that are registered one by one."""
 
 
 class Settings(NamedTuple):
-    """The settings of command line and ini file; paths are absolute.
+    """The settings of command line and ini file, by ini name; paths are absolute.
 
     Not a dataclass, which takes a millisecond of every run to make.
     """
 
     device: DeviceChoice
-    sim_scope: Literal["test", "session"]
-    sim_values: Literal["auto", "always", "never"]
-    sim_values_limit: float
-    """The most seconds of computing in a second run."""
-    all: bool
     baselines: Path
-    update: Literal["all", "new"] | None
-    prune: bool
-    require_baselines: bool
-    tolerance: Tolerance | None
-    reports: tuple[ReportTarget, ...]
-    history: Literal["python", "all"] | None
+    sim_scope: Literal["test", "session"] = "test"
+    sim_values: Literal["auto", "always", "never"] = "auto"
+    sim_values_limit: float = VALUES_LIMIT
+    """The most seconds of computing in a second run."""
+    sim_stand_ins: Literal["auto", "off"] = "auto"
+    """Whether simulated tests may import flash-attn where it is not installed."""
+    sim_compile: Literal["auto", "always", "eager"] = "auto"
+    all: bool = False
+    update_baselines: Literal["all", "new"] | None = None
+    prune_baselines: bool = False
+    require_baselines: bool = False
+    tolerance: Tolerance | None = None
+    reports: tuple[ReportTarget, ...] = ()
+    history: Literal["python", "all"] | None = None
     """The recorded stacks; ``None`` where the user leaves them to the plugin."""
-    explain: Literal["failed", "always", "never"]
-    artifacts: Path | None
+    explain: Literal["failed", "always", "never"] = "failed"
+    artifacts: Path | None = None
     rows: int | None = None
     """The number of tests in the table; ``None`` where the user leaves it to the plugin."""
     sort: Literal["peak", "leaked", "over", "name"] | None = None
     loop_phases: Literal["folded", "numbered"] = "folded"
-    stand_ins: bool = True
-    """Whether simulated tests may import flash-attn where it is not installed."""
-    sim_compile: Literal["auto", "always", "eager"] = "auto"
     share: bool = False
     """Whether tests wait for memory beside those of other processes."""
-    share_timeout: float = SHARE_TIMEOUT
+    share_timeout: float = 1800.0
     """The most seconds that a test waits for memory."""
     shard: tuple[int, int] | None = None
     """The part of the tests to run, from 1, and the number of parts."""
@@ -199,10 +195,14 @@ class Settings(NamedTuple):
 def add_options(parser: pytest.Parser, given: Sequence[str] = ()) -> None:
     """Register every option and its ini twin; ``given`` is the command line."""
     group = parser.getgroup("gpumem", "GPU memory (pytest-gpumem)")
-    for name, (form, help_text) in _VALUES.items():
+    for name, (form, _, help_text) in _VALUES.items():
         group.addoption(_option(name), metavar=form, dest=name, help=help_text)
         parser.addini(name, f"{form}: {help_text}".replace("%%", "%"), default=None)
-    name, (form, help_text) = "gpumem_report", _REPORT
+    name, form = "gpumem_report", REPORT_FORMS.replace(" or ", "|") + "|off"
+    help_text = (
+        "write a report; may be given several times (on GitHub and GitLab one is written by "
+        "itself; off: none but those given)"
+    )
     group.addoption(_option(name), action="append", metavar=form, dest=name, help=help_text)
     parser.addini(name, f"{form}: {help_text}", type="linelist", default=None)
     for name, help_text in _FLAGS.items():
@@ -237,39 +237,33 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
     """
     _check_names(config, {*_VALUES, *_FLAGS, *_VALUE_FLAGS, *_MARKER_DEFAULTS, *_FURTHER})
     reader = _Reader(config, options or config.option)
-    tolerance = reader.one("gpumem_tolerance", as_marker("tolerance"))
-    required = reader.flag("gpumem_require_baselines")
-    update = reader.one("gpumem_update_baselines", one_of("all", "new"))
-    baselines = reader.path("gpumem_baselines") or config.rootpath / "baselines"
-    device = reader.one("gpumem_device", device_choice) or device_choice("auto")
+    given = {
+        **{name: reader.value(name, parse) for name, (_, parse, _) in _VALUES.items()},
+        **{name: reader.flag(name) for name in _FLAGS},
+        **{name: reader.one(name, one_of(*each)) for name, (each, _) in _VALUE_FLAGS.items()},
+    }
+    defaults = {
+        **{name: reader.one(name, parse) for name, parse in _MARKER_DEFAULTS.items()},
+        "gpumem_phases": reader.one("gpumem_phases", as_marker("phases", accepted.phase_limits)),
+        "gpumem_baseline": reader.flag("gpumem_baseline"),
+        "gpumem_tolerance": given["gpumem_tolerance"],
+    }
+    baselines = given["gpumem_baselines"] or config.rootpath / "baselines"
+    values = {
+        "require_baselines": bool(os.getenv("CI")),
+        "explain": "always" if given["gpumem_update_baselines"] else "failed",
+        **_by_name(given),
+        "device": settled(given["gpumem_device"] or accepted.device_choice("auto"), baselines),
+        "baselines": baselines,
+    }
     return Settings(
-        device=settled(device, baselines),
-        sim_scope=reader.one("gpumem_sim_scope", one_of("test", "session")) or "test",
-        sim_values=reader.one("gpumem_sim_values", one_of("auto", "always", "never")) or "auto",
-        sim_values_limit=reader.one("gpumem_sim_values_limit", seconds) or VALUES_LIMIT,
-        stand_ins=reader.one("gpumem_sim_stand_ins", one_of("auto", "off")) != "off",
-        sim_compile=reader.one("gpumem_sim_compile", one_of("auto", "always", "eager")) or "auto",
-        all=bool(reader.flag("gpumem_all")),
-        share=bool(reader.flag("gpumem_share")),
-        quota=reader.one("gpumem_quota", process_quota),
-        shard=reader.one("gpumem_shard", shard_part),
-        shard_by=reader.path("gpumem_shard_by"),
-        share_timeout=reader.one("gpumem_share_timeout", seconds) or SHARE_TIMEOUT,
-        baselines=baselines,
-        update=update,
-        prune=bool(reader.flag("gpumem_prune_baselines")),
-        require_baselines=bool(os.getenv("CI")) if required is None else required,
-        tolerance=tolerance,
-        reports=reader.reports(),
-        history=reader.one("gpumem_history", one_of("python", "all")),
-        explain=reader.one("gpumem_explain", one_of("failed", "always", "never"))
-        or ("always" if update else "failed"),
-        artifacts=reader.path("gpumem_artifacts"),
-        rows=reader.one("gpumem_rows", row_count),
-        sort=reader.one("gpumem_sort", one_of("peak", "leaked", "over", "name")),
-        loop_phases=reader.one("gpumem_loop_phases", one_of("folded", "numbered")) or "folded",
-        defaults=_marker_defaults(reader, tolerance),
+        **values, reports=reader.reports(), defaults=MappingProxyType(_by_name(defaults))
     )
+
+
+def _by_name(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are given, without the prefix of their names."""
+    return {name.removeprefix(_PREFIX): value for name, value in given.items() if value is not None}
 
 
 def _check_names(config: pytest.Config, known: Collection[str]) -> None:
@@ -293,17 +287,6 @@ def _check_names(config: pytest.Config, known: Collection[str]) -> None:
             raise pytest.UsageError(
                 f"{where}: {quoted(name)} is no setting of pytest-gpumem; {meant}"
             )
-
-
-def _marker_defaults(reader: _Reader, tolerance: Tolerance | None) -> Mapping[str, Any]:
-    values = {
-        **{name: reader.one(name, parse) for name, parse in _MARKER_DEFAULTS.items()},
-        "gpumem_phases": reader.one("gpumem_phases", phase_limits),
-        "gpumem_baseline": reader.flag("gpumem_baseline"),
-        "gpumem_tolerance": tolerance,
-    }
-    given = {name: value for name, value in values.items() if value is not None}
-    return MappingProxyType({name.removeprefix(_PREFIX): given[name] for name in given})
 
 
 class _ValueFlag(argparse.Action):
@@ -343,20 +326,24 @@ class _Reader:
         value: bool | None = self._given(name, "; write true or false")[1]
         return value
 
-    def path(self, name: str) -> Path | None:
+    def value(self, name: str, parse: Callable[[Any], Any] | None) -> Any:
+        """Return a value, and without ``parse`` a path."""
         label, _ = self._given(name)
-        return self.one(name, lambda value: usable_path(self._folder(label), value))
+        return self.one(
+            name, parse or (lambda value: accepted.usable_path(self._folder(label), value))
+        )
 
     def reports(self) -> tuple[ReportTarget, ...]:
         label, values = self._given("gpumem_report")
         folder = self._folder(label)
         given = [
-            _parsed(label, value, lambda v: report_target(v, folder)) for value in values or ()
+            _parsed(label, value, lambda v: accepted.report_target(v, folder))
+            for value in values or ()
         ]
         asked = tuple(target for target in given if target is not None)
-        return (*asked, *(() if None in given else reports_of_the_ci(asked)))
+        return (*asked, *(() if None in given else accepted.reports_of_the_ci(asked)))
 
-    def _given(self, name: str, accepted: str = "") -> tuple[str, Any]:
+    def _given(self, name: str, forms: str = "") -> tuple[str, Any]:
         value = getattr(self._options, name, None)
         if value is not None:
             return _option(name), value
@@ -364,7 +351,7 @@ class _Reader:
         try:
             value = self._config.getini(name)
         except (ValueError, TypeError, pytest.UsageError) as error:
-            raise pytest.UsageError(f"{name}: {error}{accepted}") from None
+            raise pytest.UsageError(f"{name}: {error}{forms}") from None
         return name, None if value in ("", []) else value
 
     def _folder(self, label: str) -> Path:

@@ -1,4 +1,8 @@
-"""The pytest hooks, a few lines each, which call the parts of the session."""
+"""The pytest hooks, a few lines each, which call the parts of the session.
+
+Every project with the plugin installed pays for what this module imports, directly or not: imports
+there that only measured tests need, and those rarely used, are local.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.options import MARKER, add_options
+from pytest_gpumem.options import MARKER, add_options, settings_from
 from pytest_gpumem.report.pytest_reports import (
     ARGUMENTS,
     LOST,
@@ -19,8 +23,7 @@ from pytest_gpumem.report.pytest_reports import (
     skip_unsimulated,
     status_of,
 )
-from pytest_gpumem.session.early import begin_early
-from pytest_gpumem.session.host import leave_if_refused
+from pytest_gpumem.session.parts import REFUSAL, SIZED, begin_early
 from pytest_gpumem.session.session import GpumemSession
 
 if TYPE_CHECKING:
@@ -58,13 +61,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Read the settings, and register the session and the hooks that depend on it."""
     config.addinivalue_line("markers", MARKER)
     session = config.stash[SESSION] = GpumemSession(config)
-    config.pluginmanager.register(ReportHooks(session), "gpumem-reports")
-    config.pluginmanager.register(IsolationHooks(), "gpumem-isolation")
     if session.launched is not None:
         config.pluginmanager.register(session.launched, "gpumem-ranks")
     if session.sharding is not None:
         config.pluginmanager.register(session.sharding, "gpumem-shard")
-    config.pluginmanager.register(Summaries(), "gpumem-summaries")
+    config.pluginmanager.register(MoreHooks(session), "gpumem-more-hooks")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -120,9 +121,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Return the number of workers of ``-n auto`` that the shared memory suffices for."""
-    from pytest_gpumem.session.workers import workers_by_memory
+    settings = settings_from(config)
+    if not settings.share or os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return None
+    from pytest_gpumem.session.placement import workers_by_memory
 
-    return workers_by_memory(config)
+    if (found := workers_by_memory(config, settings)) is None:
+        return None
+    workers, config.stash[SIZED] = found
+    return workers
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -156,7 +163,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
             again = lifecycle.again(item, error)
             if again is None:
                 raise
-        return lifecycle.repeat(item, again, lambda again: again.set_up())
+        return lifecycle.repeat(item, again, called=False)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -184,7 +191,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     if lifecycle is None:
         return (yield)
     with lifecycle.settling(item, called=True):
-        try:
+        try:  # no context around it: an error of a further run would then follow the first one's
             with lifecycle.calling():
                 yield
             again = lifecycle.again(item)
@@ -192,8 +199,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
             again = lifecycle.again(item, error)
             if again is None:
                 raise
-        if again is not None:
-            lifecycle.repeat(item, again, lambda again: again.call())
+        lifecycle.repeat(item, again, called=True)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -260,35 +266,13 @@ def pytest_report_teststatus(report: Any) -> object | None:
     return status_of(report)
 
 
-class Summaries:
-    """The hooks of the terminal's summary: around all others, and one among them."""
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_terminal_summary(
-        self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
-    ) -> Generator[None]:
-        """Report failures of one cause once."""
-        with config.stash[SESSION].results.failures_told_once(terminalreporter):
-            return (yield)
-
-
 def pytest_terminal_summary(config: pytest.Config) -> None:
     """Write the section "gpumem"."""
     config.stash[SESSION].summarize()
 
 
-class IsolationHooks:
-    """The hook that replaces pytest's own where a test has a process of its own."""
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
-        """Run the test in its own process."""
-        lifecycle = item.config.stash[SESSION].lifecycle
-        return (lifecycle is not None and lifecycle.isolated(item, nextitem)) or None
-
-
-class ReportHooks:
-    """The hooks that receive neither session nor config."""
+class MoreHooks:
+    """The hooks that receive no config, and further implementations of those of this module."""
 
     def __init__(self, session: GpumemSession) -> None:
         self._session = session
@@ -301,10 +285,23 @@ class ReportHooks:
         self._session.results.take(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Record a module that could not be collected."""
-        leave_if_refused(report)
+        """Record a module that could not be collected; end a run that a worker refuses."""
+        if hasattr(report, REFUSAL) and "PYTEST_XDIST_WORKER" not in os.environ:
+            raise pytest.UsageError(str(report.longrepr))
         if report.failed:
             self._session.results.not_collected(report.nodeid)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Generator[None]:
+        """Report failures of one cause once."""
+        with self._session.results.failures_told_once(terminalreporter):
+            return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
+        """Run the test in its own process."""
+        lifecycle = self._session.lifecycle
+        return (lifecycle is not None and lifecycle.isolated(item, nextitem)) or None
 
 
 @pytest.fixture

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pytest_gpumem.allocator.snapshot import snapshot
 from pytest_gpumem.attribution.composition import Composition, compositions
 from pytest_gpumem.collector import Collector
-from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.dry import scope
+from pytest_gpumem.garbage import imports_watched
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import Account
 from pytest_gpumem.measurement.phases import PhaseTracker
@@ -126,17 +126,13 @@ class SimulatedRun:
         """The sentence that estimates NCCL's memory beside all these numbers; may be empty."""
         return sentence(self._gpu.simulation.communicators.values())
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Name the phase of code inside; the numbers are in :attr:`phases` afterwards."""
-        with self._tracker.window(name):
-            yield
+        return self._tracker.window(name)
 
-    @contextmanager
-    def finding_phases(self) -> Iterator[None]:
+    def finding_phases(self) -> AbstractContextManager[None]:
         """Find the phases forward, backward and step inside, as in a measured test."""
-        with AutomaticPhases(self._tracker).watching():
-            yield
+        return AutomaticPhases(self._tracker).watching()
 
     @contextmanager
     def composing(self, name: str, root: str) -> Iterator[dict[str, Composition]]:
@@ -148,7 +144,7 @@ class SimulatedRun:
         account = Account(SimulatedRecorder(self._gpu.simulation), root)
         account.begin((), None)
         found: dict[str, Composition] = {}
-        with self.phase(name), account.watching(self._tracker):
+        with self.phase(name), AutomaticPhases(self._tracker, account.witness).watching():
             yield found
         account.end()
         workspaces = workspaces_of(self._gpu)
@@ -157,10 +153,6 @@ class SimulatedRun:
     def snapshot(self) -> dict[str, Any]:
         """Return all GPUs' state in the form of ``torch.cuda.memory._snapshot()``."""
         return snapshot([gpu.allocator for gpu in self._gpu.simulation.gpus])
-
-    def finish(self) -> None:
-        """Take the last reading, after which the numbers are final."""
-        self._statistics.harvest()
 
     def gather_peaks(self, world: World) -> None:
         """Send rank 0 of ``world`` the peaks of this rank; rank 0 receives those of all.
@@ -180,8 +172,8 @@ class SimulatedRun:
     def _raise_peaks(self, readings: Readings) -> None:
         reading = readings.get(self._gpu.index)
         if reading is not None:
-            self._peak_allocated = max(self._peak_allocated, reading.peak_allocated)
-            self._peak_reserved = max(self._peak_reserved, reading.peak_reserved)
+            self._peak_allocated = max(self._peak_allocated, reading.peak.allocated)
+            self._peak_reserved = max(self._peak_reserved, reading.peak.reserved)
 
 
 @contextmanager
@@ -260,7 +252,7 @@ def simulate(
                 yield runs[own.index]
                 own.simulation.threads.raise_failures()
             finally:
-                runs[0].finish()
+                statistics.harvest()  # after which the numbers are final
     if started is not None:
         runs[own.index].gather_peaks(started)
 

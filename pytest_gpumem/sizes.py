@@ -111,15 +111,9 @@ def parse_size(value: int | str) -> int:
 _READ = (("KiB", 1), ("MiB", 1), ("GiB", 2), ("TiB", 2))
 """The units in which sizes are shown, and the digits behind their point."""
 
-_MOST_DIGITS = 3
-"""The most additional digits that distinguish two sizes; beyond, their bytes are clearer."""
-
 
 def format_size(n: int, *, more: int = 0) -> str:
-    """Return ``n`` bytes for reading: ``1.62 GiB``, ``412.0 MiB``, ``-512 B``.
-
-    ``more`` digits follow the usual ones.
-    """
+    """Return ``n`` bytes for reading: ``1.62 GiB``, ``-512 B``; ``more`` digits than usual."""
     sign, size = ("-", -n) if n < 0 else ("", n)
     if size < KIB:
         return f"{sign}{size} B"
@@ -145,7 +139,7 @@ def format_apart(a: int, b: int) -> tuple[str, str]:
 
     Bytes are shown where more digits do not distinguish them; equal sizes read the same.
     """
-    for more in range(_MOST_DIGITS + 1):
+    for more in range(4):  # beyond three further digits, bytes are clearer
         texts = tuple(format_size(n, more=more) for n in (a, b))
         if a == b or texts[0] != texts[1]:
             return texts[0], texts[1]
@@ -180,7 +174,7 @@ class Tolerance:
             )
 
     def allowance(self, reference: int) -> int:
-        """Return the bytes by which a number may exceed ``reference`` (bytes).
+        """Return the bytes by which a number may exceed ``reference`` (bytes), none below 0.
 
         A percentage without a floor allows one allocator block at least: for a small reference it
         would otherwise be less than the allocator can resolve.
@@ -189,7 +183,7 @@ class Tolerance:
 
         # The shortest decimal of a float is what the user wrote, and its ratio is exact.
         numerator, denominator = Decimal(repr(self.percent)).as_integer_ratio()
-        share = numerator * reference // (denominator * 100)
+        share = numerator * max(reference, 0) // (denominator * 100)
         if self.percent and not self.floor:
             return max(share, ALLOCATOR_BLOCK)
         return share + self.floor

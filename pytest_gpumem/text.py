@@ -7,29 +7,14 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pytest_gpumem.echo import printable
 
+if TYPE_CHECKING:
+    from _pytest._io import TerminalWriter
+
 ELLIPSIS = "…"
-
-# The styles whose names in pytest's TerminalWriter differ.
-MARKUP = {"dim": "light"}
-
-
-class Writer(Protocol):
-    """The part of pytest's TerminalWriter that this module uses."""
-
-    fullwidth: int
-
-    def sep(self, sepchar: str, title: str | None = None, **markup: bool) -> None:
-        """Write a line of ``sepchar`` with a title."""
-
-    def write(self, msg: str, *, flush: bool = False, **markup: bool) -> None:
-        """Write ``msg``, styled where the terminal has colours."""
-
-    def line(self, s: str = "", **markup: bool) -> None:
-        """Write ``s`` and end the line."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +42,12 @@ class Line:
         return "".join(span.text for span in self.spans)
 
 
-def write_lines(writer: Writer, lines: Iterable[Line]) -> None:
+def write_lines(writer: TerminalWriter, lines: Iterable[Line]) -> None:
     """Write ``lines`` in their styles; the writer omits colours where there are none."""
     for line in lines:
         for span in line.spans:
-            markup = {MARKUP.get(word, word): True for word in span.style.split()}
+            # pytest calls dim text light.
+            markup = dict.fromkeys(span.style.replace("dim", "light").split(), True)
             writer.write(printable(span.text), **markup)
         writer.line()
 

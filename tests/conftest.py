@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 from _pytest.pytester import SysModulesSnapshot
 
-from pytest_gpumem.device.auto import REFUSED
+from pytest_gpumem.device.host_gpus import REFUSED
 from tests import distributions
 from tests.forked import be_usual, begin_to_serve, can_serve, is_quick, quick, quicken_workers
 
@@ -63,8 +63,8 @@ _OF_EVERY_RUN = """
     pytest_gpumem.report.failures pytest_gpumem.report.header pytest_gpumem.report.remarks
     pytest_gpumem.report.record pytest_gpumem.report.terminal pytest_gpumem.report.written
     pytest_gpumem.session.lifecycle pytest_gpumem.session.conclusion
-    pytest_gpumem.session.affinity pytest_gpumem.session.prepare pytest_gpumem.session.lifecycle
-    pytest_gpumem.session.hooks pytest_gpumem.session.item pytest_gpumem.session.judge
+    pytest_gpumem.session.used_fixtures pytest_gpumem.session.prepare
+    pytest_gpumem.session.hooks pytest_gpumem.session.item
     pytest_gpumem.sharing.learned
     pytest_gpumem.session.rerun pytest_gpumem.sharing.watched
 """

@@ -49,12 +49,10 @@ REWRITTEN = (
     *("pytest_gpumem.session.item", "pytest_gpumem.sharing.learned"),
     *("pytest_gpumem.session.prepare", "pytest_gpumem.session.conclusion"),
     *("pytest_gpumem.session.device_admissions", "pytest_gpumem.session.placement"),
-    *("pytest_gpumem.session.sharing", "pytest_gpumem.session.waiting"),
+    "pytest_gpumem.session.sharing",
     *("pytest_gpumem.sharing.watched", "pytest_gpumem.session.device_admissions"),
     *("pytest_gpumem.sharing.admission", "pytest_gpumem.sharing.gate"),
-    *("pytest_gpumem.sharing.ledger", "pytest_gpumem.sharing.need"),
-    *("pytest_gpumem.sharing.need", "pytest_gpumem.sharing.device_counts"),
-    *("pytest_gpumem.sharing.usage", "pytest_gpumem.sharing.watched"),
+    *("pytest_gpumem.sharing.ledger", "pytest_gpumem.sharing.usage"),
     *("xdist.dsession", "xdist.remote", "xdist.report", "xdist.scheduler", "xdist.workermanage"),
 )
 """What runs import by pytest's import hook."""

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from pytest_gpumem.device.imports import imports_watched
+from pytest_gpumem.garbage import imports_watched
 from pytest_gpumem.late_modules import when_imported
 
 NAME = "module_of_late_modules"

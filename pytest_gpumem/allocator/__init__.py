@@ -4,11 +4,7 @@ May use: nothing of the other layers.
 """
 
 from pytest_gpumem.allocator.allocator import Allocator
-from pytest_gpumem.allocator.messages import (
-    AllocatorError,
-    OutOfMemory,
-    OutOfMemoryFields,
-)
+from pytest_gpumem.allocator.messages import AllocatorError, OutOfMemory, OutOfMemoryFields
 from pytest_gpumem.allocator.recording import SnapshotError, load_snapshot
 from pytest_gpumem.allocator.replay import replay
 from pytest_gpumem.allocator.replayed import ReplayResult

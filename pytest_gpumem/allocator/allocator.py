@@ -12,7 +12,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pytest_gpumem.allocator import checkpoints
 from pytest_gpumem.allocator import snapshot as snapshots
 from pytest_gpumem.allocator.blocks import (
     SHARED_POOL,
@@ -24,8 +23,8 @@ from pytest_gpumem.allocator.blocks import (
     PoolId,
     round_size,
 )
-from pytest_gpumem.allocator.checkpoints import PoolState, restore
 from pytest_gpumem.allocator.messages import AllocatorError, OutOfMemory
+from pytest_gpumem.allocator.snapshot import PoolState, restore
 from pytest_gpumem.allocator.state import AllocatorState
 from pytest_gpumem.allocator.stream_uses import complete_free, request_free
 from pytest_gpumem.allocator.trace import FREE
@@ -45,8 +44,7 @@ class Allocator(AllocatorState):
         record: whether to keep the events in :attr:`trace`.
         timeline: the progress of streams as known to the host; one of its own when None.
 
-    Raises:
-        AllocatorError: a setting is not simulated.
+    Raises ``AllocatorError``: a setting is not simulated.
     """
 
     __slots__ = ()
@@ -57,8 +55,7 @@ class Allocator(AllocatorState):
         ``context`` is kept with the block and its events; if it has an attribute ``frames`` (a list
         of dicts with filename, line and name), snapshots show these.
 
-        Raises:
-            OutOfMemory: neither the cache nor the device has room.
+        Raises ``OutOfMemory``: neither the cache nor the device has room.
         """
         if 0 < size < self._plain_below:
             rounded = (size + 511) & -512
@@ -85,6 +82,7 @@ class Allocator(AllocatorState):
 
         tally = free_list.tally
         every = free_list.every
+        splits, every_splits = free_list.split_tallies
         address = block.address
         remaining = block.size - rounded
         previous = block.previous
@@ -107,20 +105,20 @@ class Allocator(AllocatorState):
             insort(keys, key)
             blocks[key] = tail
             if was_split:
-                tally.split_bytes_out += rounded
-                tally.split_bytes -= rounded
-                every.split_bytes -= rounded
+                splits.split_bytes_out += rounded
+                splits.split_bytes -= rounded
+                every_splits.split_bytes -= rounded
             else:
                 free_list.note_split(remaining)
         else:
             rounded = block.size
             if was_split:
-                tally.splits_out += 1
-                tally.splits -= 1
-                every.splits -= 1
-                tally.split_bytes_out += rounded
-                tally.split_bytes -= rounded
-                every.split_bytes -= rounded
+                splits.splits_out += 1
+                splits.splits -= 1
+                every_splits.splits -= 1
+                splits.split_bytes_out += rounded
+                splits.split_bytes -= rounded
+                every_splits.split_bytes -= rounded
         block.key = 0
         block.requested = size
         block.context = context
@@ -152,8 +150,7 @@ class Allocator(AllocatorState):
     def free(self, address: int, context: Any = None) -> None:
         """Free a block; address 0 is ignored, as in torch.
 
-        Raises:
-            AllocatorError: no live block starts at ``address``.
+        Raises ``AllocatorError``: no live block starts at ``address``.
         """
         block = self._live.pop(address, None)
         if block is None:
@@ -161,6 +158,7 @@ class Allocator(AllocatorState):
         free_list = block.free_list
         tally = free_list.tally
         every = free_list.every
+        splits, every_splits = free_list.split_tallies
         size = block.size
         requested = block.requested
         self._note((FREE, address, requested, free_list.stream, context or block.context))
@@ -210,30 +208,30 @@ class Allocator(AllocatorState):
         blocks[key] = block
 
         if previous is None and following is None:
-            tally.splits_out += absorbed
-            tally.splits -= absorbed
-            every.splits -= absorbed
-            tally.split_bytes_out += merged_size - size
-            tally.split_bytes -= merged_size - size
-            every.split_bytes -= merged_size - size
+            splits.splits_out += absorbed
+            splits.splits -= absorbed
+            every_splits.splits -= absorbed
+            splits.split_bytes_out += merged_size - size
+            splits.split_bytes -= merged_size - size
+            every_splits.split_bytes -= merged_size - size
             return None
-        tally.split_bytes = current = tally.split_bytes + size
-        if current > tally.split_bytes_peak:
-            tally.split_bytes_peak = current
-        every.split_bytes = current = every.split_bytes + size
-        if current > every.split_bytes_peak:
-            every.split_bytes_peak = current
+        splits.split_bytes = current = splits.split_bytes + size
+        if current > splits.split_bytes_peak:
+            splits.split_bytes_peak = current
+        every_splits.split_bytes = current = every_splits.split_bytes + size
+        if current > every_splits.split_bytes_peak:
+            every_splits.split_bytes_peak = current
         if absorbed == 0:
-            tally.splits = current = tally.splits + 1
-            if current > tally.splits_peak:
-                tally.splits_peak = current
-            every.splits = current = every.splits + 1
-            if current > every.splits_peak:
-                every.splits_peak = current
+            splits.splits = current = splits.splits + 1
+            if current > splits.splits_peak:
+                splits.splits_peak = current
+            every_splits.splits = current = every_splits.splits + 1
+            if current > every_splits.splits_peak:
+                every_splits.splits_peak = current
         elif absorbed == 2:
-            tally.splits_out += 1
-            tally.splits -= 1
-            every.splits -= 1
+            splits.splits_out += 1
+            splits.splits -= 1
+            every_splits.splits -= 1
         return None
 
     def empty_cache(self, pool: PoolId = SHARED_POOL, context: Any = None) -> None:
@@ -253,8 +251,7 @@ class Allocator(AllocatorState):
         ``stream`` is one of ``device``, by default of this one. A use on the block's own stream
         has no effect, as in torch.
 
-        Raises:
-            AllocatorError: no live block starts at ``address``.
+        Raises ``AllocatorError``: no live block starts at ``address``.
         """
         if address in self.memory.uncached:
             return
@@ -269,8 +266,7 @@ class Allocator(AllocatorState):
     def request_free(self, address: int, context: Any = None) -> None:
         """Free a block and keep it active until :meth:`complete_free`, as a recording has it.
 
-        Raises:
-            AllocatorError: no live block starts at ``address``.
+        Raises ``AllocatorError``: no live block starts at ``address``.
         """
         block = self._live.pop(address, None) or self._uses.take(address)
         if block is None:
@@ -281,8 +277,7 @@ class Allocator(AllocatorState):
     def complete_free(self, address: int, context: Any = None) -> None:
         """Complete a free that :meth:`request_free` began.
 
-        Raises:
-            AllocatorError: no block at ``address`` waits for this.
+        Raises ``AllocatorError``: no block at ``address`` waits for this.
         """
         block = self._uses.held.pop(address, None)
         if block is None:
@@ -317,15 +312,14 @@ class Allocator(AllocatorState):
 
     def pool_state(self, pool: PoolId) -> PoolState:
         """Return how the segments of a private pool are divided now (``getCheckpointState``)."""
-        return checkpoints.state_of(self.pools.get(pool).identity, self.every_block())
+        return snapshots.state_of(self.pools.get(pool).identity, self.every_block())
 
     def set_pool_state(self, state: PoolState) -> tuple[set[int], set[int]]:
         """Divide a private pool as it was (``setCheckpointPoolState``); all that lives is freed.
 
         Returns the addresses that were freed, and those that are live now.
 
-        Raises:
-            AllocatorError: there is no such pool, or it lacks a segment that it had.
+        Raises ``AllocatorError``: there is no such pool, or it lacks a segment that it had.
         """
         freed = self.pool_addresses(state.pool)
         for address in freed:
@@ -335,7 +329,7 @@ class Allocator(AllocatorState):
             private = self.pools.get(state.pool)
             blocks = (*private.small.free_blocks(), *private.large.free_blocks())
             free = {block.address: block for block in blocks}
-            for block in checkpoints.divide(segment, free, self._note):
+            for block in snapshots.divide(segment, free, self._note):
                 self._live[block.address] = block
             for each in segment:
                 if each.is_live:

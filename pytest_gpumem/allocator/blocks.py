@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-from pytest_gpumem.allocator.statistics import Tally, UnsplitTally
+from pytest_gpumem.allocator.statistics import Tally
 
 MIN_BLOCK: Final = 512
 """kMinBlockSize: every block is a multiple of this."""
@@ -45,21 +46,9 @@ FIRST_OF_AGE = 1 << 50
 """Lower bound of ``address + shift`` for segments sorted by age: above every address."""
 
 
+@dataclass(init=False, eq=False, slots=True)
 class Block:
     """A contiguous piece of a segment, live or free."""
-
-    __slots__ = (
-        "address",
-        "born",
-        "context",
-        "free_list",
-        "key",
-        "next",
-        "previous",
-        "requested",
-        "shift",
-        "size",
-    )
 
     address: int
     size: int
@@ -136,19 +125,6 @@ class PoolStream(int):
 class FreeList:
     """The free blocks of one pool and one stream, by size, then address."""
 
-    __slots__ = (
-        "blocks",
-        "every",
-        "expandable",
-        "is_expandable",
-        "keys",
-        "pool",
-        "split_above",
-        "stream",
-        "tally",
-        "unmapped",
-    )
-
     def __init__(self, pool: Pool, stream: int, plain: FreeList | None = None) -> None:
         self.pool = pool
         self.stream = stream if pool.identity == SHARED_POOL else PoolStream(stream, pool.identity)
@@ -157,22 +133,20 @@ class FreeList:
         """Whether its blocks are parts of expandable segments."""
         self.expandable: FreeList | None = None
         self.unmapped: dict[int, Block] = {}
+        self.tally = pool.tally
+        self.every = pool.every
+        self.split_tallies = pool.tally, pool.every
         if plain is None:
-            self.tally = pool.tally
-            self.every = pool.every
             self.keys: list[int] = []
             self.blocks = {} if pool.make_blocks is None else pool.make_blocks(pool)
         else:
-            self.tally = UnsplitTally(pool.tally)
-            self.every = UnsplitTally(pool.every)
+            # torch leaves them out of ``inactive_split``, because their pages can be given back.
+            self.split_tallies = Tally(), Tally()
             self.keys = plain.keys
             self.blocks = plain.blocks
 
     def expandable_side(self) -> FreeList:
-        """Return the list for blocks of expandable segments: the same list, counted otherwise.
-
-        torch leaves them out of ``inactive_split``, because their pages can be given back.
-        """
+        """Return the list for blocks of expandable segments: the same list, counted otherwise."""
         if self.expandable is None:
             self.expandable = FreeList(self.pool, int(self.stream), self)
         return self.expandable
@@ -191,7 +165,7 @@ class FreeList:
 
     def note_split(self, size: int) -> None:
         """Count the split of a whole segment: its free ``size`` bytes become inactive split."""
-        for tally in (self.tally, self.every):
+        for tally in self.split_tallies:
             tally.splits += 1
             tally.splits_peak = max(tally.splits_peak, tally.splits)
             tally.split_bytes += size
@@ -201,18 +175,10 @@ class FreeList:
 class Pool:
     """A small or a large pool: its free lists by stream and its statistics."""
 
-    def __init__(
-        self,
-        *,
-        small: bool,
-        split_above: int,
-        tally: Tally,
-        every: Tally,
-        identity: PoolId = SHARED_POOL,
-    ) -> None:
+    def __init__(self, *, small: bool, tally: Tally, every: Tally, identity: PoolId) -> None:
         self.small = small
         self.identity = identity
-        self.split_above = split_above
+        self.split_above = 0
         """Bytes of a remainder above which a block is split."""
         self.tally = tally
         self.every = every

@@ -76,28 +76,26 @@ class HostAllocator:
         (``active_*``) over names for requested memory. Peaks of memory in use are the sum of each
         size's own, as in torch. Driver times are 0.
         """
-        in_use = [_sum(stat) for stat in zip(*self._active.values(), strict=True)] or [_sum([])] * 2
-        owned = [self._blocks.to_dict(), self._bytes.to_dict()]
         names = (
             ("active_requests", "active_bytes", "allocations", "allocated_bytes")
             if by_blocks
             else ("allocation", "allocated_bytes", "segment", "reserved_bytes")
         )
-        result: dict[str, Any] = dict(zip(names, in_use + owned, strict=True))
-        result["num_host_alloc"] = self._blocks.allocated
-        result["num_host_free"] = self._blocks.freed
-        result["host_alloc_time"] = _no_time(self._blocks.allocated)
-        result["host_free_time"] = _no_time(self._blocks.freed)
-        return result
+        in_use = zip(*self._active.values(), strict=True) if self._active else [(), ()]
+        found = [*in_use, (self._blocks,), (self._bytes,)]
+        kinds = ("current", "peak", "allocated", "freed")
+        made, freed = self._blocks.allocated, self._blocks.freed
+        time = {"total": 0, "max": 0, "min": 0, "avg": 0}
+        return {
+            **{
+                name: {kind: sum(getattr(stat, kind) for stat in stats) for kind in kinds}
+                for name, stats in zip(names, found, strict=True)
+            },
+            "num_host_alloc": made,
+            "num_host_free": freed,
+            "host_alloc_time": {**time, "count": made},
+            "host_free_time": {**time, "count": freed},
+        }
 
     def _all(self) -> list[Stat]:
         return [self._blocks, self._bytes, *chain.from_iterable(self._active.values())]
-
-
-def _sum(stats: Any) -> dict[str, int]:
-    kinds = ("current", "peak", "allocated", "freed")
-    return {kind: sum(getattr(stat, kind) for stat in stats) for kind in kinds}
-
-
-def _no_time(count: int) -> dict[str, int]:
-    return {"total": 0, "max": 0, "min": 0, "count": count, "avg": 0}

@@ -59,13 +59,10 @@ class OutOfMemory(RuntimeError):  # noqa: N818 - reads as torch.OutOfMemoryError
 
 def format_size(size: int) -> str:
     """Return a size in torch's format (``format_size`` in c10/core/AllocatorConfig)."""
-    if size <= KIB:
-        return f"{size} bytes"
-    if size <= MIB:
-        return f"{size / KIB:.2f} KiB"
-    if size <= GIB:
-        return f"{size / MIB:.2f} MiB"
-    return f"{size / GIB:.2f} GiB"
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size > unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size} bytes"
 
 
 def out_of_memory_message(
@@ -74,11 +71,9 @@ def out_of_memory_message(
     """torch's text of ``torch.OutOfMemoryError`` for a torch version."""
     allowed = "" if fields.limit is None else f"{format_size(fields.limit)} allowed; "
     in_pools = fields.private_free
-    private = (
-        f"with {format_size(in_pools)} allocated in private pools (e.g., CUDA Graphs), "
-        if in_pools
-        else ""
-    )
+    private = ""
+    if in_pools:
+        private = f"with {format_size(in_pools)} allocated in private pools (e.g., CUDA Graphs), "
     # reportProcessMemoryInfo in c10/cuda/CUDACachingAllocator.cpp
     others = "".join(
         f"Process {process} has {format_size(size)} memory in use. "
@@ -86,17 +81,12 @@ def out_of_memory_message(
     )
     unallocated = fields.reserved - fields.allocated - in_pools
     return (
-        f"CUDA out of memory. Tried to allocate {format_size(fields.segment)}."
-        f" GPU {fields.device} has a total capacity of {format_size(fields.total)}"
-        f" of which {format_size(fields.free)} is free. "
-        f"{others}"
-        "Including non-PyTorch memory, this process has"
-        f" {format_size(fields.process)} memory in use. "
-        f"{allowed}"
-        f"Of the allocated memory {format_size(fields.allocated + in_pools)}"
-        " is allocated by PyTorch, "
-        f"{private}"
-        f"and {format_size(unallocated)} is reserved by PyTorch but unallocated."
+        f"CUDA out of memory. Tried to allocate {format_size(fields.segment)}. GPU {fields.device}"
+        f" has a total capacity of {format_size(fields.total)} of which {format_size(fields.free)}"
+        f" is free. {others}Including non-PyTorch memory, this process has"
+        f" {format_size(fields.process)} memory in use. {allowed}Of the allocated memory"
+        f" {format_size(fields.allocated + in_pools)} is allocated by PyTorch, {private}and"
+        f" {format_size(unallocated)} is reserved by PyTorch but unallocated."
         f"{_hint(fields, version, expandable=expandable)}"
     )
 

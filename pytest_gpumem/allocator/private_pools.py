@@ -27,7 +27,7 @@ Filter = Callable[[int], bool]
 
 @dataclass(eq=False)
 class PrivatePool:
-    """A private pool of one device."""
+    """A private pool of one device, or the shared one."""
 
     identity: PoolId
     small: Pool
@@ -54,10 +54,7 @@ class Pools:
         self.version = version
         self.every = Tally()
         """The tally over all pools."""
-        self.small, self.large = (
-            Pool(small=small, split_above=0, tally=Tally(), every=self.every)
-            for small in (True, False)
-        )
+        self._tallies = {True: Tally(), False: Tally()}
         self.by_id: dict[PoolId, PrivatePool] = {}
         self.freeable: dict[PoolId, PrivatePool] = {}
         """Pools that nothing refers to any more."""
@@ -65,6 +62,8 @@ class Pools:
         self.reserved: dict[PoolId, dict[str, Stat]] = {}
         """Reserved bytes of every pool that ever had any; they outlive the pool."""
         self._split_freely = False
+        self.shared = self._make(SHARED_POOL)
+        self.small, self.large = self.shared.small, self.shared.large
 
     def create(self, identity: PoolId, *, use_on_oom: bool = False, no_split: bool = False) -> None:
         """Make a private pool, or add a use to one that exists (``createOrIncrefPool``).
@@ -72,8 +71,7 @@ class Pools:
         ``use_on_oom`` lends its free blocks to all allocations when the device is full (2.8);
         ``no_split`` hands its segments out whole (2.10). These permissions only grow.
 
-        Raises:
-            AllocatorError: the pool is given up and waits for its memory to be released.
+        Raises ``AllocatorError``: the pool is given up and waits for its memory to be released.
         """
         private = self.by_id.get(identity)
         if private is None:
@@ -86,7 +84,7 @@ class Pools:
         private.uses += 1
         private.use_on_oom |= use_on_oom
         private.no_split |= no_split
-        self._set_split(private.small, private.large, never=private.no_split)
+        self._set_split(private)
 
     def get(self, identity: PoolId) -> PrivatePool:
         """Return the pool of that id; raise ``AllocatorError`` where there is none."""
@@ -124,15 +122,13 @@ class Pools:
         for identity, accepts in reversed(self.scopes) if latest_first else self.scopes:
             if accepts(stream):
                 return self.by_id[identity].side(small=small)
-        return self.small if small else self.large
+        return self.shared.side(small=small)
 
     def named(self, identity: PoolId, *, small: bool) -> Pool:
         """Return the pool of that id, made if there is none."""
-        if identity == SHARED_POOL:
-            return self.small if small else self.large
-        if identity not in self.by_id:
+        if identity != SHARED_POOL and identity not in self.by_id:
             self.create(identity)
-        return self.by_id[identity].side(small=small)
+        return self.by_id.get(identity, self.shared).side(small=small)
 
     def lent(self, *, small: bool) -> Iterator[Pool]:
         """Yield the pools that lend (``use_on_oom``), oldest first."""
@@ -153,9 +149,8 @@ class Pools:
     def split(self, *, freely: bool) -> None:
         """Set whether every pool splits off any remainder, as with expandable segments."""
         self._split_freely = freely
-        self._set_split(self.small, self.large, never=False)
-        for private in self.by_id.values():
-            self._set_split(private.small, private.large, never=private.no_split)
+        for each in (self.shared, *self.by_id.values()):
+            self._set_split(each)
 
     def count_reserved(self, pool: Pool, amount: int) -> None:
         """Note bytes that came from the device, or went back, if the pool is a private one."""
@@ -167,31 +162,24 @@ class Pools:
 
     def stats(self, counters: Counters, max_split_size: int) -> dict[str, Any]:
         """Return the nested dict of ``torch._C._cuda_memoryStats`` of that torch version."""
-        result: dict[str, Any] = {
-            "num_alloc_retries": counters.num_alloc_retries,
-            "num_ooms": counters.num_ooms,
-            "max_split_size": max_split_size,
-            "num_sync_all_streams": counters.num_sync_all_streams,
-            "num_device_alloc": counters.num_device_alloc,
-            "num_device_free": counters.num_device_free,
-        }
+        names = "num_alloc_retries num_ooms num_sync_all_streams num_device_alloc num_device_free"
+        result: dict[str, Any] = {name: getattr(counters, name) for name in names.split()}
+        result["max_split_size"] = max_split_size
         if self.version >= OOM_REJECTIONS:
             result["num_oom_rejections"] = counters.num_oom_rejections
-        small, large = self.small.tally, self.large.tally
-        for quantity, of_all, of_small, of_large, small_totals, large_totals in zip(
-            QUANTITIES,
-            self.every.currents_and_peaks(),
-            small.currents_and_peaks(),
-            large.currents_and_peaks(),
-            small.allocated_and_freed(),
-            large.allocated_and_freed(),
-            strict=True,
-        ):
-            totals = [sum(of_both) for of_both in zip(small_totals, large_totals, strict=True)]
+        tallies = self.small.tally, self.large.tally
+        totals = [tally.allocated_and_freed() for tally in tallies]
+        peaks = [tally.currents_and_peaks() for tally in (*tallies, self.every)]
+        for at, quantity in enumerate(QUANTITIES):
+            small, large = totals[0][at], totals[1][at]
+            both = small[0] + large[0], small[1] + large[1]
             result[quantity] = {
-                "all": stat_dict(*of_all, *totals),
-                "small_pool": stat_dict(*of_small, *small_totals),
-                "large_pool": stat_dict(*of_large, *large_totals),
+                scope: stat_dict(*peaks[which][at], *total)
+                for scope, which, total in (
+                    ("all", 2, both),
+                    ("small_pool", 0, small),
+                    ("large_pool", 1, large),
+                )
             }
         if self.version >= BYTES_BY_POOL:
             result["reserved_bytes_by_private_pools"] = {
@@ -202,25 +190,19 @@ class Pools:
         result["oversize_segments"] = counters.oversize_segments.to_dict()
         return result
 
-    def _set_split(self, *pools: Pool, never: bool) -> None:
+    def _set_split(self, private: PrivatePool) -> None:
         """Set the bytes that may remain of a block without it being split (``should_split``).
 
         The small pool, and every pool while expandable segments are on, splits off any remainder.
         """
-        for pool in pools:
+        for pool in (private.small, private.large):
             above = 0 if pool.small or self._split_freely else SMALL_SIZE
-            pool.split_when_above(UNLIMITED if never else above)
+            pool.split_when_above(UNLIMITED if private.no_split else above)
 
     def _make(self, identity: PoolId) -> PrivatePool:
         small, large = (
-            Pool(
-                small=shared.small,
-                split_above=shared.split_above,
-                tally=shared.tally,
-                every=shared.every,
-                identity=identity,
-            )
-            for shared in (self.small, self.large)
+            Pool(small=small, tally=self._tallies[small], every=self.every, identity=identity)
+            for small in (True, False)
         )
         # torch keeps these by id, whatever becomes of the pool.
         reserved = self.reserved.get(identity) or {

@@ -51,8 +51,7 @@ def load_snapshot(path: str | Path) -> Json:
     No code that the file may name is run, and it cannot take more memory than a snapshot of its
     size would.
 
-    Raises:
-        SnapshotError: the file cannot be read, or holds anything but plain values.
+    Raises ``SnapshotError``: the file cannot be read, or holds anything but plain values.
     """
     path = Path(path)
     try:
@@ -67,7 +66,9 @@ def load_snapshot(path: str | Path) -> Json:
             f"Cannot read the memory snapshot {path}: {error.strerror or error}."
         ) from error
     except Exception as error:  # a damaged pickle raises errors of nearly every type
-        reason = _one_line(error) or type(error).__name__
+        told = " ".join("".join(c if c.isprintable() else "?" for c in str(error)).split())
+        reason = (told if len(told) <= 200 else f"{told[:200]}...").rstrip(".")
+        reason = reason or type(error).__name__
         raise SnapshotError(f"Cannot read the memory snapshot {path}: {reason}.") from error
     if isinstance(data, list):
         raise SnapshotError(
@@ -290,8 +291,3 @@ def _memory_for(nbytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (before, most))
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join("".join(c if c.isprintable() else "?" for c in str(error)).split())
-    return (text if len(text) <= 200 else f"{text[:200]}...").rstrip(".")

@@ -8,12 +8,12 @@ other settings or another GPU they may differ: the result is a prediction then.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from pytest_gpumem.allocator.allocator import Allocator
 from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
@@ -273,7 +273,15 @@ class _Run:
             peak_allocated=self.allocator.peak_allocated,
             peak_reserved=reserved,
             allocated_then=allocated,
-            largest_split=max((_largest_split(segment) for segment in segments), default=0),
+            largest_split=max(
+                (
+                    block["size"]
+                    for segment in segments
+                    for block in segment["blocks"]
+                    if block["state"] == "inactive" and segment["active_size"]
+                ),
+                default=0,
+            ),
             segments=len(segments),
             retries=self.allocator.stats()["num_alloc_retries"],
             out_of_memory=self.shortage,
@@ -323,8 +331,14 @@ class _Run:
                 self._recorded.append((size, event["addr"]))
         elif action in ("segment_free", "segment_unmap"):
             self._release(self._tape.pool_of(event))
-        elif action == "oom":
-            self._run_out(index, event)
+        elif action == "oom" and self._plan.capacity is not None:
+            # Whether memory suffices now: the program's use of it is not on record.
+            address = self.allocator.malloc(size, event["stream"])
+            self._note_peak(index)
+            self.allocator.free(address)
+        elif action == "oom" and self.capacity is None:
+            self.capacity = self.allocator.reserved + event["device_free"]
+            self.shortage = Shortage(index, size, event["device_free"], line_of(event))
 
     def _request_free(self, address: int) -> None:
         self.allocator.request_free(self._addresses.get(address, address))
@@ -343,18 +357,6 @@ class _Run:
         if full > self._fullest:
             self._fullest = full
             self._fullest_event = index
-
-    def _run_out(self, index: int, event: Json) -> None:
-        """Repeat an out-of-memory event of the recording and check whether memory suffices now."""
-        if self._plan.capacity is None:
-            if self.capacity is None:
-                self.capacity = self.allocator.reserved + event["device_free"]
-                self.shortage = Shortage(index, event["size"], event["device_free"], line_of(event))
-            return
-        # The program's use of the memory is not on record.
-        address = self.allocator.malloc(event["size"], event["stream"])
-        self._note_peak(index)
-        self.allocator.free(address)
 
     def _release(self, pool: PoolId) -> None:
         """The recording returns memory: once for each run of these, the cache was emptied."""
@@ -378,8 +380,3 @@ class _Run:
         address = self._elsewhere
         self._elsewhere += size
         return address
-
-
-def _largest_split(segment: Mapping[str, Any]) -> int:
-    free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
-    return max(free, default=0) if len(free) < len(segment["blocks"]) else 0

@@ -22,10 +22,7 @@ class Observer(Protocol):
         """Receive the repeated event ``index``; :data:`START` is the moment before the first."""
 
     def ended(
-        self,
-        fullest: int,
-        then: Sequence[Mapping[str, Any]],
-        end: Sequence[Mapping[str, Any]],
+        self, fullest: int, then: Sequence[Mapping[str, Any]], end: Sequence[Mapping[str, Any]]
     ) -> None:
         """The run is over; its segments after the event ``fullest``, and at its end.
 

@@ -79,18 +79,14 @@ class AllocatorSettings:
 
     @classmethod
     def parse(
-        cls,
-        conf: str | None,
-        version: Version = (2, 13),
-        previous: AllocatorSettings | None = None,
+        cls, conf: str | None, version: Version = (2, 13), previous: AllocatorSettings | None = None
     ) -> AllocatorSettings:
         """Read a configuration string as that torch version does.
 
         ``previous`` are the settings of a process that reads another string while it runs: some
         keys are reset to their defaults then, the rest is kept.
 
-        Raises:
-            SettingsError: an unknown key or a bad value, in that version's words.
+        Raises ``SettingsError``: an unknown key or a bad value, in that version's words.
         """
         if not OLDEST <= version <= NEWEST:
             raise SettingsError(
@@ -138,7 +134,9 @@ class _Parser:
                     raise self._unknown(key)
                 self.index += 1
                 self._expect(":")
-                read(self, key)
+                value, name = read(self, key), key.removesuffix("_mb")
+                if value is not None and name in AllocatorSettings.__dataclass_fields__:
+                    self.result = replace(self.result, **{name: value})
                 if self.generic and self.tokens[self.index] == ":":
                     raise self._unknown(self.tokens[self.index + 1] or ":")
                 if self.tokens[self.index]:
@@ -157,11 +155,8 @@ class _Parser:
         size = self._integer() * MIB
         if size <= MIN_LARGE_ALLOC:
             raise SettingsError("CachingAllocator option large_segment_size_mb must be > 10 MB")
-        self._set(large_segment_size=size, max_non_split_rounding=size)
+        self.result = replace(self.result, large_segment_size=size, max_non_split_rounding=size)
         self.index = 0
-
-    def _set(self, **values: Any) -> None:
-        self.result = replace(self.result, **values)
 
     def _next(self) -> str:
         token = self.tokens[self.index]
@@ -208,8 +203,9 @@ class _Parser:
             raise SettingsError("stod")
         return float(number.group())
 
-    def check_flag(self, key: str) -> bool:
-        """Read a flag; those of the host allocator have no effect on the device."""
+    # The readers of ``_KEYS``.
+
+    def flag(self, key: str) -> bool:
         text = self._next()
         if text in ("True", "False"):
             return text == "True"
@@ -220,21 +216,14 @@ class _Parser:
             )
         raise SettingsError(f"Expected a single True/False argument for {key}")
 
-    def read_flag(self, key: str) -> None:
-        self._set(**{key: self.check_flag(key)})
+    def large_segment(self, key: str) -> None:
+        self._integer()  # it has been read
 
-    def check_reserve(self, key: str) -> None:
-        """Check a size of the host allocator; it has no effect on the device."""
+    def segment(self, key: str) -> None:
         if self._integer() <= 0:
             raise SettingsError("Pinned reserve segment size has to be greater than 0")
 
-    def read_size(self, key: str) -> None:
-        self._set(**{key.removesuffix("_mb"): self._integer() * MIB})
-
-    def read_large_segment(self, key: str) -> None:
-        self._integer()
-
-    def read_split_size(self, key: str) -> None:
+    def split_size(self, key: str) -> int:
         megabytes = self._integer()
         minimum = self.result.large_segment_size // MIB
         if megabytes < minimum + (not self.generic):
@@ -242,25 +231,24 @@ class _Parser:
             raise SettingsError(
                 f"CachingAllocator option {key} too small, must be {sign} {minimum}"
             )
-        self._set(**{key.removesuffix("_mb"): megabytes * MIB})
+        return megabytes * MIB
 
-    def read_garbage_collection(self, key: str) -> None:
+    def threshold(self, key: str) -> float:
         value = self._number()
         if 0.0 < value < 1.0:
-            self._set(garbage_collection_threshold=value)
-        elif self.generic:
+            return value
+        if self.generic:
             raise SettingsError("garbage_collect_threshold is invalid, set it in (0.0, 1.0)")
-        else:
-            size = "big" if value >= 1.0 else "small"
-            raise SettingsError(f"garbage_collect_threshold too {size}, set it 0.0~1.0")
+        size = "big" if value >= 1.0 else "small"
+        raise SettingsError(f"garbage_collect_threshold too {size}, set it 0.0~1.0")
 
-    def read_fraction(self, key: str) -> None:
+    def fraction(self, key: str) -> float:
         value = self._number()
         if not 0.0 <= value <= 1.0:
             raise SettingsError("per_process_memory_fraction is invalid, set it in [0.0, 1.0]")
-        self._set(per_process_memory_fraction=value)
+        return value
 
-    def read_backend(self, key: str) -> None:
+    def backend(self, key: str) -> str:
         value = self._next()
         if value not in ("native", "cudaMallocAsync"):
             raise SettingsError("Unknown allocator backend, options are native and cudaMallocAsync")
@@ -269,9 +257,9 @@ class _Parser:
                 "Allocator backend parsed at runtime != allocator backend parsed at load time,"
                 f" {value} != {self.previous.backend}"
             )
-        self._set(backend=value)
+        return value
 
-    def read_threads(self, key: str) -> None:
+    def threads(self, key: str) -> int:
         threads = self._integer()
         if not _is_power_of_two(threads):
             got = f", got {threads}" if self.generic else " "
@@ -281,15 +269,9 @@ class _Parser:
             raise SettingsError(
                 f"Number of register threads should be less than or equal to 128{got}"
             )
-        self._set(pinned_num_register_threads=threads)
+        return threads
 
-    def read_reserve(self, key: str) -> None:
-        """Read a fraction or ``40G``; anything else is ignored with a warning, as in torch."""
-        reserve = _reserve(self._next())
-        if reserve is not None:
-            self._set(expandable_segments_reserve=reserve)
-
-    def check_reserves(self, key: str) -> None:
+    def reserves(self, key: str) -> None:
         """``[class:value,...]``: only C++ code can put a stream into a class."""
         self._expect("[")
         while self._next() != "]":
@@ -297,16 +279,15 @@ class _Parser:
             _reserve(self._next())
             self._skips(",")
 
-    def read_divisions(self, key: str) -> None:
+    def divisions_of(self, key: str) -> tuple[int, ...]:
         if self._skips("["):
-            self._read_division_list()
-            return
+            return self._division_list()
         value = self._integer()
         if not _is_power_of_two(value):
             raise SettingsError(f"For roundups, the {self.divisions} has to be power of 2 ")
-        self._set(roundup_power2_divisions=(value,) * DIVISION_SLOTS)
+        return (value,) * DIVISION_SLOTS
 
-    def _read_division_list(self) -> None:
+    def _division_list(self) -> tuple[int, ...]:
         """``[64:8,128:4,>:2]``: the first pair also fills the slots below it.
 
         ``>`` fills the slots above the last one written; up to 2.9 that one too.
@@ -332,11 +313,14 @@ class _Parser:
             first = False
             if self.tokens[self.index] not in ("]", ""):
                 self._expect(",")
-        self._set(roundup_power2_divisions=tuple(slots))
+        return tuple(slots)
 
 
 def _reserve(text: str) -> Reserve | None:
-    """``parseReserveSpec`` of c10/cuda/CUDAAllocatorConfig.cpp."""
+    """Read a fraction or ``40G`` (``parseReserveSpec`` of c10/cuda/CUDAAllocatorConfig.cpp).
+
+    Anything else is ignored with a warning, as in torch.
+    """
     found = re.fullmatch(r"([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)([Gg]?)", text)
     if found is None or float(found[1]) <= 0:
         warnings.warn(
@@ -353,26 +337,29 @@ def _is_power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
 
-_KEYS: dict[str, tuple[Version, Callable[[_Parser, str], object]]] = {
-    "backend": (OLDEST, _Parser.read_backend),
-    "max_split_size_mb": (OLDEST, _Parser.read_split_size),
-    "max_non_split_rounding_mb": (OLDEST, _Parser.read_split_size),
-    "garbage_collection_threshold": (OLDEST, _Parser.read_garbage_collection),
-    "roundup_power2_divisions": (OLDEST, _Parser.read_divisions),
-    "expandable_segments": (OLDEST, _Parser.read_flag),
-    "release_lock_on_cudamalloc": (OLDEST, _Parser.read_flag),
-    "pinned_use_cuda_host_register": (OLDEST, _Parser.read_flag),
-    "pinned_num_register_threads": (OLDEST, _Parser.read_threads),
-    "pinned_use_background_threads": (OLDEST, _Parser.check_flag),
-    "graph_capture_record_stream_reuse": ((2, 9), _Parser.read_flag),
-    "pinned_reserve_segment_size_mb": ((2, 10), _Parser.check_reserve),
-    "per_process_memory_fraction": ((2, 10), _Parser.read_fraction),
-    "large_segment_size_mb": ((2, 11), _Parser.read_large_segment),
-    "throw_on_cudamalloc_oom": ((2, 12), _Parser.read_flag),
-    "pinned_free_catch_all": ((2, 12), _Parser.check_flag),
-    "pinned_max_round_threshold_mb": ((2, 13), _Parser.read_size),
-    "pinned_max_cached_size_mb": ((2, 13), _Parser.read_size),
-    "expandable_segments_reserve": ((2, 15), _Parser.read_reserve),
-    "expandable_segments_reserve_by_class": ((2, 15), _Parser.check_reserves),
+_KEYS: dict[str, tuple[Version, Callable[[_Parser, str], Any]]] = {
+    "backend": (OLDEST, _Parser.backend),
+    "max_split_size_mb": (OLDEST, _Parser.split_size),
+    "max_non_split_rounding_mb": (OLDEST, _Parser.split_size),
+    "garbage_collection_threshold": (OLDEST, _Parser.threshold),
+    "roundup_power2_divisions": (OLDEST, _Parser.divisions_of),
+    "expandable_segments": (OLDEST, _Parser.flag),
+    "release_lock_on_cudamalloc": (OLDEST, _Parser.flag),
+    "pinned_use_cuda_host_register": (OLDEST, _Parser.flag),
+    "pinned_num_register_threads": (OLDEST, _Parser.threads),
+    "pinned_use_background_threads": (OLDEST, _Parser.flag),
+    "graph_capture_record_stream_reuse": ((2, 9), _Parser.flag),
+    "pinned_reserve_segment_size_mb": ((2, 10), _Parser.segment),
+    "per_process_memory_fraction": ((2, 10), _Parser.fraction),
+    "large_segment_size_mb": ((2, 11), _Parser.large_segment),
+    "throw_on_cudamalloc_oom": ((2, 12), _Parser.flag),
+    "pinned_free_catch_all": ((2, 12), _Parser.flag),
+    "pinned_max_round_threshold_mb": ((2, 13), lambda parser, key: parser._integer() * MIB),
+    "pinned_max_cached_size_mb": ((2, 13), lambda parser, key: parser._integer() * MIB),
+    "expandable_segments_reserve": ((2, 15), lambda parser, key: _reserve(parser._next())),
+    "expandable_segments_reserve_by_class": ((2, 15), _Parser.reserves),
 }
-"""Key -> the first release that has it, and how its value is read."""
+"""Key -> the first release that has it, and how its value is read.
+
+It is kept where the settings have a field of that name; other keys have no effect on the device.
+"""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -45,17 +44,18 @@ def starting_segments(
     Each has ``address``, ``total_size``, ``stream``, ``segment_type``, ``segment_pool_id`` and
     ``blocks``, as in a snapshot; for those of expandable segments see :func:`mapped_at_start`. Of a
     block that was live at the beginning and freed later, only the requested size is on record: its
-    size follows from its neighbours, see :meth:`_FirstUses.size_of`, and with expandable segments,
+    size follows from its neighbours, see :func:`_size_until`, and with expandable segments,
     where every remainder is split off, from the request.
     """
     segments = list(segments)
     blocks = _blocks_held(segments, trace)
-    held = [
-        *_segments_held(segments, trace).values(),
-        *mapped_at_start(segments, trace, settings),
-    ]
+    held = [*_segments_held(segments, trace).values(), *mapped_at_start(segments, trace, settings)]
     addresses = sorted(blocks)
-    uses = _FirstUses(trace)
+    first_uses: dict[str, dict[int, int]] = {"alloc": {}, "free_completed": {}}
+    for index, event in enumerate(trace):
+        if event["action"] in first_uses:
+            first_uses[event["action"]].setdefault(event["addr"], index)
+    made = sorted(first_uses["alloc"])
     start = []
     for segment in sorted(held, key=lambda each: int(each["address"])):
         first, end = segment["address"], segment["address"] + segment["total_size"]
@@ -70,7 +70,7 @@ def starting_segments(
                 if settings.max_split_size is not None and size >= settings.max_split_size:
                     size = following - address  # Blocks of this size are never split.
                 elif segment["segment_type"] == "large" and not settings.expandable_segments:
-                    size = uses.size_of(address, size, following)
+                    size = _size_until(first_uses, made, address + size, following, address)
             row += _gap(position, address)
             row.append(_block(address, size, block.requested, block.state))
             position = address + size
@@ -145,43 +145,24 @@ def _owner(event: Json, kind: str, last: _Owner | None = None) -> _Owner:
     return _Owner(event["stream"], kind, (first, second))
 
 
-class _FirstUses:
-    """When each address was first allocated in a trace, and first given back."""
+def _size_until(
+    first: dict[str, dict[int, int]], made: Sequence[int], low: int, following: int, address: int
+) -> int:
+    """Return the bytes of a large block that was live from the beginning, until it was freed.
 
-    def __init__(self, trace: Sequence[Json]) -> None:
-        self._trace = trace
-
-    @cached_property
-    def _first(self) -> dict[str, dict[int, int]]:
-        found: dict[str, dict[int, int]] = {"alloc": {}, "free_completed": {}}
-        for index, event in enumerate(self._trace):
-            if event["action"] in found:
-                found[event["action"]].setdefault(event["addr"], index)
-        return found
-
-    @cached_property
-    def _addresses(self) -> list[int]:
-        return sorted(self._first["alloc"])
-
-    def size_of(self, address: int, rounded: int, following: int) -> int:
-        """Return the bytes of a large block that was live from the beginning, until it was freed.
-
-        Up to 1 MiB is handed out beyond the request when a free block fits almost. Free blocks of
-        the large pool are never that small, so a small gap up to the ``following`` block belongs to
-        this one; in a larger gap, the address allocated first during its life is where it ends.
-        """
-        low = address + rounded
-        if following - low <= SMALL_SIZE:
-            return following - address
-        begin, end = (
-            bisect_left(self._addresses, low),
-            bisect_right(self._addresses, low + SMALL_SIZE),
-        )
-        allocated, freed = self._first["alloc"], self._first["free_completed"].get(address)
-        first = min(self._addresses[begin:end], key=allocated.__getitem__, default=None)
-        if first is None or (freed is not None and allocated[first] >= freed):
-            return rounded
-        return first - address
+    Up to 1 MiB is handed out beyond the request, which ends at ``low``, when a free block fits
+    almost. Free blocks of the large pool are never that small, so a small gap up to the
+    ``following`` block belongs to this one; in a larger gap, the address ``made`` first during its
+    life is where it ends. ``first``: when each address was first allocated, and given back.
+    """
+    if following - low <= SMALL_SIZE:
+        return following - address
+    inside = made[bisect_left(made, low) : bisect_right(made, low + SMALL_SIZE)]
+    end = min(inside, key=first["alloc"].__getitem__, default=None)
+    freed = first["free_completed"].get(address)
+    if end is None or (freed is not None and first["alloc"][end] >= freed):
+        return low - address
+    return end - address
 
 
 def _gap(start: int, end: int) -> list[dict[str, Any]]:

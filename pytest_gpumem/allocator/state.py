@@ -36,31 +36,12 @@ class AllocatorState:
     """
 
     # Attributes in slots: an object with more than thirty would find them by hashing.
-    __slots__ = (
-        "_captures",
-        "_divisions",
-        "_every",
-        "_large",
-        "_large_lists",
-        "_live",
-        "_max_split",
-        "_note",
-        "_only_best_fit",
-        "_plain_below",
-        "_shown_max_split",
-        "_small",
-        "_small_lists",
-        "_split_below",
-        "_supply",
-        "_uses",
-        "caching",
-        "device",
-        "is_capturing",
-        "memory",
-        "pools",
-        "settings",
-        "trace",
-        "version",
+    __slots__ = tuple(
+        """
+        _captures _divisions _every _large _large_lists _live _max_split _note _only_best_fit
+        _plain_below _shown_max_split _small _small_lists _split_below _supply _uses caching device
+        is_capturing memory pools settings trace version
+        """.split()
     )
 
     def __init__(
@@ -137,8 +118,7 @@ class AllocatorState:
         From 2.10 on a fraction of 1 lifts the limit; from 2.13 on the limit is rounded to the
         nearest byte, before that down.
 
-        Raises:
-            AllocatorError: ``fraction`` is not between 0 and 1.
+        Raises ``AllocatorError``: ``fraction`` is not between 0 and 1.
         """
         if not 0.0 <= fraction <= 1.0:
             raise AllocatorError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
@@ -164,8 +144,7 @@ class AllocatorState:
     def begin_allocate_to_pool(self, pool: PoolId, accepts: Filter) -> None:
         """Send allocations whose stream ``accepts`` returns true for to a private pool.
 
-        Raises:
-            AllocatorError: that is the case already, in torch's words.
+        Raises ``AllocatorError``: that is the case already, in torch's words.
         """
         self.pools.open(pool, accepts)
         self._route()
@@ -173,8 +152,7 @@ class AllocatorState:
     def end_allocate_to_pool(self, pool: PoolId) -> None:
         """End the scope of :meth:`begin_allocate_to_pool`; the pool keeps its memory.
 
-        Raises:
-            AllocatorError: it was not begun, in torch's words.
+        Raises ``AllocatorError``: it was not begun, in torch's words.
         """
         self.pools.close(pool)
         if self.settings.graph_capture_record_stream_reuse and self.version >= REUSE_IN_CAPTURE:

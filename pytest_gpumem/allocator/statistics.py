@@ -13,7 +13,7 @@ follow from the highest allocated value since pending last changed (:meth:`Tally
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, Final
+from typing import Final
 
 QUANTITIES: Final = {
     "allocation": "blocks",
@@ -136,32 +136,6 @@ class Tally:
             went_in, went_out = found[active]
             found[active] = went_in, went_out - self.pending[field]
         return found
-
-
-class UnsplitTally(Tally):
-    """A tally that counts into another one, without free parts of segments, which are not read."""
-
-    __slots__ = ("_counted",)
-
-    def __init__(self, counted: Tally) -> None:
-        self._counted = counted
-        self.splits = self.splits_peak = self.splits_out = 0
-        self.split_bytes = self.split_bytes_peak = self.split_bytes_out = 0
-
-
-def _passed_on(name: str) -> property:
-    def read(tally: Any) -> Any:
-        return getattr(tally._counted, name)
-
-    def write(tally: Any, value: Any) -> None:
-        setattr(tally._counted, name, value)
-
-    return property(read, write)
-
-
-for _name in Tally.__slots__:
-    if not _name.startswith("split"):
-        setattr(UnsplitTally, _name, _passed_on(_name))
 
 
 class Stat:

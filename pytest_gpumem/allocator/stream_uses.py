@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from pytest_gpumem.allocator.blocks import Block, PoolId
-from pytest_gpumem.allocator.device_memory import DeviceMemory
-from pytest_gpumem.allocator.expandable import absorb
+from pytest_gpumem.allocator.device_memory import DeviceMemory, absorb
 from pytest_gpumem.allocator.trace import Marks, StreamKey, Timeline
 
 MOST_AHEAD = 1024
@@ -44,19 +43,11 @@ class _Event(NamedTuple):
 class StreamUses:
     """The blocks of one device that other streams use, live or freed.
 
-    Args:
-        device: index of the device.
-        timeline: the progress of streams as known to the host.
-        memory: the device's memory.
-        in_capture: whether a capture forbids to look at events.
+    ``in_capture``: whether a capture forbids to look at events.
     """
 
     def __init__(
-        self,
-        device: int,
-        timeline: Timeline,
-        memory: DeviceMemory,
-        in_capture: Callable[[], bool],
+        self, device: int, timeline: Timeline, memory: DeviceMemory, in_capture: Callable[[], bool]
     ) -> None:
         self.timeline = timeline
         self.live: dict[int, Block] = {}
@@ -221,8 +212,9 @@ def complete_free(block: Block, memory: DeviceMemory, context: Any = None) -> No
     splits, split_bytes = -sum(bytes_ > 0 for bytes_ in gained), -sum(gained)
     if block.is_split:
         splits, split_bytes = splits + 1, split_bytes + block.size
-    for tally in (free_list.tally, free_list.every):
+    for tally in free_list.split_tallies:
         tally.change("splits", splits)
         tally.change("split_bytes", split_bytes)
+    for tally in (free_list.tally, free_list.every):
         tally.change("requested", -requested)
         tally.change_pending(-1, -size)

@@ -21,8 +21,7 @@ from pytest_gpumem.allocator.blocks import (
     PoolId,
     segment_size,
 )
-from pytest_gpumem.allocator.device_memory import DeviceMemory
-from pytest_gpumem.allocator.expandable import ExpandableSegments
+from pytest_gpumem.allocator.device_memory import DeviceMemory, ExpandableSegments
 from pytest_gpumem.allocator.messages import (
     OutOfMemory,
     OutOfMemoryFields,

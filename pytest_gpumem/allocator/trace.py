@@ -101,7 +101,9 @@ class Trace(Sequence[TraceEntry]):
         if not recording.on:
             return []
         if any(each.skipped for _, each in self._changes):
-            entries = [(at, each) for at, each in entries if not self._is_skipped(at, each)]
+            of_each = [self.recorded(at) for at, _ in entries]
+            pairs = zip(entries, of_each, strict=True)
+            entries = [one for one, made in pairs if not made or one[1].action not in made.skipped]
         most = recording.max_entries
         return entries if most is None else entries[-max(most, 1) :]
 
@@ -119,10 +121,6 @@ class Trace(Sequence[TraceEntry]):
         if clear or before is None or recording.on != before.on:
             self._shown_from = len(self)
         self._changes.append((len(self), recording))
-
-    def _is_skipped(self, index: int, entry: TraceEntry) -> bool:
-        recording = self.recorded(index)
-        return recording is not None and entry.action in recording.skipped
 
     def __len__(self) -> int:
         return len(self._current())
@@ -242,8 +240,7 @@ def check_history(trace: Sequence[Json], device: int) -> None:
     A history that was cut at its beginning, as ``max_entries`` does, is whole from there on. One
     that leaves out a kind of event (``skip_actions``) is not, nor one with a pause.
 
-    Raises:
-        SnapshotError: events are missing; the sentence names the first place.
+    Raises ``SnapshotError``: events are missing; the sentence names the first place.
     """
     last: dict[int, int] = {}
     for index, event in enumerate(trace):

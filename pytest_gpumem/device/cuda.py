@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures.thread import _worker
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from pytest_gpumem.collector import collect_young
 from pytest_gpumem.device import DeviceError
-from pytest_gpumem.device.device import Device, Renewed
-from pytest_gpumem.device.imports import imports_watched
-from pytest_gpumem.device.left_threads import LeftThreads, is_shared
+from pytest_gpumem.device.device import Device, Renewed, is_shared
 from pytest_gpumem.device.quota import limited, observers_of_torch, refusals
 from pytest_gpumem.dry import scope
+from pytest_gpumem.garbage import imports_watched
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
-from pytest_gpumem.sharing.host import CONTEXT, NvmlDevice
-from pytest_gpumem.sharing.refusal import Refusal
+from pytest_gpumem.sharing.admission import Refusal
+from pytest_gpumem.sharing.devices import CONTEXT, NvmlDevice
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuModel, Machine
 from pytest_gpumem.values.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.values.measurement import Measurement
@@ -77,7 +79,6 @@ class CudaDevice(Device):
 
     @property
     def environment(self) -> Environment:
-        """The environment that its numbers depend on; initialises CUDA."""
         return self._environment.with_extra(self.extra)
 
     @cached_property
@@ -100,7 +101,6 @@ class CudaDevice(Device):
 
     @property
     def total_memory(self) -> int:
-        """The bytes of the device's memory; initialises CUDA."""
         total: int = torch.cuda.get_device_properties(self.index).total_memory
         return total
 
@@ -175,7 +175,6 @@ class CudaDevice(Device):
         return estimate if used is None else max(used - reserved, 0), reserved
 
     def limited(self, size: int) -> AbstractContextManager[None]:
-        """Limit this process to reserving ``size`` bytes inside; raises ``QuotaError``."""
         return limited(self.index, size)
 
     def refusals(self) -> AbstractContextManager[Sequence[Refusal]]:
@@ -201,12 +200,10 @@ class CudaDevice(Device):
         return "MPS" in self.environment.partition.split("-")
 
     def empty_cache(self) -> None:
-        """Return unused segments to the driver."""
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
     def nvml(self) -> Mapping[str, Any]:
-        """Return NVML's current reading of the device, or the reason why there is none."""
         properties = torch.cuda.get_device_properties(self.index)
         return read_device(_uuid(properties) or self.index).to_dict()
 
@@ -214,6 +211,51 @@ class CudaDevice(Device):
 def _uuid(properties: Any) -> str | None:
     uuid = getattr(properties, "uuid", None)
     return None if uuid is None else str(uuid)
+
+
+_LIBRARIES = frozenset({"multiprocessing", "torch", "tqdm"})
+
+
+class LeftThreads:
+    """The threads that outlive the tests that started them.
+
+    Those of executors are left out: they wait for tasks, and live until their executor is shut.
+    """
+
+    def __init__(self) -> None:
+        self._owners: WeakKeyDictionary[threading.Thread, str | None] = WeakKeyDictionary()
+        """The test that started each; ``None``: a fixture that tests share, which outlives them."""
+
+    @contextmanager
+    def started_by(self, owner: str | None) -> Iterator[None]:
+        """Record ``owner`` for threads that start inside and have no owner yet."""
+        before = set(threading.enumerate())
+        try:
+            yield
+        finally:
+            for thread in set(threading.enumerate()) - before:
+                if getattr(thread, "_target", None) is not _worker:
+                    self._owners.setdefault(thread, owner)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The notes of the test: one sentence for each thread that still runs."""
+        return tuple(
+            f"{owner} left {thread.name!r} running in a thread: what it allocates is counted here"
+            for thread, owner in list(self._owners.items())
+            if owner is not None and thread.is_alive() and not _is_of_library(thread)
+        )
+
+
+def _is_of_library(thread: threading.Thread) -> bool:
+    """Return whether ``thread`` is a helper of a library's, or was started by C++.
+
+    Inductor's compile workers and tqdm's monitor keep such threads permanently, and the queues of a
+    ``DataLoader``'s workers for a moment.
+    """
+    found = getattr(thread, "_target", None) or type(thread)
+    package = str(getattr(found, "__module__", "")).partition(".")[0]
+    return isinstance(thread, threading._DummyThread) or package in _LIBRARIES
 
 
 STICKY = (

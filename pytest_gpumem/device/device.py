@@ -15,8 +15,8 @@ from pytest_gpumem.values.measurement import Measurement
 if TYPE_CHECKING:
     # torch, which a process without marked tests does not need.
     from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
-    from pytest_gpumem.sharing.gate import HostDevice
-    from pytest_gpumem.sharing.refusal import Refusal
+    from pytest_gpumem.sharing.admission import Refusal
+    from pytest_gpumem.sharing.devices import HostDevice
     from pytest_gpumem.simulated.machine.values.work import Work
 
 Renewed: TypeAlias = "Callable[[object, Mapping[int, Bytes], Mapping[int, Bytes]], None]"
@@ -108,10 +108,7 @@ class Device:
         raise NotImplementedError
 
     def held(self, name: str) -> tuple[int, int]:
-        """Return the bytes that this process holds on the shared device ``name`` between two tests.
-
-        They are those of its CUDA context, and those that the allocator has reserved.
-        """
+        """Return the bytes held of the shared device ``name``: by a context, and reserved."""
         raise NotImplementedError
 
     def limited(self, size: int) -> AbstractContextManager[None]:
@@ -170,3 +167,13 @@ class ComputingDevice(Device):
     def note(self, sentence: str) -> None:
         """Add ``sentence`` to the notes of the current test."""
         raise NotImplementedError
+
+
+def is_set_up(fixture: object) -> bool:
+    """Return whether pytest's ``fixture`` has a value now."""
+    return getattr(fixture, "cached_result", None) is not None
+
+
+def is_shared(fixture: object) -> bool:
+    """Return whether pytest's ``fixture`` outlives a test."""
+    return getattr(fixture, "scope", "function") != "function"

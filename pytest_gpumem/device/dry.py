@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.collector import GROWTH, Collector
 from pytest_gpumem.device import Computed
 from pytest_gpumem.device.cuda import CudaDevice
-from pytest_gpumem.device.device import ComputingDevice
-from pytest_gpumem.device.left_threads import is_set_up, is_shared
+from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
 from pytest_gpumem.device.random_numbers import own_numbers
 from pytest_gpumem.dry import autograd, compiling, scope, workspaces
 from pytest_gpumem.dry.blocks import Blocks, LeftoverBlocks
@@ -34,7 +33,6 @@ from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.world import RequestedRank, world_of
 
 if TYPE_CHECKING:
-    from pytest_gpumem.device.device import Renewed
     from pytest_gpumem.dry.ranks import Membership
 
 
@@ -89,7 +87,6 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     @property
     def events(self) -> int:
-        """A hash of the events of the tests' own allocator in the current test."""
         return workspaces.events(self.index)
 
     @contextmanager
@@ -143,7 +140,6 @@ class DryDevice(CudaDevice, ComputingDevice):
             self._membership.end_body()
 
     def unmeasured(self) -> AbstractContextManager[None]:
-        """Keep peaks inside from adding to the test's notes on estimates."""
         return workspaces.unmeasured()
 
     @contextmanager
@@ -177,7 +173,6 @@ class DryDevice(CudaDevice, ComputingDevice):
             yield
 
     def forget(self, fixture: object) -> None:
-        """Drop the records of a fixture that has been torn down."""
         self._fixtures.forget(fixture)
 
     def complete(self, measurement: Measurement) -> Measurement:
@@ -192,7 +187,6 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     @property
     def following(self) -> Computed | None:
-        """The values that a further run of the test computes; ``None`` where there is none."""
         return None if self._computed is Computed.ALL else Computed(self._computed + 1)
 
     @property
@@ -202,16 +196,13 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     @property
     def made_up(self) -> bool:
-        """Whether the current test used a value that was not computed."""
         return self._follower.made_up
 
     @property
     def work(self) -> Work:
-        """The work of computing all values of the current test."""
         return self._follower.work
 
     def note(self, sentence: str) -> None:
-        """Add ``sentence`` to the notes of the current test."""
         self._follower.note(sentence)
 
 

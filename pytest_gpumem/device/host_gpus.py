@@ -1,10 +1,18 @@
-"""The GPUs that CUDA will show this process, read from the driver before torch is imported."""
+"""The GPUs that CUDA will show this process, read from the driver before torch is imported.
+
+Without one, ``--gpumem-device=auto`` is the dry device where there can be one, else sim.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,12 +23,20 @@ DRIVERS: tuple[str, ...] = ("/dev/nvidiactl", "/dev/dxg", "C:\\Windows\\System32
 """Files of which one exists where NVIDIA's driver is installed: under Linux, WSL2, Windows. NVML is
 loaded only then, because every run with the plugin installed would pay for it."""
 
+REFUSED = "PYTEST_GPUMEM_AUTO_SIMULATED"
+"""The variable with the reason why ``auto`` is a simulated device here and in child processes."""
+
+
+def has_driver() -> bool:
+    """Return whether NVIDIA's driver is installed, without which there is no GPU."""
+    return any(map(os.path.exists, DRIVERS))
+
 
 def host_gpus(
     choice: DeviceChoice, environ: Mapping[str, str] | None = None
 ) -> tuple[NvmlReading, ...]:
     """Return the GPUs and MIG instances that tests may run on; none where they are simulated."""
-    if choice.kind not in ("auto", "cuda") or not any(map(os.path.exists, DRIVERS)):
+    if choice.kind not in ("auto", "cuda") or not has_driver():
         return ()
     from pytest_gpumem.measurement.nvml import NvmlAbsent, read_visible
 
@@ -77,3 +93,61 @@ def refusal(gpus: Sequence[NvmlReading], workers: int, *, placed: bool) -> str |
 
 def _model(gpu: NvmlReading) -> str:
     return gpu.name.partition(" MIG")[0]
+
+
+def settled(choice: DeviceChoice, baselines: Path) -> DeviceChoice:
+    """Return ``choice``, or the dry device in place of ``auto`` if available; only reads files."""
+    if choice.kind != "auto":
+        return choice
+    reason = why_not(baselines)
+    if reason is None:
+        return choice._replace(kind="dry", of_auto=True)
+    return choice._replace(not_dry="" if reason in _EXPECTED else reason)
+
+
+_DRIVER = "NVIDIA's driver is installed"
+_SYSTEM = "the dry device runs on Linux only"
+_BUILD = "there is no CUDA build of torch"
+_LAUNCHED = "the program has the dry device as its GPU"
+_EXPECTED = frozenset({_DRIVER, _SYSTEM, _BUILD, _LAUNCHED})
+"""Reasons that users of such a machine or torch know."""
+
+
+def why_not(baselines: Path) -> str | None:
+    """Return why ``auto`` does not select the dry device, ``None`` if it does."""
+    if reason := os.environ.get(REFUSED):
+        return reason
+    if has_driver():
+        return _DRIVER
+    if sys.platform != "linux":
+        return _SYSTEM
+    from pytest_gpumem.dry.version import cuda_of, release_of
+
+    spec = find_spec("torch")
+    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent
+    if folder is None or cuda_of(folder) is None:
+        return _BUILD
+    if _are_simulated(baselines, release_of(folder)):
+        return "the project's baselines are those of simulated devices"
+    from pytest_gpumem.dry.build import has_compiler
+    from pytest_gpumem.dry.load import is_launched, is_loaded
+
+    if is_launched():
+        return _LAUNCHED
+    if "torch" in sys.modules and not is_loaded():
+        return "torch has been imported already"
+    return None if has_compiler() else "there is no C compiler"
+
+
+def _are_simulated(baselines: Path, release: str) -> bool:
+    """Return whether ``baselines`` are those of simulated devices, and none are of dry ones.
+
+    Those of the torch ``release`` decide, where it has any.
+    """
+    names: list[str] = []
+    with suppress(OSError):
+        names += [each.name for each in baselines.iterdir()]
+    of_release = re.compile(rf"-torch{'.'.join(release.split('.')[:2])}(-|$)")
+    names = list(filter(of_release.search, names)) or names
+    kinds = {name.partition("-")[0] for name in names}
+    return "sim" in kinds and "dry" not in kinds

@@ -10,16 +10,12 @@ from functools import cache
 import pytest
 import torch
 
-from pytest_gpumem.sharing.refusal import Refusal
+from pytest_gpumem.sharing.admission import Refusal
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.environment import alloc_conf_variable
 
 SEGMENT = 2 * 2**20
 """Bytes of the smallest segment that the allocator requests from the driver."""
-
-
-SETTING = "per_process_memory_fraction"
-INHERITED_SINCE = (2, 10)
 
 
 class QuotaError(Exception):
@@ -60,8 +56,8 @@ def inherited(fraction: float) -> Iterator[None]:
     """
     major, minor = map(int, torch.__version__.split(".")[:2])
     with pytest.MonkeyPatch.context() as patches:
-        if (major, minor) >= INHERITED_SINCE:
-            setting = f"{SETTING}:{fraction:.12f}"
+        if (major, minor) >= (2, 10):
+            setting = f"per_process_memory_fraction:{fraction:.12f}"
             name = alloc_conf_variable((major, minor))
             patches.setenv(name, ",".join(filter(None, (os.environ.get(name), setting))))
         yield

@@ -60,7 +60,8 @@ class DeviceSelector:
         if models and not self.stand_ins:
             models += " without stand-ins"
         if self._choice.kind == "auto":
-            return f"a CUDA device if torch sees one, else {models}"
+            reason = f" (not dry: {self._choice.not_dry})" if self._choice.not_dry else ""
+            return f"a CUDA device if torch sees one, else {models}{reason}"
         if self._choice.kind == "cuda":
             return "cuda" if self._choice.index is None else f"cuda:{self._choice.index}"
         return models or "off, nothing is measured"
@@ -121,9 +122,28 @@ class DeviceSelector:
         self, computed: Computed = Computed.AT_FIRST, requested: RequestedRank | None = None
     ) -> Device | None:
         """Return the real or dry device to measure on, ``None`` where tests are simulated."""
-        if self._choice.kind == "dry":
-            return self._dry(computed, requested if self.world is None else None)
-        return self._real
+        if self._choice.kind != "dry":
+            return self._real
+        world = self.world
+        key = computed, requested if world is None else None
+        if key not in self._dry_devices:
+            self.check_torch()
+            from pytest_gpumem.device.dry import DryDevice
+            from pytest_gpumem.simulated.gpu.catalogue import find_machine
+
+            if key[1] is not None:
+                self.close()  # a process is one rank at a time
+            machines = list(map(find_machine, self._choice.models))
+            # CUDA shows a process one instance of MIG and no other device.
+            is_partitioned = any(one.model.profile for one in machines)
+            self._dry_devices[key] = DryDevice(
+                self._choice.models[0],
+                computed,
+                requested=key[1],
+                gpus=1 if is_partitioned else sum(one.count for one in machines),
+                index=None if world is None else world.local_rank,
+            )
+        return self._dry_devices[key]
 
     @cached_property
     def _real(self) -> Device | None:
@@ -137,39 +157,10 @@ class DeviceSelector:
             return find_device(self.world.local_rank, required=required, of_rank=self.world.rank)
         return find_device(self._choice.index, required=required)
 
-    def _dry(self, computed: Computed, requested: RequestedRank | None) -> DryDevice:
-        """Return the dry device, or a rank's; that leaves the process groups of other ranks."""
-        key = computed, requested
-        if key not in self._dry_devices:
-            self.check_torch()
-            from pytest_gpumem.device.dry import DryDevice
-
-            if requested is not None:
-                self.close()
-            own = None if self.world is None else self.world.local_rank
-            self._dry_devices[key] = DryDevice(
-                self._choice.models[0],
-                computed,
-                requested=requested,
-                gpus=self._dry_gpus,
-                index=own,
-            )
-        return self._dry_devices[key]
-
     def forget(self, fixture: object) -> None:
         """Drop every device's records of a fixture that has been torn down."""
         for device in (*self._simulated.values(), *self._dry_devices.values()):
             device.forget(fixture)
-
-    @property
-    def _dry_gpus(self) -> int:
-        from pytest_gpumem.simulated.gpu.catalogue import find_machine
-
-        machines = [find_machine(name) for name in self._choice.models]
-        # CUDA shows a process one instance of MIG and no other device.
-        if any(one.model.profile for one in machines):
-            return 1
-        return sum(one.count for one in machines)
 
     def close(self) -> None:
         """Leave the process groups of dry ranks."""

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.collector import Collector
 from pytest_gpumem.device import Computed
-from pytest_gpumem.device.device import ComputingDevice
-from pytest_gpumem.device.imports import imports_watched
-from pytest_gpumem.device.left_threads import is_set_up, is_shared
+from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
 from pytest_gpumem.device.quota import inherited, refusals
 from pytest_gpumem.device.random_numbers import own_numbers
 from pytest_gpumem.dry import scope
+from pytest_gpumem.garbage import imports_watched
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
-from pytest_gpumem.sharing.placement import CandidateDevice, take_place
-from pytest_gpumem.sharing.refusal import Refusal
-from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
+from pytest_gpumem.sharing.admission import Refusal
+from pytest_gpumem.sharing.devices import CandidateDevice, SharedSimulatedDevice, take_place
 from pytest_gpumem.simulated.common.callsite import running
 from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
 from pytest_gpumem.simulated.machine.machine import SetupLog
@@ -32,7 +30,6 @@ from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.world import RequestedRank, world_of
 
 if TYPE_CHECKING:
-    from pytest_gpumem.device.device import Renewed
     from pytest_gpumem.simulated.distributed.process_groups import Membership
 
 
@@ -86,7 +83,6 @@ class SimulatedDevice(ComputingDevice):
 
     @property
     def environment(self) -> Environment:
-        """The environment that its numbers depend on."""
         own = self._own.environment
         if self._requested is not None:
             own = replace(own, gpu=self._name, ranks=self._requested.name)
@@ -94,17 +90,14 @@ class SimulatedDevice(ComputingDevice):
 
     @property
     def total_memory(self) -> int:
-        """The bytes of one GPU in the catalogue."""
         return self._own.model.total_memory
 
     @property
     def events(self) -> int:
-        """A hash of the events of the tests' own allocator in the current test."""
         return hash_of_events(self._own)
 
     @property
     def recorder(self) -> Recorder:
-        """The recorder of every block, which a simulated device always has."""
         return SimulatedRecorder(self._simulation)
 
     def workspaces(self) -> frozenset[Block]:
@@ -163,7 +156,6 @@ class SimulatedDevice(ComputingDevice):
         return [one for one in fixtures if one in self._set_up and one not in self._present]
 
     def repeat_set_up(self, fixture: object) -> None:
-        """Repeat the set-up of ``fixture`` in the memory of the current test."""
         self._present.add(fixture)
         logs = self._set_up[fixture].logs
         taken = [gpu.repeat(log) for gpu, log in zip(self._gpus, logs, strict=True)]
@@ -196,7 +188,6 @@ class SimulatedDevice(ComputingDevice):
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
-        """Keep peaks inside from adding to the test's notes on estimates."""
         with ExitStack() as paused:
             for gpu in self._gpus:
                 paused.enter_context(gpu.estimates.unmeasured())
@@ -258,7 +249,6 @@ class SimulatedDevice(ComputingDevice):
             self._repeat()
 
     def forget(self, fixture: object) -> None:
-        """Drop the log of a fixture that has been torn down."""
         self._set_up.pop(fixture, None)
 
     def complete(self, measurement: Measurement) -> Measurement:
@@ -277,21 +267,17 @@ class SimulatedDevice(ComputingDevice):
 
     @property
     def following(self) -> Computed | None:
-        """The values that a further run of the test computes; ``None`` where there is none."""
         return None if self.has_values else Computed.ALL
 
     @property
     def made_up(self) -> bool:
-        """Whether the current test used a value that was not computed."""
         return self._simulation.granted or bool(self._simulation.neutral_reads)
 
     @property
     def work(self) -> Work:
-        """The work of computing the values of the current test."""
         return self._simulation.values.work
 
     def note(self, sentence: str) -> None:
-        """Add ``sentence`` to the notes of the current test."""
         self._simulation.note(sentence)
 
     def share(self, folder: Path) -> Sequence[SharedSimulatedDevice]:
@@ -346,7 +332,6 @@ class SimulatedDevice(ComputingDevice):
         return refusals(gpu.allocator.observers, note)
 
     def empty_cache(self) -> None:
-        """Release unused segments and the workspaces."""
         for gpu in self._gpus:
             gpu.workspaces.clear()
             gpu.allocator.empty_cache()

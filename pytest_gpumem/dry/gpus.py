@@ -6,8 +6,15 @@ import uuid
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuError, GpuModel, find_machine
-from pytest_gpumem.simulated.gpu.instances import COMPUTE_SLICES, INSTANCES, fit
+from pytest_gpumem.simulated.gpu.catalogue import (
+    COMPUTE_SLICES,
+    GPUS,
+    INSTANCES,
+    GpuError,
+    GpuModel,
+    find_machine,
+    fit,
+)
 from pytest_gpumem.sizes import KIB
 
 DEFAULT = "A100-40GB"

@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Any
 
 from pytest_gpumem.echo import quoted
-from pytest_gpumem.sharing.host import CONTEXT, MARGIN
+from pytest_gpumem.sharing.devices import CONTEXT, MARGIN
 from pytest_gpumem.sharing.weights import PLAN_VERSION, Shard, Weight, Weights, split
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, find_gpu
 from pytest_gpumem.sizes import format_size
@@ -250,11 +250,7 @@ def _jobs(
 
 
 def _machines(
-    names: Sequence[str],
-    runner: Runner,
-    seconds: _Seconds,
-    limit: float | None,
-    startup: float,
+    names: Sequence[str], runner: Runner, seconds: _Seconds, limit: float | None, startup: float
 ) -> Iterable[Sequence[str]]:
     """Return which tests each machine of one kind runs."""
     if limit is None:

@@ -2,9 +2,8 @@
 
 docs/how_a_test_runs.md goes through it step by step. Names that need a word:
 
-- *affinity*: a shared fixture belongs to the device that it was set up on.
-- *placement*: the device of this process; ``host`` is about those of this machine, and ``hosts``
-  about messages of workers on several machines to their controller.
+- *placement*: the device of this process; ``hosts`` has the messages of workers on several machines
+  to their controller.
 - *admission*: a test's permission to use a shared device; *yielding*: it makes room for another.
 - *second run*: of a test that needs real values, on the CPU; *rerun*: any further run.
 """

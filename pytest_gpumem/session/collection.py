@@ -6,16 +6,13 @@ import ast
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.report.pytest_reports import SKIPPED_AT_IMPORT
 from pytest_gpumem.session.expected import MARKER_NAME
-
-if TYPE_CHECKING:
-    from pytest_gpumem.session.parts import Parts
+from pytest_gpumem.session.parts import REFUSAL, Parts
 
 _DEVICE = r"(?i)cuda|gpu|accelerator|is_available|device"
 """Words in conditions on a device, and in their reasons."""
@@ -32,16 +29,21 @@ class Collection:
         items = [node for node in report.result or () if isinstance(node, pytest.Item)]
         problems = ((item.nodeid, self._parts.expectations.problem(item)) for item in items)
         errors = [f"{nodeid}: {problem}" for nodeid, problem in problems if problem]
-        host = self._parts.host
         if errors:
             report.outcome = "failed"
             report.longrepr = "\n".join(errors)
             report.result = []
         # A question that imports torch is asked only where its answer matters.
-        elif items and (why := host.refusal):
+        elif items and (why := self._parts.refusal):
             found = (self._parts.shares(item) for item in items)
             if any(shares and shares[1] is self._parts.selector.real() for shares in found):
-                host.refuse(report, why)
+                if not self._parts.is_worker:
+                    raise pytest.UsageError(why)
+                # The controller ends the run.
+                report.outcome = "failed"
+                report.longrepr = why
+                report.result = []
+                setattr(report, REFUSAL, True)
 
     def note_module(self, collector: pytest.Collector, report: pytest.CollectReport) -> None:
         """Record a module that skipped itself by a condition on the device."""
@@ -77,9 +79,21 @@ class Collection:
         )
 
     def selected(self, items: Sequence[pytest.Item]) -> None:
-        """Prepare for the tests that are left, and send their needs to the controller."""
+        """Prepare for the tests that are left, and send their needs to the controller.
+
+        Raises ``pytest.UsageError`` where no GPU is present, in a run that requests ``cuda``.
+        """
         parts = self._parts
-        self._check_device(items)
+        if (
+            parts.settings.device.kind == "cuda"
+            # A worker of pytest-xdist cannot end a run: in it the first test fails instead.
+            and not (parts.is_worker or parts.config.option.collectonly or parts.selector.world)
+            and any(item.get_closest_marker(MARKER_NAME) for item in items)
+        ):
+            try:
+                parts.selector.real()
+            except DeviceError as error:
+                raise pytest.UsageError(str(error)) from None
         if not (parts.selector.off or parts.is_one_of_several):
             expectations = map(parts.expectations.of, items)
             if any(expectation and expectation.isolate for expectation in expectations):
@@ -89,22 +103,6 @@ class Collection:
         if parts.sharing is not None and parts.is_worker:
             shared = ((item, parts.shares(item)) for item in items)
             parts.sharing.plan((item, *found) for item, found in shared if found)
-
-    def _check_device(self, items: Sequence[pytest.Item]) -> None:
-        """Raise ``pytest.UsageError`` where no GPU is present, in a run that requests ``cuda``.
-
-        A worker of pytest-xdist cannot end a run: in it the first test fails instead.
-        """
-        parts = self._parts
-        if (
-            parts.settings.device.kind == "cuda"
-            and not (parts.is_worker or parts.config.option.collectonly or parts.selector.world)
-            and any(item.get_closest_marker(MARKER_NAME) for item in items)
-        ):
-            try:
-                parts.selector.real()
-            except DeviceError as error:
-                raise pytest.UsageError(str(error)) from None
 
 
 def _skipped_for_its_device(path: Path, longrepr: object, *, everything: bool) -> bool:

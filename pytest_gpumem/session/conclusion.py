@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -15,10 +15,10 @@ from pytest_gpumem.baseline.update import UpdateReport, update_baselines
 from pytest_gpumem.paths import relative
 from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.remarks import Missing, leaks, unmarked
-from pytest_gpumem.report.terminal import section, write_section
-
-if TYPE_CHECKING:
-    from pytest_gpumem.session.results import Results
+from pytest_gpumem.report.terminal import describe, section, write_section
+from pytest_gpumem.session.results import Results
+from pytest_gpumem.text import counted
+from pytest_gpumem.values.environment import Environment
 
 AT_IMPORT = "there a GPU that is simulated exists only with --gpumem-sim-scope=session"
 
@@ -69,27 +69,7 @@ class Conclusion:
         results, writer = self._results, self._config.get_terminal_writer()
         for line in self._annotations:
             writer.line(line)
-        notes = [
-            *results.notes,
-            *results.broken_plugins,
-            *filter(None, [results.shard]),
-            *self._hosts(),
-            *self._uses(),
-            *self._skips(),
-        ]
-        if count := results.skipped_at_import:
-            notes.append(
-                f"{count} test{'s' * (count > 1)} that would be measured {_were(count)} skipped by "
-                f"a condition that was evaluated at import: {AT_IMPORT}"
-            )
-        if count := len(results.skipped_modules):
-            notes.append(
-                f"{count} module{'s' * (count > 1)} {_were(count)} skipped by pytest.skip() as "
-                f"{'they were' if count > 1 else 'it was'} imported: {AT_IMPORT}"
-            )
-        if self._settings.device.kind == "off" and results.any_marked:
-            notes.append("--gpumem-device=off: marked tests ran without being measured")
-        records = results.records
+        records, notes = results.records, list(self._notes())
         if not records and not notes and self._update is None:
             return
         notes += leaks(records)
@@ -114,6 +94,31 @@ class Conclusion:
         )
         write_section(writer, lines, verbosity=verbosity)
 
+    def _notes(self) -> Iterator[str]:
+        """Yield the sentences on the run, its hosts, shared devices and skipped tests."""
+        results = self._results
+        yield from (*results.notes, *results.broken_plugins, *filter(None, [results.shard]))
+        if len(results.environments) > 1:
+            yield from differing(results.environments)
+        shared = {one.nodeid: one.sharing for one in results.records if one.sharing}
+        if results.usages or shared:
+            from pytest_gpumem.sharing.usage import lines, waits
+
+            yield from (*lines(results.usages), *waits(shared))
+        yield from self._skips()
+        if count := results.skipped_at_import:
+            yield (
+                f"{counted(count, 'test')} that would be measured {_were(count)} skipped by a "
+                f"condition that was evaluated at import: {AT_IMPORT}"
+            )
+        if count := len(results.skipped_modules):
+            yield (
+                f"{counted(count, 'module')} {_were(count)} skipped by pytest.skip() as "
+                f"{'they were' if count > 1 else 'it was'} imported: {AT_IMPORT}"
+            )
+        if self._settings.device.kind == "off" and results.any_marked:
+            yield "--gpumem-device=off: marked tests ran without being measured"
+
     def _skips(self) -> Iterator[str]:
         """Yield why tests could not be simulated; tests of one cause as one, unless verbose."""
         causes: dict[str, list[str]] = {}
@@ -123,37 +128,20 @@ class Conclusion:
         verbose = self._config.get_verbosity() > 0
         for tests in causes.values():
             more = 0 if verbose else len(tests) - 1
-            also = f" and {more} more test{'s' * (more > 1)}" if more else ""
+            also = f" and {counted(more, 'more test')}" if more else ""
             for nodeid in tests if verbose else tests[:1]:
                 why = self._results.unsimulated[nodeid]
                 yield f"{nodeid}{also} {_were(more + 1)} skipped: {why}"
 
-    def _uses(self) -> list[str]:
-        """Return the lines on the devices that tests shared, and on waits for them."""
-        usages = self._results.usages
-        tests = {one.nodeid: one.sharing for one in self._results.records if one.sharing}
-        if not usages and not tests:
-            return []
-        from pytest_gpumem.sharing.usage import lines, waits
-
-        return [*lines(usages), *waits(tests)]
-
-    def _hosts(self) -> Iterable[str]:
-        if len(self._results.environments) < 2:
-            return ()
-        from pytest_gpumem.session.hosts import differing
-
-        return differing(self._results.environments)
-
     def _write_baselines(self, *, prune: bool) -> Iterator[str]:
         settings = self._settings
-        prune = prune and settings.prune
-        if settings.update is None and not prune:
+        prune = prune and settings.prune_baselines
+        if settings.update_baselines is None and not prune:
             return
         self._update = update_baselines(
             BaselineStore(settings.baselines),
             list(self._measured_tests()),
-            mode=settings.update,
+            mode=settings.update_baselines,
             prune=prune,
             collected=self._collection(),
         )
@@ -162,7 +150,7 @@ class Conclusion:
     def _look_for_missing(self) -> Iterator[str]:
         """Find baselines that no test uses; yield the errors where baselines are required."""
         settings = self._settings
-        if settings.prune or not any(record.expectation for record in self._results.records):
+        if settings.prune_baselines or not any(one.expectation for one in self._results.records):
             return
         store, tests = BaselineStore(settings.baselines), list(self._measured_tests())
         self._missing = Missing(
@@ -171,9 +159,9 @@ class Conclusion:
             relative(settings.baselines, self._config.invocation_params.dir).replace(os.sep, "/"),
         )
         moved = self._missing.moved
-        if moved and settings.require_baselines and settings.update is None:
+        if moved and settings.require_baselines and settings.update_baselines is None:
             yield (
-                f"{moved} test{'s' * (moved > 1)} {_were(moved)} compared with nothing, because "
+                f"{counted(moved, 'test')} {_were(moved)} compared with nothing, because "
                 "what is stored has another name, which fails this run as baselines are required"
             )
 
@@ -255,3 +243,21 @@ def _elsewhere(store: BaselineStore, tests: Sequence[MeasuredTest]) -> Counter[s
             continue
         found.update(environment.key for environment, _ in known)
     return found
+
+
+def differing(environments: Mapping[str, Iterable[Environment]]) -> Iterator[str]:
+    """Yield the workers of each environment, if hosts differ; ``environments`` are by worker.
+
+    The header is the controller's, which may have other devices or none. Tests of different
+    simulated models do not count as different hosts.
+    """
+    places: dict[frozenset[Environment], list[str]] = {}
+    for worker, seen in environments.items():
+        hosts = frozenset(
+            replace(one, gpu="GPU", compute_capability="") if one.simulated else one for one in seen
+        )
+        places.setdefault(hosts, []).append(worker)
+    if len(places) > 1:
+        for hosts, workers in sorted(places.items(), key=lambda place: min(place[1])):
+            where = " and ".join(sorted(map(describe, hosts)))
+            yield f"{', '.join(sorted(workers))}: {where}"

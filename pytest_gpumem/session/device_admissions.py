@@ -7,22 +7,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from pytest_gpumem.device.device import Device
+from pytest_gpumem.sharing.admission import Cause, Need, Refusal, cause_of
 from pytest_gpumem.sharing.database import SharingError
 from pytest_gpumem.sharing.gate import Admission, Gate
-from pytest_gpumem.sharing.need import Need
-from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
 from pytest_gpumem.sizes import format_size
 
 MOST_CALM = 30.0
 """The most seconds that a test that was crowded out waits until others leave it its room."""
 
-MOST_YIELDS = 3
+MOST_YIELDS = 2
 """The number of times that an opportunistic test yields; then it counts as guaranteed."""
 
 
@@ -37,50 +36,39 @@ class NextRun:
     """The bytes that it may reserve then, where that limit has grown."""
 
 
+@dataclass(eq=False)
 class DeviceAdmissions:
-    """The admissions of a test to its devices, one after the other.
+    """The admissions of a test to its devices, one after the other."""
 
-    ``elastic`` is whether its quota may grow as long as the device has room; ``released`` is called
-    with each admission at its end.
-    """
-
-    def __init__(
-        self,
-        gate: Gate,
-        nodeid: str,
-        need: Need,
-        device: Device,
-        *,
-        elastic: bool,
-        released: Callable[[Admission], None],
-    ) -> None:
-        self._gate = gate
-        self._nodeid = nodeid
-        self._need = need
-        self._device = device
-        self._elastic = elastic
-        self._released = released
-        self._inside = ExitStack()
-        self._waited = 0.0
-        self._waited_for = ""
-        self._yields = 0
-        self._notes: list[str] = []
-        self._own_quota: int | None = None
-        self.quota: int | None = None
-        """The bytes that an elastic quota has grown to."""
-        self.refusal: str | None = None
-        """The reason why the test may not run at all."""
-        self.admission: Admission | None = None
+    gate: Gate
+    nodeid: str
+    need: Need
+    device: Device
+    is_elastic: bool
+    """Whether its quota may grow as long as the device has room."""
+    released: Callable[[Admission], None]
+    """A function called with each admission at its end."""
+    quota: int | None = None
+    """The bytes that an elastic quota has grown to."""
+    refusal: str | None = None
+    """The reason why the test may not run at all."""
+    admission: Admission | None = None
+    _inside: ExitStack = field(default_factory=ExitStack)
+    _waited: float = 0.0
+    _waited_for: str = ""
+    _yields: int = 0
+    _notes: list[str] = field(default_factory=list)
+    _own_quota: int | None = None
 
     def enter(self) -> None:
         """Wait until the test may run; :attr:`refusal` is set if it may not."""
         try:
-            passing = self._gate.admitted(self._nodeid, self._need)
+            passing = self.gate.admitted(self.nodeid, self.need)
             self.admission = self._inside.enter_context(passing)
         except SharingError as error:
             self.refusal = str(error)
             return
-        self._inside.callback(self._device.empty_cache)
+        self._inside.callback(self.device.empty_cache)
         self._waited += self.admission.waited
         self._waited_for = self.admission.waited_for or self._waited_for
 
@@ -88,13 +76,13 @@ class DeviceAdmissions:
         """Release the memory to other tests."""
         self._inside.close()
         if self.admission is not None:
-            self._released(self.admission)
+            self.released(self.admission)
             self.admission = None
 
     def enter_again(self, run: NextRun) -> None:
         """Leave, and wait for the memory that the test needs now."""
         self.leave()
-        self._need = run.need
+        self.need = run.need
         self._notes += filter(None, [run.note])
         self.quota = run.quota or self.quota
         self.enter()
@@ -102,12 +90,8 @@ class DeviceAdmissions:
     def next_run(
         self, error: BaseException | None, refusal: Refusal | None, quota: int | None
     ) -> NextRun | None:
-        """Return the test's next run, ``None`` where this one's outcome stands.
-
-        The run ended with ``error``, and the allocator could not serve ``refusal`` in it
-        within ``quota``.
-        """
-        need = self._need
+        """Return the run after one with ``error`` and ``refusal``, ``None`` where that stands."""
+        need = self.need
         if isinstance(error, YieldedError):
             self._yields += 1
             guaranteed = need.guaranteed or self._yields >= MOST_YIELDS
@@ -124,14 +108,14 @@ class DeviceAdmissions:
 
     def crowded_out(self, refusal: Refusal | None, quota: int | None) -> str | None:
         """Return the sentence on a test for which there was no room even alone."""
-        if refusal is None or not self._need.calm:
+        if refusal is None or not self.need.calm:
             return None
         if cause_of(refusal, quota) is not Cause.NEIGHBOUR:
             return None
-        holders = self._gate.foreign_processes() or "they are gone by now"
+        holders = self.gate.foreign_processes() or "they are gone by now"
         return (
             f"infrastructure error, not the test's: {format_size(refusal.asked)} could not be had "
-            f"with {format_size(refusal.reserved)} reserved, also when {self._nodeid} ran alone, "
+            f"with {format_size(refusal.reserved)} reserved, also when {self.nodeid} ran alone, "
             f"because other processes held {format_size(refusal.of_others)}: {holders}"
         )
 
@@ -139,8 +123,8 @@ class DeviceAdmissions:
         """Return the JSON form; sizes in bytes, times in seconds."""
         admission = self.admission
         return {
-            "needed": self._need.bytes,
-            "source": self._need.source,
+            "needed": self.need.bytes,
+            "source": self.need.source,
             "waited": round(self._waited, 3),
             "waited_for": self._waited_for or None,
             "alone": admission.alone if admission else False,
@@ -152,22 +136,22 @@ class DeviceAdmissions:
         # Other processes' memory may come and go: as long as the test took, and a second at least.
         granted = self.admission.granted if self.admission else 0.0
         calm = min(max(time.time() - granted, 1.0), MOST_CALM)
-        least = max(self._need.bytes or 0, refusal.wanted)
+        least = max(self.need.bytes or 0, refusal.wanted)
         return NextRun(
-            replace(self._need, bytes=least, exclusive=True, calm=calm),
+            replace(self.need, bytes=least, exclusive=True, calm=calm),
             f"run again alone: other processes held {format_size(refusal.of_others)} of the "
             f"device when {format_size(refusal.asked)} were asked for",
         )
 
     def _with_more(self, refusal: Refusal, quota: int | None) -> NextRun | None:
         """Borrow twice the quota, or the requested bytes if that is more, so that runs are few."""
-        most = self._gate.capacity
-        if not self._elastic or quota is None or quota >= most or refusal.wanted > most:
+        most = self.gate.capacity
+        if not self.is_elastic or quota is None or quota >= most or refusal.wanted > most:
             return None
         larger = min(max(2 * quota, refusal.wanted), most)
         self._own_quota = self._own_quota or quota
-        needed = self._need.bytes
-        need = replace(self._need, bytes=needed if needed is None else max(needed, larger))
+        needed = self.need.bytes
+        need = replace(self.need, bytes=needed if needed is None else max(needed, larger))
         return NextRun(need, "", quota=larger)
 
 

@@ -1,8 +1,4 @@
-"""The expectations in the markers of tests, and the choice of measured tests.
-
-Every project with the plugin installed pays for this module: imports that only measured tests
-need are local.
-"""
+"""The expectations in the markers of tests, and the choice of measured tests."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Gpumem:
     @property
     def device(self) -> str:
         """The device that the test is measured on, as torch names it: ``cuda:0``."""
-        return f"cuda:{self._run.prepared.device.index}"
+        return f"cuda:{self._run.device.index}"
 
     @property
     def phases(self) -> Mapping[str, PhaseRecord]:

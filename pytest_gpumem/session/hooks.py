@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from pluggy import HookCaller
 
-from pytest_gpumem.attribution.history import CATEGORIES
+from pytest_gpumem.attribution.history import CATEGORIES, Origin
 from pytest_gpumem.device import DeviceError
+from pytest_gpumem.device.device import Device
 from pytest_gpumem.device.select import SELECTOR
 from pytest_gpumem.echo import printable, quoted
-
-if TYPE_CHECKING:
-    from pluggy import HookCaller, HookImpl
-
-    from pytest_gpumem.attribution.history import Origin
-    from pytest_gpumem.device.device import Device
-    from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.report.record import TestRecord
 
 _FAILURES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 """Exceptions of an implementation that do not end the run, unlike ``pytest.exit`` or Ctrl-C."""
@@ -56,17 +52,18 @@ class Hooks:
         Raises ``DeviceError`` where that fails: without it, a test would be compared with the
         baselines of another environment.
         """
-        hook: HookCaller = self._config.hook.pytest_gpumem_environment
-        found: dict[str, str] = {}
-        for implementation in _implementations(hook):
-            given = {"config": self._config, "environment": device.environment}
-            try:
-                answer = _called(implementation, given)
-            except _FAILURES as error:
-                raise DeviceError(_sentence(hook.name, implementation, _failure(error))) from None
-            if problem := _problem_of_entries(answer, found):
-                raise DeviceError(_sentence(hook.name, implementation, problem))
-            found.update(answer or {})
+        hook, found = self._config.hook.pytest_gpumem_environment, dict[str, str]()
+        if not hook.get_hookimpls():
+            return found  # the known environment would initialise CUDA
+        answers = self._answers(
+            hook,
+            lambda answer: _problem_of_entries(answer, found),
+            needed=True,
+            config=self._config,
+            environment=device.environment,
+        )
+        for entries in answers:
+            found.update(entries)
         return found
 
     def classify_for(self, item: pytest.Item) -> Callable[[str, int, Origin], str] | None:
@@ -85,7 +82,7 @@ class Hooks:
 
         def category(known: str, nbytes: int, origin: Origin) -> str:
             dtype = None if origin.dtype is None else str(origin.dtype).removeprefix("torch.")
-            answer = self._first(
+            answers = self._answers(
                 hook,
                 problem_of,
                 item=item,
@@ -96,7 +93,7 @@ class Hooks:
                 shape=origin.shape,
                 dtype=dtype,
             )
-            return known if answer is None else str(answer)
+            return str(next(answers, known))
 
         return category
 
@@ -119,7 +116,8 @@ class Hooks:
 
             stack = tuple((frame["filename"], frame["line"]) for frame in frames)
             if frames and stack not in known:
-                known[stack] = self._first(hook, problem_of, item=item, frames=frames)
+                answers = self._answers(hook, problem_of, item=item, frames=frames)
+                known[stack] = next(answers, None)
             if (index := known.get(stack)) is None:
                 return origin.place
             frame = frames[index]
@@ -127,53 +125,40 @@ class Hooks:
 
         return site
 
-    def _first(self, hook: HookCaller, problem_of: Callable[[object], str], **given: Any) -> Any:
-        """Return the first valid answer, ``None`` without one."""
-        for implementation, answer in self._answers(hook, **given):
-            if answer is not None:
-                if not (problem := problem_of(answer)):
-                    return answer
-                self._note_problem(hook.name, implementation, problem)
-        return None
+    def _answers(
+        self,
+        hook: HookCaller,
+        problem_of: Callable[[object], str] = lambda _: "",
+        *,
+        needed: bool = False,
+        **given: Any,
+    ) -> Iterator[Any]:
+        """Yield the valid answers in pluggy's order: the one registered last is called first.
 
-    def _answers(self, hook: HookCaller, **given: Any) -> Iterator[tuple[HookImpl, Any]]:
-        for implementation in _implementations(hook):
+        Notes errors; raises ``DeviceError`` instead where the answer is ``needed``.
+        """
+        for implementation in reversed(hook.get_hookimpls()):
             try:
-                answer = _called(implementation, given)
+                if implementation.wrapper or implementation.hookwrapper:
+                    raise TypeError("it is a wrapper, and this hook takes none")
+                answer = implementation.function(*map(given.get, implementation.argnames))
+                problem = "" if answer is None else problem_of(answer)
             except _FAILURES as error:
-                self._note_problem(hook.name, implementation, _failure(error))
-                continue
-            yield implementation, answer
-
-    def _note_problem(self, hook: str, implementation: HookImpl, problem: str) -> None:
-        sentence = _sentence(hook, implementation, problem)
-        self.broken.setdefault((hook, str(implementation.plugin_name)), sentence)
-
-
-def _implementations(hook: HookCaller) -> Iterator[HookImpl]:
-    """Yield them in pluggy's order: the one registered last is called first."""
-    return reversed(hook.get_hookimpls())
-
-
-def _called(implementation: HookImpl, given: Mapping[str, Any]) -> Any:
-    if implementation.wrapper or implementation.hookwrapper:
-        raise TypeError("it is a wrapper, and this hook takes none")
-    return implementation.function(*(given[name] for name in implementation.argnames))
-
-
-def _failure(error: BaseException) -> str:
-    return f"raised {type(error).__name__}: {error}"
-
-
-def _sentence(hook: str, implementation: HookImpl, problem: str) -> str:
-    name = str(implementation.plugin_name)
-    return printable(f"the plugin {name} is broken, its {hook} {problem}", 500)
+                problem = f"raised {type(error).__name__}: {error}"
+            if problem:
+                name = str(implementation.plugin_name)
+                sentence = f"the plugin {name} is broken, its {hook.name} {problem}"
+                if needed:
+                    raise DeviceError(printable(sentence, 500))
+                self.broken.setdefault((hook.name, name), printable(sentence, 500))
+            elif answer is not None:
+                yield answer
 
 
 def _problem_of_entries(answer: object, found: Mapping[str, str]) -> str:
-    if answer is not None and not isinstance(answer, Mapping):
+    if not isinstance(answer, Mapping):
         return f"returned {quoted(answer)}, not words by name"
-    for name, word in (answer or {}).items():
+    for name, word in answer.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             return f"returned the name {quoted(name)}; one is made of a-z, 0-9 and _"
         if not isinstance(word, str) or not word:

@@ -6,46 +6,66 @@ needs goes through the gateway: a channel of execnet's that travels with the wor
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import astuple, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from pytest_gpumem.sharing.database import default_folder
+import pytest
+
+from pytest_gpumem.sharing.admission import NOWHERE, Need, Place
 from pytest_gpumem.sharing.learned import Learned
 from pytest_gpumem.sharing.ledger import Entry
-from pytest_gpumem.sharing.need import NOWHERE, Need, Place
 from pytest_gpumem.sharing.usage import Usage, usages
-
-if TYPE_CHECKING:
-    import pytest
-
-    from pytest_gpumem.values.environment import Environment
 
 CHANNEL = "gpumem_channel"
 """Key of a pytest-xdist worker's input: its channel to :class:`Hosts`."""
+
+REPORTED_AT = (5.0, 60.0, 600.0)
+"""Seconds of waiting after which a line reports it, with the holders."""
 
 
 class ControllerChannel:
     """A worker's channel to the controller; without one, messages are dropped."""
 
     def __init__(self, config: pytest.Config) -> None:
+        self._config = config
         self._channel: Any = getattr(config, "workerinput", {}).get(CHANNEL)
-
-    def send_needs(
-        self, device: str, capacity: int, needs: Mapping[str, Need], *, real: bool
-    ) -> None:
-        """Send the needs of the worker's tests on ``device``, which has ``capacity`` bytes."""
-        rows = {nodeid: list(astuple(need)) for nodeid, need in needs.items()}
-        host = [socket.gethostname(), str(default_folder())]
-        self.send(host=host, device=device, capacity=capacity, needs=rows, real=real)
+        self._wait_lines: dict[str, int] = {}
+        """The number of lines on its waiting by test."""
 
     def send(self, **message: Any) -> None:
-        """Send ``entries`` of the ledger, a ``suspect`` or what is ``learned``: builtin types."""
+        """Send builtin types.
+
+        They are the worker's ``needs`` on its ``device``, ``entries`` of the ledger, a ``suspect``,
+        what is ``learned``, or the line of a test that ``waits``.
+        """
         if self._channel is not None:
             with suppress(OSError):  # of a controller that is gone
                 self._channel.send(message)
+
+    def report_wait(self, nodeid: str, waited: float, holders: str) -> None:
+        """Show a test's seconds of waiting; ``holders`` names the processes that it waits for."""
+        due = sum(waited >= limit for limit in REPORTED_AT)
+        if due <= self._wait_lines.get(nodeid, 0):
+            return
+        self._wait_lines[nodeid] = due
+        line = f"{nodeid} has waited {waited:.0f} s for {holders}"
+        if self._channel is None:
+            show(self._config, line)
+        else:
+            self.send(waits=line)
+
+
+def show(config: pytest.Config, line: str) -> None:
+    """Write a line to the terminal while tests run."""
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if reporter is not None:
+        with capture.global_and_fixture_disabled() if capture else nullcontext():
+            reporter.ensure_newline()
+            reporter.write_line(line)
+            reporter.flush()
 
 
 class _Host(NamedTuple):
@@ -57,7 +77,8 @@ class _Host(NamedTuple):
 class Hosts:
     """The controller's data on its workers' devices."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
         self._places: dict[str, Place] = {}
         self._hosts: dict[str, _Host] = {}
         self._entries: dict[str, list[Entry]] = {}
@@ -79,6 +100,8 @@ class Hosts:
                 self._entries.setdefault(worker, []).extend(Entry(*row) for row in rows)
             case {"suspect": nodeid}:
                 self.suspects.add(nodeid)
+            case {"waits": line}:
+                show(self._config, line)
             case {"learned": data}:
                 self.learned.merge(Learned.from_dict(data))
             case _:
@@ -109,23 +132,3 @@ class Hosts:
                 for usage in usages(entries, run, capacity)
             ]
         return found
-
-
-def differing(environments: Mapping[str, Iterable[Environment]]) -> Iterator[str]:
-    """Yield the workers of each environment, if hosts differ; ``environments`` are by worker.
-
-    The header is the controller's, which may have other devices or none. Tests of different
-    simulated models do not count as different hosts.
-    """
-    from pytest_gpumem.report.terminal import describe
-
-    places: dict[frozenset[Environment], list[str]] = {}
-    for worker, seen in environments.items():
-        hosts = frozenset(
-            replace(one, gpu="GPU", compute_capability="") if one.simulated else one for one in seen
-        )
-        places.setdefault(hosts, []).append(worker)
-    if len(places) > 1:
-        for hosts, workers in sorted(places.items(), key=lambda place: min(place[1])):
-            where = " and ".join(sorted(map(describe, hosts)))
-            yield f"{', '.join(sorted(workers))}: {where}"

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -51,17 +51,6 @@ _OPTIONS_OF_ONE_TEST: Mapping[str, Any] = {
     "usepdb": False,
 }
 """Options that the process of a single test does not share."""
-
-
-class Job(NamedTuple):
-    """A test for another process."""
-
-    test: str
-    """The test's id, with an absolute path."""
-    options: Mapping[str, Any]
-    environment: Mapping[str, str]
-    folder: str
-    worker: Mapping[str, Any]
 
 
 class Isolation:
@@ -97,19 +86,26 @@ class Isolation:
         self, item: pytest.Item, environments: Sequence[Mapping[str, str]]
     ) -> list[pytest.TestReport]:
         """Return the reports of the first process; there is one for each environment."""
-        started = _Started()
+        self._count += 1
+        started: dict[Connection, Any] = {}
+        """The processes by their connection, in the order of ranks."""
         try:
             for rank, environment in enumerate(environments):
                 receiver, sender = self._context.Pipe(duplex=False)
-                arguments = sender, self._job(item, environment, rank)
+                arguments = sender, *self._job(item, environment, rank)
                 process = self._context.Process(target=_serve, args=arguments)
                 process.start()
                 sender.close()
-                started.connections.append(receiver)
-                started.processes.append(process)
-            data, problem = started.answers()
+                started[receiver] = process
+            data, problem = _answers(started)
         finally:
-            started.end()
+            for connection in started:
+                connection.close()
+            for process in started.values():
+                process.join(_GRACE)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
         read = self._config.hook.pytest_report_from_serializable
         reports = [read(config=self._config, data=one) for one in data]
         if not reports or problem:
@@ -137,81 +133,60 @@ class Isolation:
                 implementation.function(node)
         return own
 
-    def _job(self, item: pytest.Item, environment: Mapping[str, str], rank: int) -> Job:
+    def _job(
+        self, item: pytest.Item, environment: Mapping[str, str], rank: int
+    ) -> tuple[str, Mapping[str, Any], Mapping[str, str], Path, Mapping[str, Any]]:
+        """Return the arguments of :func:`_serve` after the connection."""
         config = self._config
         path, separator, name = item.nodeid.partition("::")
-        self._count += rank == 0
         options = {
             name: value
             for name, value in vars(config.option).items()
             if name != "file_or_dir" and _can_travel(value)
         }
         base = config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
-        return Job(
-            test=f"{config.rootpath / path}{separator}{name}",
-            options={
-                **options,
-                **_OPTIONS_OF_ONE_TEST,
-                "basetemp": str(base / f"isolated-{self._count}-{rank}"),
-                "inifilename": str(config.inipath) if config.inipath else None,
-                "plugins": [*options.get("plugins", ()), "no:terminal"],
-                "rootdir": str(config.rootpath),
-            },
-            environment={**os.environ, **environment},
-            folder=str(Path.cwd()),
-            worker=self._worker,
-        )
+        options |= {
+            **_OPTIONS_OF_ONE_TEST,
+            "basetemp": str(base / f"isolated-{self._count}-{rank}"),
+            "inifilename": str(config.inipath) if config.inipath else None,
+            "plugins": [*options.get("plugins", ()), "no:terminal"],
+            "rootdir": str(config.rootpath),
+        }
+        test = f"{config.rootpath / path}{separator}{name}"
+        return test, options, {**os.environ, **environment}, Path.cwd(), self._worker
 
 
-class _Started:
-    """The processes of one test, by rank."""
+def _answers(started: Mapping[Connection, Any]) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """Return the reports of the first of the ``started`` processes, and the error of any.
 
-    def __init__(self) -> None:
-        self.connections: list[Connection] = []
-        self.processes: list[Any] = []
-
-    def answers(self) -> tuple[Sequence[Mapping[str, Any]], str]:
-        """Return the reports of the first process, and the error of any.
-
-        Where one has ended during the test the others, which may wait for it for ever, have some
-        time to report.
-        """
-        data: Sequence[Mapping[str, Any]] = ()
-        ended: list[str] = []
-        problem = ""
-        count, pending = len(self.processes), list(self.connections)
-        until: float | None = None
-        while pending:
-            rest = None if until is None else max(until - time.monotonic(), 0.0)
-            ready = wait(pending, rest)
-            if not ready:
-                break
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = self.connections.index(connection)
-                pending.remove(connection)
-                try:
-                    reports, wrong = connection.recv()
-                except EOFError:
-                    process = self.processes[rank]
-                    process.join()
-                    name = f"rank {rank} of {count}: " if count > 1 else ""
-                    ended.append(f"{name}{_ended(process.exitcode)}")
-                    until = until or time.monotonic() + _GRACE
-                    continue
-                data = reports if rank == 0 else data
-                problem = problem or wrong
-        return data, "; ".join(ended) or problem
-
-    def end(self) -> None:
-        """End all processes."""
-        for connection in self.connections:
-            connection.close()
-        for process in self.processes:
-            process.join(_GRACE)
-            if process.is_alive():
-                process.kill()
-                process.join()
+    Where one has ended during the test the others, which may wait for it for ever, have some time
+    to report.
+    """
+    data: Sequence[Mapping[str, Any]] = ()
+    ended: list[str] = []
+    problem = ""
+    ranks, pending = list(started), list(started)
+    until: float | None = None
+    while pending:
+        rest = None if until is None else max(until - time.monotonic(), 0.0)
+        ready = wait(pending, rest)
+        if not ready:
+            break
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = ranks.index(connection)
+            pending.remove(connection)
+            try:
+                reports, wrong = connection.recv()
+            except EOFError:
+                started[connection].join()
+                name = f"rank {rank} of {len(ranks)}: " if len(ranks) > 1 else ""
+                ended.append(f"{name}{_ended(started[connection].exitcode)}")
+                until = until or time.monotonic() + _GRACE
+                continue
+            data = reports if rank == 0 else data
+            problem = problem or wrong
+    return data, "; ".join(ended) or problem
 
 
 class _Collected:
@@ -235,15 +210,21 @@ class _Collected:
             self.problem = report.longreprtext
 
 
-def _serve(connection: Connection, job: Job) -> None:
-    """Run a job's test, and send its reports."""
+def _serve(
+    connection: Connection,
+    test: str,
+    options: dict[str, Any],
+    environment: Mapping[str, str],
+    folder: Path,
+    worker: Mapping[str, Any],
+) -> None:
+    """Run ``test``, an id with an absolute path, and send its reports."""
     os.environ.clear()
-    os.environ.update(job.environment)
-    os.chdir(job.folder)
-    config = pytest.Config.fromdictargs({**job.options}, [job.test])
+    os.environ.update(environment)
+    os.chdir(folder)
+    config = pytest.Config.fromdictargs(options, [test])
     # As in a worker of pytest-xdist: the requesting process writes the files of a run.
-    worker: Any = config
-    worker.workerinput, worker.workeroutput = dict(job.worker), {}
+    vars(config).update(workerinput=dict(worker), workeroutput={})
     collected = _Collected(config)
     config.pluginmanager.register(collected, "gpumem-isolated-reports")
     try:

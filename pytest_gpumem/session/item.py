@@ -1,7 +1,12 @@
-"""One attempt at a measured test: run, judge, explain, in this order."""
+"""One attempt at a measured test: run, judge, explain, in this order.
+
+To explain a test, its body is run once more, recorded, where the run that counts was not. The
+numbers of the earlier run count.
+"""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -9,39 +14,156 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pytest_gpumem.baseline.store import BaselineError
-from pytest_gpumem.device.device import Device
-from pytest_gpumem.report.junit import set_user_properties
-from pytest_gpumem.report.pytest_reports import ATTRIBUTE, BROKEN_PLUGINS, SENTENCE, with_outcome
-from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.session.explain import (
-    explained_again,
-    needs_second_run,
-    out_of_memory,
-    snapshot_of,
+from pytest_gpumem.baseline.compare import Judgement, judge, judge_prediction
+from pytest_gpumem.baseline.store import (
+    BaselineEntry,
+    BaselineError,
+    BaselineStore,
+    split_nodeid,
 )
+from pytest_gpumem.baseline.verdict import failure_text
+from pytest_gpumem.device.select import SELECTOR
+from pytest_gpumem.marker import Expectation
+from pytest_gpumem.measurement.composition import explained_by
+from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.measurement.recorded import RecordedHistory, write_snapshot
+from pytest_gpumem.options import Settings
+from pytest_gpumem.report.commands import Command
+from pytest_gpumem.report.pytest_reports import ATTRIBUTE, BROKEN_PLUGINS, SENTENCE, with_outcome
+from pytest_gpumem.report.record import TestRecord, set_user_properties
 from pytest_gpumem.session.hooks import Hooks
-from pytest_gpumem.session.judge import Judge
-from pytest_gpumem.session.run import Run
-from pytest_gpumem.sharing.refusal import Refusal
+from pytest_gpumem.session.run import EXPLAINED_BY, Prepared, Run
+from pytest_gpumem.sharing.admission import Refusal, refusal_sentence
+from pytest_gpumem.sizes import format_size, in_words
+from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.errors import SimulationError
 from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.values.prediction import PredictedTest
 
 RunsAgain = Callable[[Refusal | None, int | None, Exception], bool]
 
+_OUTCOMES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
+"""Exceptions of a second run that do not replace the first one's failure."""
 
-class MeasuredItem:
-    """An attempt at a test.
+CHECKED_ON_A_GPU = "predict= is checked on a GPU; simulated, a prediction is the measurement itself"
+
+
+class Judge:
+    """A comparison of measurements with limits, and with the baselines of the settings."""
+
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+        self._config = config
+        self._settings = settings
+        self._store = BaselineStore(settings.baselines)
+        self._predicts = SELECTOR in config.stash
+        """Whether the process only makes predictions."""
+
+    def record(
+        self,
+        prepared: Prepared,
+        measurement: Measurement,
+        others: Sequence[Measurement],
+        *,
+        passed: bool,
+        ranks: str = "",
+    ) -> TestRecord | None:
+        """Return the record of a test whose body ``passed`` or not.
+
+        ``ranks`` names the rank of ``measurement`` among several. ``None`` where an unmarked
+        test used no device. Raises :class:`BaselineError` where the stored baseline cannot be read.
+        """
+        expectation, predicted = prepared.expectation, prepared.predicted
+        if expectation is None and measurement.peak_allocated <= 0 and not others:
+            return None
+        if expectation and expectation.predict and measurement.simulated and not self._predicts:
+            measurement = replace(measurement, notes=(*measurement.notes, CHECKED_ON_A_GPU))
+        environment = prepared.device.environment
+        record = TestRecord(
+            nodeid=prepared.item.nodeid,
+            outcome="passed" if passed else "failed",
+            environment=replace(environment, ranks=ranks) if ranks else environment,
+            measurement=measurement,
+            other_devices=tuple(others),
+            expectation=expectation.to_dict() if expectation else {},
+            prediction=predicted.to_dict() if predicted else None,
+            judged=False,
+            nvml=prepared.device.nvml(),
+        )
+        if expectation is None or not passed:
+            return record
+        return self._with_verdicts(record, expectation, predicted)
+
+    def _with_verdicts(
+        self, record: TestRecord, expectation: Expectation, predicted: PredictedTest | None
+    ) -> TestRecord:
+        assert record.measurement is not None
+        # While baselines are replaced nothing is compared, and the update itself reports a file
+        # that cannot be read.
+        baseline = None
+        if expectation.baseline is not False and self._settings.update_baselines != "all":
+            baseline = self._store.entry(record.environment, *split_nodeid(record.nodeid))
+        judgement = self._compared(record, expectation, record.measurement, baseline)
+        verdicts = list(judgement.verdicts)
+        if predicted is not None and expectation.predict is not None:
+            verdicts += judge_prediction(
+                record.measurement, predicted, expectation.predict, record.environment
+            )
+        for other in record.other_devices:
+            elsewhere = replace(expectation, baseline=False)
+            verdicts += self._compared(record, elsewhere, other, None).verdicts
+        return replace(
+            record,
+            judged=True,
+            baseline=baseline.to_dict() if baseline else None,
+            verdicts=tuple(verdicts),
+            improvements=judgement.improvements,
+            missing_baseline=judgement.missing_baseline,
+        )
+
+    def _compared(
+        self,
+        record: TestRecord,
+        expectation: Expectation,
+        measurement: Measurement,
+        baseline: BaselineEntry | None,
+    ) -> Judgement:
+        elsewhere: Sequence[tuple[Environment, BaselineEntry]] = ()
+        if baseline is None and expectation.baseline is not False:
+            module, test_id = split_nodeid(record.nodeid)
+            elsewhere = self._store.elsewhere(module, test_id, record.environment)
+        # If CI turned the option on by itself it is for tests with baseline=True.
+        name = "gpumem_require_baselines"
+        return judge(
+            expectation,
+            measurement,
+            baseline=baseline,
+            environment=record.environment,
+            require_baseline=bool(self._config.getoption(name, None) or self._config.getini(name)),
+            update=self._settings.update_baselines,
+            elsewhere=elsewhere,
+            used_elsewhere=bool(record.other_devices),
+            default_phases=self._settings.defaults.get("phases", {}),
+        )
+
+
+class MeasuredItem(Run):
+    """An attempt at a test: a run that is judged and explained.
 
     ``runs_again`` returns, where devices are shared, whether a test that ran out of memory is run
     once more, so that this failure need not be explained.
     """
 
-    def __init__(self, run: Run, judge: Judge, hooks: Hooks, runs_again: RunsAgain | None) -> None:
-        self.run = run
-        self._item = run.prepared.item
+    def __init__(
+        self,
+        prepared: Prepared,
+        ledger: FixtureLedger,
+        settings: Settings,
+        hooks: Hooks,
+        judge: Judge,
+        runs_again: RunsAgain | None,
+    ) -> None:
+        super().__init__(prepared, ledger, settings, hooks)
         self._judge = judge
-        self._hooks = hooks
         self._runs_again = runs_again
         self.body_raised = False
         """Whether the body failed, rather than its measurement."""
@@ -53,27 +175,13 @@ class MeasuredItem:
         """The text of a failure that is not due to the test's own memory."""
 
     @property
-    def nodeid(self) -> str:
-        """The test's node id."""
-        return self._item.nodeid
-
-    @property
-    def device(self) -> Device:
-        """The device that the test runs on."""
-        return self.run.prepared.device
-
-    @property
     def measurement(self) -> Measurement | None:
         """The measurement of the test's own device; ``None`` before it is known."""
         return self._record.measurement if self._record else None
 
-    def close(self) -> None:
-        """Restore the state of the process."""
-        self.run.close()
-
     def complete(self, report: pytest.TestReport, *, raised: bool) -> None:
         """Put the record on the final report of the call, as builtin types."""
-        if self.run.in_body:  # a subtest's: they are reported while the body runs
+        if self.in_body:  # a subtest's: they are reported while the body runs
             self._subtest_failed |= raised and report.failed
         elif report.when == "call" and self._sentence:
             setattr(report, SENTENCE, self._sentence)
@@ -85,19 +193,18 @@ class MeasuredItem:
             record = with_outcome(self._record, report)
             if record is not None:
                 setattr(report, ATTRIBUTE, record.to_dict())
-                self._hooks.call_with(self._item, record)
+                self._hooks.call_with(self.item, record)
                 if self._hooks.broken:
                     setattr(report, BROKEN_PLUGINS, list(self._hooks.broken.values()))
 
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Run the body inside, after its warm-up runs; then measure and judge it, or fail it."""
-        run = self.run
         try:
-            for _ in range(run.prepared.runs - 1):
-                with run.body():
-                    self._item.runtest()
-            with run.body():
+            for _ in range(self.prepared.runs - 1):
+                with self.body():
+                    self.item.runtest()
+            with self.body():
                 yield
         except (pytest.skip.Exception, SimulationError):
             raise
@@ -106,13 +213,12 @@ class MeasuredItem:
             with suppress(BaselineError):  # the body's own failure is more important
                 self._finish()
             if isinstance(error, torch.OutOfMemoryError) and not (
-                self._runs_again and self._runs_again(run.shortage, run.prepared.quota, error)
+                self._runs_again and self._runs_again(self.shortage, self.prepared.quota, error)
             ):
-                self._record, lines = out_of_memory(run, self._record, error)
-                self._sections += lines
+                self._sections += self._explain_shortage(error)
             raise
         # unittest's failures do not reach pytest as exceptions: the item collects them.
-        self.body_raised = self._subtest_failed or bool(getattr(self._item, "_excinfo", None))
+        self.body_raised = self._subtest_failed or bool(getattr(self.item, "_excinfo", None))
         self._judged(self._finish)
 
     def judge(self, measured: Measurement, others: Sequence[Measurement], *, ranks: str) -> None:
@@ -129,20 +235,18 @@ class MeasuredItem:
     def _finish(self) -> None:
         """Measure the last run, and judge it unless it is for all ranks to judge."""
         passed = not self.body_raised
-        own, others = self.run.measured(passed=passed)
+        own, others = self.measured(passed=passed)
         used = [other for other in others if other.peak_allocated > 0]
-        self._take(own, used, passed=passed and not self.run.prepared.among_ranks)
+        self._take(own, used, passed=passed and not self.prepared.among_ranks)
         if not passed and self._record is not None:
-            self.note(*snapshot_of(self.run))
+            self.note(*self._snapshot())
 
     def _take(
         self, own: Measurement, others: Sequence[Measurement], *, passed: bool, ranks: str = ""
     ) -> None:
-        self._record = self._judge.record(
-            self.run.prepared, own, others, passed=passed, ranks=ranks
-        )
+        self._record = self._judge.record(self.prepared, own, others, passed=passed, ranks=ranks)
         if self._record is not None:
-            set_user_properties(self._item.user_properties, self._record)
+            set_user_properties(self.item.user_properties, self._record)
 
     def _judged(self, judge: Callable[[], None]) -> None:
         """Call ``judge``; then fail the test where a verdict does not pass."""
@@ -155,13 +259,84 @@ class MeasuredItem:
         record = self._record
         if record is None or not record.broken:
             return
-        if needs_second_run(self.run):
-            explained, notes = explained_again(self.run, record)
-            if explained:
-                prepared = self.run.prepared
-                again = self._judge.record(prepared, explained[0], explained[1:], passed=True)
-                record = self._record = again or record
-        else:
-            notes = snapshot_of(self.run)
-        self.note(*notes)
-        pytest.fail(self._judge.failure_text(record), pytrace=False)
+        self.note(*self._explain(record) if self.is_explained_later else self._snapshot())
+        config, broken = self.item.config, (self._record or record).broken
+        update = Command.of(config).records(record.nodeid)
+        text = failure_text(broken, update, every=config.get_verbosity() > 1)
+        pytest.fail(text, pytrace=False)
+
+    def _explain(self, record: TestRecord) -> Sequence[str]:
+        """Judge with the sites of a second run, if that passes; return notes."""
+        item, recorder = self.item, RecordedHistory()
+        try:
+            with recorder.during(EXPLAINED_BY):
+                self.record_again(recorder)
+                with self.body():
+                    item.runtest()
+                own, others = self.measured(passed=True)
+                # Written here, because the recording is gone afterwards.
+                notes = self._snapshot()
+        except _OUTCOMES as error:
+            why = (
+                f"{item.nodeid}: nothing explains its memory, because the body does not run "
+                f"twice: {type(error).__name__}: {error}"
+            )
+            return [*self._snapshot(), why]
+        again = {one.device: one for one in (own, *others)}
+        first, *rest = (
+            explained_by(one, again[one.device]) if one.device in again else one
+            for one in record.measurements
+        )
+        self._record = self._judge.record(self.prepared, first, rest, passed=True) or record
+        return notes
+
+    def _explain_shortage(self, error: torch.OutOfMemoryError) -> list[str]:
+        """Record why the body ran out of memory, and return the lines on it.
+
+        The body is run again for that if it was not recorded.
+        """
+        if not self.is_explained_later:
+            return self._post_mortem()
+        # Else memory of the first run would be missing from the second one's. pytest
+        # shows the traceback all the same, without the values of its variables.
+        traceback.clear_frames(error.__traceback__)
+        recorder = RecordedHistory()
+        with recorder.during(EXPLAINED_BY), suppress(*_OUTCOMES):
+            self.record_again(recorder)
+            try:
+                with self.body():
+                    self.item.runtest()
+            except torch.OutOfMemoryError:
+                lines = self._post_mortem()
+                if self._record is not None:
+                    self._snapshot()
+                return lines
+        return []
+
+    def _post_mortem(self) -> list[str]:
+        found, shortage, record = self.out_of_memory(), self.shortage, self._record
+        lines = [] if shortage is None else [refusal_sentence(shortage, self.prepared.quota)]
+        if found is None or record is None:
+            return lines
+        lines += found.lines()
+        expectation = self.prepared.expectation
+        limit = expectation.max if expectation else None
+        if limit is not None and found.allocated > limit:
+            written = in_words(limit) or format_size(limit)
+            text = format_size(found.allocated)
+            lines.append(f"  its limit max={written} was passed before: {text} were allocated")
+        self._record = replace(record, out_of_memory=found.to_dict())
+        return ["\n".join(lines)]
+
+    def _snapshot(self) -> list[str]:
+        """Write the artifact if it is requested; return the sentence on it."""
+        folder, nodeid = self.settings.artifacts, self.item.nodeid
+        if folder is None:
+            return []
+        try:
+            return [f"{nodeid}: its snapshot is {write_snapshot(folder, nodeid)}"]
+        except OSError as error:
+            return [
+                f"{nodeid}: its snapshot cannot be written: {error.strerror or error}; "
+                "give --gpumem-artifacts a folder that can be written"
+            ]

@@ -15,8 +15,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,20 +29,24 @@ from pytest_gpumem.dry import scope
 from pytest_gpumem.report.pytest_reports import HARMLESS
 from pytest_gpumem.session.rerun import collected_error
 from pytest_gpumem.simulated.distributed.worst import imbalance, worst_of
+from pytest_gpumem.values.errors import SimulationError
+from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.world import address_of_process
 
 if TYPE_CHECKING:
     from types import FrameType
 
+    from torch._C._distributed_c10d import Store
+
     from pytest_gpumem.device.select import DeviceSelector
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.session.expected import Expectations
     from pytest_gpumem.session.item import MeasuredItem
-    from pytest_gpumem.session.own_group import OwnGroup
-    from pytest_gpumem.session.rerun import Measured
     from pytest_gpumem.session.results import Results
     from pytest_gpumem.simulated.distributed.meeting import Meeting
     from pytest_gpumem.values.world import World
+
+_SKIPS = (pytest.skip.Exception, SimulationError)
 
 _ENDED = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
 """Exit codes of a run that did not complete: the other ranks may be anywhere."""
@@ -58,7 +62,8 @@ class Launched:
         self._address = address_of_process(os.environ)
         self._meeting: Meeting | None = None
         self._met = False
-        self._group: OwnGroup | None = None
+        self._group = ExitStack()
+        self._ensure_group: Callable[[], None] | None = None
         self._status: int | None = None
         """The exit status of all ranks, once they have agreed."""
         self._terminate: Any = None
@@ -117,7 +122,7 @@ class Launched:
     def settling(
         self,
         item: pytest.Item,
-        lifecycle: Measured,
+        current: Callable[[], MeasuredItem | None],
         expectation: Expectation | None,
         *,
         called: bool,
@@ -129,23 +134,17 @@ class Launched:
             with suppress(DeviceError):
                 real = None if called or self._meeting is None else self._selector.real()
             if self._meeting is not None and real is not None:
-                self._ensure_group(self._meeting)
+                if self._ensure_group is None:
+                    own = own_group(self._meeting.store, self.world)
+                    self._ensure_group = self._group.enter_context(own)
+                with scope.opened():  # no device is active yet
+                    self._ensure_group()
             yield
         except BaseException as error:
-            self._settle(item, lifecycle.current, expectation, error)
+            self._settle(item, current(), expectation, error)
             raise
         if called:
-            self._settle(item, lifecycle.current, expectation, collected_error(item))
-
-    def _ensure_group(self, meeting: Meeting) -> None:
-        """Initialise ``torch.distributed``, as is automatic in a simulated rank."""
-        if self._group is None:
-            # Needed by a run on GPUs only.
-            from pytest_gpumem.session.own_group import OwnGroup
-
-            self._group = OwnGroup(meeting.store, self.world)
-        with scope.opened():  # no device is active yet
-            self._group.ensure()
+            self._settle(item, current(), expectation, collected_error(item))
 
     def _settle(
         self,
@@ -158,10 +157,17 @@ class Launched:
 
         Raises the test's failure, where that is not ``error``.
         """
-        if self._meeting is None or isinstance(error, _ENDING):
+        if self._meeting is None or isinstance(error, KeyboardInterrupt | pytest.exit.Exception):
             return
+        measurement = current.measurement if current is not None and error is None else None
+        failed = "skipped" if isinstance(error, _SKIPS) else "failed"
+        outcome = {
+            "outcome": "passed" if error is None else failed,
+            "text": _text(item, error),
+            "measurement": measurement and measurement.to_dict(),
+        }
         with self._in_company():
-            outcomes = self._meeting.gather(item.nodeid, _outcome(item, current, error))
+            outcomes = self._meeting.gather(item.nodeid, outcome)
         verdict = error
         if self.world.rank == 0 and error is None:
             try:
@@ -188,9 +194,6 @@ class Launched:
                 pytest.fail(f"rank {rank} failed: {one['text']}", pytrace=False)
         if current is None:
             return
-        # Imported by the test that was measured.
-        from pytest_gpumem.values.measurement import Measurement
-
         measured = {
             rank: Measurement.from_dict(one["measurement"])
             for rank, one in enumerate(outcomes)
@@ -234,8 +237,7 @@ class Launched:
     def end(self) -> None:
         """Leave after rank 0 has written to the terminal: a process that leaves ends the others."""
         meeting, self._meeting = self._meeting, None
-        if self._group is not None:
-            self._group.close()
+        self._group.close()
         if self._terminate is not None:
             signal.signal(signal.SIGTERM, self._terminate)
         if meeting is None or self._status is None:
@@ -281,26 +283,9 @@ class Launched:
         pytest.exit(sentence, returncode=int(status))
 
 
-_ENDING = (KeyboardInterrupt, pytest.exit.Exception)
-"""Exceptions that end a run, and not only a test."""
-
-
-def _outcome(
-    item: pytest.Item, current: MeasuredItem | None, error: BaseException | None
-) -> Mapping[str, Any]:
-    """Return what the other ranks need to know of a test that ended with ``error``."""
-    measurement = current.measurement if current is not None and error is None else None
-    failed = "skipped" if isinstance(error, _skipping()) else "failed"
-    return {
-        "outcome": "passed" if error is None else failed,
-        "text": _text(item, error),
-        "measurement": measurement and measurement.to_dict(),
-    }
-
-
 def _text(item: pytest.Item, error: BaseException | None) -> str | None:
     """Return pytest's text for ``error``, ``None`` where it is none or a skip."""
-    if error is None or isinstance(error, _skipping()):
+    if error is None or isinstance(error, _SKIPS):
         return None
     found = pytest.ExceptionInfo.from_exception(error)
     if isinstance(error, pytest.fail.Exception) and not error.pytrace:
@@ -308,12 +293,48 @@ def _text(item: pytest.Item, error: BaseException | None) -> str | None:
     return f"{found.exconly(tryshort=True).splitlines()[0]}\n\n{item.repr_failure(found)}"
 
 
-def _skipping() -> tuple[type[BaseException], ...]:
-    from pytest_gpumem.values.errors import SimulationError
-
-    return (pytest.skip.Exception, SimulationError)
-
-
 def _is_main_thread() -> bool:
     """Return whether this is the main thread, which alone may set signal handlers."""
     return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def own_group(store: Store, world: World) -> Iterator[Callable[[], None]]:
+    """Yield a function that initialises ``torch.distributed`` unless done, on all ranks at once.
+
+    So is it in a simulated rank. Code that initialises it itself has a group of its own instead.
+    NCCL is for tensors on GPUs, gloo for others; only gloo where torch has no NCCL.
+    """
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed import distributed_c10d as c10d
+
+    init, count, is_there = c10d.init_process_group, 0, False
+
+    def ensure() -> None:
+        nonlocal count, is_there
+        if not dist.is_initialized():
+            count += 1
+            init(
+                "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo",
+                store=PrefixStore(f"group/{count}", store),
+                rank=world.rank,
+                world_size=world.size,
+            )
+            is_there = True
+
+    def give_way() -> None:
+        nonlocal is_there
+        if is_there and dist.is_initialized():
+            dist.destroy_process_group()
+        is_there = False
+
+    def giving_way(*args: Any, **kwargs: Any) -> Any:
+        give_way()
+        return init(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patches:
+        for owner in (dist, c10d):
+            patches.setattr(owner, "init_process_group", giving_way)
+        yield ensure
+    give_way()

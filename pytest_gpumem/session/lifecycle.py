@@ -1,28 +1,28 @@
 """The lifecycle of each test of a process, step by step: docs/how_a_test_runs.md.
 
 After an illegal access or an assertion on the device every CUDA call of the process fails
-(``device/cuda.py``), so tests that come later would fail for it, too: :class:`Faults` makes such a
-process leave, and another one runs the tests that are left.
+(``device/cuda.py``), so tests that come later would fail for it, too: such a process leaves, and
+another one runs the tests that are left.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
+from _pytest.tmpdir import tmppath_result_key
 
 from pytest_gpumem.device import Computed
 from pytest_gpumem.garbage import importing
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, LOST, of_builtin_types
-from pytest_gpumem.session.affinity import FixtureDevices
 from pytest_gpumem.session.kept import process_kept
 from pytest_gpumem.session.results import BESIDE
-from pytest_gpumem.session.used_fixtures import taken_back
+from pytest_gpumem.session.used_fixtures import FixtureDevices, taken_back
 
 if TYPE_CHECKING:
     from _pytest.fixtures import FixtureDef
@@ -32,8 +32,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.parts import Parts
     from pytest_gpumem.session.prepare import Preparation
     from pytest_gpumem.session.rerun import Rerun, WorstRank
-    from pytest_gpumem.session.sharing import Sharing
     from pytest_gpumem.sharing.watched import Watched
+
+
+EXIT_CODE = 70
+"""The exit code of a process that leaves during a run: EX_SOFTWARE of sysexits.h."""
 
 
 class TestLifecycle:
@@ -41,17 +44,18 @@ class TestLifecycle:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self.settings = parts.settings
         self.current: MeasuredItem | None = None
         """The test that is measured now."""
         self._worst: WorstRank | None = None
         self._fixture_devices = FixtureDevices()
-        self._faults = Faults(parts.config)
         self._preparation: Preparation | None = None
+        self._context_lost = ""
+        """The test in which the CUDA context of the process was lost."""
 
     def admitted(self, item: pytest.Item) -> AbstractContextManager[None]:
         """Return the context in which ``item`` may run beside the tests of other processes."""
-        self._faults.leave_if_lost(item)
+        if self._context_lost and self._parts.is_worker:
+            _leave(item)
         sharing = self._parts.sharing
         found = self._parts.shares(item) if sharing is not None else None
         if sharing is None or found is None:
@@ -75,7 +79,12 @@ class TestLifecycle:
         self.current = None
         parts, expectations = self._parts, self._parts.expectations
         if first:
-            self._worst = self._worst_of(item)
+            requested = expectations.is_measured(item) and expectations.requested_rank(item)
+            self._worst = None
+            if requested and requested.is_worst:
+                from pytest_gpumem.session.rerun import WorstRank
+
+                self._worst = WorstRank(requested.size)
         if parts.selector.off or item.get_closest_marker("skip"):
             return
         problem = parts.sharing.refusal if parts.sharing is not None else None
@@ -84,7 +93,12 @@ class TestLifecycle:
             pytest.fail(problem, pytrace=False)
         if expectations.is_measured(item):
             rank = self._worst.rank if self._worst else 0
-            preparation = self._prepare()
+            if self._preparation is None:
+                with importing():
+                    from pytest_gpumem.session.prepare import Preparation
+
+                self._preparation = Preparation(parts)
+            preparation = self._preparation
             device = preparation.device_of(item, rank, computed=computed)
             self._fixture_devices.renew(item, self._machine(device))
             self.current = preparation.begin(item, device)
@@ -95,22 +109,12 @@ class TestLifecycle:
             if parts.ambient is not None:
                 parts.ambient.begin_unmeasured()
 
-    def _worst_of(self, item: pytest.Item) -> WorstRank | None:
-        """Return the search for the worst rank of ``item``, ``None`` where it is not requested."""
-        expectations = self._parts.expectations
-        requested = expectations.requested_rank(item) if expectations.is_measured(item) else None
-        if requested is None or not requested.is_worst:
-            return None
-        from pytest_gpumem.session.rerun import WorstRank
-
-        return WorstRank(requested.size)
-
     def end(self) -> None:
         """Stop measuring the current test."""
         measured, self.current = self.current, None
         if measured is not None:
             found = measured.measurement
-            self._watched.ended(measured.nodeid, found.peak_allocated if found else None)
+            self._watched.ended(measured.item.nodeid, found.peak_allocated if found else None)
             measured.close()
 
     @contextmanager
@@ -126,7 +130,7 @@ class TestLifecycle:
                 if device is not None:
                     contexts.enter_context(device.setting_up(fixture))
             if self.current:
-                contexts.enter_context(self.current.run.setting_up(fixture, request))
+                contexts.enter_context(self.current.setting_up(fixture, request))
             contexts.enter_context(taken_back(fixture, request))
             yield
 
@@ -155,32 +159,63 @@ class TestLifecycle:
         if launched is None or not expectations.is_measured(item):
             yield
             return
-        with launched.settling(item, self, expectations.of(item), called=called):
+        with launched.settling(item, lambda: self.current, expectations.of(item), called=called):
             yield
 
     def again(self, item: pytest.Item, error: BaseException | None = None) -> Rerun | None:
         """Return the run that ``item`` needs after ``error``, ``None`` where it needs no other."""
-        if self.current is None:
+        current, sharing = self.current, self._parts.sharing
+        if current is None:
             return None
-        sharing = self._parts.sharing
-        if sharing is not None and (shared := sharing.again(self, item, error)):
-            return shared
-        from pytest_gpumem.session.rerun import run_with_values
+        from pytest_gpumem.session.rerun import Rerun, run_with_values
 
-        again = run_with_values(self, item, error)
-        return self._worst.next_run(self, item, error) if self._worst and not again else again
+        if sharing is not None and (enter := sharing.again(current, item, error)):
 
-    def repeat(self, item: pytest.Item, again: Rerun, run: Callable[[Rerun], None]) -> None:
-        """Call ``run`` with ``again`` and with further runs that are needed after it."""
-        following: Rerun | None = again
-        while following is not None:
+            def begin_admitted() -> None:
+                enter()
+                self.begin(item)
+
+            return Rerun(begin_admitted)
+
+        def begin(computed: Computed) -> Device:
+            self.begin(item, computed=computed)
+            assert self.current is not None
+            return self.current.device
+
+        if again := run_with_values(current, item, error, self._parts.settings, begin):
+            return again
+        goes_on = self._worst is not None and self._worst.goes_on(current, item, error)
+        return Rerun(partial(self.begin, item)) if goes_on else None
+
+    def repeat(self, item: Any, again: Rerun | None, *, called: bool) -> None:
+        """Set ``item`` up once more, and call it if ``called``; then as often as it needs."""
+        while again is not None:
             try:
-                run(following)
-                following = self.again(item)
+                if called and getattr(item, "_excinfo", None):
+                    item._excinfo.clear()
+                with again.bounded():
+                    self._set_up_again(item, again)
+                    if called:
+                        with self.calling():
+                            item.runtest()
+                again = self.again(item)
             except BaseException as error:
-                following = self.again(item, error)
-                if following is None:
+                again = self.again(item, error)
+                if again is None:
                     raise
+
+    def _set_up_again(self, item: Any, again: Rerun) -> None:
+        """Set ``item`` up, as pytest would for a test that follows it."""
+        state = item.session._setupstate
+        # The teardown of tmp_path reads and removes data that the reports of the test have left.
+        # Before this one, or where the user interrupts the second run, there has been no report.
+        item.stash.setdefault(tmppath_result_key, {})
+        state.teardown_exact(item.parent)
+        item.stash.setdefault(tmppath_result_key, {})
+        item._initrequest()
+        self.end()
+        again.begin()
+        state.setup(item)
 
     def complete(self, item: pytest.Item, report: pytest.TestReport, *, raised: bool) -> None:
         """Put the current test's record on its final call report, and what it found elsewhere."""
@@ -191,11 +226,29 @@ class TestLifecycle:
             record = getattr(report, ATTRIBUTE, None)
             if record is not None and sharing is not None and sharing.admissions:
                 record["sharing"] = sharing.admissions.to_dict()
-                sharing.learn(record)
-            if report.failed:
-                self._faults.check_context(item, report, self.current.device, sharing)
+            if report.failed and not self._context_lost:
+                self._check_context(item, report, self.current.device)
         if report.when == "teardown" and sharing and (beside := sharing.beside()) is not None:
             setattr(report, BESIDE, beside)
+
+    def _check_context(self, item: pytest.Item, report: pytest.TestReport, device: Device) -> None:
+        """Check after a failed test whether its process can run others.
+
+        Under MPS a fault of one client is one of all: a test that did not run alone on its device
+        is a suspect, and is rerun without others.
+        """
+        if (fault := device.fault()) is None:
+            return
+        is_worker, sharing = self._parts.is_worker, self._parts.sharing
+        if is_worker and sharing is not None and device.shares_faults and sharing.suspect():
+            _leave(item)
+        self._context_lost = item.nodeid
+        setattr(report, LOST, item.nodeid)
+        consequence = "its worker is replaced" if is_worker else "no further test is run"
+        sentence = f"the CUDA context of the process is lost ({fault}): {consequence}"
+        report.sections.append(("gpumem", sentence))
+        if not is_worker:
+            item.session.shouldfail = f"{item.nodeid}: {sentence}"
 
     @cached_property
     def _watched(self) -> Watched:
@@ -207,61 +260,16 @@ class TestLifecycle:
         self._parts.closing.callback(watched.close)
         return watched
 
-    def _prepare(self) -> Preparation:
-        if self._preparation is None:
-            with importing():
-                from pytest_gpumem.session.prepare import Preparation
-
-            self._preparation = Preparation(self._parts)
-        return self._preparation
-
     def _machine(self, device: Device | None) -> Device | None:
         """Return the simulated device that stands for a machine, ``None`` for the real one."""
         return None if device is None or device is self._parts.selector.real() else device
 
 
-EXIT_CODE = 70
-"""The exit code of a process that leaves during a run: EX_SOFTWARE of sysexits.h."""
-
-
-class Faults:
-    """The handling of this process after a fault of its device."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self._config = config
-        self._lost = ""
-        """The test in which the context was lost."""
-
-    def check_context(
-        self, item: pytest.Item, report: pytest.TestReport, device: Device, sharing: Sharing | None
-    ) -> None:
-        """Check after a failed test whether its process can run others.
-
-        Under MPS a fault of one client is one of all: a test that did not run alone on its device
-        is a suspect, and is rerun without others.
-        """
-        if self._lost or (fault := device.fault()) is None:
-            return
-        is_worker = hasattr(self._config, "workerinput")
-        if is_worker and sharing is not None and device.shares_faults and sharing.suspect():
-            self._leave(item)
-        self._lost = item.nodeid
-        setattr(report, LOST, item.nodeid)
-        consequence = "its worker is replaced" if is_worker else "no further test is run"
-        sentence = f"the CUDA context of the process is lost ({fault}): {consequence}"
-        report.sections.append(("gpumem", sentence))
-        if not is_worker:
-            item.session.shouldfail = f"{item.nodeid}: {sentence}"
-
-    def leave_if_lost(self, item: pytest.Item) -> None:
-        """End this process before ``item`` if it is a worker that can run no more tests."""
-        if self._lost and hasattr(self._config, "workerinput"):
-            self._leave(item)
-
-    def _leave(self, item: pytest.Item) -> None:
-        with suppress(BaseException):  # resources on the device cannot be torn down
-            item.session._setupstate.teardown_exact(None)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Destructors would call CUDA; the driver frees the memory of the process.
-        os._exit(EXIT_CODE)
+def _leave(item: pytest.Item) -> NoReturn:
+    """End this process, a worker that can run no more tests, before or after ``item``."""
+    with suppress(BaseException):  # resources on the device cannot be torn down
+        item.session._setupstate.teardown_exact(None)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Destructors would call CUDA; the driver frees the memory of the process.
+    os._exit(EXIT_CODE)

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.device.cuda import CudaDevice
     from pytest_gpumem.prediction.process import Answer
 
-LEAST = 4
-"""The least number of unknown tests; fewer have run alone before a simulation begins."""
-
 PATIENCE = 120.0
 """Seconds after which the simulation begins no other test: remaining ones run alone."""
 
@@ -74,9 +71,11 @@ class Predictions:
         # A worker receives pytest's arguments from the controller.
         given = getattr(config, "workerinput", {}).get(ARGUMENTS, config.invocation_params.args)
         seed = getattr(config.option, "randomly_seed", None)  # chosen by pytest-randomly
+        names = [without_group(item.nodeid).partition("::")[2] for item in items.values()]
         try:
             answers = run_tests(
-                list(map(_by_path, items.values())),
+                # A path that is absolute means the same in every folder.
+                [f"{item.path}::{name}" for item, name in zip(items.values(), names, strict=True)],
                 [machine],
                 arguments=list(map(os.fspath, given)),
                 folder=config.invocation_params.dir,
@@ -93,12 +92,6 @@ class Predictions:
         }
 
 
-def _by_path(item: pytest.Item) -> str:
-    # A path that is absolute means the same in every folder.
-    _, separator, name = without_group(item.nodeid).partition("::")
-    return f"{item.path}{separator}{name}"
-
-
 def _predicted(answer: Answer | None, gpu: str) -> PredictedTest:
     if answer is None:
         return PredictedTest(gpu, None, "the simulation did not run it")
@@ -110,7 +103,7 @@ def _predicted(answer: Answer | None, gpu: str) -> PredictedTest:
 
 def is_worth_it(unknown: int, workers: int) -> bool:
     """Return whether ``unknown`` tests are to be simulated for a run of so many workers."""
-    return workers > 1 and unknown >= LEAST
+    return workers > 1 and unknown >= 4  # fewer have run alone before a simulation begins
 
 
 def foreseen(folder: Path, run: str, simulate: Callable[[], Mapping[str, int]]) -> dict[str, int]:

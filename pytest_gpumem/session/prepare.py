@@ -14,17 +14,15 @@ from pytest_gpumem.device.quota import QuotaError
 from pytest_gpumem.marker import Expectation
 from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.report import json_report, record, terminal
-from pytest_gpumem.session import affinity, conclusion, rerun
+from pytest_gpumem.session import conclusion, rerun, used_fixtures
 from pytest_gpumem.session.expected import model_of
-from pytest_gpumem.session.item import MeasuredItem
-from pytest_gpumem.session.judge import Judge
+from pytest_gpumem.session.item import Judge, MeasuredItem
 from pytest_gpumem.session.parts import Parts
-from pytest_gpumem.session.run import Prepared, Run
+from pytest_gpumem.session.run import Prepared
 from pytest_gpumem.sizes import format_size
-from pytest_gpumem.values.prediction import PredictedTest
 from pytest_gpumem.values.world import RequestedRank
 
-USED_AFTERWARDS = (affinity, conclusion, json_report, record, rerun, store, terminal, update)
+USED_AFTERWARDS = (used_fixtures, conclusion, json_report, record, rerun, store, terminal, update)
 """Modules used after bodies, imported before: a body may empty ``sys.path``, or leave a folder that
 is deleted, and must not cost the reports of the tests that are over."""
 
@@ -71,21 +69,24 @@ class Preparation:
         """Begin to measure ``item`` on ``device``."""
         parts = self._parts
         expectation = parts.expectations.of(item)
+        predicted = None
+        # On a simulated device the prediction would be the measurement itself.
+        if expectation is not None and expectation.predict and isinstance(device, CudaDevice):
+            predicted = parts.predictions.of(item, device, self._wants_prediction)
         prepared = Prepared(
             item,
             expectation,
             device,
-            predicted=self._predicted(item, expectation, device),
+            predicted=predicted,
             quota=self._quota(expectation, device),
             among_ranks=parts.selector.world is not None,
         )
+        runs_again = parts.sharing.runs_again if parts.sharing else None
+        given = self.ledger, parts.settings, parts.hooks, self._judge, runs_again
         try:
-            run = Run(prepared, self.ledger, parts.settings, parts.hooks)
+            return MeasuredItem(prepared, *given)
         except QuotaError as error:
             problem = str(error)
-        else:
-            runs_again = parts.sharing.runs_again if parts.sharing else None
-            return MeasuredItem(run, self._judge, parts.hooks, runs_again)
         pytest.fail(problem, pytrace=False)  # outside, so that no other exception precedes it
 
     def _check_ranks(self, asked: int) -> None:
@@ -139,17 +140,6 @@ class Preparation:
             return None
         workers = getattr(self._parts.config, "workerinput", {}).get("workercount", 1)
         return quota.of(device.total_memory, workers)
-
-    def _predicted(
-        self, item: pytest.Item, expectation: Expectation | None, device: Device
-    ) -> PredictedTest | None:
-        """Return the prediction that a test with ``predict=`` is compared with, else ``None``.
-
-        On a simulated device the prediction would be the measurement itself.
-        """
-        if expectation is None or expectation.predict is None or not isinstance(device, CudaDevice):
-            return None
-        return self._parts.predictions.of(item, device, self._wants_prediction)
 
     def _wants_prediction(self, item: pytest.Item) -> bool:
         expectation = self._parts.expectations.of(item)

@@ -20,13 +20,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from _pytest.tmpdir import tmppath_result_key
 
 from pytest_gpumem.device import Computed
-from pytest_gpumem.device.device import ComputingDevice
+from pytest_gpumem.device.device import ComputingDevice, Device
 from pytest_gpumem.simulated.distributed.worst import Taken, Worst
 from pytest_gpumem.values.errors import HostMemoryError, UnknownValueError, WorkLimitError
 
@@ -35,166 +34,56 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.item import MeasuredItem
 
 
-class Measured(Protocol):
-    """The part of the lifecycle of tests that further runs need."""
+class Rerun(NamedTuple):
+    """A further run of one test."""
 
-    settings: Settings
-    current: MeasuredItem | None
-
-    def begin(self, item: pytest.Item, *, computed: Computed = Computed.AT_FIRST) -> None:
-        """Start measuring ``item`` on a device with the ``computed`` values."""
-
-    def end(self) -> None:
-        """Stop measuring the current test."""
-
-
-class Rerun:
-    """A further run of one test.
-
-    ``begin`` begins to measure it, between the two runs; the further one is inside ``bounded``.
-    """
-
-    def __init__(
-        self,
-        lifecycle: Measured,
-        item: Any,
-        begin: Callable[[], None],
-        bounded: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._lifecycle = lifecycle
-        self._item = item
-        self._begin = begin
-        self._bounded = bounded
-
-    def set_up(self) -> None:
-        """Set the test up, as pytest would for a test that follows it."""
-        with self._bounded():
-            self._set_up()
-
-    def call(self) -> None:
-        """Set the test up and call it."""
-        if collected_error(self._item):
-            self._item._excinfo.clear()
-        with self._bounded():
-            self._set_up()
-            assert self._lifecycle.current is not None
-            with self._lifecycle.current.calling():
-                self._item.runtest()
-
-    def _set_up(self) -> None:
-        item = self._item
-        state = item.session._setupstate
-        # The teardown of tmp_path reads and removes data that the reports of the test have left.
-        # Before this one, or where the user interrupts the second run, there has been no report.
-        item.stash.setdefault(tmppath_result_key, {})
-        state.teardown_exact(item.parent)
-        item.stash.setdefault(tmppath_result_key, {})
-        item._initrequest()
-        self._lifecycle.end()
-        self._begin()
-        state.setup(item)
+    begin: Callable[[], object]
+    """The function that begins to measure it, between the two runs."""
+    bounded: Callable[[], AbstractContextManager[None]] = nullcontext
+    """The context in which it is set up and called."""
 
 
 class WorstRank(Worst):
     """The runs of a test that requests the worst of its ranks; that of the highest peak is last."""
 
-    def next_run(
-        self, lifecycle: Measured, item: pytest.Item, error: BaseException | None
-    ) -> Rerun | None:
-        """Return the run of ``item`` as the next rank, ``None`` where the current one is the last.
+    def goes_on(
+        self, current: MeasuredItem, item: pytest.Item, error: BaseException | None
+    ) -> bool:
+        """Return whether ``item`` runs again, as the next :attr:`rank`.
 
         An ``error`` about memory is the worst rank's; a body that fails is not run again.
         """
-        current = lifecycle.current
-        if current is None or current.body_raised or current.measurement is None:
-            return None
         failed = error is not None and not isinstance(error, pytest.fail.Exception)
-        if failed or not can_run_again(item):
-            return None
+        if current.body_raised or current.measurement is None or failed or not can_run_again(item):
+            return False
         assert isinstance(current.device, ComputingDevice)
         self.note(Taken(current.measurement.peak_allocated, current.device.events))
         following = self.next()
         if following is None:
             current.note(self.sentence)
-            return None
-
-        def begin() -> None:
-            self.rank = following
-            lifecycle.begin(item)
-
-        return Rerun(lifecycle, item, begin)
-
-
-class _RunWithValues:
-    """The second run of one test, for the given ``reason``.
-
-    ``expected`` are the least seconds of computing that it takes, where all is ``computed``.
-    """
-
-    def __init__(
-        self,
-        lifecycle: Measured,
-        item: pytest.Item,
-        reason: str,
-        computed: Computed,
-        *,
-        expected: float,
-    ) -> None:
-        self._lifecycle = lifecycle
-        self._item = item
-        self._reason = reason
-        self._computed = computed
-        self._expected = expected
-        self._limit = lifecycle.settings.sim_values_limit
-        self._show: Callable[[str], None] = lambda more: None
-
-    def begin(self) -> None:
-        """Begin to measure on a device that has the values."""
-        self._lifecycle.begin(self._item, computed=self._computed)
-        if self._computed is Computed.ALL:
-            assert self._lifecycle.current is not None
-            device, limit = self._lifecycle.current.device, self._limit
-            assert isinstance(device, ComputingDevice)
-            device.work.bound(limit, lambda s: self._show(f": {s:.0f} s of at most {limit:g} s"))
-            device.note(f"run again with real values on the CPU: {self._short_reason}")
-
-    @contextmanager
-    def bounded(self) -> Iterator[None]:
-        """Compute inside, within the limits of time and memory."""
-        if self._computed is not Computed.ALL:
-            yield
-            return
-        too_long = f"{self._reason}; and computing values on the CPU takes"
-        allowed = f"the {self._limit:g} s that --gpumem-sim-values-limit allows"
-        if self._expected > self._limit:
-            least = f"{self._expected:,.{1 if self._expected < 10 else 0}f} s"
-            raise WorkLimitError(f"{too_long} at least {least}, more than {allowed}")
-        text = f"{self._item.nodeid}: run again with real values, because {self._short_reason}"
-        try:
-            with progress_line(self._item.config, text) as self._show:
-                yield
-        except WorkLimitError:
-            raise WorkLimitError(f"{too_long} longer than {allowed}") from None
-        except HostMemoryError as error:
-            raise HostMemoryError(f"{self._reason}; and {error}") from None
-
-    @property
-    def _short_reason(self) -> str:
-        return self._reason.partition(", which")[0]
+            return False
+        self.rank = following
+        return True
 
 
 def run_with_values(
-    lifecycle: Measured, item: pytest.Item, error: BaseException | None
+    current: MeasuredItem,
+    item: pytest.Item,
+    error: BaseException | None,
+    settings: Settings,
+    begin: Callable[[Computed], Device],
 ) -> Rerun | None:
-    """Return the run with values that ``item`` needs after ``error``, ``None`` for none."""
-    current = lifecycle.current
-    if current is None or not isinstance(current.device, ComputingDevice):
-        return None
+    """Return the run with values that ``item`` needs after ``error``, ``None`` for none.
+
+    ``begin`` begins to measure it on a device that computes the given ones.
+    """
     device = current.device
+    if not isinstance(device, ComputingDevice):
+        return None
     computed = device.following
     if computed is None or not can_run_again(item):
         return None
-    if computed is Computed.ALL and lifecycle.settings.sim_values != "auto":
+    if computed is Computed.ALL and settings.sim_values != "auto":
         return None
     error = collected_error(item) if error is None else error
     failed = isinstance(error, (Exception, pytest.fail.Exception)) and current.body_raised
@@ -210,8 +99,50 @@ def run_with_values(
     while following is not None:  # their frames hold memory, in cycles, and are not displayed
         clear_frames(following.__traceback__)
         following = following.__cause__ or following.__context__
-    run = _RunWithValues(lifecycle, item, reason, computed, expected=device.work.seconds)
-    return Rerun(lifecycle, item, run.begin, run.bounded)
+    if computed is not Computed.ALL:
+        return Rerun(lambda: begin(computed))
+    return _with_all_values(item, reason, begin, settings.sim_values_limit, device.work.seconds)
+
+
+def _with_all_values(
+    item: pytest.Item,
+    reason: str,
+    begin: Callable[[Computed], Device],
+    limit: float,
+    expected: float,
+) -> Rerun:
+    """Return the run that computes for at most ``limit`` seconds, and at least ``expected``."""
+    in_short = reason.partition(", which")[0]
+    shown: Callable[[str], None] | None = None
+
+    def show(seconds: float) -> None:
+        if shown is not None:
+            shown(f": {seconds:.0f} s of at most {limit:g} s")
+
+    def begin_computing() -> None:
+        device = begin(Computed.ALL)
+        assert isinstance(device, ComputingDevice)
+        device.work.bound(limit, show)
+        device.note(f"run again with real values on the CPU: {in_short}")
+
+    @contextmanager
+    def bounded() -> Iterator[None]:
+        nonlocal shown
+        too_long = f"{reason}; and computing values on the CPU takes"
+        allowed = f"the {limit:g} s that --gpumem-sim-values-limit allows"
+        if expected > limit:
+            least = f"{expected:,.{1 if expected < 10 else 0}f} s"
+            raise WorkLimitError(f"{too_long} at least {least}, more than {allowed}")
+        text = f"{item.nodeid}: run again with real values, because {in_short}"
+        try:
+            with progress_line(item.config, text) as shown:
+                yield
+        except WorkLimitError:
+            raise WorkLimitError(f"{too_long} longer than {allowed}") from None
+        except HostMemoryError as error:
+            raise HostMemoryError(f"{reason}; and {error}") from None
+
+    return Rerun(begin_computing, bounded)
 
 
 @contextmanager

@@ -1,7 +1,4 @@
-"""The results of tests, collected in the process that reports.
-
-Every project with the plugin installed pays for this module: rarely used imports are local.
-"""
+"""The results of tests, collected in the process that reports."""
 
 from __future__ import annotations
 
@@ -213,7 +210,9 @@ class Stopwatch:
             elif (measured := record.measurement) is not None:
                 own = seconds if self._was_alone(run, record) else None
                 reserved = max(measured.peak_reserved, measured.peak_allocated, 0)
-                learned.learn(record.environment.key, run[0], TestCost(own, reserved))
+                others = [int(one.device.partition(":")[2] or 0) for one in record.other_devices]
+                cost = TestCost(own, reserved, devices=1 + max(others, default=0))
+                learned.learn(record.environment.key, run[0], cost)
         return learned
 
     def _was_alone(self, run: Run, record: TestRecord) -> bool:

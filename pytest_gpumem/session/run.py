@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,10 +23,15 @@ from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.measurement.statistics import CudaStatistics, Recorder, pausable
 from pytest_gpumem.options import Settings
 from pytest_gpumem.prediction.closed_forms import Expected
-from pytest_gpumem.session import used_fixtures
 from pytest_gpumem.session.hooks import Hooks
 from pytest_gpumem.session.kept import process_kept
-from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
+from pytest_gpumem.session.used_fixtures import (
+    active_fixtures,
+    expected_fixtures,
+    fixtures_of,
+    noticing,
+)
+from pytest_gpumem.sharing.admission import Cause, Refusal, cause_of
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 from pytest_gpumem.values.prediction import PredictedTest
 
@@ -64,7 +69,7 @@ class Run:
         self.prepared = prepared
         self.settings = settings
         self._hooks = hooks
-        item, device = prepared.item, prepared.device
+        self.item, self.device = item, device = prepared.item, prepared.device
         self.in_body = False
         self._expected_before = Expected()
         """The expected bytes of objects that fixtures name."""
@@ -81,7 +86,8 @@ class Run:
             if recorder is None and (settings.history or settings.explain in always):
                 recorder = RecordedHistory()
                 starting.enter_context(recorder.during(settings.history or EXPLAINED_BY))
-            self.is_recorded = recorder is not None
+            self.is_explained_later = recorder is None and settings.explain == "failed"
+            """Whether it has to be repeated before its memory can be explained."""
             account = None if recorder is None else self._account(recorder)
             self._meter = Meter(
                 statistics,
@@ -92,16 +98,18 @@ class Run:
             )
             starting.enter_context(pausable(self._meter.unmeasured))
             starting.enter_context(pausable(device.unmeasured))
-            fixtures = ledger.with_nested(used_fixtures.expected_fixtures(item))
+            fixtures = ledger.with_nested(expected_fixtures(item))
             device.begin_test(item.nodeid, fixtures, ledger.renewed)
             self._refusals: Sequence[Refusal] = ()
-            if prepared.quota is not None or settings.share:
-                self._refusals = starting.enter_context(device.refusals())
             if prepared.quota is not None:
                 # Its key is computed from the settings before a quota adds one for child processes.
                 assert device.environment
                 starting.enter_context(device.limited(prepared.quota))
-            self._meter.begin_set_up()
+            if prepared.quota is not None or settings.share:
+                # Behind the quota, which is tried out by an allocation that is refused.
+                self._refusals = starting.enter_context(device.refusals())
+            if account is not None:
+                account.set_up()
             self._resources = starting.pop_all()
 
     def close(self) -> None:
@@ -113,49 +121,51 @@ class Run:
         self, fixture: FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Iterator[None]:
         """Meter the set-up of one fixture."""
-        found = set(used_fixtures.active_fixtures(request).values())
+        found = set(active_fixtures(request).values())
         if self.in_body:
             self._repeat_set_ups()
         else:
-            self.prepared.device.restart_collector()
+            self.device.restart_collector()
         with self._meter.setting_up(fixture) as nested:
             try:
                 yield
             finally:
-                asked_for = set(used_fixtures.active_fixtures(request).values()) - found - {fixture}
+                asked_for = set(active_fixtures(request).values()) - found - {fixture}
                 nested.extend(asked_for - set(nested))
 
     def _repeat_set_ups(self) -> None:
         """Put fixtures into this test's memory that its body requests and earlier tests set up."""
-        device = self.prepared.device
-        for fixture in device.not_in_memory(used_fixtures.fixtures_of(self.prepared.item)):
+        device = self.device
+        for fixture in device.not_in_memory(fixtures_of(self.item)):
             self._meter.reused(fixture, partial(device.repeat_set_up, fixture))
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Enter the phase ``name`` inside."""
-        with self._meter.tracker.window(name):
-            yield
+        return self._meter.tracker.window(name)
 
     def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Attribute the memory of ``holder`` to it."""
-        self._meter.watch(holder)
+        if self._meter.account is not None:
+            self._meter.account.witness.watch(holder)
         (self._expected if self.in_body else self._expected_before).add(holder)
 
     def phases(self) -> Mapping[str, PhaseRecord]:
         """Return the phases left so far, on the test's device."""
-        return self._meter.phases(self.prepared.device.index)
+        return self._meter.phases(self.device.index)
 
     @contextmanager
     def body(self) -> Iterator[None]:
         """Run the body inside."""
-        item, device = self.prepared.item, self.prepared.device
+        device = self.device
         device.begin_body()
-        with self._meter.running(used_fixtures.fixtures_of(item)):
+        with self._meter.running(fixtures_of(self.item)):
             self.in_body = True
             self._expected = Expected(self._expected_before)
             try:
-                with self._meter.watching(), used_fixtures.noticing(item, self._repeat_set_ups):
+                with (
+                    self._meter.watching(),
+                    noticing(self.item, self._repeat_set_ups),
+                ):
                     device.restart_collector()
                     with process_kept():
                         yield
@@ -169,12 +179,11 @@ class Run:
 
     def measured(self, *, passed: bool) -> tuple[Measurement, tuple[Measurement, ...]]:
         """Return the measurements of the last run: of the test's device, and all others."""
-        item, device = self.prepared.item, self.prepared.device
-        expectation = self.prepared.expectation
-        fixtures = used_fixtures.fixtures_of(item)
+        device, expectation = self.device, self.prepared.expectation
+        fixtures = fixtures_of(self.item)
         found = self._meter.measurements(
             fixtures,
-            values_given(values_of(fixtures), item),
+            values_given(values_of(fixtures), self.item),
             device=device.index,
             passed=passed,
             max_leak=expectation.max_leak if expectation else None,
@@ -193,14 +202,13 @@ class Run:
 
     def out_of_memory(self) -> OutOfMemory | None:
         """Return who held the memory when it ran out, ``None`` where that is not known."""
-        device = self.prepared.device
-        major, minor = map(int, device.environment.torch.split("."))
-        return self._meter.out_of_memory(
-            device.index, total=device.total_memory, version=(major, minor)
-        )
+        device, meter = self.device, self._meter
+        if meter.account is None:
+            return None
+        return meter.account.out_of_memory(device.index, meter.tracker, device.total_memory)
 
     def _account(self, recorder: Recorder) -> Account:
-        item = self.prepared.item
+        item = self.item
         return Account(
             recorder,
             str(item.config.rootpath),

@@ -1,33 +1,30 @@
-"""The session of one pytest process: what it starts, hands to its tests, and writes at its end.
-
-Every project with the plugin installed pays for this module: imports that only measured tests
-need are local.
-"""
+"""The session of one pytest process: what it starts, hands to its tests, and writes at its end."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.paths import relative
-from pytest_gpumem.report.pytest_reports import HARMLESS
-from pytest_gpumem.session.early import begin, current_ambient
+from pytest_gpumem.report.pytest_reports import HARMLESS, LOST, RESCHEDULED
 from pytest_gpumem.session.expected import MARKER_NAME
-from pytest_gpumem.session.parts import Parts
+from pytest_gpumem.session.parts import REFUSAL, SIZED, Parts, begin, current_ambient
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pytest_gpumem.session.collection import Collection
     from pytest_gpumem.session.conclusion import Conclusion
-    from pytest_gpumem.session.controller import Controller
     from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
+    from pytest_gpumem.session.hosts import Hosts
     from pytest_gpumem.session.lifecycle import TestLifecycle
     from pytest_gpumem.session.shard import Sharding
+    from pytest_gpumem.sharing.usage import Usage
+    from pytest_gpumem.sharing.weights import Weights
 
 
 class GpumemSession(Parts):
@@ -41,8 +38,6 @@ class GpumemSession(Parts):
         if self.launched is not None:
             self.launched.keep_output()
             self.closing.callback(self.launched.end)
-        if self.settings.share and not self.runs_tests:
-            self.controller.watch_waits()
         if self.settings.sim_scope != "session" or self.selector.off or not self.runs_tests:
             return
         early = current_ambient(self.config)
@@ -63,7 +58,8 @@ class GpumemSession(Parts):
 
     def header(self) -> str:
         """Return the header line with the devices that tests are measured on."""
-        from pytest_gpumem.report.header import header_line, torch_release
+        from pytest_gpumem.device.host_gpus import describe
+        from pytest_gpumem.report.header import header_line, installed_release
 
         root = self.settings.baselines
         folders: list[str] = []
@@ -72,8 +68,11 @@ class GpumemSession(Parts):
         shown = relative(root, self.config.rootpath)
         launched = self.launched
         ranks = [] if launched is None else [f"{launched.world.size} ranks, a process each"]
-        clauses = [*ranks, *self.host.described]
-        return header_line(self.selector.description, torch_release(), shown, folders, clauses)
+        sized = self.config.stash.get(SIZED, None)
+        clauses = [*ranks, *describe(self.gpus), *([sized] if sized else [])]
+        return header_line(
+            self.selector.description, installed_release("torch"), shown, folders, clauses
+        )
 
     def collected(self, items: Sequence[pytest.Item]) -> None:
         """Record the collected tests."""
@@ -111,7 +110,7 @@ class GpumemSession(Parts):
         """Whether files are written at the end, or may have to be."""
         settings = self.settings
         asked = any(not target.unasked for target in settings.reports)
-        changes = settings.update or settings.prune
+        changes = settings.update_baselines or settings.prune_baselines
         return bool(self.results.by_run or asked or changes or settings.share or settings.shard)
 
     def fixture(self) -> Gpumem | IdleGpumem:
@@ -119,7 +118,7 @@ class GpumemSession(Parts):
         from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
 
         if self.lifecycle is not None and self.lifecycle.current is not None:
-            return Gpumem(self.lifecycle.current.run)
+            return Gpumem(self.lifecycle.current)
         return IdleGpumem(off=self.selector.off)
 
     def lifecycle_of(self, item: pytest.Item) -> TestLifecycle | None:
@@ -152,8 +151,6 @@ class GpumemSession(Parts):
     @cached_property
     def controller(self) -> Controller:
         """The service to workers of pytest-xdist that this process has started."""
-        from pytest_gpumem.session.controller import Controller
-
         return Controller(self)
 
     @cached_property
@@ -164,3 +161,77 @@ class GpumemSession(Parts):
         from pytest_gpumem.session.shard import Sharding
 
         return Sharding(self.config, self.settings, self.results, self.expectations.of)
+
+
+class Controller:
+    """The data on workers of pytest-xdist that this process has started."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._run_id = ""
+        """The run's id in its workers; known when they start."""
+        self._lost: dict[str, str] = {}
+        """The test in which the CUDA context was lost, by worker."""
+
+    @cached_property
+    def hosts(self) -> Hosts:
+        """The messages of workers on their devices."""
+        from pytest_gpumem.session.hosts import Hosts
+
+        return Hosts(self._parts.config)
+
+    def send_input(self, node: Any, weights: Weights | None) -> None:
+        """Send this process's data to a worker, which may be on another host."""
+        self._run_id = node.workerinput["testrunuid"]
+        if node.gateway.spec.popen:  # a worker of this host
+            node.workerinput[REFUSAL] = self._parts.refusal
+        if weights is None and not self._parts.settings.share:
+            return
+        from pytest_gpumem.sharing.learned import INPUT, WEIGHTS, learned_before
+
+        if weights is not None:
+            node.workerinput[WEIGHTS] = weights.to_dict()
+        if self._parts.settings.share:
+            self.hosts.connect(node)
+            node.workerinput[INPUT] = learned_before(self._parts.config).to_dict()
+
+    def scheduler(self, config: pytest.Config, log: Any) -> object | None:
+        """Return the scheduler of tests to workers, ``None`` for pytest-xdist's own."""
+        if not self._parts.settings.share or config.getoption("dist", "no") != "load":
+            return None
+        from pytest_gpumem.sharing.order import MemoryScheduling
+
+        return MemoryScheduling(config, log, self.hosts.place_of)
+
+    def usages(self) -> list[Usage]:
+        """Return the usage of each host's devices; none where there are no workers."""
+        return self.hosts.usages(self._run_id) if self._run_id else []
+
+    def take(self, report: Any) -> None:
+        """Record that a worker has lost its CUDA context."""
+        if (lost := getattr(report, LOST, None)) and (worker := _worker_of(report)):
+            self._lost[worker] = lost
+
+    def reschedule(self, nodeid: str, report: Any, scheduler: Any) -> None:
+        """Reschedule the next test of a worker that left on purpose; leave real crashes."""
+        culprit = self._lost.get(_worker_of(report) or "")
+        if self._parts.settings.share and nodeid in self.hosts.suspects:
+            why = "a fault of the GPU hit all that ran on it: it is run again by itself"
+        elif culprit is not None:
+            why = f"its worker lost the CUDA context in {culprit}: another worker runs it"
+        else:
+            return
+        try:
+            scheduler.mark_test_pending(nodeid)
+        except NotImplementedError:
+            report.longrepr = f"{nodeid} was not run: {why.partition(':')[0]}; run it again"
+            return
+        report.outcome = "rerun"
+        report.longrepr = why
+        setattr(report, RESCHEDULED, why)
+
+
+def _worker_of(report: Any) -> str | None:
+    """Return the worker that a report comes from; ``None`` for one of this process."""
+    node = getattr(report, "node", None)
+    return None if node is None else node.gateway.id

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from pytest_gpumem.baseline.store import BaselineError, read_folder
+from pytest_gpumem.marker import Expectation
+from pytest_gpumem.options import Settings
 from pytest_gpumem.report.pytest_reports import without_group
 from pytest_gpumem.session.results import Results
 from pytest_gpumem.sharing.learned import WEIGHTS, learned_of_whole_runs
@@ -21,10 +23,6 @@ from pytest_gpumem.sharing.weights import (
     read_weights,
     split,
 )
-
-if TYPE_CHECKING:
-    from pytest_gpumem.marker import Expectation
-    from pytest_gpumem.options import Settings
 
 
 class Sharding:

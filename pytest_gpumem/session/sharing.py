@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import astuple, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,16 +26,14 @@ from pytest_gpumem.options import Settings
 from pytest_gpumem.report.pytest_reports import without_group
 from pytest_gpumem.session.device_admissions import DeviceAdmissions, interruptible
 from pytest_gpumem.session.hosts import ControllerChannel
+from pytest_gpumem.session.item import MeasuredItem
 from pytest_gpumem.session.predictions import Predictions
-from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again
-from pytest_gpumem.session.waiting import Waiting
+from pytest_gpumem.session.rerun import can_run_again
+from pytest_gpumem.sharing.admission import Need, Refusal
 from pytest_gpumem.sharing.database import SharingError, default_folder
-from pytest_gpumem.sharing.device_counts import DeviceCounts
 from pytest_gpumem.sharing.gate import Admission, Gate
 from pytest_gpumem.sharing.learned import Learned, TestCost, learned_before
 from pytest_gpumem.sharing.ledger import Ledger
-from pytest_gpumem.sharing.need import Need
-from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.sharing.usage import Usage
 from pytest_gpumem.values.measurement import Measurement
 
@@ -58,8 +59,6 @@ class Sharing:
         self._ledger: Ledger | None = None
         self._worker = 0
         self._gates: dict[Device, Gate] = {}
-        self._waiting = Waiting(config)
-        self._device_counts = DeviceCounts(config.rootpath)
         self._unusable: str | None = None
         """The reason why there is no gate for the current test."""
         self.admissions: DeviceAdmissions | None = None
@@ -79,13 +78,13 @@ class Sharing:
         try:
             gate = self._gate(item, device)
             need = self._need(item, expectation, device)
-            elastic = expectation is not None and expectation.elastic
+            is_elastic = expectation is not None and expectation.elastic
         except SharingError as error:
             self._unusable = str(error)
             yield
             return
         self.admissions = DeviceAdmissions(
-            gate, item.nodeid, need, device, elastic=elastic, released=self._send_released
+            gate, item.nodeid, need, device, is_elastic, self._send_released
         )
         try:
             self.admissions.enter()
@@ -99,24 +98,22 @@ class Sharing:
         return self.admissions is not None and bool(self.admissions.next_run(error, refusal, quota))
 
     def again(
-        self, lifecycle: Measured, item: pytest.Item, error: BaseException | None
-    ) -> Rerun | None:
-        """Return the run that the current test needs after ``error``; fail it without room."""
-        admissions, current = self.admissions, lifecycle.current
-        if admissions is None or current is None or not can_run_again(item):
+        self, current: MeasuredItem, item: pytest.Item, error: BaseException | None
+    ) -> Callable[[], None] | None:
+        """Return the function that admits the run which ``item`` needs after ``error``, if any.
+
+        Fails the test where there was no room for it even alone.
+        """
+        admissions = self.admissions
+        if admissions is None or not can_run_again(item):
             return None
-        refused = current.run.shortage, current.run.prepared.quota
+        refused = current.shortage, current.prepared.quota
         following = admissions.next_run(error, *refused)
         if following is not None:
             if error is not None:
                 # Memory that the frames hold would be missing from the device.
                 traceback.clear_frames(error.__traceback__)
-
-            def begin() -> None:
-                admissions.enter_again(following)
-                lifecycle.begin(item)
-
-            return Rerun(lifecycle, item, begin)
+            return partial(admissions.enter_again, following)
         if error is not None and (problem := admissions.crowded_out(*refused)):
             pytest.fail(problem, pytrace=False)
         return None
@@ -156,10 +153,11 @@ class Sharing:
         self._foresee(tests)
         gates = [self._gate(item, device) for item, _, device in tests]
         if tests:
-            self._channel.send_needs(
-                gates[0].name,
-                max(gate.capacity for gate in gates),
-                {test[0].nodeid: self._need(*test) for test in tests},
+            self._channel.send(
+                host=[socket.gethostname(), str(default_folder())],
+                device=gates[0].name,
+                capacity=max(gate.capacity for gate in gates),
+                needs={test[0].nodeid: list(astuple(self._need(*test))) for test in tests},
                 real=not all(device.environment.simulated for _, _, device in tests),
             )
 
@@ -218,14 +216,8 @@ class Sharing:
             return self._ledger.beside(self._worker)
         return None
 
-    def learn(self, record: Mapping[str, Any]) -> None:
-        """Record how many devices the test of ``record`` uses."""
-        with suppress(SharingError):
-            self._device_counts.learn(record)
-
     def close(self) -> None:
         """Leave the ledger."""
-        self._device_counts.close()
         if self._ledger is not None:
             self._ledger.leave(self._worker)
             self._ledger.close()
@@ -237,17 +229,14 @@ class Sharing:
             if self._ledger is None:
                 self._ledger = Ledger(folder)
                 self._worker = self._ledger.join(self._run, self._name)
-            shared = device.share(folder)
-            self._device_counts.remember(len(shared))
             self._gates[device] = Gate(
                 self._ledger,
                 self._worker,
-                shared,
+                device.share(folder),
                 held=device.held,
-                reach=self._device_counts.of,
                 tidy=lambda: item.session._setupstate.teardown_exact(None),
                 patience=self._settings.share_timeout,
-                waits=self._waiting.report,
+                waits=self._channel.report_wait,
             )
         return self._gates[device]
 
@@ -256,18 +245,21 @@ class Sharing:
         quota = expectation.quota if expectation else None
         if quota is not None and (size is None or size > quota):
             size, source = int(quota), "quota"
-        duration = self._cost(item.nodeid, device).seconds
+        cost = self._cost(item.nodeid, device)
         suspect = self._ledger is not None and self._ledger.is_suspect(self._run, item.nodeid)
+        need = Need(
+            size, source, cost.seconds, exclusive=suspect, devices=max(int(cost.devices), 1)
+        )
         if expectation is None:
-            return Need(size, source, duration, exclusive=suspect)
-        self._device_counts.declare(item.nodeid, expectation.gpu)
-        return Need(
-            size,
-            source,
-            duration,
+            return need
+        # The marker's first gpu, "A100-80GB*2", has two devices.
+        _, _, declared = next(iter(expectation.gpu), "").partition("*")
+        return replace(
+            need,
             exclusive=expectation.exclusive or suspect,
             priority=expectation.priority,
             guaranteed=expectation.qos == GUARANTEED,
+            devices=int(declared or need.devices),
         )
 
     def _known(

@@ -1,4 +1,6 @@
-"""The rules by which tests are admitted: plain numbers, without a clock, a database or a device.
+"""The rules by which tests are admitted, and the cause of a refused allocation: plain numbers.
+
+There is no clock, database or device here.
 
 Memory is admitted as Salus does it ("Salus: Fine-Grained GPU Sharing Primitives for Deep Learning
 Applications", MLSys 2020): what workers hold for long, plus what running tests need above it, stays
@@ -13,9 +15,60 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from pytest_gpumem.sizes import format_size
 
 PATIENCE = 60.0
 """Seconds of waiting that weigh as much as one step of priority, so that no test starves."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """The memory, duration and priority that a test requests."""
+
+    bytes: int | None
+    """Bytes on its device, fixtures included; ``None`` if unknown: then it runs alone."""
+    source: str
+    """The origin of the number: ``max``, ``max_reserved``, ``baseline``, ``earlier run``,
+    ``prediction`` or ``unknown``."""
+    duration: float | None = None
+    """Seconds; ``None`` if unknown."""
+    exclusive: bool = False
+    """Whether nothing else may run on its device."""
+    priority: int = 0
+    guaranteed: bool = True
+    """``False`` for an opportunistic test: it goes last."""
+    calm: float = 0.0
+    """Seconds for which other processes have to leave its bytes free before it is admitted; not 0
+    where it was crowded out and runs alone."""
+    devices: int = 1
+    """The number of devices that it uses, from its worker's own on, each with as many bytes."""
+
+    def on(self, capacity: int) -> int:
+        """Return the bytes reserved for it while it runs on a device of ``capacity`` bytes."""
+        return capacity if self.exclusive or self.bytes is None else self.bytes
+
+
+NO_MEMORY = Need(0, "no marker")
+"""The need of a test that does not ask for GPU memory."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device that workers share; places of one ``name`` take from the same memory."""
+
+    name: str
+    capacity: int
+    """Bytes that tests may have, all together."""
+    needs: Mapping[str, Need] = field(default_factory=dict)
+    """Needs of the tests that use the device, by id."""
+    real: bool = False
+    """Whether it is a real GPU rather than a simulated one."""
+
+
+NOWHERE = Place("", 0)
+"""The place of a worker without tests that use a device."""
 
 
 @dataclass(frozen=True)
@@ -214,3 +267,69 @@ def _end_of(request: Request, now: float) -> float:
     if request.duration is None:
         return math.inf
     return max(request.since + request.duration, now)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An allocation that failed after the allocator had tried everything; bytes."""
+
+    asked: int
+    """Bytes requested from the driver: the segment that the allocation needed."""
+    reserved: int
+    """Bytes that the process had reserved then."""
+    free: int
+    """Bytes that the driver had left."""
+    total: int
+    context: int = 0
+    """Bytes that the process holds of the device outside its allocator."""
+
+    @property
+    def wanted(self) -> int:
+        """The bytes that the process would have reserved with it."""
+        return self.reserved + self.asked
+
+    @property
+    def of_others(self) -> int:
+        """The bytes that other processes held."""
+        return max(self.total - self.free - self.reserved - self.context, 0)
+
+
+class Cause(Enum):
+    """The cause of a refused allocation."""
+
+    QUOTA = "quota"
+    """The test wanted more than its quota."""
+    NEIGHBOUR = "neighbour"
+    """Other processes: on an otherwise empty device the allocation would have succeeded."""
+    DEVICE = "device"
+    """The test wanted more than the device has."""
+
+
+def cause_of(refusal: Refusal, quota: int | None) -> Cause:
+    """Return the cause of ``refusal`` for a process that may reserve ``quota`` bytes."""
+    if quota is not None and refusal.wanted > quota:
+        return Cause.QUOTA
+    if refusal.asked <= refusal.free + refusal.of_others:
+        return Cause.NEIGHBOUR
+    return Cause.DEVICE
+
+
+def refusal_sentence(refusal: Refusal, quota: int | None) -> str:
+    """Return the refusal as a sentence for the user."""
+    asked, reserved = format_size(refusal.asked), format_size(refusal.reserved)
+    cause = cause_of(refusal, quota)
+    if cause is Cause.QUOTA:
+        assert quota is not None
+        return (
+            f"over its quota: {asked} asked for with {reserved} reserved is "
+            f"{format_size(refusal.wanted - quota)} over the quota of {format_size(quota)}"
+        )
+    if cause is Cause.DEVICE:
+        return (
+            f"over the device: {asked} asked for with {reserved} reserved, and the device has "
+            f"{format_size(refusal.total - refusal.context)} for this process"
+        )
+    return (
+        f"crowded out: {asked} asked for with {reserved} reserved, and other processes held "
+        f"{format_size(refusal.of_others)} of the device"
+    )

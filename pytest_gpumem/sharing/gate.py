@@ -5,34 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import KW_ONLY, dataclass, field
 
-from pytest_gpumem.sharing.admission import Device
-from pytest_gpumem.sharing.database import SharingError
+from pytest_gpumem.sharing.admission import Device, Need
+from pytest_gpumem.sharing.database import (
+    UNKNOWN_PROCESS,
+    Process,
+    SharingError,
+    descends_from,
+    name_of,
+)
+from pytest_gpumem.sharing.devices import HostDevice
 from pytest_gpumem.sharing.ledger import Ledger, State
-from pytest_gpumem.sharing.need import Need
-from pytest_gpumem.sharing.processes import UNKNOWN_PROCESS, Process, descends_from, name_of
 from pytest_gpumem.sizes import format_size
 
 FIRST_PAUSE = 0.005
 """Seconds between two requests of a waiting test, doubled up to :data:`LONGEST_PAUSE`."""
 LONGEST_PAUSE = 0.1
-
-
-class HostDevice(Protocol):
-    """A device with the memory that all processes of the host hold."""
-
-    @property
-    def name(self) -> str:
-        """The device's name in the ledger: the same in every process of the host."""
-
-    @property
-    def capacity(self) -> int:
-        """The bytes that tests may have, all together."""
-
-    def taken(self) -> Mapping[int, int]:
-        """Return the bytes that each process holds, by PID."""
 
 
 @dataclass(frozen=True)
@@ -54,72 +43,50 @@ class Admission:
     """Seconds since the epoch."""
 
 
-class NotAdmittedError(SharingError):
-    """A test waited too long, or needs more than the empty device has; one sentence on it."""
-
-
+@dataclass(eq=False)
 class Gate:
-    """A worker's access to the devices that it shares.
+    """A worker's access to the devices that it shares."""
 
-    Args:
-        ledger: the host's.
-        worker: its number there.
-        devices: the devices that its tests use; needs are stated for the first.
-        held: what this process holds between two tests, by device: context and fixtures in bytes.
-        reach: how many devices a test uses, the first ones, by its id; ``None`` for all.
-        tidy: tears down the fixtures that live between two tests.
-        patience: seconds that a test may wait.
-        waits: called repeatedly while a test waits, with its id, the seconds, and the holders.
-    """
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        worker: int,
-        devices: Sequence[HostDevice],
-        *,
-        held: Callable[[str], tuple[int, int]],
-        reach: Callable[[str], int | None] = lambda nodeid: 1,
-        tidy: Callable[[], None],
-        patience: float,
-        waits: Callable[[str, float, str], None] = lambda *waiting: None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._ledger = ledger
-        self._worker = worker
-        self._devices = {device.name: device for device in devices}
-        self._held = held
-        self._reach = reach
-        self._tidy = tidy
-        self._patience = patience
-        self._waits = waits
-        self._clock = clock
-        self._sleep = sleep
+    ledger: Ledger
+    worker: int
+    """The number of the worker in the ledger."""
+    devices: Sequence[HostDevice]
+    """The devices that tests use; needs are stated for the first."""
+    _: KW_ONLY
+    held: Callable[[str], tuple[int, int]]
+    """The bytes that this process holds between two tests, by device: context and fixtures."""
+    tidy: Callable[[], None]
+    """The function that tears down the fixtures that live between two tests."""
+    patience: float
+    """The seconds that a test may wait."""
+    waits: Callable[[str, float, str], None] = lambda *waiting: None
+    """A function called repeatedly while a test waits, with its id, the seconds and the holders."""
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
 
     @property
     def name(self) -> str:
         """The name of the first device."""
-        return next(iter(self._devices))
+        return self.devices[0].name
 
     @property
     def capacity(self) -> int:
         """The bytes that tests may have of the first device, all together."""
-        return next(iter(self._devices.values())).capacity
+        return self.devices[0].capacity
 
     def declare(self) -> None:
         """Enter in the ledger the bytes that this process holds now, between two tests."""
-        for name in self._devices:
-            context, fixtures = self._held(name)
-            self._ledger.hold(self._worker, name, context=context, fixtures=fixtures)
+        for device in self.devices:
+            context, fixtures = self.held(device.name)
+            self.ledger.hold(self.worker, device.name, context=context, fixtures=fixtures)
 
     @contextmanager
     def admitted(self, nodeid: str, need: Need) -> Iterator[Admission]:
-        """Run the test inside, once there is memory for it; raises :class:`NotAdmittedError`."""
-        test = self._ledger.ask(
-            self._worker,
+        """Run the test inside once there is memory; raises ``SharingError`` where none comes."""
+        test = self.ledger.ask(
+            self.worker,
             nodeid,
-            self._above_held(nodeid, need),
+            self._above_held(need),
             duration=need.duration,
             exclusive=need.exclusive or need.bytes is None,
             priority=need.priority,
@@ -132,24 +99,24 @@ class Gate:
             with suppress(SharingError):
                 self.declare()
             with suppress(SharingError):
-                self._ledger.release(test)
+                self.ledger.release(test)
 
     def _waited(self, test: int, nodeid: str, need: Need) -> Admission:
-        began = crowded = self._clock()
+        began = crowded = self.clock()
         pause = FIRST_PAUSE
         is_tidy = False
         holders = ""
         while True:
             view = self.view()
-            now = self._clock()
+            now = self.clock()
             waited = now - began
             if view[self.name].capacity - view[self.name].foreign < (need.bytes or 0):
                 crowded = now  # other processes do not leave enough memory for the test
-            elif now - crowded < need.calm and waited <= self._patience:
-                self._waits(nodeid, waited, f"{_amount(need)} to stay free for {need.calm:.0f} s")
-                self._sleep(LONGEST_PAUSE)
+            elif now - crowded < need.calm and waited <= self.patience:
+                self.waits(nodeid, waited, f"{_amount(need)} to stay free for {need.calm:.0f} s")
+                self.sleep(LONGEST_PAUSE)
                 continue
-            answer = self._ledger.try_grant(test, view)
+            answer = self.ledger.try_grant(test, view)
             if answer.granted:
                 request = next(
                     one.request for one in answer.state.waiting if one.request.id == test
@@ -161,32 +128,31 @@ class Gate:
             if answer.tidy and not is_tidy:
                 # Only once: what is left after that is a leak, which no teardown frees.
                 is_tidy = True
-                self._tidy()
+                self.tidy()
                 self.declare()
-                self._ledger.ask_anew(test, self._above_held(nodeid, need))
+                self.ledger.ask_anew(test, self._above_held(need))
                 continue
             self._refuse_too_large(answer.state, nodeid, need)
             holders = self._holders(answer.state)
-            if waited > self._patience:
-                raise NotAdmittedError(
-                    f"{nodeid} waited {waited:.0f} s for {_amount(need)}: {holders}"
-                )
-            self._waits(nodeid, waited, f"{_amount(need)}: {holders}")
-            self._sleep(pause)
+            if waited > self.patience:
+                raise SharingError(f"{nodeid} waited {waited:.0f} s for {_amount(need)}: {holders}")
+            self.waits(nodeid, waited, f"{_amount(need)}: {holders}")
+            self.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE)
 
     def view(self) -> dict[str, Device]:
         """Return the memory of each device, and what other processes hold of it."""
         return {
-            name: Device(device.capacity, foreign=sum(self._held_by_others(device).values()))
-            for name, device in self._devices.items()
+            each.name: Device(each.capacity, foreign=sum(self._held_by_others(each).values()))
+            for each in self.devices
         }
 
     def foreign_processes(self) -> str:
         """Return which other processes hold memory, as a clause; empty where none does."""
         return ", ".join(
-            f"{name_of(pid) if pid else 'an unnamed process'} holds {format_size(size)} of {name}"
-            for name, device in self._devices.items()
+            f"{name_of(pid) if pid else 'an unnamed process'} holds {format_size(size)} "
+            f"of {device.name}"
+            for device in self.devices
             for pid, size in self._held_by_others(device).items()
         )
 
@@ -195,11 +161,11 @@ class Gate:
 
         Of those that the driver assigns to no process, only as many as no worker may hold.
         """
-        workers = {process.pid for process in self._ledger.owners().values()}
+        workers = {process.pid for process in self.ledger.owners().values()}
         taken = device.taken()
         if taken.get(UNKNOWN_PROCESS):
-            state = self._ledger.state({device.name: Device(device.capacity)})
-            taken = without_hidden(taken, claims_of(state, device.name, self._ledger.owners()))
+            state = self.ledger.state({device.name: Device(device.capacity)})
+            taken = without_hidden(taken, claims_of(state, device.name, self.ledger.owners()))
         return {
             pid: size
             for pid, size in taken.items()
@@ -208,43 +174,39 @@ class Gate:
 
     def _holders(self, state: State) -> str:
         """Return the holders of the memory that a test waits for, as a clause."""
-        parts = [*holding(state), *filter(None, [self.foreign_processes()])]
+        parts = [
+            f"{lease.worker} holds {format_size(sum(lease.request.needs.values()))} "
+            f"({lease.nodeid})"
+            for lease in state.running
+        ]
+        parts += [
+            f"fixtures of worker {worker} hold {format_size(held)}"
+            for device in state.devices.values()
+            for worker, held in device.fixtures.items()
+            if held
+        ]
+        parts += filter(None, [self.foreign_processes()])
         return ", ".join(parts) or "no process holds memory, and tests before it wait too"
 
-    def _above_held(self, nodeid: str, need: Need) -> dict[str, int]:
+    def _above_held(self, need: Need) -> dict[str, int]:
         """Return the bytes of each device that the test takes beyond what its worker holds anyway.
 
         The same for each, since limits and baselines apply to each. A test of unknown need has all
         devices to itself.
         """
         if need.bytes is None:
-            return dict.fromkeys(self._devices, 0)
-        names = list(self._devices)[: self._reach(nodeid)]
-        return {name: max(need.bytes - self._held(name)[1], 0) for name in names}
+            return {device.name: 0 for device in self.devices}
+        names = [device.name for device in self.devices[: need.devices]]
+        return {name: max(need.bytes - self.held(name)[1], 0) for name in names}
 
     def _refuse_too_large(self, state: State, nodeid: str, need: Need) -> None:
         name, device = next(iter(state.devices.items()))
         most = device.capacity - sum(device.contexts.values())
         if need.bytes is not None and need.bytes > most:
-            raise NotAdmittedError(
+            raise SharingError(
                 f"{nodeid} needs {format_size(need.bytes)} by its {need.source}, and {name} has "
                 f"{format_size(most)} for tests"
             )
-
-
-def holding(state: State) -> list[str]:
-    """Return the bytes of running tests and of the fixtures of all workers: a clause for each."""
-    parts = [
-        f"{lease.worker} holds {format_size(sum(lease.request.needs.values()))} ({lease.nodeid})"
-        for lease in state.running
-    ]
-    parts += [
-        f"fixtures of worker {worker} hold {format_size(held)}"
-        for device in state.devices.values()
-        for worker, held in device.fixtures.items()
-        if held
-    ]
-    return parts
 
 
 def _amount(need: Need) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -57,12 +57,19 @@ class TestCost(Plain):
     """Peak reserved bytes on its device."""
     predicted: int | None = field(default=None, metadata=OMITTED)
     """Peak reserved bytes by simulation; 0 where the test cannot be simulated."""
+    devices: int = field(default=1, metadata=OMITTED)
+    """The number of devices that it uses, counted from its worker's own."""
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TestCost:
         """Rebuild what :meth:`to_dict` returned; values that are no numbers are left out."""
-        numbers = {name: data.get(name) for name in ("seconds", "reserved", "predicted")}
-        return cls(**{name: value for name, value in numbers.items() if _is_amount(value)})
+        numbers: dict[str, Any] = {one.name: data.get(one.name) for one in fields(cls)}
+        given: dict[str, Any] = {
+            name: value
+            for name, value in numbers.items()
+            if type(value) in (int, float) and 0 <= value < 1e18
+        }
+        return cls(**given)
 
 
 class Learned:
@@ -95,6 +102,8 @@ class Learned:
         """Add a cost; its values replace older ones."""
         if cost != TestCost():
             known = replace(self.of(key, nodeid), **cost.to_dict())
+            if cost.reserved is not None:  # it was measured
+                known = replace(known, devices=cost.devices)
             self._costs.setdefault(key, {})[nodeid] = known
 
     def merge(self, newer: Learned) -> None:
@@ -177,7 +186,3 @@ def _cache_folder(config: pytest.Config) -> Path | None:
     cache: Any = getattr(config, "cache", None)
     folder: Path | None = cache and cache.mkdir("gpumem")
     return folder
-
-
-def _is_amount(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e18

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pytest_gpumem.sharing.admission import Device, Request, admissible, to_tidy, to_yield
-from pytest_gpumem.sharing.database import Database
-from pytest_gpumem.sharing.processes import Process, is_alive, this_process
+from pytest_gpumem.sharing.database import Database, Process, is_alive, this_process
 
 FILE_NAME = "ledger.sqlite3"
 KEPT = 86_400.0
@@ -46,10 +45,6 @@ CREATE TABLE IF NOT EXISTS log (
     pid INTEGER NOT NULL, nodeid TEXT NOT NULL, device TEXT NOT NULL, bytes INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS log_time ON log (time);
 """
-
-
-Clock = Callable[[], float]
-"""Seconds since the epoch: one clock of the host."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,7 @@ class Answer:
 class Ledger(Database):
     """A process's connection to the ledger in ``folder``; every call is one transaction."""
 
-    def __init__(self, folder: Path, *, clock: Clock = time.time) -> None:
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
         super().__init__(folder / FILE_NAME, _SCHEMA)
         self._clock = clock
         self._own: Process | None = None
@@ -161,10 +156,7 @@ class Ledger(Database):
             self._enter_needs(test, needs)
 
     def try_grant(self, test: int, devices: Mapping[str, Device]) -> Answer:
-        """Grant ``test`` its memory if it may run now.
-
-        ``devices`` holds each capacity; the bytes that workers hold are read from the ledger.
-        """
+        """Grant ``test`` its memory if it may run now on ``devices``, which hold no workers yet."""
         with self.transaction():
             answer = self._answer(test, devices)
             # Looking up dead processes costs more than the rest, and can only make more room.
@@ -191,8 +183,7 @@ class Ledger(Database):
 
     def has_to_yield(self, test: int) -> bool:
         """Return whether ``test``, which runs, has to make room for another."""
-        found = self.execute("SELECT 1 FROM yielding WHERE test = ?", (test,))
-        return found.fetchone() is not None
+        return any(self.execute("SELECT 1 FROM yielding WHERE test = ?", (test,)))
 
     def release(self, test: int) -> None:
         """Remove a test, whether it runs or waits."""
@@ -230,16 +221,15 @@ class Ledger(Database):
             return self._state(devices)
 
     def suspect(self, run: str, nodeid: str) -> None:
-        """Record a test of ``run`` that was on a device when it failed: it or another is the
-        cause."""
+        """Record a test of ``run`` that was on a device when it failed, and may be the cause."""
         with self.transaction():
             row = (run, nodeid, self._clock())
             self.execute("INSERT OR IGNORE INTO suspect VALUES (?, ?, ?)", row)
 
     def is_suspect(self, run: str, nodeid: str) -> bool:
         """Return whether :meth:`suspect` was called for the test."""
-        found = self.execute("SELECT 1 FROM suspect WHERE run = ? AND nodeid = ?", (run, nodeid))
-        return found.fetchone() is not None
+        row = (run, nodeid)
+        return any(self.execute("SELECT 1 FROM suspect WHERE run = ? AND nodeid = ?", row))
 
     def owners(self) -> dict[int, Process]:
         """Return the processes of all workers, dead ones too, by worker number."""
@@ -252,11 +242,8 @@ class Ledger(Database):
 
     def _void_dead(self) -> bool:
         """Remove the workers whose process has ended; return whether there were any."""
-        dead = [
-            worker
-            for worker, one in self.owners().items()
-            if one != self._own and not is_alive(one)
-        ]
+        owners = self.owners().items()
+        dead = [worker for worker, one in owners if one != self._own and not is_alive(one)]
         for worker in dead:
             self._take_out(worker, event="void")
         return bool(dead)
@@ -285,22 +272,18 @@ class Ledger(Database):
         self.executemany("INSERT INTO need VALUES (?, ?, ?)", rows)
 
     def _state(self, devices: Mapping[str, Device]) -> State:
-        contexts: dict[str, dict[int, int]] = {name: {} for name in devices}
-        fixtures: dict[str, dict[int, int]] = {name: {} for name in devices}
-        for worker, device, context, held in self.execute("SELECT * FROM held"):
-            if device in devices:
-                contexts[device][worker] = context
-                fixtures[device][worker] = held
+        held = list(self.execute("SELECT device, worker, context, fixtures FROM held"))
         known = {
-            name: replace(device, contexts=contexts[name], fixtures=fixtures[name])
+            name: replace(
+                device,
+                contexts={worker: context for on, worker, context, _ in held if on == name},
+                fixtures={worker: fixtures for on, worker, _, fixtures in held if on == name},
+            )
             for name, device in devices.items()
         }
         leases = list(self._leases())
-        return State(
-            known,
-            tuple(lease for lease in leases if lease.is_running),
-            tuple(lease for lease in leases if not lease.is_running),
-        )
+        running = tuple(lease for lease in leases if lease.is_running)
+        return State(known, running, tuple(lease for lease in leases if not lease.is_running))
 
     def _leases(self) -> Iterator[Lease]:
         needs: dict[int, dict[str, int]] = {}

@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from xdist.scheduler.load import LoadScheduling
 
-from pytest_gpumem.sharing.need import NO_MEMORY, Need, Place
+from pytest_gpumem.sharing.admission import NO_MEMORY, Need, Place
 
 if TYPE_CHECKING:
     import pytest
     from xdist.workermanage import WorkerController
-
-USUAL_DURATION = 1.0
-"""Seconds of a test of unknown duration: among those, the larger ones come first."""
 
 
 def next_test(pending: Sequence[Need], beside: Sequence[Need], capacity: int) -> int:
@@ -34,7 +31,8 @@ def next_test(pending: Sequence[Need], beside: Sequence[Need], capacity: int) ->
     def worth(test: Need) -> tuple[bool, int, bool, float]:
         size = test.on(capacity)
         fits = taken + size <= capacity
-        duration = USUAL_DURATION if test.duration is None else test.duration
+        # Of tests of unknown duration, the larger ones come first.
+        duration = 1.0 if test.duration is None else test.duration
         return (fits, test.priority, test.guaranteed, size * duration if fits else -size)
 
     worths = list(map(worth, pending))

@@ -155,9 +155,8 @@ def waits(tests: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if waited:
         longest = max(waited, key=waited.__getitem__)
         text.append(
-            f"{counted(len(waited), 'test')} waited {sum(waited.values()):.1f} s in all "
-            f"for memory; "
-            f"longest {longest}, {waited[longest]:.1f} s: "
+            f"{counted(len(waited), 'test')} waited {sum(waited.values()):.1f} s in all for memory"
+            f"; longest {longest}, {waited[longest]:.1f} s: "
             f"{tests[longest]['waited_for'] or 'for its turn'}"
         )
     for nodeid, one in tests.items():

@@ -5,7 +5,6 @@ A run writes it only while a watcher exists; checking costs one look at a folder
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -15,8 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from pytest_gpumem.sharing.database import default_folder
-from pytest_gpumem.sharing.processes import Process, is_alive, this_process
+from pytest_gpumem.sharing.database import Process, default_folder, is_alive, this_process
 from pytest_gpumem.values.plain import Plain
 
 WATCHERS = "watchers"
@@ -59,7 +57,7 @@ def show(folder: Path, run: Run) -> None:
         path = folder / RUNS / f"{run.process.pid}.json"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(run.to_dict()))
+        run.to_file(draft)
         draft.replace(path)
 
 
@@ -74,7 +72,7 @@ def runs(folder: Path) -> list[Run]:
     found = []
     for path in sorted((folder / RUNS).glob("*.json")):
         try:
-            run = Run.from_dict(json.loads(path.read_text()))
+            run = Run.from_file(path)
         except (OSError, ValueError, TypeError, KeyError):
             continue  # removed since, or not ours
         if is_alive(run.process):

@@ -8,14 +8,12 @@ long as the larger of two things, all seconds and all seconds times bytes.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.echo import quoted
 from pytest_gpumem.jsonfile import decoded
 from pytest_gpumem.values.plain import Plain
 
@@ -124,10 +122,6 @@ def _foreign(path: Path, problem: str) -> WeightsError:
     )
 
 
-UNKNOWN_SECONDS = 1.0
-"""Seconds of every test where no test has a known duration."""
-
-
 @dataclass(frozen=True)
 class Weight:
     """The expected cost of a test, or of a group that stays together."""
@@ -148,8 +142,10 @@ def split(tests: Collection[Weight], count: int) -> list[list[str]]:
     same parts, in whatever order the tests came.
     """
     tests = sorted(tests, key=lambda test: test.name)  # sums of floats depend on their order
-    seconds = _filled([test.seconds for test in tests], UNKNOWN_SECONDS)
-    sizes = _filled([None if test.bytes is None else float(test.bytes) for test in tests], 0.0)
+    seconds = _filled([test.seconds for test in tests], unknown=1.0)
+    sizes = _filled(
+        [None if test.bytes is None else float(test.bytes) for test in tests], unknown=0.0
+    )
     times = _shares(seconds)
     areas = _shares([one * size for one, size in zip(seconds, sizes, strict=True)])
     heaviest = sorted(zip(tests, times, areas, strict=True), key=lambda one: -max(one[1:]))
@@ -164,15 +160,6 @@ def split(tests: Collection[Weight], count: int) -> list[list[str]]:
         parts[at].append(test.name)
         sums[at] = sums[at][0] + time, sums[at][1] + area
     return list(map(sorted, parts))
-
-
-def parse_shard(text: str) -> tuple[int, int]:
-    """Return the numbers of ``"2/4"``; raises ``ValueError`` for anything else."""
-    numbers = re.fullmatch(r"\s*([0-9]{1,6})/([0-9]{1,6})\s*", text)
-    shard = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
-    if not 1 <= shard[0] <= shard[1]:
-        raise ValueError(f"{quoted(text)} is not a shard; write K/N with K from 1 to N, like 2/4")
-    return shard
 
 
 def fingerprint(parts: Iterable[Sequence[str]]) -> str:

@@ -11,8 +11,7 @@ import pytest
 from pytest_gpumem.cli import main
 from pytest_gpumem.cli.gpus import device_lines, run_lines
 from pytest_gpumem.sharing import watched
-from pytest_gpumem.sharing.database import FOLDER_VARIABLE
-from pytest_gpumem.sharing.processes import Process, this_process
+from pytest_gpumem.sharing.database import FOLDER_VARIABLE, Process, this_process
 from tests.pytest_project import Project
 
 MIB, GIB = 1 << 20, 1 << 30

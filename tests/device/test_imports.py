@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.device.imports import imports_watched
+from pytest_gpumem.garbage import imports_watched
 
 OWN_FRAME = """
 import inspect

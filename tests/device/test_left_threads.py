@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pytest_gpumem.device.left_threads import LeftThreads
+from pytest_gpumem.device.cuda import LeftThreads
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pytest_gpumem.device.cuda import CudaDevice, find_device
 from pytest_gpumem.device.select import DeviceSelector
 from pytest_gpumem.marker import Expectation
 from pytest_gpumem.option_values import DeviceChoice
-from pytest_gpumem.sharing.host import CONTEXT
+from pytest_gpumem.sharing.devices import CONTEXT
 from tests.fake_nvml import MACHINES, uuids
 
 

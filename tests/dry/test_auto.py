@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from pytest_gpumem.device import auto
+from pytest_gpumem.device import host_gpus
+from pytest_gpumem.device.select import DeviceSelector
 from pytest_gpumem.option_values import DeviceChoice, device_choice
 
 
@@ -23,17 +23,17 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (torch / "version.py").write_text(version, encoding="utf-8")
     (torch / "__init__.py").touch()
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.delenv(auto.REFUSED, raising=False)
-    monkeypatch.setattr(auto, "DRIVERS", (str(tmp_path / "nvidiactl"),))
+    monkeypatch.delenv(host_gpus.REFUSED, raising=False)
+    monkeypatch.setattr(host_gpus, "DRIVERS", (str(tmp_path / "nvidiactl"),))
     monkeypatch.setattr("pytest_gpumem.dry.build.has_compiler", lambda: True)
     monkeypatch.setattr("sys.platform", "linux")
     spec = type("Spec", (), {"origin": str(torch / "__init__.py")})
-    monkeypatch.setattr(auto, "find_spec", lambda name: spec)
+    monkeypatch.setattr(host_gpus, "find_spec", lambda name: spec)
     return tmp_path
 
 
 def chosen(text: str = "auto", baselines: Path = Path("none")) -> DeviceChoice:
-    return auto.settled(device_choice(text), baselines)
+    return host_gpus.settled(device_choice(text), baselines)
 
 
 def test_it_is_the_dry_device_without_a_gpu(machine: Path) -> None:
@@ -71,8 +71,7 @@ def test_a_process_that_has_torch_already_is_simulated(
 def test_a_runtime_that_cannot_be_loaded_is_not_tried_again(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "environ", {})
-    auto.refuse("the dry runtime cannot be built")
+    monkeypatch.setenv(host_gpus.REFUSED, "the dry runtime cannot be built")
     assert chosen().kind == "auto"
 
 
@@ -83,12 +82,14 @@ def test_a_driver_means_a_gpu(machine: Path) -> None:
 
 def test_a_cpu_build_is_simulated(machine: Path) -> None:
     (machine / "torch" / "version.py").write_text("cuda: str | None = None\n", encoding="utf-8")
-    assert chosen().kind == "auto"
+    assert (chosen().kind, chosen().not_dry) == ("auto", "")
 
 
 def test_without_a_compiler_it_is_simulated(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pytest_gpumem.dry.build.has_compiler", lambda: False)
-    assert chosen().kind == "auto"
+    assert (chosen().kind, chosen().not_dry) == ("auto", "there is no C compiler")
+    said = DeviceSelector(chosen()).description
+    assert said.endswith("simulated A100-40GB (not dry: there is no C compiler)")
 
 
 def test_other_systems_are_simulated(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,9 +292,9 @@ def pytest_unconfigure(config):
     result = project.run_anew("-s", device="--gpumem-device=auto")
 
     rooms = (
-        "cached_answers device device.auto device.host_gpus device.select hookspecs late_modules"
+        "cached_answers device device.host_gpus device.select hookspecs late_modules"
         " option_values options paths plugin report report.header report.pytest_reports session"
-        " session.collection session.early session.expected session.host session.parts"
+        " session.collection session.expected session.parts"
         " session.results session.session"
     )
     names = " ".join(f"pytest_gpumem.{name}" for name in rooms.split())

@@ -18,7 +18,7 @@ SHARED = """
     from pathlib import Path
 
     from pytest_gpumem.device.cuda import CudaDevice
-    from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
+    from pytest_gpumem.sharing.devices import SharedSimulatedDevice
 
     # NVML, which is not there, would say how much there is.
     CudaDevice.share = lambda device, folder: [SharedSimulatedDevice(folder, "GPU-0", 80 << 30)]

@@ -108,7 +108,7 @@ REAL_ON_ONE = """
             machine.__exit__(None, None, None)
 
     from pytest_gpumem.device.cuda import CudaDevice
-    from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
+    from pytest_gpumem.sharing.devices import SharedSimulatedDevice
 
     CudaDevice.share = lambda device, folder: [SharedSimulatedDevice(folder, "GPU-0", 80 << 30)]
     CudaDevice.held = lambda device, name: (0, 0)

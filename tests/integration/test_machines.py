@@ -89,7 +89,7 @@ def test_the_header_says_what_the_device_is(project: Project, said: str) -> None
     project.write(test_it="def test_it(): pass")
     result = project.run_apart(*PLUGIN, device=AUTO)
     result.stdout.fnmatch_lines(
-        [f"gpumem: a CUDA device if torch sees one, else simulated A100-40GB; {said}*torch *"]
+        [f"gpumem: a CUDA device if torch sees one, else simulated A100-40GB*; {said}*torch *"]
     )
 
 

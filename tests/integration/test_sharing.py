@@ -110,9 +110,9 @@ def test_a_test_that_uses_two_devices_asks_for_both(project: Project, folder: Pa
             torch.ones(3, device="cuda:1")
         """
     )
-    project.run("--gpumem-share", device=TWO).assert_outcomes(passed=1)
+    project.run("--gpumem-share", device=TWO, use=("cacheprovider",)).assert_outcomes(passed=1)
     assert asked(folder) == {"simulated T4 cuda:0": 2 << 30}, "nobody knows yet"
-    project.run("--gpumem-share", device=TWO).assert_outcomes(passed=1)
+    project.run("--gpumem-share", device=TWO, use=("cacheprovider",)).assert_outcomes(passed=1)
     assert asked(folder) == both
 
     project.write(

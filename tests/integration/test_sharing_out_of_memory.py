@@ -18,8 +18,8 @@ import psutil
 import pytest
 import torch
 from pytest_gpumem.sharing.database import default_folder
-from pytest_gpumem.sharing.processes import Process
-from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
+from pytest_gpumem.sharing.database import Process
+from pytest_gpumem.sharing.devices import SharedSimulatedDevice
 from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
 GIB = 2**30
@@ -259,7 +259,7 @@ def test_it():
 FOREIGN = """
 import sys, time
 from pathlib import Path
-from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
+from pytest_gpumem.sharing.devices import SharedSimulatedDevice
 from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
 device = SharedSimulatedDevice(Path(sys.argv[1]), "simulated T4 cuda:0", GPUS["T4"].total_memory)

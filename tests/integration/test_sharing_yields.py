@@ -64,3 +64,18 @@ def test_an_opportunistic_test_makes_room_and_is_run_again(project: Project, fol
         ("granted", "test_that_yields"),
         ("released", "test_that_yields"),
     ]
+
+
+def test_it_makes_room_again_in_the_run_that_follows(project: Project) -> None:
+    tests = TESTS.replace("first = not begun.exists()", "first = len(runs()) < 2").replace(
+        "    begun.touch()", "    pathlib.Path(f'begun{len(runs())}').touch()"
+    )
+    project.write(test_it=f"{tests}\ndef runs():\n    return list(pathlib.Path().glob('begun?'))\n")
+    first = project.start("--gpumem-share", "test_it.py::test_that_yields")
+    for number in range(2):
+        while not (project.path / f"begun{number}").exists():
+            assert first.poll() is None
+        waits = project.run_apart("--gpumem-share", "test_it.py::test_that_waits")
+        waits.assert_outcomes(passed=1)
+    output, _ = first.communicate(timeout=60)
+    assert "1 passed" in output.decode()

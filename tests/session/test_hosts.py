@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
-from pytest_gpumem.session.hosts import Hosts, differing
+import pytest
+
+from pytest_gpumem.session.conclusion import differing
+from pytest_gpumem.session.hosts import CHANNEL, ControllerChannel, Hosts
+from pytest_gpumem.sharing.admission import NOWHERE, Need
 from pytest_gpumem.sharing.learned import Learned, TestCost
-from pytest_gpumem.sharing.need import NOWHERE, Need
 from pytest_gpumem.values.environment import Environment
 
 T4 = Environment(True, "T4", "7.5", "2.13")
 H100 = Environment(False, "NVIDIA H100", "9.0", "2.13", cuda="12.8", driver="570")
+
+
+@pytest.fixture
+def hosts(pytestconfig: pytest.Config) -> Hosts:
+    return Hosts(pytestconfig)
 
 
 def will_need(host: str, folder: str, *, capacity: int = 100) -> dict[str, Any]:
@@ -25,8 +34,7 @@ def has_run(worker: str, nodeid: str, began: float, ended: float) -> dict[str, A
     return {"entries": [[began, "granted", *rest], [ended, "released", *rest]]}
 
 
-def test_a_place_is_one_device_of_one_host() -> None:
-    hosts = Hosts()
+def test_a_place_is_one_device_of_one_host(hosts: Hosts) -> None:
     hosts.take("gw0", will_need("one", "/tmp"))
     hosts.take("gw1", will_need("one", "/tmp"))
     hosts.take("gw2", will_need("other", "/tmp", capacity=80))
@@ -37,8 +45,7 @@ def test_a_place_is_one_device_of_one_host() -> None:
     assert hosts.place_of("gw3") == NOWHERE
 
 
-def test_times_of_two_hosts_are_never_mixed() -> None:
-    hosts = Hosts()
+def test_times_of_two_hosts_are_never_mixed(hosts: Hosts) -> None:
     for worker, host, clock in (("gw0", "one", 0.0), ("gw1", "one", 0.0), ("gw2", "two", 9e9)):
         hosts.take(worker, will_need(host, "/tmp"))
         hosts.take(worker, has_run(worker, f"test_{worker}", clock + 1, clock + 3))
@@ -48,8 +55,7 @@ def test_times_of_two_hosts_are_never_mixed() -> None:
     assert hosts.usages("another") == []
 
 
-def test_hosts_of_one_name_are_told_apart_and_a_single_one_is_not_named() -> None:
-    hosts = Hosts()
+def test_hosts_of_one_name_are_told_apart_and_a_single_one_is_not_named(hosts: Hosts) -> None:
     hosts.take("gw0", will_need("one", "/a"))
     hosts.take("gw0", has_run("gw0", "test", 1, 3))
     assert [usage.device for usage in hosts.usages("run")] == ["GPU"]
@@ -58,8 +64,7 @@ def test_hosts_of_one_name_are_told_apart_and_a_single_one_is_not_named() -> Non
     assert [usage.device for usage in hosts.usages("run")] == ["one (/a) GPU", "one (/b) GPU"]
 
 
-def test_what_is_to_be_kept_of_all_of_them() -> None:
-    hosts = Hosts()
+def test_what_is_to_be_kept_of_all_of_them(hosts: Hosts) -> None:
     for worker, nodeid in (("gw0", "a"), ("gw1", "b")):
         learned = Learned()
         learned.learn("cuda", nodeid, TestCost(predicted=5))
@@ -74,4 +79,23 @@ def test_environments_are_told_where_hosts_differ() -> None:
     assert list(differing({"gw2": [H100], "gw0": [T4], "gw1": [T4]})) == [
         "gw0, gw1: simulated GPU (torch 2.13)",
         "gw2: NVIDIA H100 (torch 2.13, CUDA 12.8, driver 570)",
+    ]
+
+
+def test_a_wait_is_shown_by_the_controller_when_it_has_lasted() -> None:
+    lines: list[str] = []
+    reporter = Mock(write_line=lines.append)
+    plugins = {"terminalreporter": reporter, "capturemanager": None}
+    controller: Any = Mock()
+    controller.pluginmanager.getplugin = plugins.get
+    hosts = Hosts(controller)
+    worker: Any = Mock(workerinput={CHANNEL: Mock(send=lambda told: hosts.take("gw0", told))})
+    channel = ControllerChannel(worker)
+
+    for waited in (4.9, 5.2, 9.0, 59.9, 61.0):
+        channel.report_wait("test_it", waited, "2.0 GiB: gw1 holds 3.0 GiB (test_other)")
+
+    assert lines == [
+        "test_it has waited 5 s for 2.0 GiB: gw1 holds 3.0 GiB (test_other)",
+        "test_it has waited 61 s for 2.0 GiB: gw1 holds 3.0 GiB (test_other)",
     ]

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from pytest_gpumem.marker import Expectation
-from pytest_gpumem.session.judge import CHECKED_ON_A_GPU, Judge
+from pytest_gpumem.session.item import CHECKED_ON_A_GPU, Judge
 from pytest_gpumem.session.run import Prepared
 from pytest_gpumem.sizes import MIB, parse_tolerance
 from pytest_gpumem.values.environment import Environment
@@ -22,7 +22,7 @@ T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13
 def judge(tmp_path: Path) -> Judge:
     config: Any = Mock(stash={})
     config.getoption.return_value = config.getini.return_value = None
-    return Judge(config, Mock(baselines=tmp_path, update=None, defaults={}))
+    return Judge(config, Mock(baselines=tmp_path, update_baselines=None, defaults={}))
 
 
 def prepared(expectation: Expectation | None = None) -> Prepared:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from pytest_gpumem.device import host_gpus
-from pytest_gpumem.session.workers import Room, fitting
+from pytest_gpumem.session.placement import Room, fitting
 from tests.fake_nvml import MACHINES
 from tests.pytest_project import Project
 

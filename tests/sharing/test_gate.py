@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.sharing.gate import Gate, NotAdmittedError
+from pytest_gpumem.sharing.admission import Need
+from pytest_gpumem.sharing.database import SharingError
+from pytest_gpumem.sharing.gate import Gate
 from pytest_gpumem.sharing.ledger import Ledger
-from pytest_gpumem.sharing.need import Need
 
 
 @dataclass
@@ -77,7 +78,7 @@ def test_fixtures_that_do_not_go_are_torn_down_once(tmp_path: Path) -> None:
         sleep=pass_time,
     )
     with (
-        pytest.raises(NotAdmittedError, match=r"test_second waited 1 s for 90 B: "),
+        pytest.raises(SharingError, match=r"test_second waited 1 s for 90 B: "),
         gate.admitted("test_second", Need(90, "max")),
     ):
         raise AssertionError("it must not run")

@@ -128,7 +128,7 @@ def test_what_a_killed_process_held_is_void(
 
 
 def test_a_number_that_another_process_has_now_is_not_it(ledger: Ledger) -> None:
-    from pytest_gpumem.sharing.processes import Process
+    from pytest_gpumem.sharing.database import Process
 
     ledger.join("gone", "gw0", Process(os.getpid(), 1.0))
     ledger.state({})

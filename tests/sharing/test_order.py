@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from pytest_gpumem.sharing.need import NO_MEMORY, Need, Place
+from pytest_gpumem.sharing.admission import NO_MEMORY, Need, Place
 from pytest_gpumem.sharing.order import MemoryScheduling, next_test
 
 

@@ -12,8 +12,8 @@ import pytest
 from pytest_gpumem.measurement.nvml import read_visible
 from pytest_gpumem.option_values import Quota
 from pytest_gpumem.session.placement import candidate_of, part_of_mps, visible
-from pytest_gpumem.sharing.placement import CandidateDevice, least_loaded, take_place
-from pytest_gpumem.sharing.processes import Process, this_process
+from pytest_gpumem.sharing.database import Process, this_process
+from pytest_gpumem.sharing.devices import CandidateDevice, least_loaded, take_place
 from tests.fake_nvml import GIB, MACHINES, MIB, uuids
 
 A, B, C = (Process(pid, 1.0) for pid in (11, 12, 13))
@@ -76,7 +76,7 @@ def _started(pid: int) -> float:
 TAKE = """
 import sys
 from pathlib import Path
-from pytest_gpumem.sharing.placement import CandidateDevice, take_place
+from pytest_gpumem.sharing.devices import CandidateDevice, take_place
 
 print(take_place(Path(sys.argv[1]), [CandidateDevice(name, 100) for name in "abc"]), flush=True)
 sys.stdin.read()

@@ -10,14 +10,14 @@ from textwrap import dedent
 import pytest
 import torch
 
-from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice, simulated_devices
+from pytest_gpumem.sharing.devices import SharedSimulatedDevice, simulated_devices
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 
 GIB = 2**30
 OTHER = """
     import sys, time
     from pathlib import Path
-    from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
+    from pytest_gpumem.sharing.devices import SharedSimulatedDevice
 
     device = SharedSimulatedDevice(Path(sys.argv[1]), "t4", 15 << 30)
     assert device.take(10 << 30)

@@ -9,11 +9,10 @@ import pytest
 
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
 from pytest_gpumem.sharing.admission import Device
-from pytest_gpumem.sharing.database import SharingError
+from pytest_gpumem.sharing.database import UNKNOWN_PROCESS, SharingError
+from pytest_gpumem.sharing.devices import NvmlDevice
 from pytest_gpumem.sharing.gate import Gate, claims_of, without_hidden
-from pytest_gpumem.sharing.host import NvmlDevice
 from pytest_gpumem.sharing.ledger import Ledger
-from pytest_gpumem.sharing.processes import UNKNOWN_PROCESS
 from tests.fake_nvml import GIB, MACHINES, MIB, FakeNvml, Gpu, process
 
 ME = os.getpid()

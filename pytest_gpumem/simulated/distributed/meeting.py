@@ -23,7 +23,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from pytest_gpumem.sharing.processes import Process, is_alive, this_process
+from pytest_gpumem.sharing.database import Process, is_alive, this_process
 from pytest_gpumem.values.world import Address, World
 
 JOINING = timedelta(minutes=5)

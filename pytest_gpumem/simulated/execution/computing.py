@@ -1,8 +1,9 @@
-"""Operators that compute: kernels for ``meta``, and the rules of CUDA's allocations beside.
+"""Operators that compute or make tensors: kernels for ``meta``, and CUDA's allocations beside.
 
-Operators of lists, run on one element of each kind: equal elements have equal results.
+Factories make tensors on the device in their options, and copies to such a device.
 
-An optimizer hands all its parameters to one operator. For ``meta`` torch takes the slow route of
+Operators of lists are run on one element of each kind: equal elements have equal results. An
+optimizer hands all its parameters to one operator. For ``meta`` torch takes the slow route of
 aten/src/ATen/native/ForeachOpsKernels.cpp, one element after the other, most of them by kernels in
 Python; a model of many equal layers has few kinds of parameters.
 """
@@ -10,11 +11,14 @@ Python; a model of many equal layers has few kinds of parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.common.raw import tensors_in
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.callsite import FROM_HOST, running, user_line
+from pytest_gpumem.simulated.common.raw import CPU, META, tensors_in
 from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner
 from pytest_gpumem.simulated.execution.shapes import (
     NEW,
@@ -23,12 +27,14 @@ from pytest_gpumem.simulated.execution.shapes import (
     recipe,
     storages_in,
 )
-from pytest_gpumem.simulated.machine.dispatch import Handler
+from pytest_gpumem.simulated.machine.checks import NO_DATA
+from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.machine.placement import source_of_node
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.operators import sparse, sparse_products
+from pytest_gpumem.simulated.operators import sparse, tables, transfers
 from pytest_gpumem.simulated.operators.rules import BoundRule, Call, on_machine
-
-_SPARSE_PARTS = {**sparse.PARTS, **sparse_products.PARTS}
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 
 def may_resize(func: Any) -> bool:
@@ -53,11 +59,11 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
     name = func._schema.name
     is_checked = not resizes or "out" in func._schema.overload_name
     overload = str(func)
-    parts = _SPARSE_PARTS.get(overload)
+    parts = sparse.PARTS.get(overload)
     takes_lists = is_of_lists(func)
     in_parts = None if parts is None else on_machine(parts, func, machine)
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         device = machine.current if placement is None else placement.of(name, args, kwargs)
         if machine.has_real_meta or storages.on_host or rule is not None:
             owner = runner.owner(args, kwargs)
@@ -110,16 +116,9 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
     return handle
 
 
-def each_device(runner: Runner, func: Any, handler: Handler) -> Handler:
-    """Run ``func``, of lists of tensors, on one GPU after the other where there are several."""
-    placement = runner.machine.placement
-    return handler if placement is None else placement.each(handler)
-
-
-Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-
-
-def run_by_kinds(run: Run, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_by_kinds(
+    run: Callable[[Any, Args, Kwargs], Any], key: Any, args: Args, kwargs: Kwargs
+) -> Any:
     """Run an operator of lists with ``run``; ``Shapes.find`` described its arguments as ``key``."""
     func, _, described, _ = key
     lists = [place for place, arg in enumerate(args) if isinstance(arg, (list, tuple))]
@@ -147,7 +146,7 @@ def run_by_kinds(run: Run, key: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _kinds(
-    args: tuple[Any, ...], kwargs: dict[str, Any], lists: list[int], described: tuple[Any, ...]
+    args: Args, kwargs: Kwargs, lists: list[int], described: tuple[Any, ...]
 ) -> list[tuple[Any, ...]]:
     """Return each element's description in all lists; empty if an argument differs by element."""
     others = (*kwargs.values(), *(arg for place, arg in enumerate(args) if place not in lists))
@@ -159,3 +158,133 @@ def _kinds(
     ):
         return []
     return list(zip(*(described[place] for place in lists), strict=True))
+
+
+_IN_CPP = frozenset(
+    f"aten::{name}"
+    for name in ("empty", "empty_strided", "zeros", "ones", "full", "rand", "scalar_tensor")
+)
+"""Factories whose meta kernels are as fast as looking their shapes up."""
+
+
+def is_factory(func: Any) -> bool:
+    """Return whether ``func`` takes a device."""
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def factory(runner: Runner, func: Any) -> Handler:
+    """Return a handler that makes a tensor on a GPU, the host, or ``meta`` if user code asks so."""
+    machine = runner.machine
+    copies = func._schema.name == "aten::_to_copy"
+    rule = tables.rule_of(func)
+    operator = Operator.of(func)
+    placement = machine.placement
+    # ZeroTensorAllocator (aten/src/ATen/native/TensorFactories.cpp) allocates nothing.
+    has_memory = func._schema.name != "aten::_efficientzerotensor"
+    make = partial(runner.run, func)
+    if not copies and func._schema.name not in _IN_CPP:
+        make = partial(runner.run_once, func)
+
+    def place(args: Args, kwargs: Kwargs) -> GPU:
+        assert placement is not None
+        source = source_of_node() if copies else None
+        if source is not None:
+            return machine.device(source.index)
+        return placement.of(func._schema.name, args, kwargs)
+
+    def handle(args: Args, kwargs: Kwargs) -> Any:
+        target = kwargs.get("device")
+        if kwargs.get("pin_memory"):
+            # Host memory is pageable here: pinning it needs a driver.
+            return machine.pinned.add(handle(args, {**kwargs, "pin_memory": False}))
+        owner = runner.owner(args, kwargs)
+        if target is None:
+            if owner is None:
+                return runner.run_elsewhere(func, args, kwargs)
+            where = CPU if owner == HOST else None
+        elif target.type == "meta":
+            # None where a CUDA tensor's own options have it.
+            here = machine.thread_state
+            where = here.destination or (META if here.on_meta else None)
+        else:
+            where = target
+        if where is not None and where.type not in ("cpu", "cuda"):
+            machine.thread_state.on_meta = where.type == "meta"
+            return runner.run_elsewhere(func, args, kwargs)
+        to_host = where is not None and where.type == "cpu"
+        is_sparse = copies and args[0].layout is not torch.strided
+        if is_sparse and to_host != (owner in (None, HOST)):
+            # Shapes do not show how many elements it has.
+            raise UnsupportedOperatorError(
+                f"a sparse tensor moves between host and GPU at {user_line()}, which a simulated "
+                "GPU cannot do: make it on the device it is used on, or move a dense one"
+            )
+        if to_host:
+            if owner is None:
+                return runner.run_elsewhere(func, args, kwargs)
+            record = runner.storages.of(args[0]) if copies else None
+            if record is not None and record.nbytes:
+                transfers.stage_move(record.device, args[0], kwargs)
+            moved = runner.values.on_host(operator, args, {**kwargs, "device": CPU})
+            if moved is None:
+                moved = runner.run_on_host(operator, args, {**kwargs, "device": META})
+            if record is not None and kwargs.get("non_blocking"):
+                # pin_out of _to_copy, aten/src/ATen/native/TensorConversions.cpp
+                machine.pinned.add(moved)
+                machine.pinned.used_by(moved, record.device.index)
+            return moved
+        if where is not None:
+            device = machine.device(where.index)
+            kwargs = {**kwargs, "device": META}
+        else:
+            device = machine.current if placement is None else place(args, kwargs)
+        if copies and runner.is_users_own(args[0]):
+            raise NotImplementedError(NO_DATA)
+        machine.thread_state.on_meta = False
+        shapes_only = kwargs
+        if kwargs.get("generator") is not None:
+            shapes_only = {**kwargs, "generator": None}
+        if copies and not raw.is_meta(args[0]):
+            running.operator = FROM_HOST
+        if copies and sparse.is_sparse(args[0]):
+            with runner.mode:
+                return sparse.converted(args[0], kwargs.get("dtype"))
+        result = make(args, shapes_only)
+        if has_memory:
+            runner.adopt(result, device)
+        else:
+            runner.storages.adopt_numbers([result])
+        if copies and runner.storages.of(args[0]) is None:
+            non_blocking = bool(kwargs.get("non_blocking"))
+            transfers.stage_upload(device, result, args[0], non_blocking)
+            if non_blocking:
+                machine.pinned.used_by(args[0], device.index)
+        if rule is not None:
+            Call(rule, device, args, kwargs).end(result)
+        runner.values.make(operator, args, kwargs, result)
+        return result
+
+    return handle
+
+
+def scalar(runner: Runner, func: Any) -> Handler:
+    """Return a handler that makes a tensor of a number, as C++ does for arguments, too."""
+    make = factory(runner, func)
+    machine, here = runner.machine, runner.machine.thread_state
+    operator = Operator.of(func)
+
+    def handle(args: Args, kwargs: Kwargs) -> Any:
+        target = kwargs.get("device")
+        # C++ makes a number where one of its tensors is, scalar_tensor(0., grad.options()): on the
+        # GPU, or on meta where there are such tensors, which the next operator shows.
+        is_unsure = here.sets_items or machine.has_real_meta
+        if target is not None and target.type == "meta" and is_unsure:
+            # x[i] = 1.0: on CUDA the number becomes a CPU scalar and nothing is allocated
+            # (torch/csrc/autograd/python_variable_indexing.cpp, THPVariable_setitem).
+            result = runner.run(func, args, kwargs)
+            runner.storages.adopt_numbers([result])
+            runner.values.make(operator, args, kwargs, result)
+            return result
+        return make(args, kwargs)
+
+    return handle

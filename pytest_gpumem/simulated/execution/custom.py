@@ -1,42 +1,38 @@
-"""Operators of other libraries, some of which have a description.
+"""Operators that are built from others, taken apart in view of the mode; those of libraries.
 
-An operator of ``torch.library.triton_op`` needs none: it is built from operators of torch's and
-kernels of Triton's, each of which is seen for itself. The same holds for those that xformers writes
-in Python around other kernels, and for an operator of ``torch.library.custom_op`` if it takes a
-device, no tensor shows on which one it runs, or values decide its shapes.
+Some of these have a description. An operator of ``torch.library.triton_op`` needs none: it is built
+from operators of torch's and kernels of Triton's, each of which is seen for itself. The same holds
+for those that xformers writes in Python around other kernels, and for an operator of
+``torch.library.custom_op`` if it takes a device, no tensor shows on which one it runs, or values
+decide its shapes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
 from torch._library.utils import has_tensor_arg
+from torch._ops import HigherOrderOperator
 
 from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.callsite import running, user_line
 from pytest_gpumem.simulated.common.raw import META, tensors_in
-from pytest_gpumem.simulated.execution.composites import of_parts, whole
-from pytest_gpumem.simulated.execution.factories import is_factory
+from pytest_gpumem.simulated.execution import computing
+from pytest_gpumem.simulated.execution.computing import is_factory
 from pytest_gpumem.simulated.execution.runner import CUDA, DATA_DEPENDENT, Runner
-from pytest_gpumem.simulated.execution.shapes import TORCHS_OWN
-from pytest_gpumem.simulated.machine.dispatch import Handler
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import extensions, tables
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, checked_outputs, on_gpu
 from pytest_gpumem.simulated.operators.rules import Call, on_machine
-from pytest_gpumem.values.errors import UnknownValueError
-
-
-def is_custom(func: Any) -> bool:
-    """Return whether ``func`` is no operator of torch's own."""
-    return func.namespace not in TORCHS_OWN
-
+from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
 
 _IN_PYTHON = frozenset({"flex_lib", "xformers_flash", "xformers_flash3"})
 """Namespaces of operators whose code is Python around other operators (xformers/ops/fmha/flash.py
 and flash3.py of 0.0.35; torch/_dynamo/_trace_wrapped_higher_order_op.py of torch 2.11 to 2.15)."""
-
 
 _TORCHS_OWN = frozenset({"torch_nn"})
 """Namespaces of torch's own operators that are Python around other operators
@@ -69,7 +65,7 @@ def _on_device(runner: Runner, definition: Any) -> Handler:
     shapes_only = parts if shapes is None else of_parts(runner, shapes)
     values = runner.values
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         if values.everything or not any(map(raw.is_meta, tensors_in((args, kwargs)))):
             return parts(args, kwargs)
         with values.ignoring():
@@ -95,14 +91,15 @@ def _sized(runner: Runner, func: Any, shapes_only: Handler) -> Handler:
     """
     definition = OPDEFS.get(func._schema.name)
 
-    def refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def refuse(args: Args, kwargs: Kwargs) -> Any:
         raise UnknownValueError(runner.unknown(func))
 
-    by_values = (
-        sized(runner, func, refuse) if definition is None else of_parts(runner, _kernel(definition))
-    )
+    if definition is None:
+        by_values = sized(runner, func, refuse)
+    else:
+        by_values = of_parts(runner, _kernel(definition))
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         try:
             return shapes_only(args, kwargs)
         except RuntimeError as error:
@@ -120,7 +117,7 @@ def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
     parts = extensions.PARTS.get(str(func))
     built = None if parts is None else of_parts(runner, on_machine(parts, func, runner.machine))
 
-    def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def describe(args: Args, kwargs: Kwargs) -> Any:
         description = DESCRIPTIONS.find(schema.name, schema.overload_name)
         assert description is not None
         with runner.mode:
@@ -128,7 +125,7 @@ def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
 
     described = whole(runner, func, describe)
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         if not on_gpu(args, kwargs):
             return undescribed(args, kwargs)
         if DESCRIPTIONS.find(schema.name, schema.overload_name) is not None:
@@ -154,7 +151,7 @@ def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
     placement = machine.placement
     name = func._schema.name
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         computed = None
         if runner.owner(args, kwargs) == CUDA:
             computed = runner.values.computed(operator, args, kwargs)
@@ -183,3 +180,128 @@ def _shaped_as(func: Any, computed: Any) -> Any:
             strides = (1, max(computed.shape[0], 1))
         return _empty_strided(computed.shape, strides, dtype=computed.dtype, device=META)
     return type(computed)(_shaped_as(func, item) for item in computed)
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
+def is_composite(func: Any) -> bool:
+    """Return whether torch builds ``func`` from other operators on every device."""
+    # Some have a kernel of their own besides, on CUDA and on meta alike: silu_backward.
+    return func.has_kernel_for_dispatch_key(_COMPOSITE) and not _has_kernel(func.name(), "Meta")
+
+
+def composite(runner: Runner, func: Any) -> Handler:
+    """Return a handler that runs ``func`` as CUDA's parts, else as torch's decomposition."""
+    implementation = tables.COMPOSITES.get(str(func))
+    if implementation is None:
+        return of_parts(runner, func.decompose)
+    return of_parts(runner, _named(func, on_machine(implementation, func, runner.machine)))
+
+
+def _named(func: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``implementation`` with what its parts allocate as of ``func``."""
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with running.in_parts(func):
+            return implementation(*args, **kwargs)
+
+    return named
+
+
+def in_view(runner: Runner, func: Any) -> Handler:
+    """Return a handler of an operator that autograd sees whole and CUDA builds from others."""
+    parts = of_parts(
+        runner, _named(func, on_machine(tables.IN_VIEW[str(func)], func, runner.machine))
+    )
+    elsewhere = computing.of_rule(runner, func, None, resizes=False)
+
+    def handle(args: Args, kwargs: Kwargs) -> Any:
+        if runner.owner(args, kwargs) != CUDA:
+            return elsewhere(args, kwargs)
+        runner.is_elsewhere(func, args, kwargs)
+        return parts(args, kwargs)
+
+    return whole(runner, func, handle)
+
+
+_WITH_RANDOM_STATE = frozenset({"graphsafe_run_with_rng_state"})
+"""Compiled code's way to recompute an operator with the same random numbers, which allocates
+nothing else (torch/_prims/rng_prims.py)."""
+
+
+def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
+    """Return a handler of control flow, and of other operators that take functions."""
+    if func.name() in _UNSEEN:
+        return of_parts(runner, _UNSEEN[func.name()])
+    if func.name() in _WITH_RANDOM_STATE:
+        return of_parts(
+            runner, lambda operator, *args, rng_state, **kwargs: operator(*args, **kwargs)
+        )
+    # It runs this where nothing compiles it; random operators of DTensor have one only for CUDA.
+    keys = torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CUDA
+    eagerly = next((func.py_kernels[key] for key in keys if key in func.py_kernels), None)
+    if eagerly is not None:
+        return of_parts(runner, eagerly)
+
+    def refuse(args: Args, kwargs: Kwargs) -> Any:
+        raise UnsupportedOperatorError(
+            f"{func.name()} at {user_line()} is for compiled code, so it cannot run on a "
+            f"simulated GPU"
+        )
+
+    return refuse
+
+
+def of_parts(runner: Runner, implementation: Callable[..., Any]) -> Handler:
+    """Run ``implementation``, and each operator in it for itself."""
+
+    def handle(args: Args, kwargs: Kwargs) -> Any:
+        # Under inference_mode composite operators arrive whole: take them apart in view.
+        with runner.mode:
+            return implementation(*args, **kwargs)
+
+    return followed(runner, handle)
+
+
+def followed(runner: Runner, handler: Handler) -> Handler:
+    """Note where an operator runs whose tensors may be on several GPUs."""
+    placement = runner.machine.placement
+    return handler if placement is None else placement.following(handler)
+
+
+def whole(runner: Runner, func: Any, handler: Handler) -> Handler:
+    """Return a handler that keeps shapes of ``handler``'s parts and computes values of ``func``."""
+    operator = Operator.of(func)
+    values = runner.values
+
+    def handle(args: Args, kwargs: Kwargs) -> Any:
+        with values.ignoring():
+            result = handler(args, kwargs)
+        values.replace(operator, args, kwargs, result)
+        return result
+
+    return handle
+
+
+def _scan(combine: Callable[..., Any], init: Any, xs: Any, additional_inputs: Any = ()) -> Any:
+    from torch._higher_order_ops.scan import generic_scan
+
+    return generic_scan(combine, init, xs, additional_inputs=additional_inputs)
+
+
+_UNSEEN: dict[str, Callable[..., Any]] = {
+    "cond": lambda condition, if_true, if_false, operands=(): (if_true if condition else if_false)(
+        *operands
+    ),
+    "scan": _scan,
+    "invoke_subgraph": lambda subgraph, _, *operands: (
+        subgraph(list(operands)) if getattr(subgraph, "_boxed_call", False) else subgraph(*operands)
+    ),
+}
+"""Replacements of torch's code for these operators, which runs only without a mode.
+
+Source: torch/_higher_order_ops/cond.py (cond_op_dense), scan.py (scan_op_dense) and
+invoke_subgraph.py, torch 2.11 and 2.13.
+"""

@@ -9,42 +9,31 @@ itself gets ``aten::is_pinned`` and ``aten::_pin_memory``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.execution import composites, computing, custom, factories
-from pytest_gpumem.simulated.execution.composites import followed, of_parts
+from pytest_gpumem.simulated.execution import computing, custom
 from pytest_gpumem.simulated.execution.computing import may_resize
+from pytest_gpumem.simulated.execution.custom import followed, of_parts
 from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner, no_shapes
 from pytest_gpumem.simulated.execution.shapes import is_of_lists
 from pytest_gpumem.simulated.machine.checks import NO_DATA
-from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import (
     comparisons,
     rnn,
     sparse,
-    sparse_products,
     tables,
     transfers,
 )
 from pytest_gpumem.simulated.operators.indexing import is_masked_fill
 from pytest_gpumem.simulated.operators.sparse import is_sparse
 from pytest_gpumem.values.errors import UnknownValueError
-
-
-def pinning(runner: Runner, func: Any) -> Handler:
-    """Return a handler that answers ``func``, which is below a method of tensors."""
-    answer = _ANSWERS[func._schema.name]
-
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with runner.mode:
-            return answer(runner.machine, args[0])
-
-    return handle
 
 
 def _is_pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> bool:
@@ -57,7 +46,7 @@ def _is_pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> bool:
         return False
 
 
-def _pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> torch.Tensor:
+def _pinned(machine: SimulatedMachine, tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
     """Return a pinned copy of ``tensor``.
 
     Raises ``RuntimeError`` in torch's words for a tensor on a GPU.
@@ -67,13 +56,6 @@ def _pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided or machine.storages.is_on_host(tensor):
         return machine.pinned.add(tensor.clone())
     return machine.pinned.copied(tensor)
-
-
-_ANSWERS: dict[str, Callable[[SimulatedMachine, torch.Tensor], Any]] = {
-    "aten::is_pinned": _is_pinned,
-    "aten::_pin_memory": _pinned,
-}
-"""By operator."""
 
 
 def makes_views(func: Any) -> bool:
@@ -88,17 +70,17 @@ def views(runner: Runner, func: Any) -> Handler:
     run = runner.run
     machine = runner.machine
 
-    def viewed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def viewed(args: Args, kwargs: Kwargs) -> Any:
         if machine.has_real_meta:
             runner.owner(args, kwargs)  # numbers that C++ makes next are of the same device
         return run(func, args, kwargs)
 
-    parts = sparse_products.TRANSPOSES.get(str(func))
+    parts = sparse.TRANSPOSES.get(str(func))
     if parts is None:
         return followed(runner, viewed)
     copied = of_parts(runner, parts)
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         if is_sparse(args[0]) and runner.owner(args, kwargs) == CUDA:
             return copied(args, kwargs)
         return viewed(args, kwargs)
@@ -109,7 +91,7 @@ def views(runner: Runner, func: Any) -> Handler:
 def quantize(runner: Runner, func: Any) -> Handler:
     """Return a handler that refuses quantizing, but for tensors of the CPU."""
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         if runner.owner(args, kwargs) is None:
             return runner.run_elsewhere(func, args, kwargs)
         # The meta kernel returns an ordinary tensor of the input's type.
@@ -130,7 +112,7 @@ def read(runner: Runner, func: Any) -> Handler:
     operator = Operator.of(func)
     parts = comparisons.PARTS.get(func._schema.name)
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         if runner.owner(args, kwargs) is None:
             return runner.run_elsewhere(func, args, kwargs)
         machine.streams.host_waits(machine.current_index)
@@ -147,13 +129,10 @@ def read(runner: Runner, func: Any) -> Handler:
     return handle
 
 
-_MASKED = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put"),
-        "_index_put_impl_",
-    )
-)
+_MASKED = """
+    aten::index aten::_unsafe_index aten::index_put aten::index_put_ aten::_unsafe_index_put
+    aten::_index_put_impl_
+""".split()
 """Operators among whose indices masks may be."""
 
 
@@ -163,7 +142,7 @@ def selected(runner: Runner, func: Any, handler: Handler) -> Handler:
     Source: aten/src/ATen/native/cuda/IndexKernel.cpp (masked_select_out_cuda_impl).
     """
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         tensor, mask = args
         if runner.owner(args[:1], {}) != CUDA or not _is_countable(runner, mask):
             return handler(args, kwargs)
@@ -183,7 +162,7 @@ def masked(runner: Runner, func: Any, handler: Handler) -> Handler:
 
     writes = "put" in func._schema.name
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         if (
             any(map(_is_mask, args[1]))
             and runner.owner(args[:1], {}) == CUDA
@@ -213,7 +192,13 @@ def _expanded(indices: Sequence[Any], tensor: torch.Tensor) -> list[Any]:
     device = tensor.device
     for index in indices:
         if _is_mask(index):
-            _check_mask(index, tensor, len(expanded))
+            mask, shape = list(index.shape), list(tensor.shape)
+            for at, place in zip(range(len(mask)), range(len(expanded), len(shape)), strict=False):
+                if mask[at] != shape[place]:
+                    raise IndexError(
+                        f"The shape of the mask {mask} at index {at} does not match the shape "
+                        f"of the indexed tensor {shape} at index {place}"
+                    )
             places = index.nonzero()
             columns = [places.select(1, at) for at in range(index.dim())]
             expanded += [column.to(device) for column in columns]
@@ -222,20 +207,11 @@ def _expanded(indices: Sequence[Any], tensor: torch.Tensor) -> list[Any]:
     return expanded
 
 
-def _check_mask(mask: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
-    for at, (wanted, found) in enumerate(zip(mask.shape, tensor.shape[first:], strict=False)):
-        if wanted != found:
-            raise IndexError(
-                f"The shape of the mask {list(mask.shape)} at index {at} does not match the shape "
-                f"of the indexed tensor {list(tensor.shape)} at index {first + at}"
-            )
-
-
 def copy(runner: Runner, func: Any) -> Handler:
     """Return a handler that writes a tensor's contents to another, on any devices."""
     operator = Operator.of(func)
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         target, source = args[0], args[1]
         if not isinstance(source, torch.Tensor):
             # A number is a tensor of the host here too: it was taken out of it on the way.
@@ -267,7 +243,7 @@ def copy(runner: Runner, func: Any) -> Handler:
 
 
 def _stage(
-    runner: Runner, target: torch.Tensor, source: torch.Tensor, args: Any, kwargs: dict[str, Any]
+    runner: Runner, target: torch.Tensor, source: torch.Tensor, args: Any, kwargs: Kwargs
 ) -> None:
     """Allocate the memory that ``copy_`` between host and GPU takes for the time of the call."""
     non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
@@ -282,6 +258,12 @@ def _stage(
         transfers.stage_download(of.device, target, source, non_blocking)
 
 
+def each_device(runner: Runner, func: Any, handler: Handler) -> Handler:
+    """Run ``func``, of lists of tensors, on one GPU after the other where there are several."""
+    placement = runner.machine.placement
+    return handler if placement is None else placement.each(handler)
+
+
 def _name(func: Any) -> str:
     return str(func._schema.name)
 
@@ -291,8 +273,8 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any], Handler]], ...
         lambda func: str(func) in rnn.FLATTENING,
         lambda runner, func: of_parts(runner, rnn.FLATTENING[str(func)]),
     ),
-    (composites.is_composite, composites.composite),
-    (lambda func: str(func) in tables.IN_VIEW, composites.in_view),
+    (custom.is_composite, custom.composite),
+    (lambda func: str(func) in tables.IN_VIEW, custom.in_view),
     # Inductor's primitive between separate parts of a graph is made of ``Tensor.to``
     # (torch/_prims/__init__.py, 2.6 to 2.15).
     (
@@ -301,9 +283,17 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any], Handler]], ...
     ),
     (lambda func: _name(func) in _READS, read),
     (lambda func: _name(func).startswith("aten::quantize_per_"), quantize),
-    (lambda func: _name(func) == "aten::scalar_tensor", factories.scalar),
-    (lambda func: _name(func) in _ANSWERS, pinning),
-    (factories.is_factory, factories.factory),
+    (lambda func: _name(func) == "aten::scalar_tensor", computing.scalar),
+    # As the methods of a tensor do.
+    (
+        lambda func: _name(func) == "aten::is_pinned",
+        lambda runner, func: lambda args, kwargs: _is_pinned(runner.machine, args[0]),
+    ),
+    (
+        lambda func: _name(func) == "aten::_pin_memory",
+        lambda runner, func: of_parts(runner, partial(_pinned, runner.machine)),
+    ),
+    (computing.is_factory, computing.factory),
     (lambda func: _name(func) == "aten::copy_", copy),
     (makes_views, views),
 )
@@ -314,7 +304,7 @@ SPECIAL: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any, Handler], Han
     (custom.is_sized_by_values, custom.sized),
     (lambda func: _name(func) in _MASKED, masked),
     (lambda func: _name(func) == "aten::masked_select" and not may_resize(func), selected),
-    (is_of_lists, computing.each_device),
+    (is_of_lists, each_device),
 )
 """Operators that compute, of which some calls go another way, from the inside out; the function
 gets the handler of the other calls."""

@@ -26,13 +26,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import let_go, running
 from pytest_gpumem.simulated.common.raw import tensors_in
-from pytest_gpumem.simulated.execution import composites, custom
-from pytest_gpumem.simulated.execution.factories import is_factory
+from pytest_gpumem.simulated.execution import custom
+from pytest_gpumem.simulated.execution.computing import is_factory
 from pytest_gpumem.simulated.execution.kinds import handler_of
 from pytest_gpumem.simulated.execution.runner import Runner
+from pytest_gpumem.simulated.execution.shapes import TORCHS_OWN
 from pytest_gpumem.simulated.machine import forks
 from pytest_gpumem.simulated.machine.dispatch import Dispatch, Handler
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.operators.engine import (
     ACCUMULATED,
@@ -74,11 +76,7 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
         return False
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Run one operator."""
         if types and any(kind.__torch_dispatch__ is not _DISABLED for kind in types):
@@ -108,56 +106,45 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
             if lock is not None:
                 lock.release()
 
-    def _again(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.__torch_dispatch__(func, (), args, kwargs)
-
     def _bind(self, func: Any) -> Handler:
         if self.in_child:
-            return self._without_gpu(func)
+
+            def without_gpu(args: Args, kwargs: Kwargs) -> Any:
+                forks.check(self._storages, args, kwargs, self._machine.thread_state.destination)
+                return func(*args, **kwargs)
+
+            return without_gpu
         if isinstance(func, HigherOrderOperator):
-            return composites.higher_order(self._runner, func)
+            return custom.higher_order(self._runner, func)
         handler = handler_of(self._runner, func)
-        handler = in_place(func, handler, self._again)
-        if custom.is_custom(func):
+        handler = in_place(
+            func, handler, lambda func, *call: self.__torch_dispatch__(func, (), *call)
+        )
+        if func.namespace not in TORCHS_OWN:
             return custom.custom(self._runner, func, handler)
         handler = self._machine.values.work.counting(func, handler)
         if torch.Tag.nondeterministic_seeded in func.tags:
             return noting_randomness(self._machine, func, handler)
         return handler
 
-    def _without_gpu(self, func: Any) -> Handler:
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            forks.check(self._storages, args, kwargs, self._machine.thread_state.destination)
-            return func(*args, **kwargs)
 
-        return handle
-
-
-def in_place(
-    func: Any, handler: Handler, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-) -> Handler:
+def in_place(func: Any, handler: Handler, run: Callable[[Any, Args, Kwargs], Any]) -> Handler:
     """Return ``handler`` for the formulas that call ``func`` otherwise on a GPU: in place, or for
     a type."""
-    if str(func) in ACCUMULATED:
-
-        def handle_sum(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if in_formula(sys._getframe(2)):
-                node = torch._C._current_autograd_node().name()
-                kwargs = with_cuda_sums(args[0], kwargs, node)
-            return handler(args, kwargs)
-
-        return handle_sum
+    sums = str(func) in ACCUMULATED
     chosen = IN_PLACE.get(str(func))
-    if chosen is None:
+    if not sums and chosen is None:
         return handler
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         # Two frames up is the operator's caller.
         if in_formula(sys._getframe(2)):
-            node = torch._C._current_autograd_node()
-            operator = chosen(args, node.name())
+            node = torch._C._current_autograd_node().name()
+            operator = None if chosen is None else chosen(args, node)
             if operator is not None:
                 return run(operator, args, kwargs)
+            if sums:
+                kwargs = with_cuda_sums(args[0], kwargs, node)
         return handler(args, kwargs)
 
     return handle
@@ -175,7 +162,7 @@ def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) ->
     unfilled = _UNFILLED.get(func)
     draws = _draws(func)
 
-    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(args: Args, kwargs: Kwargs) -> Any:
         streams = machine.streams
         if streams.captures and draws(args, kwargs):
             gpu = machine.current
@@ -191,7 +178,7 @@ def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) ->
     return handle
 
 
-def _draws(func: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
+def _draws(func: Any) -> Callable[[Args, Kwargs], bool]:
     """Return whether a call uses the generator: fused attention does only to drop something.
 
     Source: native/transformers/cuda/attention.cu (_efficient_attention_forward) and
@@ -202,18 +189,18 @@ def _draws(func: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
         return lambda args, kwargs: True
     at = names.index("dropout_p")
 
-    def draws(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def draws(args: Args, kwargs: Kwargs) -> bool:
         return bool(args[at] if len(args) > at else kwargs.get("dropout_p", 0.0))
 
     return draws
 
 
-def _in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _in_place(args: Args, kwargs: Kwargs) -> torch.Tensor | None:
     tensor: torch.Tensor = args[0]
     return None if raw.is_meta(tensor) or tensor.numel() < SMALLEST else tensor
 
 
-def _factory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _factory(args: Args, kwargs: Kwargs) -> torch.Tensor | None:
     device = kwargs.get("device")
     is_on_host = device is None or device.type == "cpu"
     if not is_on_host or kwargs.get("pin_memory") or prod(args[0]) < SMALLEST:
@@ -221,7 +208,7 @@ def _factory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | No
     return torch.empty(args[0], **kwargs)
 
 
-_UNFILLED: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], torch.Tensor | None]] = {
+_UNFILLED: dict[Any, Callable[[Args, Kwargs], torch.Tensor | None]] = {
     torch.ops.aten.uniform_.default: _in_place,
     torch.ops.aten.normal_.default: _in_place,
     torch.ops.aten.rand.default: _factory,
@@ -230,7 +217,7 @@ _UNFILLED: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], torch.Tensor | 
 """Functions that return an uninitialised tensor, or ``None`` for one that is to be filled."""
 
 
-def refuse(storages: Storages, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+def refuse(storages: Storages, func: Any, args: Args, kwargs: Any) -> None:
     """Raise where ``func`` reads memory that has been taken back."""
     if _reads(func):
         for tensor in tensors_in((args, kwargs or {})):

@@ -1,7 +1,15 @@
-"""The running of operators of any kind: on ``meta``, on the host, or as without a simulation."""
+"""The running of operators of any kind: on ``meta``, on the host, or as without a simulation.
+
+CPU tensors of unknown values are copies from a simulated GPU, and results computed from them. To
+torch they are CPU tensors like all others, so autograd, views and errors are those of the CPU; only
+:class:`~pytest_gpumem.simulated.machine.storages.Storages` tells them apart. Nothing is computed of
+them: their operators run on ``meta``, and memory of large ones is allocated but never touched, so
+that a model of any size can be moved to the host.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import GeneratorType
 from typing import Any
@@ -11,14 +19,15 @@ import torch
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import callers_line, user_line
 from pytest_gpumem.simulated.common.raw import CPU, META, tensors_in
-from pytest_gpumem.simulated.execution.on_host import OnHost
 from pytest_gpumem.simulated.execution.shapes import NEW, TORCHS_OWN, Shapes
 from pytest_gpumem.simulated.machine import checks
 from pytest_gpumem.simulated.machine.dispatch import Dispatch
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
-from pytest_gpumem.simulated.machine.storages import storage_key
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
+from pytest_gpumem.simulated.machine.storages import Storages, poison, storage_key
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
+from pytest_gpumem.simulated.machine.values.views import covers
 from pytest_gpumem.simulated.operators.described import how_to_describe
 from pytest_gpumem.values.errors import (
     UndescribedKernelError,
@@ -54,21 +63,25 @@ class Runner:
         self.on_host = OnHost(self.storages, self.run, self.unknown)
         self._dispatch = dispatch
 
-    def run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, unknown: bool = False
-    ) -> Any:
+    def run(self, func: Any, args: Args, kwargs: Kwargs, *, unknown: bool = False) -> Any:
         """Run a kernel of torch's; ``unknown``: it stands for one of unknown values."""
         self._dispatch.inside = True
         try:
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            if unknown or kwargs.get("device") == META or self._is_ours(args, kwargs):
+            is_ours = unknown or kwargs.get("device") == META
+            if not is_ours and self.machine.has_real_meta:
+                # Other tensors than those that stand for memory of a GPU have errors of their own.
+                is_ours = self.owner(args, kwargs) is not None
+            elif not is_ours:
+                is_ours = any(map(raw.is_meta, tensors_in((args, kwargs))))
+            if is_ours:
                 self._explain(error, func, args, kwargs)
             raise
         finally:
             self._dispatch.inside = False
 
-    def run_once(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_once(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run a kernel of torch's that makes a tensor, or repeat its result for such arguments."""
         key, make = self.shapes.find(func, args, kwargs)
         if make is not NEW and make is not None:
@@ -78,13 +91,13 @@ class Runner:
             self.shapes.learn(key, args, kwargs, result)
         return result
 
-    def run_seeded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_seeded(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run a kernel of torch's without drawing random numbers."""
         if kwargs.get("generator") is not None and any(map(raw.is_meta, tensors_in(args))):
             kwargs = {**kwargs, "generator": None}
         return self.run(func, *self.concealed(args, kwargs))
 
-    def run_elsewhere(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_elsewhere(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator that no CUDA tensor has part in, with torch's own errors."""
         self._dispatch.inside = True
         try:
@@ -94,7 +107,7 @@ class Runner:
         self.storages.adopt_users_own(tensors_in(result))
         return result
 
-    def run_on_host(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_on_host(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator of CPU tensors whose values are unknown."""
         func = operator.func
         result = self.on_host.run(operator, args, kwargs)
@@ -106,17 +119,26 @@ class Runner:
         self.values.follow_on_host(func, args, result)
         return result
 
-    def concealed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def concealed(self, args: Args, kwargs: Kwargs) -> Any:
         """Return the arguments, with CPU tensors of unknown values on ``meta``."""
         return self.on_host.concealed((args, kwargs)) if self.storages.on_host else (args, kwargs)
 
-    def is_elsewhere(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def is_elsewhere(self, func: Any, args: Args, kwargs: Kwargs) -> bool:
         """Check arguments of a new kind: raise the errors of a GPU, which meta kernels do not.
 
         Returns whether they are on ``meta``, although not by a request in this simulation.
         """
-        place = self._place_of_index if func._schema.name in checks.INDEXING else self.place
-        tensors = checks.placed(func, args, kwargs, place)
+        indexes = func._schema.name in checks.INDEXING
+
+        def place_of(tensor: torch.Tensor) -> str:
+            place = self.place(tensor)
+            if place == "meta" and indexes and tensor.dtype in _OF_LISTS:
+                # Of x[:, [0, 1]] C++ makes a tensor out of sight.
+                is_users = storage_key(tensor) in self.storages.users_own
+                return place if is_users else checks.NUMBER
+            return place
+
+        tensors = checks.placed(func, args, kwargs, place_of)
         where = {each.device for each in tensors}
         if "meta" in where and where <= {"meta", "cpu"}:
             self.machine.has_real_meta = True
@@ -134,7 +156,7 @@ class Runner:
             for item in result:
                 self.adopt(item, device)
 
-    def owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def owner(self, args: Args, kwargs: Kwargs) -> str | None:
         """Return the owner of the memory that the tensors among the arguments stand for."""
         owner = None
         is_number = False
@@ -173,26 +195,11 @@ class Runner:
             return HOST
         return checks.NUMBER if storage_key(tensor) in self.storages.numbers else "meta"
 
-    def _place_of_index(self, tensor: torch.Tensor) -> str:
-        """Return where an indexing operand is: of x[:, [0, 1]] C++ makes a tensor out of sight."""
-        place = self.place(tensor)
-        if place != "meta" or tensor.dtype not in _OF_LISTS:
-            return place
-        return place if storage_key(tensor) in self.storages.users_own else checks.NUMBER
-
     def unknown(self, func: Any) -> str:
         """Return the sentence that ``func`` reads an unknown value."""
         return self.values.refusal(f"{func} at {user_line()} reads")
 
-    def _is_ours(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether a tensor stands for memory of a GPU; others have errors of their own."""
-        if self.machine.has_real_meta:
-            return self.owner(args, kwargs) is not None
-        return any(map(raw.is_meta, tensors_in((args, kwargs))))
-
-    def _explain(
-        self, error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _explain(self, error: Exception, func: Any, args: Args, kwargs: Kwargs) -> None:
         """Raise the error of a simulated GPU for ``error``, of a kernel without values."""
         text = str(error)
         if isinstance(error, NotImplementedError):
@@ -205,9 +212,7 @@ class Runner:
             raise UnknownValueError(self.unknown(func)) from error
 
 
-def no_shapes(
-    runner: Runner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> UnsupportedOperatorError:
+def no_shapes(runner: Runner, func: Any, args: Args, kwargs: Kwargs) -> UnsupportedOperatorError:
     """Return the refusal of the operator ``func``, called with these arguments."""
     own = func.namespace in TORCHS_OWN
     line = user_line() if own else callers_line()
@@ -216,7 +221,118 @@ def no_shapes(
     )
     if own:
         return UnsupportedOperatorError(sentence)
-    return UndescribedKernelError(
-        f"{sentence}: {how_to_describe(func)}",
-        func._schema.name,
-    )
+    return UndescribedKernelError(f"{sentence}: {how_to_describe(func)}", func._schema.name)
+
+
+Run = Callable[..., Any]
+_empty_strided = torch.empty_strided
+
+
+class OnHost:
+    """Runs operators of CPU tensors where the values of some are unknown."""
+
+    def __init__(self, storages: Storages, run: Run, unknown: Callable[[Any], str]) -> None:
+        self._storages = storages
+        self._run = run
+        self._unknown = unknown
+        """Returns a sentence that an operator reads unknown values."""
+
+    def run(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Run ``operator`` by shapes: tensors that it returns or writes to are unknown."""
+        func = operator.func
+        if any(isinstance(value, torch.UntypedStorage) for value in args):
+            return func(*args, **kwargs)  # set_ to a storage, whatever that holds
+        places = [args[at] if at < len(args) else kwargs.get(name) for at, name in operator.written]
+        targets = [tensor for tensor in tensors_in(places) if not raw.is_meta(tensor)]
+        if targets and self._writes_known_values(operator, args, kwargs, targets):
+            result = self._run(func, args, kwargs)
+            for target in filter(covers, targets):
+                self._storages.forget_on_host(target)
+            return result
+        pairs = _StandIns(self._storages, targets)
+        result = self._run(func, pairs.of(args), pairs.of(kwargs), unknown=True)
+        for target in targets:
+            shape = pairs.made[id(target)].shape
+            if target.shape != shape:
+                target.resize_(shape)
+            self.lose(func, target)
+        return self._made(result, pairs)
+
+    def concealed(self, value: Any) -> Any:
+        """Return ``value`` with tensors of unknown values on ``meta``: no kernel may read them."""
+        return _StandIns(self._storages, (), unknown_only=True).of(value)
+
+    def lose(self, func: Any, target: torch.Tensor) -> None:
+        """Mark the values of a CPU tensor as unknown from now on.
+
+        Its memory may be read out of sight, through numpy: it is filled with NaN where possible.
+        """
+        if self._storages.is_on_host(target):
+            return
+        if not (target.dtype.is_floating_point or target.dtype.is_complex):
+            raise UnknownValueError(self._unknown(func))
+        with torch.no_grad():
+            poison(target)
+        self._storages.adopt_on_host(target)
+
+    def _writes_known_values(
+        self, operator: Operator, args: Args, kwargs: Kwargs, targets: Sequence[torch.Tensor]
+    ) -> bool:
+        if not operator.overwrites or any(map(self._storages.is_untouched, targets)):
+            return False
+        places = {at for at, _ in operator.written}
+        names = {name for _, name in operator.written}
+        read = [value for at, value in enumerate(args) if at not in places]
+        read += [value for name, value in kwargs.items() if name not in names]
+        return not any(map(self._storages.is_on_host, tensors_in(read)))
+
+    def _made(self, result: Any, pairs: _StandIns) -> Any:
+        if isinstance(result, torch.Tensor):
+            given = pairs.originals.get(id(result))
+            if given is not None:
+                return given
+            if not raw.is_meta(result):
+                return result
+            return self._storages.unknown_on_host(result.shape, result.stride(), result.dtype)
+        if isinstance(result, (list, tuple)):
+            return type(result)([self._made(item, pairs) for item in result])
+        return result
+
+
+class _StandIns:
+    """``meta`` tensors in the place of CPU tensors.
+
+    A single known number stays one, beside which CUDA tensors may stand too.
+    """
+
+    def __init__(
+        self, storages: Storages, targets: Iterable[torch.Tensor], *, unknown_only: bool = False
+    ) -> None:
+        self._is_unknown = storages.is_on_host
+        self._unknown_only = unknown_only
+        self._targets = {id(target) for target in targets}
+        self.made: dict[int, torch.Tensor] = {}
+        """By the identity of the CPU tensor; with the shape that the operator has given it."""
+        self.originals: dict[int, torch.Tensor] = {}
+        """The CPU tensors, by the identity of what stands for them."""
+
+    def of(self, value: Any) -> Any:
+        """Return ``value`` with the tensors in it replaced."""
+        if isinstance(value, torch.Tensor):
+            return self.made.get(id(value)) if id(value) in self.made else self._stand_in(value)
+        if isinstance(value, dict):
+            return {name: self.of(item) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)([self.of(item) for item in value])
+        return value
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        if raw.is_meta(tensor) or tensor.layout is not torch.strided:
+            return tensor
+        stays = not tensor.dim() and id(tensor) not in self._targets
+        if (stays or self._unknown_only) and not self._is_unknown(tensor):
+            return tensor
+        made = _empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+        self.made[id(tensor)] = made
+        self.originals[id(made)] = tensor
+        return made

@@ -10,6 +10,7 @@ size stands for all others.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import META
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.operators import tables
 
@@ -43,7 +45,7 @@ _MORE_THAN_TYPES = frozenset(
 _empty_strided = torch.empty_strided
 _Generator = torch._C.Generator
 """The class ``torch.Generator`` while nothing replaces it."""
-_Make = Callable[[tuple[Any, ...]], Any]
+_Make = Callable[[Args], Any]
 _Known = dict[Any, "_Make | torch.dtype | None"]
 
 _NO_SIZE: tuple[torch.Size, tuple[int, ...]] = torch.Size(), ()
@@ -78,7 +80,7 @@ class Shapes:
         self._users_own = storages.users_own
         self._place = place
 
-    def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def find(self, func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         """Return the description of the arguments, or ``None``, and a maker of the results.
 
         That is ``NEW`` or a function of ``args``; ``None`` if the operator has to be run each time.
@@ -89,7 +91,9 @@ class Shapes:
             kind = self._kinds[func] = (
                 func._schema.is_mutable,
                 torch.Tag.pointwise in func.tags,
-                self._describing(func),
+                # Element by element: of numbers, which an optimizer has new ones of in each step,
+                # only the type counts.
+                self._describe_by_class if is_of_lists(func) else self._describe,
                 known,
             )
         is_mutable, is_pointwise, describe, known = kind
@@ -112,7 +116,7 @@ class Shapes:
         except (UnknownError, TypeError):
             return None, NEW
 
-    def learn(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def learn(self, key: Any, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Remember the result of an operator for arguments described by ``key``."""
         make = None
         # unsqueeze_ and its relatives write to the tensor's own shape: they must run each time.
@@ -127,13 +131,6 @@ class Shapes:
                 _remember(known, sizeless, make)
             elif size and (result.shape, result.stride()) == (size, stride):
                 _remember(known, sizeless, result.dtype)
-
-    def _describing(self, func: Any) -> Callable[[Any], Any]:
-        if is_of_lists(func):
-            # Element by element: of numbers, which an optimizer has new ones of in each step,
-            # only the type counts.
-            return self._describe_by_class
-        return self._describe
 
     def _describe_by_class(self, value: Any) -> Any:
         if value.__class__ in _NUMBERS:
@@ -246,7 +243,7 @@ def storages_in(value: Any) -> set[int]:
     return set()
 
 
-def recipe(result: Any, args: tuple[Any, ...], inputs: set[int]) -> _Make:
+def recipe(result: Any, args: Args, inputs: set[int]) -> _Make:
     """Return a function that makes ``result`` from ``args``; ``inputs``: the arguments' storages.
 
     Raises ``UnknownError`` where only running the operator makes one.
@@ -256,38 +253,26 @@ def recipe(result: Any, args: tuple[Any, ...], inputs: set[int]) -> _Make:
     if args and result is args[0]:
         return lambda args: args[0]
     if isinstance(result, torch.Tensor):
-        if result.layout is not torch.strided:
-            raise UnknownError
-        if result.untyped_storage()._cdata in inputs:
+        if (
+            not raw.is_meta(result)
+            or result.layout is not torch.strided
             # A view whose schema omits it (_unsafe_view): only running it makes one.
+            or result.untyped_storage()._cdata in inputs
+            or result.storage_offset()
+            or type(result) is not torch.Tensor
+            or torch._is_zerotensor(result)
+        ):
             raise UnknownError
-        return _tensor_recipe(result)
+        size, stride, dtype = result.shape, result.stride(), result.dtype
+        probe = _empty_strided(size, stride, dtype=dtype, device=META)
+        if probe.untyped_storage().nbytes() != result.untyped_storage().nbytes():
+            raise UnknownError
+        return lambda args: _empty_strided(size, stride, dtype=dtype, device=META)
     if isinstance(result, (list, tuple)):
-        if args and isinstance(args[0], (list, tuple)) and _same(result, args[0]):
+        given = args[0] if args and isinstance(args[0], (list, tuple)) else ()
+        if len(result) == len(given) > 0 and all(map(operator.is_, result, given)):
             return lambda args: args[0]
         makes = [recipe(item, (), inputs) for item in result]
         kind = type(result)
         return lambda args: kind([make(()) for make in makes])
     raise UnknownError
-
-
-def _same(results: Any, inputs: Any) -> bool:
-    return len(results) == len(inputs) > 0 and all(
-        a is b for a, b in zip(results, inputs, strict=True)
-    )
-
-
-def _tensor_recipe(tensor: torch.Tensor) -> _Make:
-    if (
-        not raw.is_meta(tensor)
-        or tensor.layout is not torch.strided
-        or tensor.storage_offset()
-        or type(tensor) is not torch.Tensor
-        or torch._is_zerotensor(tensor)
-    ):
-        raise UnknownError
-    size, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
-    probe = _empty_strided(size, stride, dtype=dtype, device=META)
-    if probe.untyped_storage().nbytes() != tensor.untyped_storage().nbytes():
-        raise UnknownError
-    return lambda args: _empty_strided(size, stride, dtype=dtype, device=META)

@@ -45,7 +45,13 @@ class Device:
         index: int = 0,
         timeline: Timeline | None = None,
     ) -> None:
-        self.model = model if isinstance(model, GpuModel) else _single(model)
+        machine = find_machine(model)
+        if machine.count > 1:
+            raise GpuError(
+                f"{quoted(model)} is a machine with {machine.count} GPUs and not one of them; "
+                f'write "{machine.model.name}"'
+            )
+        self.model = machine.model
         self.version = parse_version(torch_version)
         self.index = index
         self.timeline = Timeline() if timeline is None else timeline
@@ -144,16 +150,6 @@ class Device:
 
     def _allocated_and_peak(self) -> tuple[int, int]:
         return self.allocator.allocated, self.allocator.peak_allocated
-
-
-def _single(name: str) -> GpuModel:
-    machine = find_machine(name)
-    if machine.count > 1:
-        raise GpuError(
-            f"{quoted(name)} is a machine with {machine.count} GPUs and not one of them; write "
-            f'"{machine.model.name}"'
-        )
-    return machine.model
 
 
 def parse_version(text: str | None) -> Version:

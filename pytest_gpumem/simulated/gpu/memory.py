@@ -11,7 +11,6 @@ import torch
 
 from pytest_gpumem.allocator import Allocator, OutOfMemory
 from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
-from pytest_gpumem.allocator.messages import OutOfMemoryFields
 from pytest_gpumem.allocator.trace import Contexts, Recording
 from pytest_gpumem.collector import GROWTH, Collector
 from pytest_gpumem.simulated.common.callsite import RELEASED, Provenance, provenance
@@ -59,8 +58,12 @@ class Memory(Allocator):
                 context.nbytes = self.block(address)
         except OutOfMemory as error:
             if error.tried_everything and self.observers:
+                # oom_observers_ (c10/cuda/CUDACachingAllocator.cpp), before the error.
                 self._busy = False
-                self._tell_observers(error.fields)
+                fields = error.fields
+                allowed = fields.total if fields.limit is None else fields.limit
+                for observer in tuple(self.observers):
+                    observer(self.device, fields.segment, allowed, fields.free)
             raise torch.OutOfMemoryError(str(error)) from None
         finally:
             self._busy = False
@@ -100,12 +103,6 @@ class Memory(Allocator):
         self.trace.record(recording, clear=clear)
         self._recording = recording
         self._collects_frees = recording.on and recording.contexts is Contexts.ALL
-
-    def _tell_observers(self, fields: OutOfMemoryFields) -> None:
-        """Call ``oom_observers_`` (c10/cuda/CUDACachingAllocator.cpp) before the error."""
-        allowed = fields.total if fields.limit is None else fields.limit
-        for observer in tuple(self.observers):
-            observer(self.device, fields.segment, allowed, fields.free)
 
     def _context_of_now(self) -> Provenance:
         context = provenance()

@@ -43,14 +43,7 @@ from pytest_gpumem.simulated.gpu.releases import (
     WORKSPACE_PER_OPERATION,
 )
 
-__all__ = [
-    "Memory",
-    "Version",
-    "Workspaces",
-    "default_workspace_bytes",
-    "lt_workspace_bytes",
-    "workspace_bytes",
-]
+Version = tuple[int, int]
 
 
 class Memory(Protocol):
@@ -82,11 +75,6 @@ class Workspaces:
     def __post_init__(self) -> None:
         self.settings = WorkspaceSettings(self.version, self.capability, self.config)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of one cuBLAS workspace."""
-        return self.settings.cublas_bytes
-
     def handle(self, stream: int = 0) -> None:
         """Get the handle, which keeps a workspace, unless operations have their own."""
         if not self.settings.per_operation:
@@ -95,7 +83,7 @@ class Workspaces:
     def gemm(self, stream: int = 0) -> None:
         """Allocate for a cuBLAS call before the kernel runs, and keep the memory."""
         if self.settings.per_operation:
-            self._free(self._take(self.bytes, stream))
+            self._free(self._take(self.settings.cublas_bytes, stream))
         else:
             self._keep("cublas", stream)
 
@@ -163,8 +151,6 @@ class Workspaces:
 
 
 T = TypeVar("T")
-
-Version = tuple[int, int]
 
 DEFAULT_BYTES = 8_519_680
 """``:4096:2:16:8``: two blocks of 4096 KiB and eight of 16 KiB."""
@@ -239,12 +225,20 @@ class WorkspaceSettings:
     @property
     def lt_bytes(self) -> int:
         """``getCUDABlasLtWorkspaceSize``: never more than the workspace that Lt may share."""
-        if "cublaslt" in self.chosen:
-            size = self.chosen["cublaslt"]
-        else:
-            once = not LT_READ_EVERY_TIME <= self._version < STATIC_SIZE
-            size = self._read("cublaslt", self._lt_parsed, once=once)
-        return min(size, self.cublas_bytes) if self._bounded else size
+
+        def read() -> int:
+            # 2.12 takes its default from cuBLAS's, unless the two have workspaces of their own.
+            default = self._parsed() if self._unified else LT_BYTES
+            return lt_workspace_bytes(self._version, default)
+
+        once = not LT_READ_EVERY_TIME <= self._version < STATIC_SIZE
+        size = self.chosen.get("cublaslt")
+        if size is None:
+            size = self._read("cublaslt", read, once=once)
+        # 2.11 takes the unset variable for on here.
+        is_unset = "TORCH_CUBLASLT_UNIFIED_WORKSPACE" not in os.environ
+        is_bounded = (self._version == UNSET_IS_UNIFIED and is_unset) or self._unified
+        return min(size, self.cublas_bytes) if is_bounded else size
 
     @property
     def per_operation(self) -> bool:
@@ -257,14 +251,15 @@ class WorkspaceSettings:
     @property
     def lt_lifetime(self) -> str:
         """The owner of the block that Lt computes in."""
-        return self._read("lifetime", self._lifetime, once=True)
 
-    def _lifetime(self) -> str:
-        if self.per_operation:
-            return TEMPORARY
-        if self._unified:
-            return SHARED
-        return KEPT if self._version >= LT_KEPT else TEMPORARY
+        def read() -> str:
+            if self.per_operation:
+                return TEMPORARY
+            if self._unified:
+                return SHARED
+            return KEPT if self._version >= LT_KEPT else TEMPORARY
+
+        return self._read("lifetime", read, once=True)
 
     @property
     def _unified(self) -> bool:
@@ -273,24 +268,10 @@ class WorkspaceSettings:
         flag = self._flag("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
         return flag is not False if self._version >= LT_SHARES else flag is True
 
-    @property
-    def _bounded(self) -> bool:
-        unset = (
-            self._version == UNSET_IS_UNIFIED
-            and "TORCH_CUBLASLT_UNIFIED_WORKSPACE" not in os.environ
-        )
-        return unset or self._unified
-
     def _parsed(self) -> int:
-        config = self._config
-        if config is None:
-            config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+        variable = "CUBLAS_WORKSPACE_CONFIG"
+        config = os.environ.get(variable) if self._config is None else self._config
         return workspace_bytes(config, self._version, self._capability)
-
-    def _lt_parsed(self) -> int:
-        # 2.12 takes its default from cuBLAS's, unless the two have workspaces of their own.
-        default = self._parsed() if self._unified else LT_BYTES
-        return lt_workspace_bytes(self._version, default)
 
     def _flag(self, name: str) -> bool | None:
         """``c10::utils::check_env``: only 0 and 1 count."""

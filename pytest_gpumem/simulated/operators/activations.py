@@ -1,24 +1,42 @@
-"""Activations, softmax and dropout.
+"""Activations, softmax, dropout, and losses with the tensors that they keep.
 
 Source: aten/src/ATen/native/cuda/SoftMax.cu (host_softmax, host_softmax_backward,
 softmax_backward_cuda_out), native/SoftMax.cpp (softmax and log_softmax with a ``dtype``),
 native/Dropout.cpp (is_fused_kernel_acceptable), native/cuda/Dropout.cu (native_dropout_cuda,
 dropout_cuda), native_functions.yaml (dispatch of mish_backward) and native/Activation.cpp
-(mish_backward: one output of TensorIterator::binary_op), torch 2.6 to 2.15. Outputs come first, as
-of every structured operator: the meta kernels give their sizes, types and strides as CUDA's do.
+(mish_backward: one output of TensorIterator::binary_op, log_sigmoid_forward_cuda), torch 2.6 to
+2.15. Outputs come first, as of every structured operator: the meta kernels give their sizes, types
+and strides as CUDA's do.
+
+Losses: native/Loss.cpp (binary_cross_entropy_with_logits, mse_loss, smooth_l1_loss: their result is
+made as large as the input before the reduction shrinks it; huber_loss, soft_margin_loss),
+native/cuda/Loss.cu (binary_cross_entropy), NLLLoss2d.cu, MultiMarginLoss.cu, ReduceOps.cpp
+(logsumexp_out_impl); LossCTC.cpp (ctc_loss, ctc_loss_impl) and native/cuda/LossCTC.cu
+(ctc_loss_gpu_template, ctc_loss_backward_gpu_template), of torch 2.6 to 2.15. cuDNN's kernel, which
+takes 32-bit targets in CPU memory, is not simulated: such a loss is computed by ATen's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides, make_contiguous_strides_for
 
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.layout import copied
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, copies_of, passing
+from pytest_gpumem.simulated.operators import reductions
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
+from pytest_gpumem.simulated.operators.rules import (
+    Composite,
+    Rule,
+    Scratch,
+    copies_of,
+    first_of,
+    passing,
+)
 
 _aten = torch.ops.aten
 
@@ -42,35 +60,22 @@ def dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return _aten.native_dropout(input, p, train)[0]  # type: ignore[no-any-return]  # an operator
 
 
-def _dropped(p: float, train: bool | None, result: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """dropout_cuda makes the mask first; where everything is dropped, zeros come before theirs."""
-    output, mask = result
-    return (output, mask) if p == 1 or train is False else (mask, output)
-
-
 def _backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
-    product = grad_output.nbytes
-    again = [] if _is_product_contiguous(grad_output, output) else [product]
-    passing(gpu, product, *again, *copied(output))
+    """The product, whose strides are in the order of its factors', and a contiguous copy of it."""
+    sizes = [grad_output.nbytes]
+    if not (grad_output.is_contiguous() and output.is_contiguous()):
+        strides = compute_elementwise_output_strides(grad_output, output)
+        wanted = make_contiguous_strides_for(output.shape)
+        compared = zip(output.shape, strides, wanted, strict=True)
+        if any(size != 1 and stride != step for size, stride, step in compared):
+            sizes *= 2
+    passing(gpu, *sizes, *copied(output))
 
 
 def _safe(gpu: GPU, dim: int, result: Tensor) -> None:
     """Allocate for ``_safe_softmax`` of native/transformers/attention.cpp."""
     rows = result.numel() // max(result.shape[dim], 1) if result.dim() else 1
     passing(gpu, result.numel(), rows, result.element_size())
-
-
-def _is_product_contiguous(gradient: Tensor, output: Tensor) -> bool:
-    """Return whether the product is contiguous; its strides are in the order of its factors'."""
-    if gradient.is_contiguous() and output.is_contiguous():
-        return True
-    strides = compute_elementwise_output_strides(gradient, output)
-    shape = output.shape
-    expected = make_contiguous_strides_for(shape)
-    return all(
-        size == 1 or stride == wanted
-        for size, stride, wanted in zip(shape, strides, expected, strict=True)
-    )
 
 
 def _of_halves(whole: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Composite:
@@ -84,19 +89,169 @@ def _of_halves(whole: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> C
     return of_halves
 
 
+_MEAN, _SUM = 1, 2
+"""at::Reduction."""
+
+
+def logsumexp(self: Tensor, dim: list[int], keepdim: bool) -> Tensor:
+    """``aten::logsumexp`` as its native function computes it."""
+    if not self.dtype.is_floating_point:
+        self = self.to(torch.get_default_dtype())
+    highest = torch.amax(self, dim, True)
+    shift = highest if keepdim else highest.squeeze(tuple(dim))
+    sizes = shift.abs()
+    are_infinite = sizes == math.inf
+    shift.masked_fill_(are_infinite, 0)
+    del are_infinite, sizes
+    result = torch.sum((self - highest).exp_(), dim, keepdim)
+    result.log_().add_(shift)
+    del shift, highest, self
+    return result
+
+
+def soft_margin_loss_backward(
+    grad_output: Tensor, self: Tensor, target: Tensor, reduction: int
+) -> Tensor:
+    """``aten::soft_margin_loss_backward`` as its native function computes it."""
+    norm = 1.0 / self.numel() if reduction == _MEAN else 1.0
+    negative = -target
+    # In C++ both live until their expression ends, the later one first.
+    product = negative * self
+    exponential = torch.exp(product)
+    del product, negative
+    result = (target * exponential).mul_(-norm)
+    exponential.add_(1)
+    return result.div_(exponential).mul_(grad_output)
+
+
+def _reduce_all(gpu: GPU, elements: int, dtype: torch.dtype) -> None:
+    reductions.reduce(gpu, (elements,), (1,), dtype, None, reductions.SUMS)
+
+
+def _elements(self: Tensor, target: Tensor) -> int:
+    return math.prod(torch.broadcast_shapes(self.shape, target.shape))
+
+
+def _enlarged(self: Tensor, target: Tensor, result: Tensor) -> Iterator[Tensor]:
+    """Yield a result as large as the input, which shrinks where it is reduced."""
+    result.untyped_storage().resize_(_elements(self, target) * result.element_size())
+    yield result
+
+
+def _reducing(*, in_result: bool) -> Rule:
+    """Return the rule of a loss with a value of each element: in its result, or in a temporary."""
+
+    def after(gpu: GPU, self: Tensor, target: Tensor, reduction: int, result: Tensor) -> None:
+        if reduction:
+            elements = _elements(self, target)
+            other = Scratch(gpu, (1 if in_result else elements) * result.element_size())
+            _reduce_all(gpu, elements, result.dtype)
+            other.free()
+
+    return Rule(placed=_enlarged, after=after)
+
+
+def _huber(gpu: GPU, self: Tensor, reduction: int, result: Tensor) -> None:
+    if reduction:
+        _reduce_all(gpu, self.numel(), result.dtype)
+
+
+def _margin_of_rows(gpu: GPU, self: Tensor, reduction: int) -> None:
+    if self.dim() == 2 and reduction:
+        passing(gpu, self.shape[0] * self.element_size())
+
+
+def _target_first(
+    gpu: GPU, self: Tensor, reduction: int, result: tuple[Tensor, Tensor]
+) -> Iterator[Tensor]:
+    """Yield target flags and the loss, rows' losses between (multilabel_margin_loss_forward)."""
+    yield result[1]
+    is_reduced = self.dim() == 2 and reduction
+    rows = Scratch(gpu, self.shape[0] * self.element_size() if is_reduced else 0)
+    yield result[0]
+    rows.free()
+
+
+# Connectionist temporal classification, by ATen's own kernels.
+
+
+def _ctc_loss(overload: Any) -> Composite:
+    def ctc_loss(*args: Any) -> Any:
+        log_probs, targets, _, _, blank, reduction, zero_infinity = args
+        if not log_probs.is_cuda:
+            return overload.decompose(*args)
+        lengths = [
+            given.flatten().tolist() if isinstance(given, Tensor) else list(given)
+            for given in args[2:4]
+        ]
+        batched = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
+        target = targets.to(log_probs.device, torch.int64)
+        losses = first_of(_aten._ctc_loss.default(batched, target, *lengths, blank, zero_infinity))
+        del target
+        if zero_infinity:
+            nothing = losses.new_zeros(())  # C++ evaluates the last arguments first
+            losses = torch.where(losses == torch.inf, nothing, losses)
+            del nothing
+        if reduction == _MEAN:
+            own = torch.tensor(lengths[1], dtype=losses.dtype, device=losses.device)
+            divisors = own.clamp_min(1)
+            del own
+            mean = (losses / divisors).mean()
+            del divisors
+            return mean
+        if reduction == _SUM:
+            return losses.sum()
+        return losses if log_probs.dim() == 3 else losses.squeeze(0)
+
+    return ctc_loss
+
+
+def _ctc_backward(log_probs: Tensor, log_alpha: Tensor) -> Tensor:
+    lengths = [log_alpha.new_empty(log_probs.shape[1], dtype=torch.int64) for _ in range(3)]
+    log_beta = torch.empty_like(log_alpha, memory_format=torch.contiguous_format)
+    gradient = torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+    del log_beta, lengths
+    return gradient
+
+
 COMPOSITES: dict[str, Composite] = {
     "aten.mish_backward.default": mish_backward,
     "aten.dropout.default": dropout,
     "aten.softmax.int": _of_halves(_aten.softmax.int.decompose, _aten._softmax),
     "aten.log_softmax.int": _of_halves(_aten.log_softmax.int.decompose, _aten._log_softmax),
+    "aten.ctc_loss.Tensor": _ctc_loss(_aten.ctc_loss.Tensor),
+    "aten.ctc_loss.IntList": _ctc_loss(_aten.ctc_loss.IntList),
 }
-"""By overload."""
+
+IN_VIEW: dict[str, Composite] = {
+    "aten.logsumexp.default": logsumexp,
+    "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
+    "aten._ctc_loss_backward.default": _ctc_backward,
+}
 
 RULES = {
-    "aten::_softmax": Rule(after=copies_of("self")),
-    "aten::_log_softmax": Rule(after=copies_of("self")),
-    "aten::_softmax_backward_data": Rule(after=_backward),
-    "aten::_log_softmax_backward_data": Rule(after=copies_of("grad_output", "output")),
-    "aten::_safe_softmax": Rule(after=_safe),
-    "aten::native_dropout": Rule(placed=_dropped),
+    "_softmax _log_softmax": Rule(after=copies_of("self")),
+    "_softmax_backward_data": Rule(after=_backward),
+    "_log_softmax_backward_data": Rule(after=copies_of("grad_output", "output")),
+    "_safe_softmax": Rule(after=_safe),
+    # dropout_cuda makes the mask first; where everything is dropped, zeros come before theirs.
+    "native_dropout": Rule(
+        placed=lambda p, train, result: result if p == 1 or train is False else result[::-1]
+    ),
+    # The lengths of targets and of inputs, and where each target begins.
+    "_ctc_loss": Rule(
+        before=lambda gpu, log_probs: Scratch(gpu, *[log_probs.shape[1] * INDEX_BYTES] * 3),
+        placed=lambda result: result[::-1],
+    ),
+    # The buffer is empty on CUDA.
+    "log_sigmoid_forward": Rule(placed=lambda result: result[:1]),
+    "mse_loss smooth_l1_loss": _reducing(in_result=False),
+    "binary_cross_entropy soft_margin_loss": _reducing(in_result=True),
+    "huber_loss": Rule(
+        before=lambda gpu, self, reduction: Scratch(gpu, self.nbytes if reduction else 0),
+        after=_huber,
+    ),
+    "nll_loss2d_forward": Rule(placed=lambda result: result[::-1]),
+    "multi_margin_loss": Rule(after=_margin_of_rows),
+    "multilabel_margin_loss_forward": Rule(placed=_target_first),
 }

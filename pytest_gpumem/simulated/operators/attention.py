@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,13 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.attention_choice import (
-    CUDNN,
     EFFICIENT,
     FLASH,
+    MATH,
     AttentionCall,
     splits_of,
 )
-from pytest_gpumem.simulated.operators.layout import HALVES, copied
+from pytest_gpumem.simulated.operators.layout import HALVES, copied, round_up
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, first_of, passing
 
 _FLOAT_BYTES = 4
@@ -37,37 +37,29 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 
 
-def scaled_dot_product_attention(
-    gpu: GPU,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
+def scaled_dot_product_attention(gpu: GPU, *args: Any) -> Tensor:
     """``aten::scaled_dot_product_attention`` as CUDA takes it apart."""
-    call = AttentionCall(gpu, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    *given, scale, enable_gqa = args
+    given.append(enable_gqa)
+    call = AttentionCall(gpu, *given)
+    query, key, value, mask = call.query, call.key, call.value, call.mask
     kernel = call.kernel()
-    if gpu.version >= _HEADS_ALONE_SINCE and _are_heads_alone(query, key, value, attn_mask):
+    are_heads_alone = query.dim() == key.dim() == value.dim() == 3 and mask is None
+    if gpu.version >= _HEADS_ALONE_SINCE and are_heads_alone:
         q, k, v = (tensor.unsqueeze(0) for tensor in (query, key, value))
-        of_batch = AttentionCall(gpu, q, k, v, attn_mask, dropout_p, is_causal, enable_gqa)
-        if of_batch.kernel() in (FLASH, EFFICIENT, CUDNN):
-            return scaled_dot_product_attention(
-                gpu, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa
-            ).squeeze(0)
-    mask = _as_bias(attn_mask, query)
+        if AttentionCall(gpu, q, k, v, *given[3:]).kernel() != MATH:
+            return scaled_dot_product_attention(gpu, q, k, v, *args[3:]).squeeze(0)
+    mask = _as_bias(mask, query)
+    if kernel == MATH:
+        return _by_products(call, mask, scale)
+    options = call.dropout, call.causal
     if kernel == FLASH:
-        size = value.shape[-1]
-        padded = [_pad_head(tensor) for tensor in (query, key, value)]
+        padded = [with_padded_heads(tensor) for tensor in (query, key, value)]
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
         out: Tensor = first_of(
-            _aten._scaled_dot_product_flash_attention(
-                *padded, dropout_p, is_causal, False, scale=scale
-            )
+            _aten._scaled_dot_product_flash_attention(*padded, *options, False, scale=scale)
         )
+        size = value.shape[-1]
         return out if out.shape[-1] == size else out[..., :size]
     if kernel == EFFICIENT:
         if mask is not None:
@@ -75,29 +67,22 @@ def scaled_dot_product_attention(
         keeps = call.trains or (mask is not None and mask.requires_grad and call.grad_mode)
         return first_of(  # type: ignore[no-any-return]  # an operator
             _aten._scaled_dot_product_efficient_attention(
-                query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
+                query, key, value, mask, keeps, *options, scale=scale
             )
         )
-    if kernel == CUDNN:
-        return first_of(  # type: ignore[no-any-return]  # an operator
-            _aten._scaled_dot_product_cudnn_attention(
-                query, key, value, mask, call.trains, dropout_p, is_causal, False, scale=scale
-            )
+    return first_of(  # type: ignore[no-any-return]  # an operator
+        _aten._scaled_dot_product_cudnn_attention(
+            query, key, value, mask, call.trains, *options, False, scale=scale
         )
-    return _by_products(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+    )
 
 
 COMPOSITES: dict[str, Composite] = {
     "aten.scaled_dot_product_attention.default": scaled_dot_product_attention
 }
 
-
 _HEADS_ALONE_SINCE = (2, 14)
 """First release whose fused kernels take tensors of three dimensions (tried on 2.13, 2.15)."""
-
-
-def _are_heads_alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    return query.dim() == key.dim() == value.dim() == 3 and mask is None
 
 
 def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
@@ -109,9 +94,10 @@ def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     return torch.where(mask, shown, hidden)
 
 
-def _pad_head(tensor: Tensor) -> Tensor:
-    size = tensor.shape[-1]
-    return tensor if not size % 8 else pad(tensor, (0, 8 - size % 8))
+def with_padded_heads(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` with its heads a multiple of 8 long: a copy, unless they are."""
+    excess = tensor.shape[-1] % 8
+    return pad(tensor, (0, 8 - excess)) if excess else tensor
 
 
 _MASK_ALIGNMENT = 8
@@ -127,28 +113,20 @@ def _aligned(mask: Tensor) -> Tensor:
     return padded[..., :size]
 
 
-def _by_products(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    gqa: bool,
-) -> Tensor:
+def _by_products(call: AttentionCall, mask: Tensor | None, scale: float | None) -> Tensor:
     """_scaled_dot_product_attention_math, with the mask added in place."""
+    query, key, value = call.query, call.key, call.value
     dtype = query.dtype
     if dtype in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()
     factor = math.sqrt(abs(scale if scale is not None else 1 / math.sqrt(query.shape[-1])))
     scaled = query * factor
-    if causal:
+    if call.causal:
         shape = (query.shape[-2], key.shape[-2])
         shown = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
         mask = _as_bias(shown, scaled)
         del shown
-    if gqa and not query.shape[-3] == key.shape[-3] == value.shape[-3]:
+    if call.gqa and not query.shape[-3] == key.shape[-3] == value.shape[-3]:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     scores = torch.matmul(scaled, key.transpose(-2, -1) * factor)
@@ -156,8 +134,8 @@ def _by_products(
         scores.add_(mask)
     weights = torch._safe_softmax(scores, -1)
     del scores
-    if dropout > 0:
-        weights = torch.dropout(weights, dropout, True)
+    if call.dropout > 0:
+        weights = torch.dropout(weights, call.dropout, True)
     # make_tuple(matmul(attn, value).to(dtype), attn.to(dtype)): the second one is made first.
     kept = weights.to(dtype)
     out = torch.matmul(weights, value).to(dtype)
@@ -187,11 +165,19 @@ def flash_outputs(
 ) -> Iterator[Tensor]:
     """Return the outputs of mha_fwd: ``sums``, parts of them, and the generator's ``state``.
 
-    ``rng_state`` is made for the capture of a graph, and with dropout once more on the device.
+    Where the keys of (batch, heads, length, size) are split, each split has its logsumexp and
+    output. ``rng_state`` is made for the capture of a graph, and with dropout once more on the
+    device.
     """
     yield from sums
+    batch, heads, length, size = query.shape
+    if length == 1 and heads > key.shape[1]:
+        length, heads = heads // key.shape[1], key.shape[1]
+    blocks = batch * heads * -(-length // 64)
+    splits = 1 if dropout_p else splits_of(gpu.model.sm_count, blocks, size, key.shape[2])
+    rows = splits * batch * heads * length * _FLOAT_BYTES if splits > 1 else 0
     parts = Scratch(gpu)
-    taken = [parts.take(nbytes) for nbytes in _flash_parts(gpu, query, key, dropout_p)]
+    taken = parts.take(rows), parts.take(rows * head_size_rounded(size))
     yield from state
     if dropout_p and state:
         passing(gpu, _RNG_STATE)
@@ -210,11 +196,6 @@ def efficient_outputs(gpu: GPU, dropout_p: float, result: tuple[Tensor, ...]) ->
     return result[:2]
 
 
-def _cudnn_outputs(compute_log_sumexp: bool, result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    # _cudnn_attention_forward: seed and offset even without dropout; logsumexp only to train.
-    return *result[6:8], *(result[:2] if compute_log_sumexp else result[:1])
-
-
 def _cudnn_backward(gpu: GPU, grad_out: Tensor, query: Tensor, out: Tensor) -> None:
     """run_cudnn_SDP_bprop (MHA.cpp): a gradient laid out as the output, then the frontend's sums.
 
@@ -223,11 +204,6 @@ def _cudnn_backward(gpu: GPU, grad_out: Tensor, query: Tensor, out: Tensor) -> N
     """
     sums = (query.numel() // query.shape[-1]) * (query.shape[-1] + 1) * _FLOAT_BYTES
     passing(gpu, out.nbytes if grad_out.stride() != out.stride() else 0, sums)
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Return the multiple of ``multiple`` that is ``value`` or next."""
-    return -(-value // multiple) * multiple
 
 
 def head_size_rounded(size: int) -> int:
@@ -239,37 +215,30 @@ _RNG_STATE = 16
 """Two numbers of 64 bits."""
 
 
-def _flash_parts(gpu: GPU, query: Tensor, key: Tensor, dropout_p: float) -> tuple[int, ...]:
-    """Return the bytes for split keys: of logsumexp and output (batch, heads, length, size)."""
-    batch, heads, length, size = query.shape
-    if dropout_p:
-        return ()
-    if length == 1 and heads > key.shape[1]:
-        length, heads = heads // key.shape[1], key.shape[1]
-    splits = splits_of(gpu.model.sm_count, batch * heads * -(-length // 64), size, key.shape[2])
-    rows = splits * batch * heads * length
-    return (rows * 4, rows * head_size_rounded(size) * 4) if splits > 1 else ()
+def _copies_by_length(gpu: GPU, grad: Tensor, out: Tensor | None = None) -> Scratch:
+    return Scratch(
+        gpu, *copied(*(each.transpose(1, 2) for each in (grad, out) if each is not None))
+    )
 
 
-def _copied_by_length(*tensors: Tensor) -> list[int]:
-    return copied(*(tensor.transpose(1, 2) for tensor in tensors))
+def flash_backward(gpu: GPU, query: Tensor, key: Tensor, starts: Tensor | None = None) -> None:
+    """Allocate row sums, queries' gradients in float32, and those of repeated keys and values.
 
-
-def _before_flash_backward(gpu: GPU, grad_out: Tensor, out: Tensor) -> Scratch:
-    return Scratch(gpu, *_copied_by_length(grad_out, out))
-
-
-def flash_backward(gpu: GPU, query: Tensor, key: Tensor) -> None:
-    """Allocate row sums, queries' gradients in float32, and those of repeated keys and values."""
-    batch, heads, length, size = query.shape
-    rows = batch * heads * round_up(length, 128)
+    Tensors are (batch, heads, length, size); with ``starts`` of sequences (lengths, heads, size).
+    """
+    heads, size = query.shape[1], query.shape[-1]
+    if starts is None:
+        batch = query.shape[0]
+        rows = batch * round_up(query.shape[2], 128)
+    else:
+        batch = starts.numel() - 1
+        rows = query.shape[0] + 128 * batch
+    rows *= heads * _FLOAT_BYTES
     copies = 1
     if torch.are_deterministic_algorithms_enabled():
         copies = -(-gpu.model.sm_count // (batch * heads))
-    expanded = []
-    if key.shape[1] != heads:
-        expanded = [batch * key.shape[2] * heads * size * key.element_size()] * 2
-    passing(gpu, rows * 4, copies * rows * head_size_rounded(size) * 4, *expanded)
+    expanded = [key.nbytes // key.shape[1] * heads] * 2 if key.shape[1] != heads else []
+    passing(gpu, rows, copies * rows * head_size_rounded(size), *expanded)
 
 
 _KEYS_AT_ONCE = 128
@@ -280,10 +249,6 @@ def efficient_forward(gpu: GPU, query: Tensor, value: Tensor, result: tuple[Tens
     """Allocate the output in float32, where it does not stay in registers."""
     if query.dtype in HALVES and value.shape[-1] > _KEYS_AT_ONCE:
         passing(gpu, result[0].numel() * 4)
-
-
-def _before_efficient_backward(gpu: GPU, grad_out_: Tensor) -> Scratch:
-    return Scratch(gpu, *_copied_by_length(grad_out_))
 
 
 def efficient_backward(
@@ -299,18 +264,16 @@ def efficient_backward(
     ``lengths``: how many sequences there are one behind the other, their most queries and keys.
     """
     batch, heads, length, size = query.shape
+    sizes = size, value.shape[-1]
     rows = batch * heads * length
-    sequences, most_queries, most_keys = lengths or (batch, length, key.shape[2])
     half = query.dtype in HALVES
-    block, keys_block = _backward_blocks(gpu, half, max(size, value.shape[-1]))
-    in_registers = half and max(size, value.shape[-1]) <= block
+    block, keys_block = _backward_blocks(gpu, half, max(sizes))
+    in_registers = half and max(sizes) <= block
     scratch = Scratch(gpu)
-    grouped = heads != key.shape[1]
-    if grouped:
+    grouped = (key, value) if heads != key.shape[1] else ()
+    for tensor in grouped:
         # grad_k_expanded, grad_v_expanded: one for each head of queries.
-        for tensor in (key, value):
-            per_head = batch * tensor.shape[2] * heads * tensor.shape[3]
-            scratch.take(per_head * tensor.element_size())
+        scratch.take(tensor.nbytes // tensor.shape[1] * heads)
     if half and (in_registers or gpu.model.compute_capability != (7, 0)):
         delta = scratch.take(rows * 4)
     else:
@@ -318,23 +281,13 @@ def efficient_backward(
         sums = scratch.take(rows * 4)
         delta = scratch.take(rows * 4)
         scratch.drop(sums, *reversed(products))
-    scratch.take(
-        _workspace(
-            sequences * heads,
-            most_queries,
-            most_keys,
-            size,
-            value.shape[-1],
-            half,
-            in_registers,
-            block,
-            keys_block,
-        )
-    )
+    sequences, queries, keys = lengths or (batch, length, key.shape[2])
+    staged = sizes if half and not in_registers else None
+    blocks = block, keys_block
+    scratch.take(_workspace(sequences * heads, queries, keys, size, staged, blocks))
     scratch.drop(delta)
-    if grouped:
-        for tensor in (key, value):
-            _sum_groups(gpu, tensor, heads)
+    for tensor in grouped:
+        _sum_groups(gpu, tensor, heads)
 
 
 def _sum_groups(gpu: GPU, tensor: Tensor, heads: int) -> None:
@@ -343,7 +296,7 @@ def _sum_groups(gpu: GPU, tensor: Tensor, heads: int) -> None:
     groups = heads // own_heads
     shape = batch, length, own_heads, groups, size
     strides = length * heads * size, heads * size, groups * size, size, 1
-    reductions.reduce(gpu, shape, strides, tensor.dtype, 3, reductions.SUMS, tensor.dtype)
+    reductions.reduce(gpu, shape, strides, tensor.dtype, 3, reductions.SUMS)
 
 
 def _gradients_by_length(
@@ -386,37 +339,41 @@ def _workspace(
     length: int,
     keys: int,
     size: int,
-    value_size: int,
-    half: bool,
-    in_registers: bool,
-    block: int,
-    keys_block: int,
+    staged: tuple[int, int] | None,
+    blocks: tuple[int, int],
 ) -> int:
-    """AttentionBackwardKernel::Params::workspace_size, in bytes."""
-    staged = half and not in_registers
+    """AttentionBackwardKernel::Params::workspace_size, in bytes.
+
+    ``staged``: head sizes of keys and values whose gradients do not stay in registers.
+    """
+    block, keys_block = blocks
     splits = -(-keys // keys_block)
     if pairs >= 256 and keys <= 2 * keys_block:
         splits = 1
-    if staged:
-        splits = max(min(splits, 200 // pairs), 1)
     elements = -(-length // block) * -(-size // keys_block) * (16 + block * keys_block * 4) // 4
-    if staged:
-        elements += splits * keys_block * round_up(size, block)
-        elements += splits * keys_block * round_up(value_size, block)
+    if staged is not None:
+        splits = max(min(splits, 200 // pairs), 1)
+        elements += splits * keys_block * sum(round_up(each, block) for each in staged)
     return pairs * round_up(elements, 4) * 4
 
 
 RULES = {
-    "aten::_scaled_dot_product_flash_attention": Rule(placed=_flash_outputs),
-    "aten::_scaled_dot_product_flash_attention_backward": Rule(
-        before=_before_flash_backward, after=flash_backward
+    "_scaled_dot_product_flash_attention": Rule(placed=_flash_outputs),
+    "_scaled_dot_product_flash_attention_backward": Rule(
+        before=lambda gpu, grad_out, out: _copies_by_length(gpu, grad_out, out),
+        after=flash_backward,
     ),
-    "aten::_scaled_dot_product_efficient_attention": Rule(
+    "_scaled_dot_product_efficient_attention": Rule(
         after=efficient_forward, placed=efficient_outputs
     ),
-    "aten::_scaled_dot_product_efficient_attention_backward": Rule(
-        before=_before_efficient_backward, after=efficient_backward, shapes=_gradients_by_length
+    "_scaled_dot_product_efficient_attention_backward": Rule(
+        before=lambda gpu, grad_out_: _copies_by_length(gpu, grad_out_),
+        after=efficient_backward,
+        shapes=_gradients_by_length,
     ),
-    "aten::_scaled_dot_product_cudnn_attention": Rule(placed=_cudnn_outputs),
-    "aten::_scaled_dot_product_cudnn_attention_backward": Rule(after=_cudnn_backward),
+    # _cudnn_attention_forward: seed and offset even without dropout; logsumexp only to train.
+    "_scaled_dot_product_cudnn_attention": Rule(
+        placed=lambda compute_log_sumexp, result: (*result[6:8], *result[: 1 + compute_log_sumexp])
+    ),
+    "_scaled_dot_product_cudnn_attention_backward": Rule(after=_cudnn_backward),
 }

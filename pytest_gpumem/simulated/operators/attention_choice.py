@@ -7,7 +7,8 @@ Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,41 +22,40 @@ _NAMES = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
 """torch.nn.attention.SDPBackend values (math, flash, efficient, cuDNN)."""
 
 
+@dataclass
 class AttentionCall:
     """The arguments of one call (sdp_params) and the checks on them."""
 
-    def __init__(
-        self,
-        gpu: GPU,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        dropout: float,
-        causal: bool,
-        gqa: bool,
-    ) -> None:
-        self.gpu = gpu
-        self.query, self.key, self.value, self.mask = query, key, value, mask
-        self.dropout, self.causal, self.gqa = dropout, causal, gqa
-        self.capability = gpu.model.compute_capability
+    gpu: GPU
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    dropout: float = 0.0
+    causal: bool = False
+    gqa: bool = False
+
+    def __post_init__(self) -> None:
+        self.capability = self.gpu.model.compute_capability
         self.grad_mode = torch.is_grad_enabled()
-        self.trains = self.grad_mode and any(t.requires_grad for t in (query, key, value))
+        self.needs_gradients = any(t.requires_grad for t in (self.query, self.key, self.value))
+        self.trains = self.grad_mode and self.needs_gradients
 
     def kernel(self) -> str:
         """Return the first kernel in torch's order of priority that can run this call."""
-        usable = {FLASH: self._flash, EFFICIENT: self._efficient, CUDNN: self._cudnn, MATH: _math}
-        for kernel in self._priority():
-            if usable[kernel]():
-                return kernel
-        raise RuntimeError("No available kernel. Aborting execution.")
-
-    def _priority(self) -> list[str]:
         order = [_NAMES[n] for n in torch._C._get_sdp_priority_order() if n in _NAMES]
         # check_prefer_cudnn_attention: needs cuDNN 9.15.1, which the wheels have since 2.11.
         if order[:1] == [FLASH] and self.gpu.version >= (2, 11) and self.capability[0] in (9, 10):
             order = [CUDNN, *(kernel for kernel in order if kernel != CUDNN)]
-        return order
+        usable = self.fused()
+        for kernel in order:
+            if torch.backends.cuda.math_sdp_enabled() if kernel == MATH else usable[kernel]():
+                return kernel
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    def fused(self) -> dict[str, Callable[[], bool]]:
+        """Return the fused kernels, with functions that tell whether one can run this call."""
+        return {FLASH: self._flash, EFFICIENT: self._efficient, CUDNN: self._cudnn}
 
     def _fits(self, *, grouped: bool = True, kv_heads_may_differ: bool = False) -> bool:
         # check_batch_size_and_num_heads_dense; ``grouped``: whether a kernel takes fewer heads of
@@ -77,7 +77,7 @@ class AttentionCall:
             t.stride(-1) == 1 for t in (self.query, self.key, self.value)
         )
 
-    def _same_dtype(self, dtypes: Iterable[torch.dtype]) -> bool:
+    def _same_dtype(self, dtypes: Set[torch.dtype]) -> bool:
         dtype = self.query.dtype
         return dtype == self.key.dtype == self.value.dtype and dtype in dtypes
 
@@ -86,6 +86,8 @@ class AttentionCall:
 
     def _flash(self) -> bool:
         size = self.query.shape[-1]
+        is_consumer = (8, 6) <= self.capability <= (8, 9) or self.capability[0] == 12
+        is_limited = is_consumer and self.needs_gradients
         return (
             torch.backends.cuda.flash_sdp_enabled()
             and self.mask is None
@@ -93,17 +95,11 @@ class AttentionCall:
             and size == self.key.shape[-1] == self.value.shape[-1]
             and size <= 256
             and self.capability >= (8, 0)
-            and self._trainable_head(size)
+            and (not is_limited or size <= 192 or (not self.dropout and size > 224))
             and not (self.causal and self.query.shape[-2] != self.key.shape[-2])
             and self._low_precision()
             and self._last_stride_is_one(True)
         )
-
-    def _trainable_head(self, size: int) -> bool:
-        consumer = (8, 6) <= self.capability <= (8, 9) or self.capability[0] == 12
-        if not consumer or not any(t.requires_grad for t in (self.query, self.key, self.value)):
-            return True
-        return size <= 192 or (not self.dropout and size > 224)
 
     def _efficient(self) -> bool:
         size, value_size = self.query.shape[-1], self.value.shape[-1]
@@ -150,25 +146,15 @@ class AttentionCall:
             return True
         if self.gpu.version < (2, 15) or self.capability[0] not in (9, 10):
             return False
-        if any(t.requires_grad for t in (self.query, self.key, self.value)):
+        if self.needs_gradients:
             return (size, value_size) in {(192, 128), (256, 256)}
         return max(size, value_size) <= 256
 
 
 def usable_kernels(gpu: GPU, *params: Any) -> set[str]:
     """Return the fused kernels that can run a call of these ``SDPAParams``, in their order."""
-    call = AttentionCall(gpu, *params)
-    usable = {FLASH: call._flash, EFFICIENT: call._efficient, CUDNN: call._cudnn}
-    return {kernel for kernel, can_run in usable.items() if can_run()}
-
-
-def chosen_kernel(gpu: GPU, query: Tensor, key: Tensor, value: Tensor) -> str:
-    """Return the kernel that runs a call without mask, dropout and anything else."""
-    return AttentionCall(gpu, query, key, value, None, 0.0, False, False).kernel()
-
-
-def _math() -> bool:
-    return bool(torch.backends.cuda.math_sdp_enabled())
+    fused = AttentionCall(gpu, *params).fused()
+    return {kernel for kernel, can_run in fused.items() if can_run()}
 
 
 def splits_of(processors: int, blocks: int, size: int, keys: int) -> int:

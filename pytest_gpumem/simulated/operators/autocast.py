@@ -13,13 +13,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from pytest_gpumem.allocator.releases import Version
-from pytest_gpumem.simulated.machine.signatures import overload_of
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, overload_of
 from pytest_gpumem.simulated.operators.engine import IN_PLACE, in_formula
 from pytest_gpumem.simulated.operators.rnn import flat_copies
 
@@ -66,16 +66,8 @@ PROMOTE = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """.split()
 
-RECURRENT = ("_cudnn_rnn",)
-
 BANNED = ("binary_cross_entropy",)
 
-OUTER = ("convolution_backward",)
-"""Operators that autocast does not cast, but whose C++ calls others that it does."""
-
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 Policy = Callable[[Any, Args, Kwargs], Any]
 
 
@@ -87,7 +79,7 @@ _outer = _Outer()
 
 
 def sums_in_float32(tensor: torch.Tensor) -> bool:
-    """Return whether ``at::sum`` of ``tensor``, called by an operator of ``OUTER``, is cast."""
+    """Return whether ``at::sum`` of ``tensor``, called by a convolution's backward, is cast."""
     return _outer.depth > 0 and _eligible(tensor)
 
 
@@ -116,14 +108,15 @@ class CastCache:
             # torch has kernels of its own here; that is the point of replacing them.
             warnings.filterwarnings("ignore", "(?s).*[Oo]verriding a previously registered kernel")
             for names, policy in (
-                (LOWER_PRECISION, self._lower_precision),
-                (FLOAT32, self._float32),
+                (LOWER_PRECISION, self._run),
+                (FLOAT32, partial(self._run, dtype=torch.float32)),
                 (FLOAT32_OUTPUT, self._float32_output),
                 (FLOAT32_NORMS, self._float32_norm),
                 (PROMOTE, self._promote),
-                (RECURRENT, self._recurrent),
+                (["_cudnn_rnn"], self._recurrent),
                 (BANNED, self._banned),
-                (OUTER, self._outer),
+                # Not cast itself, but its C++ calls others that are.
+                (["convolution_backward"], self._outer),
             ):
                 for name in names:
                     overload = overload_of(name)
@@ -156,38 +149,36 @@ class CastCache:
     # Casting.
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._cast_tensor(value, dtype)
         if isinstance(value, (list, tuple)):
             return type(value)(self._cast(item, dtype) for item in value)
-        return value
-
-    def _cast_tensor(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if not _eligible(tensor) or tensor.dtype == dtype:
-            return tensor
+        if not _eligible(value) or value.dtype == dtype:
+            return value
         cacheable = (
             torch.is_autocast_cache_enabled()
             and dtype == torch.get_autocast_dtype("cuda")
-            and tensor.dtype == torch.float32
-            and tensor.requires_grad
-            and tensor.is_leaf
-            and not tensor._is_view()
+            and value.dtype == torch.float32
+            and value.requires_grad
+            and value.is_leaf
+            and not value._is_view()
             and not (self._for_gradients and torch.is_inference_mode_enabled())
         )
         if not cacheable:
-            return tensor.to(dtype)
-        found = self._casts.get(id(tensor))
+            return value.to(dtype)
+        found = self._casts.get(id(value))
         if found is None:
             with torch.set_grad_enabled(self._for_gradients or torch.is_grad_enabled()):
-                found = self._casts[id(tensor)] = (tensor, tensor.to(dtype))
+                found = self._casts[id(value)] = (value, value.to(dtype))
         return found[1]
 
-    def _run(self, overload: Any, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> Any:
-        """Call ``overload`` with its arguments cast, the last one first.
+    def _run(
+        self, overload: Any, args: Args, kwargs: Kwargs, dtype: torch.dtype | None = None
+    ) -> Any:
+        """Call ``overload`` with its arguments cast, by default to autocast's type, the last first.
 
         ``(*F)(cached_cast(to, args, device_type)...)`` of WrapFunction_: gcc for x86-64 evaluates
         arguments from the right, and destroys temporaries in the reverse order.
         """
+        dtype = torch.get_autocast_dtype("cuda") if dtype is None else dtype
         named = {name: self._cast(kwargs[name], dtype) for name in reversed(kwargs)}
         given = [self._cast(value, dtype) for value in reversed(args)]
         try:
@@ -207,12 +198,6 @@ class CastCache:
                 return policy(overload, args, kwargs)
 
         return kernel
-
-    def _lower_precision(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
-        return self._run(overload, args, kwargs, torch.get_autocast_dtype("cuda"))
-
-    def _float32(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
-        return self._run(overload, args, kwargs, torch.float32)
 
     def _float32_output(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
         position, by_keyword = _place_of_dtype(overload)
@@ -237,8 +222,7 @@ class CastCache:
                 return operator(*args, **kwargs)
         tensors = [value for value in (*args, *kwargs.values()) if _eligible(value)]
         is_wide = any(tensor.dtype == torch.float32 for tensor in tensors)
-        dtype = torch.float32 if is_wide else torch.get_autocast_dtype("cuda")
-        return self._run(overload, args, kwargs, dtype)
+        return self._run(overload, args, kwargs, torch.float32 if is_wide else None)
 
     def _recurrent(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
         """Cast cuDNN's layers, to float16 whatever autocast's type is.

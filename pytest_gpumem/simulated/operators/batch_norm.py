@@ -20,27 +20,15 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import INDEXABLE, accumulated, suggested_format
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Composite, Gradients, Rule, Scratch, passing
 
-_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""By the input, by its weight and by its bias."""
 _LARGEST_BATCH = {True: 880_801, False: 65_535}
 """Most samples that cuDNN normalises, by whether it trains."""
 
 
-def batch_norm(
-    gpu: GPU,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    *args: Any,
-) -> Tensor:
+def batch_norm(gpu: GPU, *args: Any) -> Tensor:
     """``aten::batch_norm`` as CUDA takes it apart."""
+    input, weight, bias, running_mean, running_var, training, *_ = args
     by_cudnn = (
         weight is not None
         and bias is not None
@@ -57,17 +45,10 @@ def batch_norm(
     )
     if not by_cudnn:
         return _batch_norm(*args)  # type: ignore[no-any-return]  # an operator
-    assert weight is not None
-    assert bias is not None
-    kept = [
-        input.contiguous(memory_format=suggested_format(input)),
-        weight.contiguous(),
-        bias.contiguous(),
-    ]
+    kept = [input.contiguous(memory_format=suggested_format(input))]
+    kept += [weight.contiguous(), bias.contiguous()]
     output: Tensor
-    output, _mean, _variance, _reserve = torch.ops.aten.cudnn_batch_norm(
-        *kept, running_mean, running_var, training, momentum, eps
-    )
+    output, _mean, _variance, _reserve = torch.ops.aten.cudnn_batch_norm(*kept, *args[3:8])
     # _batch_norm_impl_index drops its copies, batch_norm then the rest of its results.
     del kept
     return output
@@ -84,16 +65,6 @@ def _accumulated_bytes(tensor: Tensor) -> int:
 
 _MOMENTS, _SUMS = 4, 2
 """Partial results that a block keeps of each channel."""
-_CONTIGUOUS, _CHANNELS_LAST, _GENERAL = "contiguous", "channels last", "general"
-
-
-def _implementation(tensor: Tensor) -> str:
-    """batch_norm_choose_impl."""
-    if tensor.numel() > INDEXABLE:
-        return _GENERAL
-    if tensor.is_contiguous():
-        return _CHANNELS_LAST if tensor.stride(1) == 1 else _CONTIGUOUS
-    return _CHANNELS_LAST if _is_channels_last(tensor) else _GENERAL
 
 
 def _reads_channels_last(tensor: Tensor) -> bool:
@@ -107,37 +78,39 @@ def _is_channels_last(tensor: Tensor) -> bool:
     return tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
 
 
-_LARGEST_BLOCK, _TILE, _PER_THREAD, _MOST_ROWS = 512, 32, 16, 128
+_LARGEST_BLOCK, _TILE, _PER_THREAD, _MOST_ROWS, _FEWEST_ROWS = 512, 32, 16, 128, 8
 
 
-def _staging(channels: int, per_channel: int) -> tuple[int, int]:
-    """flexible_launch_configs: blocks over channels, and over the reduced dims."""
+def _stage(gpu: GPU, input: Tensor, values: int) -> None:
+    """Partial results of ``values`` numbers per channel, and the semaphores of their blocks.
+
+    flexible_launch_configs: blocks over channels, and over the reduced dims.
+    """
+    channels = input.shape[1]
+    per_channel = input.numel() // channels
     width = min(reductions.power_below(channels), _TILE)
     height = min(reductions.power_below(-(-per_channel // _PER_THREAD)), _LARGEST_BLOCK // width)
     if width * height != _LARGEST_BLOCK:
         width = min(reductions.power_below(channels), _LARGEST_BLOCK // height)
     rows = min(-(-per_channel // (height * _PER_THREAD)), _MOST_ROWS)
-    return -(-channels // width), 1 if rows < 8 else rows
-
-
-def _stage(gpu: GPU, input: Tensor, values: int) -> None:
-    """Partial results of ``values`` numbers per channel, and the semaphores of their blocks."""
-    channels = input.shape[1]
-    columns, rows = _staging(channels, input.numel() // channels)
-    if rows > 1:
+    if rows >= _FEWEST_ROWS:
+        columns = -(-channels // width)
         passing(gpu, values * channels * rows * _accumulated_bytes(input), 4 * columns)
 
 
 def _batch_norm_forward(
     gpu: GPU, input: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool
 ) -> None:
-    implementation = _implementation(input)
-    if training and implementation == _CHANNELS_LAST:
-        _stage(gpu, input, _MOMENTS)
-    elif training and implementation == _GENERAL:
+    # batch_norm_choose_impl
+    is_contiguous = input.is_contiguous()
+    are_channels_last = input.stride(1) == 1 if is_contiguous else _is_channels_last(input)
+    is_general = input.numel() > INDEXABLE or not (is_contiguous or are_channels_last)
+    if training and is_general:
         kept = [dim for dim in range(input.dim()) if dim != 1]
         reductions.reduce_tensor(gpu, input, kept, reductions.MOMENTS)
-    if implementation == _GENERAL:
+    elif training and are_channels_last:
+        _stage(gpu, input, _MOMENTS)
+    if is_general:
         passing(gpu, *[_accumulated_bytes(input) for given in (weight, bias) if given is None])
 
 
@@ -148,7 +121,7 @@ def _batch_norm_backward(
     save_mean: Tensor | None,
     train: bool,
     output_mask: Sequence[bool],
-    result: _Gradients,
+    result: Gradients,
 ) -> Iterator[Tensor]:
     adopt = gpu.simulation.storages.adopt
     by_input, by_weight, by_bias = output_mask
@@ -166,8 +139,7 @@ def _batch_norm_backward(
         sums = input.shape[1] * _accumulated_bytes(input)
         if save_mean is not None and not save_mean.numel():
             scratch.take(sums)
-        scratch.take(sums)
-        scratch.take(sums)
+        scratch.take(sums, sums)
         for gradient in (grad_weight, grad_bias):
             if gradient is not None:
                 adopt(gradient, gpu)
@@ -229,25 +201,16 @@ def _backward_reduce(
     input_g: bool,
     weight_g: bool,
     bias_g: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    if _reads_channels_last(grad_out) and _reads_channels_last(input):
-        sums = torch.empty_like(mean), torch.empty_like(mean)
-        gradients = [_for_weight(wanted, mean, weight) for wanted in (weight_g, bias_g)]
-        _stage(gpu, input, _SUMS)
-        return *(sums if input_g else (None, None)), *gradients
-    kept = _by_channel(input), _by_channel(grad_out)
-    sum_dy = torch.empty_like(mean) if input_g else None
-    sum_dy_xmu = torch.empty_like(mean) if input_g else None
-    grad_weight, grad_bias = [_for_weight(wanted, mean, weight) for wanted in (weight_g, bias_g)]
-    del kept
-    return sum_dy, sum_dy_xmu, grad_weight, grad_bias
-
-
-def _for_weight(wanted: bool, mean: Tensor, weight: Tensor | None) -> Tensor | None:
-    if not wanted:
-        return None
+) -> tuple[Tensor | None, ...]:
+    are_channels_last = _reads_channels_last(grad_out) and _reads_channels_last(input)
+    kept = () if are_channels_last else (_by_channel(input), _by_channel(grad_out))
+    sums = [torch.empty_like(mean) for _ in range(2 if input_g or are_channels_last else 0)]
     like = mean if weight is None else weight
-    return like.new_empty(mean.shape)
+    gradients = [like.new_empty(mean.shape) if one else None for one in (weight_g, bias_g)]
+    if are_channels_last:
+        _stage(gpu, input, _SUMS)
+    del kept
+    return *(sums if input_g else (None, None)), *gradients
 
 
 def _backward_elemt(grad_out: Tensor, input: Tensor) -> Tensor:
@@ -272,6 +235,6 @@ IN_VIEW: dict[str, Composite] = {
 """By overload."""
 
 RULES = {
-    "aten::native_batch_norm": Rule(after=_batch_norm_forward),
-    "aten::native_batch_norm_backward": Rule(placed=_batch_norm_backward),
+    "native_batch_norm": Rule(after=_batch_norm_forward),
+    "native_batch_norm_backward": Rule(placed=_batch_norm_backward),
 }

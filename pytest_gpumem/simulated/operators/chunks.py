@@ -50,11 +50,10 @@ def _concatenated(
     gpu: GPU, tensors: Sequence[Tensor], dim: int, num_chunks: int, out: Tensor | None = None
 ) -> None:
     first = tensors[0]
-    casts = out is not None and out.dtype != first.dtype
-    if not all(map(is_dense, tensors)) or (casts and not _is_widened(first, out)):
-        return
-    element = first.element_size() if out is None else out.element_size()
-    passing(gpu, _NUMBER * (numbers_of(tensors, dim, num_chunks, element) + 2))
+    dtype = first.dtype if out is None else out.dtype
+    is_widened = (first.dtype, dtype) == (torch.bfloat16, torch.float32)
+    if all(map(is_dense, tensors)) and (dtype == first.dtype or is_widened):
+        passing(gpu, _NUMBER * (numbers_of(tensors, dim, num_chunks, dtype.itemsize) + 2))
 
 
 def numbers_of(tensors: Sequence[Tensor], dim: int, num_chunks: int, itemsize: int) -> int:
@@ -64,11 +63,6 @@ def numbers_of(tensors: Sequence[Tensor], dim: int, num_chunks: int, itemsize: i
         rows = -(-tensor.size(dim) // num_chunks)
         blocks += -(-rows * prod(tensor.shape[dim % tensor.dim() + 1 :]) * itemsize // _BLOCK)
     return 6 * len(tensors) + blocks
-
-
-def _is_widened(source: Tensor, target: Tensor | None) -> bool:
-    assert target is not None
-    return (source.dtype, target.dtype) == (torch.bfloat16, torch.float32)
 
 
 def _rolled_so_far(gpu: GPU, self: Tensor, dims: Sequence[int]) -> Scratch | None:
@@ -85,7 +79,7 @@ def _rolled_so_far(gpu: GPU, self: Tensor, dims: Sequence[int]) -> Scratch | Non
 
 
 RULES = {
-    "aten::roll": Rule(before=_rolled_so_far),
-    "aten::split_with_sizes_copy": Rule(before=_split),
-    "aten::_chunk_cat": Rule(after=_concatenated),
+    "roll": Rule(before=_rolled_so_far),
+    "split_with_sizes_copy": Rule(before=_split),
+    "_chunk_cat": Rule(after=_concatenated),
 }

@@ -1,16 +1,18 @@
-"""Comparisons of whole tensors, searches and assertions: their parts and conversions.
+"""Comparisons, searches, assertions, distinct values and counts: parts, conversions and sorts.
 
 Source: aten/src/ATen/native/cuda/Equal.cpp (cuda_equal), native/TensorCompare.cpp (isclose,
-allclose, isin), cuda/TensorCompare.cu (isin_default_kernel_gpu,
-_assert_async_cuda), BucketizationUtils.h
-(searchsorted_maybe_trim_input_tensors), Bucketization.cpp, of torch 2.6 to 2.15.
+allclose, isin), cuda/TensorCompare.cu (isin_default_kernel_gpu, _assert_async_cuda),
+BucketizationUtils.h (searchsorted_maybe_trim_input_tensors), Bucketization.cpp, of torch 2.6 to
+2.15; cuda/UniqueCub.cu (UniqueCub, compute_unique) and SummaryOps.cu (_bincount_cuda_template,
+_histc_cuda_template) of torch 2.6 to 2.15. Of CUB's storage the sorts are exact; the scans and
+selections, of a state for each of many hundred elements, are estimated. ``unique(dim=...)`` sorts
+by Thrust, whose storage is left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -18,7 +20,8 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values.views import layout_of
-from pytest_gpumem.simulated.operators.layout import copied
+from pytest_gpumem.simulated.operators import cub, reductions
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
 _as_it_is = torch.ops.aten.isclose.default.decompose
@@ -29,9 +32,8 @@ def isclose(self: Tensor, other: Tensor, rtol: float, atol: float, equal_nan: bo
 
     The other branch is left to torch.
     """
-    if not equal_nan or not (self.is_floating_point() or self.is_complex()):
-        return _as_it_is(self, other, rtol, atol, equal_nan)  # type: ignore[no-any-return]  # an operator
-    if self.dtype != other.dtype or rtol < 0 or atol < 0:
+    is_wide = self.is_floating_point() or self.is_complex()
+    if not (equal_nan and is_wide and self.dtype == other.dtype and rtol >= 0 and atol >= 0):
         return _as_it_is(self, other, rtol, atol, equal_nan)  # type: ignore[no-any-return]  # an operator
     close = self == other
     are_nan, others = self.isnan(), other.isnan()
@@ -59,27 +61,22 @@ def _equal(self: Tensor, other: Tensor) -> None:
     # The same elements of memory are equal unseen, but for NaN.
     if storage_key(self) == storage_key(other) and layout_of(self) == layout_of(other):
         return
-    each = self == other
+    _all(self == other)
+
+
+def _all(each: Tensor) -> None:
     every = each.all()
-    del every, each
+    del every
 
 
 def _allclose(
     self: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
 ) -> None:
-    each = torch.isclose(self, other, rtol, atol, equal_nan)
-    every = each.all()
-    del every, each
+    _all(torch.isclose(self, other, rtol, atol, equal_nan))
 
 
 PARTS: dict[str, Callable[..., None]] = {"aten::equal": _equal, "aten::allclose": _allclose}
 """Functions that run the parts of an operator whose result is a Python number."""
-
-COMPOSITES: dict[str, Composite] = {"aten.isclose.default": isclose}
-"""By overload."""
-
-
-# Whether elements are among others.
 
 
 def _isin(gpu: GPU, elements: Tensor | None = None, test_elements: Tensor | None = None) -> None:
@@ -91,9 +88,6 @@ def _isin(gpu: GPU, elements: Tensor | None = None, test_elements: Tensor | None
         passing(gpu, count * others, count)
 
 
-# Where numbers belong among sorted ones.
-
-
 def _number(gpu: GPU, self: Tensor | float, sorter: Tensor | None = None) -> Scratch | None:
     """Make a number a tensor of 64 bits, and check the places in ``sorter``."""
     scratch = None if isinstance(self, Tensor) else Scratch(gpu, 8)
@@ -102,30 +96,25 @@ def _number(gpu: GPU, self: Tensor | float, sorter: Tensor | None = None) -> Scr
     return scratch
 
 
-def _search(gpu: GPU, sorted: Tensor, wanted: Tensor | float, sorter: Any) -> None:
-    if not sorted.numel() or (isinstance(wanted, Tensor) and not wanted.numel()):
+def _search(
+    gpu: GPU,
+    self: Tensor | float,
+    sorted_sequence: Tensor | None = None,
+    boundaries: Tensor | None = None,
+    sorter: Tensor | None = None,
+) -> None:
+    sorted = boundaries if sorted_sequence is None else sorted_sequence
+    assert sorted is not None
+    if not sorted.numel() or (isinstance(self, Tensor) and not self.numel()):
         return
-    tensor = wanted if isinstance(wanted, Tensor) else None
+    tensor = self if isinstance(self, Tensor) else None
     scratch = Scratch(gpu, *copied(tensor, sorted, sorter))
-    common = torch.result_type(sorted, wanted)
-    number = torch.float64 if isinstance(wanted, float) else torch.int64
+    common = torch.result_type(sorted, self)
+    number = torch.float64 if isinstance(self, float) else torch.int64
     if (number if tensor is None else tensor.dtype) != common:
         scratch.take((1 if tensor is None else tensor.numel()) * common.itemsize)
     if sorted.dtype != common:
         scratch.take(sorted.numel() * common.itemsize)
-
-
-def _searchsorted(
-    gpu: GPU, sorted_sequence: Tensor, self: Tensor | float, sorter: Tensor | None
-) -> None:
-    _search(gpu, sorted_sequence, self, sorter)
-
-
-def _bucketize(gpu: GPU, self: Tensor | float, boundaries: Tensor) -> None:
-    _search(gpu, boundaries, self, None)
-
-
-# Assertions that CUDA checks on the device.
 
 
 def _assert(gpu: GPU, self: Tensor) -> None:
@@ -139,9 +128,122 @@ def _assert(gpu: GPU, self: Tensor) -> None:
         raise error("CUDA error: device-side assert triggered")
 
 
+_SHORT_INDEX_BYTES = 4
+BOTH_EXTREMES_SINCE = (2, 12)
+"""``aminmax`` in histc, multinomial and index_put; before, ``min`` and ``max`` one after the other
+(tried on 2.11 and 2.13)."""
+_STATIC_TILE = 512 * 16
+"""Elements that a block of nonzero_static_cuda_out_impl (Nonzero.cu) counts at once."""
+
+
+def _before(
+    gpu: GPU, self: Tensor, return_inverse: bool, dim: int | None = None, sorted: bool | None = None
+) -> Scratch | None:
+    """Sort and number the distinct values, before the results are allocated.
+
+    Equal neighbours (unique_consecutive, which has no ``sorted``) are only numbered.
+    """
+    if dim is not None or not self.numel():
+        return None
+    scratch = Scratch(gpu, *copied(self))
+    if sorted is not None and self.dtype == torch.bool:
+        scratch.take(4)
+        return scratch
+    count, size = self.numel(), self.element_size()
+    if sorted is not None:
+        index = INDEX_BYTES if return_inverse else 0
+        scratch.take(count * size)
+        indices = scratch.take(count * index)
+        scratch.take(count * index)
+        at = gpu.model.compute_capability, gpu.model.sm_count
+        scratch.passing(cub.radix_sort_pairs_bytes(count, size, index, 8 * size, *at))
+        scratch.drop(indices)
+    if return_inverse:
+        # The inverse is there already; it comes to stay where this leaves room.
+        inverse = scratch.take(count * INDEX_BYTES)
+        numbers = scratch.take(count * (_SHORT_INDEX_BYTES if sorted is None else INDEX_BYTES))
+        storage = cub.scan_bytes(min(count, cub.LARGEST_SCAN), 4, gpu.version)
+        scratch.drop(scratch.estimate(storage, "CUB", "a prefix sum"))
+        scratch.drop(numbers, inverse)
+    return scratch
+
+
+_Distinct = tuple[Tensor, Tensor, Tensor]
+"""Values, the index of each element's value, and the count of each value."""
+
+
+def _placed(
+    self: Tensor,
+    return_counts: bool,
+    result: _Distinct,
+    dim: int | None = None,
+    sorted: bool | None = None,
+) -> Iterator[Tensor]:
+    """Yield the results, which CUDA makes as large as the input and then shortens in place."""
+    values, inverse, counts = result
+    is_truth = sorted is not None and self.dtype == torch.bool
+    room = 2 if is_truth else self.numel()
+    yield inverse
+    if dim is None:
+        values.untyped_storage().resize_(room * values.element_size())
+    yield values
+    if dim is None and (is_truth or return_counts):
+        counts.untyped_storage().resize_(room * counts.element_size())
+    yield counts
+
+
+def _select(gpu: GPU, self: Tensor, dim: int | None = None, sorted: bool | None = None) -> None:
+    if dim is None and self.numel() and (sorted is None or self.dtype != torch.bool):
+        capability = gpu.model.compute_capability
+        storage = cub.unique_bytes(self.numel(), capability, gpu.version)
+        Scratch(gpu, INDEX_BYTES).estimate(storage, "CUB", "a selection")
+
+
+def _bins(gpu: GPU, self: Tensor, weights: Tensor | None) -> Scratch:
+    scratch = Scratch(gpu)
+    if weights is not None and weights.dtype not in (torch.float32, torch.float64):
+        scratch.take(weights.numel() * torch.float64.itemsize)
+    if self.numel():
+        _extremes(gpu, self, 1 if self.dtype == torch.uint8 else 2)
+    return scratch
+
+
+def _extremes(gpu: GPU, tensor: Tensor, count: int) -> None:
+    for _ in range(count):
+        extreme = Scratch(gpu, tensor.element_size())
+        reductions.reduce_tensor(gpu, tensor, None, reductions.VALUES)
+        extreme.free()
+
+
+def _range(gpu: GPU, self: Tensor, min: float, max: float) -> None:
+    if min != max or not self.numel():
+        return
+    if gpu.version >= BOTH_EXTREMES_SINCE:
+        extremes = Scratch(gpu, self.element_size(), self.element_size())
+        reductions.reduce_tensor(gpu, self, None, reductions.TWO_VALUES)
+        extremes.free()
+    else:
+        _extremes(gpu, self, 2)
+
+
+def _static(gpu: GPU, self: Tensor) -> None:
+    """Allocate the number of elements each block has found, and the start of its places."""
+    if not self.numel():
+        return
+    tiles = -(-self.numel() // _STATIC_TILE)
+    in_turn = -(-tiles // gpu.model.sm_count)
+    blocks = -(-self.numel() // (in_turn * _STATIC_TILE))
+    passing(gpu, blocks * 4, blocks * INDEX_BYTES)
+
+
+COMPOSITES: dict[str, Composite] = {"aten.isclose.default": isclose}
+
 RULES = {
-    "aten::_assert_async": Rule(before=_assert),
-    "aten::isin": Rule(after=_isin),
-    "aten::searchsorted": Rule(before=_number, after=_searchsorted),
-    "aten::bucketize": Rule(before=_number, after=_bucketize),
+    "_assert_async": Rule(before=_assert),
+    "isin": Rule(after=_isin),
+    "searchsorted bucketize": Rule(before=_number, after=_search),
+    "nonzero_static": Rule(after=_static),
+    "_unique2 unique_consecutive": Rule(before=_before, placed=_placed, after=_select),
+    "bincount": Rule(before=_bins),
+    "histc": Rule(after=_range),
 }

@@ -4,13 +4,14 @@ Source: aten/src/ATen/native/Convolution.cpp (_convolution, convolution_backward
 native/cudnn/ConvShared.cpp (cudnn_convolution and its _transpose, _relu and _add_relu) and
 Conv_v8.cpp (run_conv_plan), native/cuda/DepthwiseConv2d.cu and DepthwiseConv3d.cu, of torch 2.6 to
 2.15. cuDNN's workspace comes from :mod:`cudnn`, and what runs without cuDNN from
-:mod:`slow_convolution`.
+:mod:`convolution_choice`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,31 +26,25 @@ from pytest_gpumem.simulated.operators.convolution_choice import (
     SLOW,
     Choice,
     Parameters,
+    SlowConvolution,
     common_format,
     parameters_of,
 )
 from pytest_gpumem.simulated.operators.layout import suggested_format
-from pytest_gpumem.simulated.operators.rules import Composite, Scratch
-from pytest_gpumem.simulated.operators.slow_convolution import SlowConvolution
+from pytest_gpumem.simulated.operators.rules import Composite, Gradients, Scratch
 
 _Sizes = Sequence[int]
-_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def convolution(
-    gpu: GPU,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: _Sizes,
-    padding: _Sizes,
-    dilation: _Sizes,
-    transposed: bool,
-    output_padding: _Sizes,
-    groups: int,
-) -> Tensor:
+def convolution(gpu: GPU, input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
     """``aten::convolution`` (``_convolution``)."""
-    settings = stride, padding, dilation, transposed, output_padding, groups
+    return _convolved(gpu, input, weight, bias, *args[3:9])
+
+
+def _convolved(
+    gpu: GPU, input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any
+) -> Tensor:
+    """Return the output; ``settings`` are those of ``parameters_of``, in the schema's order."""
     call = _Call(gpu, parameters_of(weight, *settings))
     if weight.dim() > 3:
         return call.forward(input, weight, bias)
@@ -61,17 +56,11 @@ def convolution_backward(
     grad_output: Tensor,
     input: Tensor,
     weight: Tensor,
-    stride: _Sizes,
-    padding: _Sizes,
-    dilation: _Sizes,
-    transposed: bool,
-    output_padding: _Sizes,
-    groups: int,
     output_mask: Sequence[bool],
-) -> _Gradients:
+    *args: Any,
+) -> Gradients:
     """``aten::convolution_backward``."""
-    settings = stride, padding, dilation, transposed, output_padding, groups
-    call = _Call(gpu, parameters_of(weight, *settings))
+    call = _Call(gpu, parameters_of(weight, *args[4:10]))
     if weight.dim() > 3:
         return call.backward(grad_output, input, weight, output_mask)
     flat = input.contiguous()
@@ -96,7 +85,7 @@ def _by_cudnn(
 ) -> Tensor:
     transposed = output_padding is not None
     settings = stride, padding, dilation, transposed, output_padding or (0,), groups
-    return convolution(gpu, self, weight, None, *settings)
+    return _convolved(gpu, self, weight, None, *settings)
 
 
 IN_VIEW: dict[str, Composite] = {
@@ -123,9 +112,9 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, parameters: Param
     sizes, groups = list(weight.shape), parameters.groups
     channels = sizes[0] if parameters.transposed else sizes[1] * groups
     if input.shape[1] != channels:
-        transposed = "transposed=1" if parameters.transposed else f"groups={groups}"
+        given = "transposed=1" if parameters.transposed else f"groups={groups}"
         raise RuntimeError(
-            f"Given {transposed}, weight of size {sizes}, expected input{list(input.shape)} to "
+            f"Given {given}, weight of size {sizes}, expected input{list(input.shape)} to "
             f"have {channels} channels, but got {input.shape[1]} channels instead"
         )
     if parameters.transposed:
@@ -159,10 +148,10 @@ class _Call(Choice):
             if bias is not None:
                 output.add_(bias.view(1, -1, *[1] * (input.dim() - 2)))
             return output
-        if kernel == DEPTHWISE:
-            return _depthwise_forward(input.contiguous(), weight, shape)
         if kernel == SLOW:
             return self._slow_forward(input, weight, shape, bias is not None)
+        if kernel == DEPTHWISE:
+            return _depthwise_forward(input.contiguous(), weight, shape)
         return input.new_empty(shape)
 
     def _toward(self, direction: str, given: Tensor, weight: Tensor, shape: _Sizes) -> Tensor:
@@ -250,7 +239,7 @@ class _Call(Choice):
 
     def backward(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
-    ) -> _Gradients:
+    ) -> Gradients:
         """Return the gradients that ``mask`` selects."""
         kernel = self.kernel(input, weight)
         if kernel == SLOW:
@@ -292,7 +281,7 @@ class _Call(Choice):
 
     def _slow_backward(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
-    ) -> _Gradients:
+    ) -> Gradients:
         groups = self.parameters.groups
         input, weight = input.contiguous(), weight.contiguous()
         slow = SlowConvolution(self.gpu, self.parameters)

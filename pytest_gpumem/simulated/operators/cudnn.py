@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pytest_gpumem.simulated.operators.layout import round_up
+
 FORWARD, INPUT, WEIGHT = "forward", "backward for the input", "backward for the weight"
 """The results that a convolution can compute."""
 
@@ -304,9 +306,5 @@ def _winograd_bytes(convolution: Convolution) -> int:
     read, written = convolution.inputs, convolution.outputs
     if convolution.direction == INPUT:
         read, written = written, read
-    tiles = 16 * _round_up(read, 8) * _round_up(written, 32) * 4
+    tiles = 16 * round_up(read, 8) * round_up(written, 32) * 4
     return convolution.weight_bytes + tiles + written * 4
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

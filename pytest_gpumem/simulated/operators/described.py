@@ -143,48 +143,54 @@ class _Replaced:
                 function.__closure__,
             )
             real.__kwdefaults__ = function.__kwdefaults__
-            self._codes = own, _calling(self._chosen(real), own)
+            code, chosen = _template(own.co_freevars), self._chosen(real)
+            constants = tuple(chosen if each == _TARGET else each for each in code.co_consts)
+            self._codes = own, code.replace(co_consts=constants, co_name=own.co_name)
         return self._codes
 
     def _chosen(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            if not on_gpu(args, options):
-                return real(*args, **options)
-            result = self.description(*args, **options)
-            self._wrote(args, options, result)
-            if isinstance(result, SimpleNamespace):
-                return _described_module(result, self._wrote)
-            return result
-
-        return call
+        return _instead_of(
+            real,
+            lambda *args, **options: self.description(*args, **options),
+            lambda *values: self._wrote(*values),
+        )
 
 
 def _ignore(*values: Any) -> None:
     """Ignore the results of a kernel."""
 
 
-def _described_module(made: SimpleNamespace, wrote: Wrote) -> SimpleNamespace:
-    """``made``, the module of a described loader, whose functions stand for kernels too."""
+def _instead_of(
+    real: Callable[..., Any], description: Description, wrote: Wrote
+) -> Callable[..., Any]:
+    """Return a function that calls ``description`` on a GPU, and ``real`` elsewhere."""
 
-    def described(name: str, function: Description) -> Description:
-        def call(*args: Any, **options: Any) -> Any:
-            if not on_gpu(args, options):
-                from pytest_gpumem.simulated.common.callsite import callers_line
-                from pytest_gpumem.values.errors import UnsupportedOperatorError
+    def call(*args: Any, **options: Any) -> Any:
+        if not on_gpu(args, options):
+            return real(*args, **options)
+        result = description(*args, **options)
+        wrote(args, options, result)
+        if isinstance(result, SimpleNamespace):
+            # The module of a described loader, whose functions stand for kernels too.
+            for name, one in vars(result := SimpleNamespace(**vars(result))).items():
+                if isinstance(one, FunctionType):
+                    setattr(result, name, _instead_of(_refusal(name), one, wrote))
+        return result
 
-                raise UnsupportedOperatorError(
-                    f"{name} at {callers_line()} is given tensors of the CPU, and is described "
-                    f"for a simulated GPU alone"
-                )
-            result = function(*args, **options)
-            wrote(args, options, result)
-            return result
+    return call
 
-        return call
 
-    functions = {name: one for name, one in vars(made).items() if isinstance(one, FunctionType)}
-    called = {name: described(name, function) for name, function in functions.items()}
-    return SimpleNamespace(**vars(made) | called)
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **options: Any) -> Any:
+        from pytest_gpumem.simulated.common.callsite import callers_line
+        from pytest_gpumem.values.errors import UnsupportedOperatorError
+
+        raise UnsupportedOperatorError(
+            f"{name} at {callers_line()} is given tensors of the CPU, and is described for a "
+            f"simulated GPU alone"
+        )
+
+    return refuse
 
 
 DESCRIPTIONS = Descriptions()
@@ -253,12 +259,6 @@ def path_of(function: Any) -> str:
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", repr(function))
     return f"{module}.{name}" if module else str(name)
-
-
-def _calling(target: Callable[..., Any], like: CodeType) -> CodeType:
-    code = _template(like.co_freevars)
-    constants = [target if value == _TARGET else value for value in code.co_consts]
-    return code.replace(co_consts=tuple(constants), co_name=like.co_name)
 
 
 @cache

@@ -1,20 +1,32 @@
-"""The fast path of nn.TransformerEncoderLayer and nn.MultiheadAttention without gradients.
+"""Attention as other code than ``scaled_dot_product_attention`` calls it.
+
+The fast path of nn.TransformerEncoderLayer and nn.MultiheadAttention without gradients: where flash
+or the memory-efficient kernel can run, without a mask, and no weights are wanted, it is made of
+ordinary operators; else it has kernels of its own (masked_softmax of attention.cpp). xformers and
+nested tensors call the kernels with (batch, length, heads, size), or with sequences of several
+lengths one behind the other.
 
 Source: aten/src/ATen/native/transformers/transformer.cpp (transformer_encoder_layer_forward,
-linear_for_ffn) and cuda/attention.cu (native_multi_head_attention_cuda) of torch 2.6 to 2.15.
-Where flash or the memory-efficient kernel can run, without a mask, and no weights are wanted, it is
-made of ordinary operators; else it has kernels of its own (masked_softmax of attention.cpp).
+linear_for_ffn), cuda/attention.cu (native_multi_head_attention_cuda, _flash_attention_forward,
+_efficient_attention_forward), attention_backward.cu and flash_attn/flash_api.cpp (mha_varlen_fwd,
+mha_varlen_bwd), of torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.attention_choice import EFFICIENT, FLASH, chosen_kernel
-from pytest_gpumem.simulated.operators.rules import Composite
+from pytest_gpumem.simulated.operators import attention
+from pytest_gpumem.simulated.operators.attention_choice import EFFICIENT, FLASH, AttentionCall
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, copies_of
 
 _aten = torch.ops.aten
 
@@ -26,13 +38,6 @@ def is_followed(tokens: Tensor) -> bool:
 
 _PADDED_SINCE = (2, 12)
 """First release whose fused kernels take heads of any size (tried on 2.11 and 2.13)."""
-
-
-def _takes_fused_kernel(gpu: GPU, tokens: Tensor, heads: int) -> bool:
-    if gpu.version < _PADDED_SINCE and tokens.shape[-1] // heads % 8:
-        return False
-    by_head = _by_head(tokens, heads)
-    return chosen_kernel(gpu, by_head, by_head, by_head) in (FLASH, EFFICIENT)
 
 
 def _by_head(tokens: Tensor, heads: int) -> Tensor:
@@ -52,9 +57,13 @@ def _attention(
     need_weights: bool,
     average_attn_weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    if need_weights or mask is not None or not _takes_fused_kernel(gpu, query, num_head):
-        projection = proj_weight, proj_bias
-        kept = _NO_WEIGHTS if not need_weights else _MEAN if average_attn_weights else _WEIGHTS
+    is_fused = False
+    is_padded = gpu.version < _PADDED_SINCE and query.shape[-1] // num_head % 8
+    if not (need_weights or mask is not None or is_padded):
+        by_head = _by_head(query, num_head)
+        is_fused = AttentionCall(gpu, by_head, by_head, by_head).kernel() in (FLASH, EFFICIENT)
+    if not is_fused:
+        projection, kept = (proj_weight, proj_bias), (need_weights, average_attn_weights)
         return _by_own_kernels(gpu, query, num_head, qkv_weight, projection, mask, kept)
     projected = functional.linear(query, qkv_weight, qkv_bias)
     q, k, v = (_by_head(chunk, num_head) for chunk in projected.chunk(3, -1))
@@ -65,10 +74,6 @@ def _attention(
     return result, None
 
 
-_NO_WEIGHTS, _WEIGHTS, _MEAN = range(3)
-"""Attention's weights in the result: none, those of each head, or their mean."""
-
-
 def _by_own_kernels(
     gpu: GPU,
     query: Tensor,
@@ -76,9 +81,12 @@ def _by_own_kernels(
     qkv_weight: Tensor,
     projection: tuple[Tensor, Tensor],
     mask: Tensor | None,
-    kept: int,
+    kept: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with the softmax in place, unless masked, and the context where the queries were."""
+    """Attend with the softmax in place, unless masked, and the context where the queries were.
+
+    ``kept``: whether the result has attention's weights, of each head or their mean.
+    """
     batch, length, width = query.shape
     projected = torch.matmul(query, qkv_weight.t())
     packed = query.new_empty((3, batch * heads, length, width // heads))
@@ -89,14 +97,14 @@ def _by_own_kernels(
         scores = query.new_empty((batch * heads, length, length))
         del flags
     gpu.workspaces.gemm(gpu.stream)
-    if kept == _NO_WEIGHTS:
+    if not kept[0]:
         scores = None
     context = query.new_empty(query.shape)
     result = functional.linear(context, *projection)
     del context
     if scores is not None:
         scores = scores.view(batch, heads, length, length)
-        if kept == _MEAN:
+        if kept[1]:
             scores = scores.sum(1)
             scores.div_(heads)
     del packed
@@ -108,29 +116,21 @@ def _encoder_layer(
     src: Tensor,
     embed_dim: int,
     num_heads: int,
-    qkv_weight: Tensor,
-    qkv_bias: Tensor,
-    proj_weight: Tensor,
-    proj_bias: Tensor,
     use_gelu: bool,
     norm_first: bool,
     eps: float,
-    norm_weight_1: Tensor,
-    norm_bias_1: Tensor,
-    norm_weight_2: Tensor,
-    norm_bias_2: Tensor,
-    ffn_weight_1: Tensor,
-    ffn_bias_1: Tensor,
-    ffn_weight_2: Tensor,
-    ffn_bias_2: Tensor,
     mask: Tensor | None,
+    *args: Any,
 ) -> Tensor:
+    # Each a weight and its bias, the first of them two.
+    weights = args[3], args[4], args[5], args[6]
+    first, second = args[10:12], args[12:14]
+    weight_1, bias_1, weight_2, bias_2 = args[14:18]
+
     def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return functional.layer_norm(x, (embed_dim,), weight, bias, eps)
 
-    first, second = (norm_weight_1, norm_bias_1), (norm_weight_2, norm_bias_2)
     x = norm(src, *first) if norm_first else src
-    weights = qkv_weight, qkv_bias, proj_weight, proj_bias
     x = _attention(gpu, x, num_heads, *weights, mask, False, False)[0]
     x.add_(src)
     if not norm_first:
@@ -139,15 +139,90 @@ def _encoder_layer(
     if norm_first:
         x = norm(x, *second)
     rows = x.flatten(0, 1)
-    rows = _aten._addmm_activation(ffn_bias_1, rows, ffn_weight_1.t(), use_gelu=use_gelu)
-    rows = torch.addmm(ffn_bias_2, rows, ffn_weight_2.t())
+    rows = _aten._addmm_activation(bias_1, rows, weight_1.t(), use_gelu=use_gelu)
+    rows = torch.addmm(bias_2, rows, weight_2.t())
     x = rows.view(src.shape)
     del rows
     x.add_(before)
     return x if norm_first else norm(x, *second)
 
 
+def _heads_first(tensor: Tensor) -> Tensor:
+    return tensor.transpose(1, 2)
+
+
+def _flash_outputs(
+    gpu: GPU,
+    query: Tensor,
+    key: Tensor,
+    cum_seq_q: Tensor | None,
+    dropout_p: float,
+    result: tuple[Tensor, ...],
+) -> Iterable[Tensor]:
+    # out, logsumexp, seed, offset: the last two are CPU tensors up to 2.6.
+    sums, state = result[:2], result[2:4] if gpu.version >= (2, 7) else ()
+    if cum_seq_q is None:
+        given = _heads_first(query), _heads_first(key)
+        return attention.flash_outputs(gpu, *given, dropout_p, sums, state)
+    return *sums, *state
+
+
+def _flash_backward(gpu: GPU, query: Tensor, key: Tensor, cum_seq_q: Tensor | None) -> None:
+    if cum_seq_q is None:
+        query, key = _heads_first(query), _heads_first(key)
+    attention.flash_backward(gpu, query, key, cum_seq_q)
+
+
+def _efficient_backward(
+    gpu: GPU,
+    grad_out_: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> None:
+    lengths = None
+    if cu_seqlens_q is not None:
+        lengths = cu_seqlens_q.numel() - 1, max_seqlen_q, max_seqlen_k
+    grad_out_, query, key, value = map(_heads_first, (grad_out_, query, key, value))
+    attention.efficient_backward(gpu, grad_out_, query, key, value, lengths)
+
+
+def _gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    bias_requires_grad: bool,
+    shared_storage_dqdkdv: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Contiguous ones: torch's shapes leave out an argument (2.13)."""
+    if shared_storage_dqdkdv:
+        shape = (*query.shape[:-2], 3, *query.shape[-2:])
+        made = list(raw.empty(shape, dtype=query.dtype, device=META).unbind(-3))
+    else:
+        tensors = (query, key, value)
+        made = [raw.empty(each.shape, dtype=each.dtype, device=META) for each in tensors]
+    by_bias = None
+    if bias is not None and bias_requires_grad:
+        by_bias = attention.gradient_of_bias(bias)
+    return made[0], made[1], made[2], by_bias
+
+
 IN_VIEW: dict[str, Composite] = {
     "aten._native_multi_head_attention.default": _attention,
     "aten._transformer_encoder_layer_fwd.default": _encoder_layer,
+}
+
+RULES = {
+    "_flash_attention_forward": Rule(placed=_flash_outputs),
+    "_flash_attention_backward": Rule(before=copies_of("grad_out", "out"), after=_flash_backward),
+    "_efficient_attention_forward": Rule(
+        after=attention.efficient_forward, placed=attention.efficient_outputs
+    ),
+    "_efficient_attention_backward": Rule(
+        before=copies_of("grad_out_"), after=_efficient_backward, shapes=_gradients
+    ),
 }

@@ -1,21 +1,26 @@
-"""Kernels of other libraries, built from torch's operators: torchvision's and bitsandbytes'.
+"""Kernels of other libraries, built from torch's operators, and of users, in C++ for one element.
 
-The number of boxes that torchvision keeps is decided by values; bitsandbytes packs weights to 4 and
-8 bits and multiplies by them.
+The number of boxes that torchvision keeps is decided by values. bitsandbytes packs weights to 4 and
+8 bits and multiplies by them. Values of a user's kernel, which torch compiles for a GPU, are
+unknown.
 
 Source: torchvision/csrc/ops/cuda/nms_kernel.cu (nms_kernel) of torchvision 0.29;
 bitsandbytes/backends/cuda/ops.py (quantize_blockwise, quantize_4bit, gemm_4bit,
-_dequant_linear_fallback, _gemm_4bit_kernel_impl) of bitsandbytes 0.50.
+_dequant_linear_fallback, _gemm_4bit_kernel_impl) of bitsandbytes 0.50; torch/cuda/jiterator.py and
+aten/src/ATen/native/cuda/jit_utils.cpp, cuda/jiterator.cu (CompileAndLaunchKernel: outputs of a
+TensorIterator whose type all inputs are promoted to), torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import compute_elementwise_output_strides
 from torch.nn import functional
 
 from pytest_gpumem.simulated.common.callsite import user_line
@@ -141,3 +146,21 @@ PARTS: dict[str, Composite] = {
     "bitsandbytes.quantize_blockwise.default": _quantize_blockwise,
 }
 """By overload."""
+
+
+def jiterated(function: Any, *tensors: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+    """Return the outputs of a compiled kernel, as large as its inputs are together.
+
+    Raises ``KeyError`` in torch's words for an argument that the kernel does not have.
+    """
+    for name in kwargs:
+        if name not in function.kwargs_dict:
+            raise KeyError(f"{name} is not declared in function definition")
+    spread = torch.broadcast_tensors(*tensors)
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    strides = compute_elementwise_output_strides(*spread)
+    made = tuple(
+        torch.empty_strided(spread[0].shape, strides, dtype=dtype, device=tensors[0].device)
+        for _ in range(function.num_outputs)
+    )
+    return made if len(made) > 1 else made[0]

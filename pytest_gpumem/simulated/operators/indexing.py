@@ -1,16 +1,26 @@
-"""Indexing that accumulates, and numbers that become CUDA tensors.
+"""Indexing that accumulates, embedding tables, scattering, reducing by index or segment, numbers.
 
 Source: aten/src/ATen/native/cuda/Indexing.cu (index_put_with_sort_kernel, computeLinearIndex),
-Nonzero.cu (nonzero_cuda_out_impl),
-native/TensorAdvancedIndexing.cpp (_index_put_impl_, make_info), native/TensorCompare.cpp (where),
-native/Pow.cpp (pow_Scalar_out), torch/csrc/utils/tensor_new.cpp (indexing_tensor_from_data).
+Nonzero.cu (nonzero_cuda_out_impl), native/TensorAdvancedIndexing.cpp (_index_put_impl_, make_info),
+native/TensorCompare.cpp (where), native/Pow.cpp (pow_Scalar_out), torch/csrc/utils/tensor_new.cpp
+(indexing_tensor_from_data).
+
+Scattering and reducing: native/TensorAdvancedIndexing.cpp (scatter_reduce_two), SegmentReduce.cpp,
+cuda/Indexing.cu (index_reduce_func_cuda_impl), cuda/SegmentReduce.cu (_segment_reduce_lengths_ and
+_offsets_cuda_kernel) and cuda/UnfoldBackwardKernel.cu, of torch 2.6 to 2.15; the order of frees is
+that of torch 2.6, 2.13 and 2.15 on the dry device.
+
+Embedding tables have sorted indices and partial sums in the backward, and the forward's renorm:
+native/cuda/Embedding.cu (embedding_dense_backward_cuda, embedding_renorm_cuda_),
+EmbeddingBackwardKernel.cu (embedding_backward_cuda_kernel), EmbeddingBag.cu (_embedding_bag_cuda,
+embedding_bag_backward_cuda_sum_avg) and cuda/cub.cuh (unique_by_key, exclusive_sum,
+inclusive_sum_by_key), torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,23 +30,23 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.operators import cub, reductions
-from pytest_gpumem.simulated.operators.counting import BOTH_EXTREMES_SINCE
-from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
+from pytest_gpumem.simulated.operators.comparisons import BOTH_EXTREMES_SINCE
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, accumulated, copied
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.sorting import sort_row
 
+_aten = torch.ops.aten
 _FLAGS = frozenset({torch.bool, torch.uint8})
-
-
 _Indices = Sequence[Tensor | None]
 
 
 def _converted(gpu: GPU, indices: _Indices) -> Scratch:
     scratch = Scratch(gpu)
-    _convert(gpu, scratch, _given(gpu, indices))
+    _convert(scratch, _given(gpu, indices))
     return scratch
 
 
-def _convert(gpu: GPU, scratch: Scratch, given: list[Tensor]) -> None:
+def _convert(scratch: Scratch, given: list[Tensor]) -> None:
     """make_info: indices from the CPU, and 32-bit ones, become 64-bit ones on the device."""
     if not given or any(index.dtype in _FLAGS for index in given):
         return
@@ -93,7 +103,7 @@ def _before_index_put(
     given = _given(gpu, indices)
     scratch = Scratch(gpu, values.element_size() if _is_number(storages, values) else 0)
     if not _is_sorted(values, accumulate):
-        _convert(gpu, scratch, given)
+        _convert(scratch, given)
     return scratch
 
 
@@ -125,8 +135,7 @@ def _index_put(
 ) -> None:
     # autograd's own formula puts with indices marked as safe
     in_formula = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-    are_checked = not (unsafe or in_formula)
-    _put_sorted(gpu, self, indices, values, accumulate, are_checked=are_checked)
+    _put_sorted(gpu, self, indices, values, accumulate, not (unsafe or in_formula))
 
 
 def _put_sorted(
@@ -135,8 +144,7 @@ def _put_sorted(
     indices: _Indices,
     values: Tensor,
     accumulate: bool,
-    *,
-    are_checked: bool,
+    are_checked: bool = True,
 ) -> None:
     """index_put_with_sort_kernel, allocation by allocation."""
     given = _given(gpu, indices)
@@ -146,38 +154,28 @@ def _put_sorted(
     if not _is_sorted(values, accumulate):
         return
     scratch = Scratch(gpu, *copied(self))
-    count = torch.broadcast_shapes(*(index.shape for index in given)).numel()
-    _linear_index(gpu, scratch, given, count, are_checked=are_checked)
-    places = [at for at, index in enumerate(indices) if index is not None]
-    slices = self.numel() // max(math.prod(self.shape[place] for place in places), 1)
-    wanted = count * slices
-    if values.numel() != wanted or not values.is_contiguous():
-        scratch.take(wanted * self.element_size())
-    if wanted:
-        _sort(gpu, scratch, count, self.numel() // math.prod(self.shape[places[-1] + 1 :]))
-
-
-def _unsafe_index_put(
-    gpu: GPU, self: Tensor, indices: _Indices, values: Tensor, accumulate: bool
-) -> None:
-    """``at::index_put(self, indices, values, accumulate)``, whose indices are checked anywhere."""
-    _put_sorted(gpu, self, indices, values, accumulate, are_checked=True)
-
-
-def _linear_index(
-    gpu: GPU, scratch: Scratch, given: list[Tensor], count: int, *, are_checked: bool
-) -> None:
-    """computeLinearIndex: the sum of the indices, each wrapped and times its stride."""
+    # computeLinearIndex: the sum of the indices, each wrapped and times its stride.
     shape = torch.broadcast_shapes(*(index.shape for index in given))
+    count = shape.numel()
     for at, index in enumerate(given):
         if are_checked and count and not _on_cpu(index):
             _check(gpu, count, is_copied=index.shape != shape or not index.is_contiguous())
         # An index on the CPU is wrapped and scaled there, and comes to the device after.
         wrapped = 0 if _on_cpu(index) else scratch.take(count * INDEX_BYTES)
         scaled = scratch.take(count * INDEX_BYTES)
-        scratch.drop(wrapped)
-        if at:
-            scratch.drop(scaled)
+        scratch.drop(wrapped, *[scaled] * bool(at))
+    places = [at for at, index in enumerate(indices) if index is not None]
+    slices = self.numel() // max(math.prod(self.shape[place] for place in places), 1)
+    wanted = count * slices
+    if values.numel() != wanted or not values.is_contiguous():
+        scratch.take(wanted * self.element_size())
+    if not wanted:
+        return
+    for _ in ("sorted", "original", "range"):
+        scratch.take(count * INDEX_BYTES)
+    bits = cub.bits_of(self.numel() // math.prod(self.shape[places[-1] + 1 :]) - 1)
+    capability = gpu.model.compute_capability
+    scratch.passing(cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability))
 
 
 def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
@@ -187,19 +185,11 @@ def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
         extremes = Scratch(gpu, *[INDEX_BYTES] * comparisons)
         contiguous = Scratch(gpu, count * INDEX_BYTES if is_copied else 0)
         kind = reductions.TWO_VALUES if both else reductions.VALUES
-        reductions.reduce(gpu, (count,), (1,), torch.int64, None, kind, torch.int64)
+        reductions.reduce(gpu, (count,), (1,), torch.int64, None, kind)
         contiguous.free()
         for _ in range(comparisons):
             extremes.passing(1)
         extremes.free()
-
-
-def _sort(gpu: GPU, scratch: Scratch, count: int, keys: int) -> None:
-    for _ in ("sorted", "original", "range"):
-        scratch.take(count * INDEX_BYTES)
-    bits = cub.bits_of(keys - 1)
-    capability = gpu.model.compute_capability
-    scratch.passing(cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability))
 
 
 def _where(gpu: GPU, self: Tensor, other: Tensor) -> Scratch:
@@ -237,30 +227,219 @@ def _place_set(gpu: GPU, self: Tensor) -> None:
         passing(gpu, cub.flagged_bytes(self.numel(), capability, gpu.version))
 
 
-def _masked_fill(self: Tensor, mask: Tensor) -> Tensor:
-    """Fill with a tensor of no dimensions, whose number CUDA reads from any device."""
-    return torch.ops.aten.masked_fill.Scalar(self, mask, 0)  # type: ignore[no-any-return]  # an operator
+# Scattering, and reducing by index or segment.
 
 
-def _masked_fill_in_place(self: Tensor, mask: Tensor) -> Any:
-    return torch.ops.aten.masked_fill_.Scalar(self, mask, 0)
+def _scattered_mean(gpu: GPU, src: Tensor, reduce: str, result: Tensor) -> None:
+    """Allocate for adding up ones like the source where it went; nothing is divided by zero."""
+    if reduce != "mean" or not src.numel():
+        return
+    passing(gpu, src.nbytes, result.nbytes, result.numel())
 
+
+def _mean_by_index(gpu: GPU, source: Tensor, reduce: str, result: Tensor) -> None:
+    if reduce == "mean":
+        counts = Scratch(gpu, result.nbytes)
+        counts.passing(source.nbytes)
+        counts.passing(result.numel())
+
+
+def _before_segments(gpu: GPU, lengths: Tensor | None, unsafe: bool) -> None:
+    """Allocate for the check that lengths are not negative, and add up to the whole."""
+    if lengths is None or unsafe:
+        return
+    passing(gpu, lengths.element_size())
+    rows = max(lengths.numel() // max(lengths.shape[-1], 1), 1)
+    passing(gpu, rows * INDEX_BYTES, rows, 1)
+
+
+def _segments(
+    gpu: GPU,
+    lengths: Tensor | None,
+    offsets: Tensor | None,
+    data: Tensor,
+    grad: Tensor | None = None,
+) -> None:
+    """The other of lengths and offsets, along the last dimension; CUB reduces those of a row."""
+    of_a_row = grad is None and data.dim() == 1
+    if lengths is None:
+        if offsets is not None:
+            rows = offsets.numel() // max(offsets.shape[-1], 1)
+            passing(gpu, (offsets.numel() - rows) * offsets.element_size(), *[1] * of_a_row)
+        return
+    size = lengths.element_size()
+    rows = lengths.numel() // max(lengths.shape[-1], 1)
+    scratch = Scratch(gpu)
+    first = scratch.take(rows * size)
+    scratch.take((lengths.numel() + rows) * size)
+    scratch.drop(first)
+    if rows == 1:
+        scratch.passing(cub.scan_bytes(lengths.numel() + 1, size, gpu.version))
+    if of_a_row:
+        scratch.passing(1)
+
+
+def _unfold_backward(
+    gpu: GPU, input_sizes: Sequence[int], dim: int, size: int, step: int, result: Tensor
+) -> None:
+    """Allocate for adding up overlapping windows by where they begin."""
+    if step < size and input_sizes and result.numel():
+        passing(gpu, input_sizes[dim] * INDEX_BYTES)
+
+
+# Embedding tables.
+
+INDICES_WITHOUT_SORT = 3072
+"""Most indices for which one kernel adds the rows up in place."""
+_ROWS_PER_PARTIAL_SUM = 10
+_LARGEST_BLOCK = 1024
+_ATOMIC_SINCE = (2, 11)
+_ATOMIC_BLOCKS_PER_SM = 4
+"""Fewest blocks of the last step that do not add partial sums atomically."""
+_MAX = 2
+"""EmbeddingBagMode: its backward only adds."""
+
+
+def _sums_rows(indices: Tensor, by_frequency: bool, mode: int | None, sparse: bool) -> bool:
+    """Return whether rows, or those of bags by their ``mode``, are sorted and then summed."""
+    if mode is None:
+        return indices.numel() > INDICES_WITHOUT_SORT or by_frequency
+    return bool(indices.numel()) and mode != _MAX and not sparse
+
+
+def _before_backward(
+    gpu: GPU,
+    indices: Tensor,
+    num_weights: int,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+    grad_output: Tensor | None = None,
+    grad: Tensor | None = None,
+    mode: int | None = None,
+    sparse: bool = False,
+) -> Scratch:
+    """Sort the indices, with where they were; count them, too, to scale by their frequency."""
+    scratch = Scratch(gpu, *copied(indices if mode is None else None, grad_output, grad))
+    if not _sums_rows(indices, scale_grad_by_freq, mode, sparse):
+        return scratch
+    count, element = indices.numel(), indices.element_size()
+    capability = gpu.model.compute_capability
+    scratch.take(count * element, count * element)
+    positions = scratch.take(count * element)
+    bits = cub.bits_of(num_weights if padding_idx >= 0 else num_weights - 1 - padding_idx)
+    scratch.passing(cub.radix_sort_pairs_bytes(count, element, element, bits, capability))
+    scratch.drop(positions)
+    if scale_grad_by_freq:
+        scratch.take(count * element)
+        for _ in ("counts", "the highest of each row"):
+            scratch.passing(cub.sum_by_key_bytes(count, element, capability))
+    return scratch
+
+
+def _after_backward(
+    gpu: GPU,
+    indices: Tensor,
+    scale_grad_by_freq: bool,
+    result: Tensor,
+    mode: int | None = None,
+    sparse: bool = False,
+) -> None:
+    """embedding_backward_cuda_kernel: sums of up to ten rows, then sums of those."""
+    if not _sums_rows(indices, scale_grad_by_freq, mode, sparse):
+        return
+    count, element = indices.numel(), indices.element_size()
+    rows, width = result.shape
+    version, capability = gpu.version, gpu.model.compute_capability
+    scratch = Scratch(gpu, count * element, INDEX_BYTES)
+    keys = scratch.take(count * element)
+    scratch.passing(cub.unique_by_key_bytes(count, element, capability, version))
+    scratch.drop(keys)
+    segments = min(count, rows)
+    scratch.take(segments * element, segments * element)
+    scratch.passing(cub.scan_bytes(segments, element, version))
+    scratch.take(INDEX_BYTES)
+    partial_sums = count // _ROWS_PER_PARTIAL_SUM + segments
+    scratch.take(partial_sums * element)
+    if mode is None and _is_atomic(gpu, segments, partial_sums, width):
+        scratch.take(partial_sums * element)
+        if result.element_size() < 4:
+            scratch.take(result.numel() * 4)
+    else:
+        scratch.take(partial_sums * width * accumulated(result.dtype).itemsize)
+
+
+def _is_atomic(gpu: GPU, segments: int, partial_sums: int, width: int) -> bool:
+    lanes = -(-width // 32) * 32
+    blocks = -(-segments * lanes // min(lanes, _LARGEST_BLOCK))
+    return (
+        gpu.version >= _ATOMIC_SINCE
+        and blocks < gpu.model.sm_count * _ATOMIC_BLOCKS_PER_SM
+        and partial_sums > blocks * 4
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _bag_outputs(result: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    output, bag_of_index, bag_sizes, highest = result
+    return bag_sizes, bag_of_index, output, highest
+
+
+def _renorm(gpu: GPU, indices: Tensor) -> None:
+    count, nbytes = indices.numel(), indices.nbytes
+    if not count:
+        return
+    scratch = Scratch(gpu, nbytes)
+    positions = scratch.take(count * INDEX_BYTES)
+    sort_row(gpu, count, indices.element_size())
+    scratch.drop(positions)
+    scratch.take(nbytes, INDEX_BYTES)
+    scratch.passing(cub.unique_bytes(count, gpu.model.compute_capability, gpu.version))
+
+
+def _in_a_row(gpu: GPU, indices: Tensor) -> Scratch | None:
+    """embedding (native/Embedding.cpp): ``index_select`` by ``indices.reshape(-1)``."""
+    return Scratch(gpu, *copied(indices)) if indices.dim() != 1 else None
+
+
+def one_hot(self: Tensor, num_classes: int) -> Tensor:
+    """``aten::one_hot`` (native/Onehot.cpp): ones are scattered into zeros, unlike on ``meta``."""
+    if self.dtype != torch.int64 or not self.numel() or num_classes < -1 or num_classes == 0:
+        return _one_hot_as_it_is(self, num_classes)  # type: ignore[no-any-return]  # an operator
+    if num_classes == -1:
+        num_classes = int(self.max().item()) + 1
+    result = torch.zeros((*self.shape, num_classes), dtype=self.dtype, device=self.device)
+    return result.scatter_(-1, self.unsqueeze(-1), 1)
+
+
+_one_hot_as_it_is = torch.ops.aten.one_hot.default.decompose
+
+
+COMPOSITES: dict[str, Composite] = {
+    "aten.one_hot.default": one_hot,
+}
 
 IN_VIEW: dict[str, Composite] = {
-    "aten.masked_fill.Tensor": _masked_fill,
-    "aten.masked_fill_.Tensor": _masked_fill_in_place,
+    # Of a tensor of no dimensions CUDA reads the number from any device.
+    "aten.masked_fill.Tensor": lambda self, mask: _aten.masked_fill.Scalar(self, mask, 0),
+    "aten.masked_fill_.Tensor": lambda self, mask: _aten.masked_fill_.Scalar(self, mask, 0),
 }
-"""Operators that CUDA builds from others."""
 
-_PUT = Rule(before=_before_index_put, after=_index_put)
 RULES = {
-    "aten::index": Rule(before=_converted),
-    "aten::_unsafe_index": Rule(before=_converted),
-    "aten::_unsafe_index_put": Rule(before=_before_index_put, after=_unsafe_index_put),
-    "aten::index_put_": _PUT,
-    "aten::index_put": _PUT,
-    "aten::_index_put_impl_": _PUT,
-    "aten::nonzero": Rule(before=_count_set, after=_place_set),
-    "aten::where": Rule(before=_where),
-    "aten::pow": Rule(after=_power),
+    "index _unsafe_index": Rule(before=_converted),
+    "_unsafe_index_put": Rule(before=_before_index_put, after=_put_sorted),
+    "index_put_ index_put _index_put_impl_": Rule(before=_before_index_put, after=_index_put),
+    "nonzero": Rule(before=_count_set, after=_place_set),
+    "where": Rule(before=_where),
+    "pow": Rule(after=_power),
+    "scatter_reduce scatter_reduce_": Rule(after=_scattered_mean),
+    "index_reduce index_reduce_": Rule(after=_mean_by_index),
+    "segment_reduce": Rule(before=_before_segments, after=_segments),
+    "_segment_reduce_backward": Rule(after=_segments),
+    "unfold_backward": Rule(after=_unfold_backward),
+    "embedding": Rule(before=_in_a_row),
+    "embedding_dense_backward _embedding_bag_backward": Rule(
+        before=_before_backward, after=_after_backward
+    ),
+    "_embedding_bag _embedding_bag_forward_only": Rule(placed=_bag_outputs),
+    "embedding_renorm_": Rule(after=_renorm),
 }

@@ -17,6 +17,11 @@ _ORDERS = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}
 """Dims of channels-last tensors, fastest first."""
 
 
+def round_up(value: int, multiple: int) -> int:
+    """Return the multiple of ``multiple`` that is ``value`` or next."""
+    return -(-value // multiple) * multiple
+
+
 def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
     """``TensorImpl::suggest_memory_format`` (c10/core/MemoryFormat.h), any version."""
     if tensor.dim() in _LAST and is_channels_last(tensor.shape, tensor.stride()):

@@ -21,13 +21,9 @@ from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
+_aten = torch.ops.aten
 _DIMS_AT_ONCE = 3
 """Dimensions that cuFFT transforms in one call."""
-
-
-def _is_one_call(dims: Sequence[int]) -> bool:
-    """use_optimized_cufft_path."""
-    return len(dims) <= _DIMS_AT_ONCE and tuple(dims[:2]) != (0, 1)
 
 
 def leave_out(gpu: GPU, operator: str, library: str = "cuSOLVER") -> None:
@@ -52,7 +48,8 @@ def _complex(gpu: GPU, dim: Sequence[int], result: Tensor) -> None:
 
 def _to_complex(gpu: GPU, dim: Sequence[int], result: Tensor) -> None:
     leave_out(gpu, "rfft", "cuFFT")
-    if not _is_one_call(dim) and len(dim) > 1:
+    # Not use_optimized_cufft_path.
+    if len(dim) > _DIMS_AT_ONCE or (len(dim) > 1 and tuple(dim[:2]) == (0, 1)):
         passing(gpu, result.nbytes)
 
 
@@ -66,10 +63,10 @@ def _solved_by_library(operator: str) -> Rule:
     return Rule(after=lambda gpu: leave_out(gpu, operator))
 
 
-_UNKNOWN = (
-    "linalg_eig _linalg_eigvals linalg_lu linalg_lstsq _linalg_slogdet geqrf "
-    "linalg_householder_product ormqr linalg_ldl_factor_ex"
-).split()
+_UNKNOWN = """
+    linalg_eig _linalg_eigvals linalg_lu linalg_lstsq _linalg_slogdet geqrf
+    linalg_householder_product ormqr linalg_ldl_factor_ex
+""".split()
 """Operators of which nothing but their library is known."""
 
 _CODE = 4
@@ -87,12 +84,8 @@ def _pointers(gpu: GPU, matrices: Tensor, lists: int) -> None:
     scratch.free()
 
 
-def _checked(gpu: GPU, info: Tensor) -> None:
-    """_linalg_check_errors: whether any code is not zero; a single one is made a flag first."""
-    passing(gpu, *_flags(is_single=info.numel() == 1))
-
-
 def _flags(*, is_single: bool) -> list[int]:
+    """_linalg_check_errors: whether any code is not zero; a single one is made a flag first."""
     return [1, 1] if is_single else [1]
 
 
@@ -155,23 +148,16 @@ def _by_triangles(gpu: GPU, LU: Tensor, solved: Tensor, *, transposed: bool) -> 
     scratch.take(permutation)
     scratch.drop(counted)
     if not transposed:
-        scratch.take(places)
-        scratch.take(permutation)
-        scratch.take(solved.nbytes)
-    lists = 2 if rows < _WITHOUT_POINTERS else 0
-    _pointers(gpu, LU, lists)
-    _pointers(gpu, LU, lists)
+        scratch.take(places, permutation, solved.nbytes)
+    for _ in ("lower", "upper"):
+        _pointers(gpu, LU, 2 if rows < _WITHOUT_POINTERS else 0)
     if transposed:
         scratch.take(solved.nbytes)
 
 
 _BY_COLUMNS = (2, 11)
-"""First release that factorizes a copy by columns."""
-
-
-def _is_turned(gpu: GPU, A: Tensor) -> bool:
-    """Return whether a matrix of rows is factorized as the transposed one of columns that it is."""
-    return gpu.version < _BY_COLUMNS and A.is_contiguous()
+"""First release that factorizes a copy by columns; before, a matrix of rows is factorized as the
+transposed one of columns that it is."""
 
 
 def _inverted(gpu: GPU, A: Tensor) -> None:
@@ -180,7 +166,7 @@ def _inverted(gpu: GPU, A: Tensor) -> None:
         return
     scratch = Scratch(gpu, A.nbytes, _count(A) * A.shape[-1] * _CODE)
     _factorized(gpu, A)
-    _by_factors(gpu, A, A, transposed=_is_turned(gpu, A))
+    _by_factors(gpu, A, A, transposed=gpu.version < _BY_COLUMNS and A.is_contiguous())
     scratch.free()
 
 
@@ -192,7 +178,7 @@ def _solved(gpu: GPU, A: Tensor, B: Tensor) -> None:
     # Vectors are copied into matrices of one column, in a batch or for triangles.
     is_copied = B.dim() < A.dim() and (A.dim() > 2 or A.shape[-1] > _LARGEST_BY_FACTORS)
     scratch = Scratch(gpu, B.nbytes if is_copied else 0)
-    _by_factors(gpu, A, B, transposed=_is_turned(gpu, A))
+    _by_factors(gpu, A, B, transposed=gpu.version < _BY_COLUMNS and A.is_contiguous())
     scratch.free()
 
 
@@ -236,11 +222,6 @@ def _orthogonal(gpu: GPU, A: Tensor) -> None:
     scratch.passing(_CODE)
 
 
-def _vectors_and_values(result: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    u, values, vh = result
-    return u, vh, values
-
-
 def _singular(gpu: GPU, A: Tensor, compute_uv: bool) -> None:
     leave_out(gpu, "linalg_svd")
     if not A.numel():
@@ -253,11 +234,6 @@ def _singular(gpu: GPU, A: Tensor, compute_uv: bool) -> None:
     passing(gpu, *overwritten)
     passing(gpu, *_flags(is_single=A.dim() == 2))
     scratch.free()
-
-
-def _vectors_first(result: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    values, vectors = result
-    return (vectors, values) if vectors.numel() else (values,)
 
 
 def _eigen(gpu: GPU, A: Tensor, compute_v: bool) -> None:
@@ -290,41 +266,42 @@ def _triangular(gpu: GPU, self: Tensor, B: Tensor) -> None:
         _pointers(gpu, self, 2 if self.dim() > 2 else 0)
 
 
-def singular_values(A: Tensor, driver: str | None = None) -> Tensor:
-    """``aten::linalg_svdvals``, which for meta tensors takes vectors, too."""
-    needed = A.requires_grad and torch.is_grad_enabled()
-    values: Tensor = torch.ops.aten._linalg_svd.default(A, False, needed, driver=driver)[1]
-    return values
-
-
-def eigenvalues(self: Tensor, UPLO: str = "L") -> Tensor:
-    """``aten::linalg_eigvalsh``, which for meta tensors takes vectors, too."""
-    needed = self.requires_grad and torch.is_grad_enabled()
-    values: Tensor = torch.ops.aten._linalg_eigh.default(self, UPLO, needed)[0]
-    return values
+def _keeps_vectors(matrices: Tensor) -> bool:
+    """Return whether values alone have a gradient, which takes vectors; on ``meta`` all do."""
+    return matrices.requires_grad and torch.is_grad_enabled()
 
 
 COMPOSITES: dict[str, Composite] = {
-    "aten.linalg_svdvals.default": singular_values,
-    "aten.linalg_eigvalsh.default": eigenvalues,
+    "aten.linalg_svdvals.default": lambda A, driver=None: _aten._linalg_svd(
+        A, False, _keeps_vectors(A), driver=driver
+    )[1],
+    "aten.linalg_eigvalsh.default": lambda self, UPLO="L": _aten._linalg_eigh(
+        self, UPLO, _keeps_vectors(self)
+    )[0],
 }
 
 RULES = {
-    "aten::_fft_c2c": Rule(after=_complex),
-    "aten::_fft_r2c": Rule(after=_to_complex),
-    "aten::_fft_c2r": Rule(after=_to_real),
-    **{f"aten::{name}": _solved_by_library(name.lstrip("_")) for name in _UNKNOWN},
-    "aten::_linalg_check_errors": Rule(after=_checked),
-    "aten::_linalg_det": Rule(after=_determined),
-    "aten::_linalg_eigh": Rule(placed=_vectors_first, after=_eigen),
-    "aten::_linalg_solve_ex": Rule(after=_solved),
-    "aten::_linalg_svd": Rule(placed=_vectors_and_values, after=_singular),
-    "aten::cholesky_inverse": Rule(after=_cholesky_inverted),
-    "aten::cholesky_solve": Rule(after=_cholesky_solved),
-    "aten::linalg_cholesky_ex": Rule(after=_cholesky),
-    "aten::linalg_inv_ex": Rule(after=_inverted),
-    "aten::linalg_lu_factor_ex": Rule(after=_lu_factor),
-    "aten::linalg_lu_solve": Rule(after=_lu_solved),
-    "aten::linalg_qr": Rule(after=_orthogonal),
-    "aten::linalg_solve_triangular": Rule(after=_triangular),
+    "_fft_c2c": Rule(after=_complex),
+    "_fft_r2c": Rule(after=_to_complex),
+    "_fft_c2r": Rule(after=_to_real),
+    **{name: _solved_by_library(name.lstrip("_")) for name in _UNKNOWN},
+    "_linalg_check_errors": Rule(
+        after=lambda gpu, info: passing(gpu, *_flags(is_single=info.numel() == 1))
+    ),
+    "_linalg_det": Rule(after=_determined),
+    # vectors, if there are any, and values
+    "_linalg_eigh": Rule(
+        placed=lambda result: result[::-1] if result[1].numel() else result[:1], after=_eigen
+    ),
+    "_linalg_solve_ex": Rule(after=_solved),
+    # u, vh, values
+    "_linalg_svd": Rule(placed=lambda result: (result[0], result[2], result[1]), after=_singular),
+    "cholesky_inverse": Rule(after=_cholesky_inverted),
+    "cholesky_solve": Rule(after=_cholesky_solved),
+    "linalg_cholesky_ex": Rule(after=_cholesky),
+    "linalg_inv_ex": Rule(after=_inverted),
+    "linalg_lu_factor_ex": Rule(after=_lu_factor),
+    "linalg_lu_solve": Rule(after=_lu_solved),
+    "linalg_qr": Rule(after=_orthogonal),
+    "linalg_solve_triangular": Rule(after=_triangular),
 }

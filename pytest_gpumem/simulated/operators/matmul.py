@@ -3,13 +3,24 @@
 Source: aten/src/ATen/native/cuda/Blas.cpp (addmm_out_cuda_impl and its gemm_and_bias condition,
 bmm_out_cuda_impl, prepare_batch_matrix_for_cublas), cuBlasCommonArgs.h (prepare_matrix_for_cublas),
 CUDABlas.cpp (gemm, bgemm, gemv and dot take getCurrentCUDABlasHandle()), native/Linear.cpp.
+
+Products of groups of matrices, and of scaled ones (mixtures of experts, 8-bit floats): Blas.cpp
+(2.6 to 2.9) and GroupedBlas.cpp, ScaledBlas.cpp (since 2.10): _grouped_mm_cuda,
+_scaled_grouped_mm_cuda, _scaled_mm_out_cuda, _scaled_mm_allowed_device;
+native/GroupedMMUtils.h (_grouped_mm_validate_inputs, create_grouped_gemm_output_tensor,
+_grouped_mm_fallback); native/cuda/GroupMM.cu (bf16bf16_grouped_gemm_impl_sm90_sm100). Torch 2.8 has
+the fast kernel alone, for compute capability 9; since 2.9 there is one for 10 too, and everything
+else is multiplied group by group by cuBLAS.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import HALVES
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
@@ -38,10 +49,14 @@ _SUMS_BY_LT_SINCE = (2, 14)
 
 
 def _product(gpu: GPU, mat1: Tensor, mat2: Tensor, result: Tensor, *, by_lt: bool) -> None:
-    if not result.numel() or not mat1.numel():
-        return
-    operands = (mat2, mat1) if result.is_contiguous() else (mat1, mat2)
-    copied = [operand.nbytes for operand in operands if not _readable(operand)]
+    if result.numel() and mat1.numel():
+        operands = (mat2, mat1) if result.is_contiguous() else (mat1, mat2)
+        copied = [operand.nbytes for operand in operands if not _readable(operand)]
+        _multiply(gpu, copied, by_lt=by_lt)
+
+
+def _multiply(gpu: GPU, copied: Sequence[int], *, by_lt: bool = False) -> None:
+    """Call the library while copies of operands exist."""
     copies = Scratch(gpu, *copied) if copied else None
     if by_lt:
         gpu.workspaces.gemm_lt(gpu.stream)
@@ -53,9 +68,7 @@ def _product(gpu: GPU, mat1: Tensor, mat2: Tensor, result: Tensor, *, by_lt: boo
 
 def _each_batch(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:
     """addbmm_impl_ (native/LinearAlgebra.cpp): ``addmm_`` of one batch after the other."""
-    if not result.numel() or not batch1.numel():
-        return
-    for _ in range(batch1.shape[0]):
+    for _ in range(batch1.shape[0] if result.numel() and batch1.numel() else 0):
         gpu.workspaces.gemm(gpu.stream)
 
 
@@ -71,23 +84,20 @@ def _readable(matrix: Tensor) -> bool:
 
 
 def _bmm(gpu: GPU, self: Tensor, mat2: Tensor, result: Tensor) -> None:
-    if not _is_outer_product(gpu, self, mat2):
+    is_outer_product = (
+        gpu.version >= _OUTER_PRODUCT_SINCE
+        and self.shape[2] == 1
+        and self.numel() > 0
+        and mat2.numel() > 0
+        and not self.is_complex()
+    )
+    if not is_outer_product:
         _batched(gpu, self, mat2, result)
 
 
 _OUTER_PRODUCT_SINCE = (2, 12)
 """Since this release ``bmm`` with one element a row is a Triton kernel (torch/_native/ops/
 bmm_outer_product/triton_impl.py), which takes no workspace."""
-
-
-def _is_outer_product(gpu: GPU, first: Tensor, second: Tensor) -> bool:
-    return (
-        gpu.version >= _OUTER_PRODUCT_SINCE
-        and first.shape[2] == 1
-        and first.numel() > 0
-        and second.numel() > 0
-        and not first.is_complex()
-    )
 
 
 def _batched(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:
@@ -102,10 +112,7 @@ def _batched(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:
     m, n, k = result.shape[fast], result.shape[leading], first.shape[leading]
     read = (first, m, k), (second, k, n)
     copied = [each[0].nbytes for each in read if not _batch_readable(fast, leading, *each)]
-    copies = Scratch(gpu, *copied) if copied else None
-    gpu.workspaces.gemm(gpu.stream)
-    if copies is not None:
-        copies.free()
+    _multiply(gpu, copied)
 
 
 def _batch_readable(fast: int, leading: int, matrix: Tensor, along: int, other: int) -> bool:
@@ -136,32 +143,12 @@ def _bias_in_epilogue(
 def _mv(gpu: GPU, vec: Tensor, result: Tensor) -> None:
     """addmv_out_cuda: gemv reads no vector whose elements are one number."""
     if result.numel() and vec.numel():
-        copied = Scratch(gpu, vec.nbytes if not vec.stride(0) else 0)
-        gpu.workspaces.gemm(gpu.stream)
-        copied.free()
+        _multiply(gpu, [] if vec.stride(0) else [vec.nbytes])
 
 
 def _dot(gpu: GPU, self: Tensor) -> None:
     if self.numel():
         gpu.workspaces.gemm(gpu.stream)
-
-
-RULES = {
-    "aten::mm": Rule(after=_mm),
-    "aten::bmm": Rule(after=_bmm),
-    "aten::baddbmm": Rule(after=_batched),
-    "aten::baddbmm_": Rule(after=_batched),
-    "aten::addbmm": Rule(after=_each_batch),
-    "aten::addbmm_": Rule(after=_each_batch),
-    "aten::mv": Rule(after=_mv),
-    "aten::addmv": Rule(after=_mv),
-    "aten::addmv_": Rule(after=_mv),
-    "aten::addmm": Rule(after=_addmm),
-    "aten::addmm_": Rule(after=_addmm),
-    "aten::_addmm_activation": Rule(after=_addmm),
-    "aten::dot": Rule(after=_dot),
-    "aten::vdot": Rule(after=_dot),
-}
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -173,4 +160,167 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 _decomposed = torch.ops.aten.linear.default.decompose
 
+
+_empty_strided = torch.empty_strided
+_DTYPES = {torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
+_IN_CPP = {torch.float32: "float", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
+_ALIGNMENT = 16
+"""Bytes to which the kernel's copies align rows."""
+_DESCRIPTOR = 128
+"""Bytes of a tensor map, by which the copying unit finds a matrix."""
+
+
+def _check(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise RuntimeError(sentence)
+
+
+def _shapes(
+    gpu: GPU,
+    self: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    a, b = self, mat2
+    _validate(gpu, a, b, offs)
+    _check(bias is None, "Bias not supported yet")
+    _check(out_dtype in (None, a.dtype), "Grouped gemm output dtype must match `mat_a` dtype")
+    # Group by group it is a product of two matrices (Blas.cpp, addmm_out_cuda_impl).
+    _check(
+        a.dtype is b.dtype,
+        "expected mat1 and mat2 to have the same dtype, but got: "
+        f"{_IN_CPP[a.dtype]} != {_IN_CPP[b.dtype]}",
+    )
+    size: Sequence[int]
+    if offs is None:
+        _check(a.shape[0] == b.shape[0], "batched dimension has to match")
+        size = (a.shape[0], a.shape[1], b.shape[-1])
+    elif a.dim() == b.dim() == 2:
+        size = (offs.shape[0], a.shape[0], b.shape[1])
+    else:
+        stacked = b if a.dim() == 2 else a
+        _check(offs.shape[0] == stacked.shape[0], "matrix batch sizes have to match")
+        size = (a.shape[-2], b.shape[-1])
+    dtype = out_dtype or a.dtype
+    step = _ALIGNMENT // dtype.itemsize
+    row = -(-size[-1] // step) * step
+    stride = (row, 1) if len(size) == 2 else (size[1] * row, row, 1)
+    return _empty_strided(size, stride, dtype=dtype, device=META)
+
+
+def _validate(gpu: GPU, a: Tensor, b: Tensor, offs: Tensor | None) -> None:
+    if gpu.version < (2, 9):
+        _check(
+            gpu.model.compute_capability[0] == 9,
+            "torch._grouped_mm is only supported on CUDA devices with compute capability = 9.0",
+        )
+    for name, matrix in (("mat_a", a), ("mat_b", b)):
+        allowed = _DTYPES if gpu.version >= (2, 9) else {torch.bfloat16}
+        expected = "Float32, BFloat16 or Float16" if gpu.version >= (2, 9) else "BFloat16"
+        found = _DTYPES.get(matrix.dtype, str(matrix.dtype).removeprefix("torch."))
+        _check(matrix.dtype in allowed, f"Expected {name} to be {expected} matrix, got {found}")
+    for name, matrix in (("mat_a", a), ("mat_b", b)):
+        _check(matrix.dim() in (2, 3), f"{name} has to be 2 or 3d")
+    _check(
+        a.dim() == b.dim() == 2 or a.shape[-1] == b.shape[-2],
+        "contraction dimension of mat_a and mat_b must match",
+    )
+    for matrix in (a, b):
+        _check_strides(matrix)
+    _check(
+        (offs is not None) == (2 in (a.dim(), b.dim())),
+        "Have to provide offsets if there is a 2d matrix, or no offset if both matrices are 3d",
+    )
+    if offs is not None:
+        _check(offs.dim() == 1, "offs has to be 1D")
+        _check(offs.dtype is torch.int32, "Offsets have to be int32")
+
+
+def _check_strides(matrix: Tensor) -> None:
+    rows, columns = matrix.shape[-2:]
+    down, across = matrix.stride()[-2:]
+    if down == 1 and across >= max(1, rows):
+        leading = across
+    elif across == 1 and down >= max(1, columns):
+        leading = down
+    else:
+        raise RuntimeError(
+            f"Invalid strides/sizes, got {list(matrix.stride())} for strides and "
+            f"{list(matrix.shape)} for sizes"
+        )
+    _check(
+        leading * matrix.element_size() % _ALIGNMENT == 0, "strides should be multiple of 16 bytes"
+    )
+
+
+def _grouped(
+    gpu: GPU,
+    self: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None,
+    out_dtype: torch.dtype | None,
+    result: Tensor,
+) -> None:
+    half = self.dtype is mat2.dtype is torch.bfloat16 and out_dtype in (None, torch.bfloat16)
+    major = gpu.model.compute_capability[0]
+    if half and (major == 9 or (major == 10 and gpu.version >= (2, 9))):
+        _fast(gpu, self, mat2, offs)
+        return
+    if offs is not None:
+        gpu.simulation.streams.host_waits(gpu.index)
+    if result.numel() and self.numel():
+        gpu.workspaces.gemm(gpu.stream)
+
+
+def _fast(gpu: GPU, self: Tensor, mat2: Tensor, offs: Tensor | None) -> None:
+    """One kernel of CUTLASS: pointers, strides and sizes of all groups; then a map of each matrix
+    by SM."""
+    if self.dim() == mat2.dim() == 2:
+        groups = 0 if offs is None else offs.shape[0]
+    else:
+        groups = (mat2 if self.dim() == 2 else self).shape[0]
+    pointers = (groups + 1) // 2 * 2 * 3 * 8
+    maps = 4 * _DESCRIPTOR * gpu.model.sm_count
+    arguments = Scratch(gpu, pointers + groups * 3 * 4 + groups * 3 * 8)
+    arguments.estimate(maps, "CUTLASS", "a grouped product")
+
+
+def _scaled_grouped_device(gpu: GPU) -> None:
+    major = gpu.model.compute_capability[0]
+    if not (major == 9 or (major == 10 and gpu.version >= (2, 9))):
+        _refuse(gpu, "_scaled_grouped_mm", "= [9.0, 10.0]" if gpu.version >= (2, 9) else "= 9.0")
+
+
+def _scaled_device(gpu: GPU) -> None:
+    if gpu.model.compute_capability < (8, 9):
+        _refuse(gpu, "_scaled_mm", ">= 9.0 or 8.9")
+
+
+def _refuse(gpu: GPU, operator: str, capabilities: str) -> None:
+    raise (ValueError if gpu.version >= (2, 10) else RuntimeError)(
+        f"torch.{operator} is only supported on CUDA devices with compute capability "
+        f"{capabilities}, or ROCm MI300+"
+    )
+
+
+def _scaled(gpu: GPU, result: Tensor) -> None:
+    if result.numel():
+        gpu.workspaces.gemm_lt(gpu.stream)
+
+
 COMPOSITES: dict[str, Composite] = {"aten.linear.default": linear}
+
+RULES = {
+    "mm": Rule(after=_mm),
+    "bmm": Rule(after=_bmm),
+    "baddbmm baddbmm_": Rule(after=_batched),
+    "addbmm addbmm_": Rule(after=_each_batch),
+    "mv addmv addmv_": Rule(after=_mv),
+    "addmm addmm_ _addmm_activation": Rule(after=_addmm),
+    "dot vdot": Rule(after=_dot),
+    "_grouped_mm": Rule(shapes=_shapes, after=_grouped),
+    "_scaled_grouped_mm": Rule(before=_scaled_grouped_device, after=_fast),
+    "_scaled_mm": Rule(before=_scaled_device, after=_scaled),
+}

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._decomp import decompositions
 
 from pytest_gpumem.simulated.operators.layout import suggested_format
-from pytest_gpumem.simulated.operators.rules import is_traced
+from pytest_gpumem.simulated.operators.rules import Gradients, is_traced
 
 
 def _like_second(gradient: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -24,26 +24,6 @@ def _like_second(gradient: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) ->
 
 def _like_first(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(tensor)
-
-
-def _into(*_: Any, out: Tensor, **__: Any) -> Tensor:
-    return out
-
-
-def _with_mask(tensor: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(tensor), torch.empty_like(tensor, dtype=torch.bool)
-
-
-def _qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    *batch, rows, columns = matrix.shape
-    factored = matrix.new_empty((*batch, columns, rows)).mT
-    return factored, matrix.new_empty((*batch, min(rows, columns)))
-
-
-def _batched_product(
-    added: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta: Any = 1, alpha: Any = 1
-) -> Tensor:
-    return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
 
 
 def _int4_product(a: Tensor, b: Tensor, group: int, scales_and_zeros: Tensor) -> Tensor:
@@ -77,21 +57,9 @@ def _int4_product(a: Tensor, b: Tensor, group: int, scales_and_zeros: Tensor) ->
     return a.new_empty((a.shape[0], b.shape[0] * 8))
 
 
-_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""By the input, by its weight and by its bias."""
-
-
-def layer_norm(
-    grad_out: Tensor,
-    input: Tensor,
-    normalized_shape: list[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    output_mask: list[bool],
-) -> _Gradients:
+def layer_norm(grad_out: Tensor, input: Tensor, *args: Any) -> Gradients:
     """Contiguous."""
+    weight, bias, output_mask = args[-3:]
     gradient = torch.empty_like(input, memory_format=torch.contiguous_format)
     return (
         gradient if output_mask[0] else None,
@@ -100,13 +68,13 @@ def layer_norm(
     )
 
 
-def cudnn_batch_norm(input: Tensor, grad_output: Tensor, weight: Tensor, *args: Any) -> _Gradients:
+def cudnn_batch_norm(input: Tensor, grad_output: Tensor, weight: Tensor, *args: Any) -> Gradients:
     """As the input's format."""
     gradient = torch.empty_like(input, memory_format=suggested_format(input))
     return gradient, torch.empty_like(weight), torch.empty_like(weight)
 
 
-def batch_norm(grad_out: Tensor, input: Tensor, *args: Any) -> _Gradients:
+def batch_norm(grad_out: Tensor, input: Tensor, *args: Any) -> Gradients:
     """As the input's format."""
     gradient, *others = decompositions.native_batch_norm_backward(grad_out, input, *args)
     if gradient is not None:
@@ -160,7 +128,9 @@ native/Activation.cpp (hardswish_backward, elu_backward).
 """
 
 WRONG: dict[str, Callable[..., Any]] = {
-    "baddbmm.dtype": _batched_product,
+    "baddbmm.dtype": lambda added, a, b, out_dtype, **factors: a.new_empty(
+        (*a.shape[:-1], b.shape[-1]), dtype=out_dtype
+    ),
     "_weight_int4pack_mm": _int4_product,
     **_LAYOUTS,
 }
@@ -184,12 +154,19 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "_sample_dirichlet": _like_first,
     "_dirichlet_grad": _like_first,
     "fractional_max_pool3d_backward": _like_second,
-    "geqrf": _qr,
-    "_scaled_mm.out": _into,
-    "_scaled_mm_v2.out": _into,
-    "fake_quantize_per_tensor_affine_cachemask": _with_mask,
-    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": _with_mask,
-    "fake_quantize_per_channel_affine_cachemask": _with_mask,
+    "geqrf": lambda matrix: (
+        matrix.new_empty(matrix.mT.shape).mT,
+        matrix.new_empty((*matrix.shape[:-2], min(matrix.shape[-2:]))),
+    ),
+    **dict.fromkeys(("_scaled_mm.out", "_scaled_mm_v2.out"), lambda *_, out, **__: out),
+    **dict.fromkeys(
+        (
+            "fake_quantize_per_tensor_affine_cachemask",
+            "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+            "fake_quantize_per_channel_affine_cachemask",
+        ),
+        lambda tensor, *_: (torch.empty_like(tensor), torch.empty_like(tensor, dtype=torch.bool)),
+    ),
     **dict.fromkeys(_FUSED_OPTIMIZERS, lambda *args, **kwargs: None),
 }
 """By operator name, and what compiled code calls with a buffer of its own for the result."""

@@ -23,6 +23,7 @@ from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import HALVES, accumulated, copied, suggested_format
 from pytest_gpumem.simulated.operators.rules import (
     Composite,
+    Gradients,
     Rule,
     Scratch,
     copies_of,
@@ -31,8 +32,6 @@ from pytest_gpumem.simulated.operators.rules import (
 )
 
 _aten = torch.ops.aten
-_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""By the input, by its weight and by its bias."""
 
 
 def rms_norm(
@@ -152,7 +151,7 @@ def _blocks(rows: int, columns: int) -> int:
 
 
 def _layer_norm_gradients(
-    gpu: GPU, grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], result: _Gradients
+    gpu: GPU, grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], result: Gradients
 ) -> Iterator[Tensor]:
     grad_input, *others = result
     given = [tensor for tensor in others if tensor is not None]
@@ -173,10 +172,9 @@ def _layer_norm_gradients(
     for tensor, earlier in zip(given, first, strict=True):
         # The sum of the partial results takes the place of the memory allocated for it.
         adopt(tensor, gpu)
-        shape, dtype = (blocks, columns), input.dtype
-        reductions.reduce(gpu, shape, (columns, 1), dtype, 0, reductions.SUMS, dtype)
+        shape = blocks, columns
+        reductions.reduce(gpu, shape, (columns, 1), input.dtype, 0, reductions.SUMS)
         scratch.drop(earlier)
-    scratch.free()
 
 
 def _layer_norm_backward(
@@ -212,10 +210,6 @@ def _is_kept(gpu: GPU, input: Tensor) -> bool:
     )
 
 
-def _group_norm_before(gpu: GPU, input: Tensor) -> Scratch | None:
-    return Scratch(gpu, *copied(input)) if gpu.version < _COPIES_INSIDE else None
-
-
 def _group_norm(
     gpu: GPU,
     input: Tensor,
@@ -231,11 +225,9 @@ def _group_norm(
     is_copied = gpu.version >= _COPIES_INSIDE and not is_kept
     scratch = Scratch(gpu, *(copied(input) if is_copied else ()))
     if input.dtype in HALVES and gpu.version >= _FLOAT_STATISTICS:
-        scratch.take(N * group * nbytes)
-        scratch.take(N * group * nbytes)
+        scratch.take(N * group * nbytes, N * group * nbytes)
     if HxW > 1 and (weight is not None or bias is not None or is_kept):
-        scratch.take(N * C * nbytes)
-        scratch.take(N * C * nbytes)
+        scratch.take(N * C * nbytes, N * C * nbytes)
 
 
 def _group_norm_gradients(gpu: GPU, grad_out: Tensor, input: Tensor) -> Scratch:
@@ -252,7 +244,7 @@ def _group_norm_backward(
     C: int,
     HxW: int,
     group: int,
-    result: _Gradients,
+    result: Gradients,
 ) -> None:
     if not N:
         return
@@ -260,8 +252,7 @@ def _group_norm_backward(
     is_kept = _is_kept(gpu, input)
     scratch = Scratch(gpu)
     if HxW > 1 or gpu.version < _COPIES_INSIDE:
-        scratch.take(N * C * nbytes)
-        scratch.take(N * C * nbytes)
+        scratch.take(N * C * nbytes, N * C * nbytes)
     if result[0] is not None:
         sums = [scratch.take(N * group * nbytes) for _ in range(2)]
         if HxW > 1 and weight is not None and not is_kept:
@@ -272,14 +263,17 @@ def _group_norm_backward(
 COMPOSITES: dict[str, Composite] = {"aten.rms_norm.default": rms_norm}
 
 RULES = {
-    "aten::native_layer_norm": Rule(before=copies_of("input", "weight", "bias")),
-    "aten::native_layer_norm_backward": Rule(
+    "native_layer_norm": Rule(before=copies_of("input", "weight", "bias")),
+    "native_layer_norm_backward": Rule(
         before=copies_of("input", "weight", "bias"),
         placed=_layer_norm_gradients,
         after=_layer_norm_backward,
     ),
-    "aten::native_group_norm": Rule(before=_group_norm_before, after=_group_norm),
-    "aten::native_group_norm_backward": Rule(
-        before=_group_norm_gradients, after=_group_norm_backward
+    "native_group_norm": Rule(
+        before=lambda gpu, input: Scratch(
+            gpu, *(copied(input) if gpu.version < _COPIES_INSIDE else ())
+        ),
+        after=_group_norm,
     ),
+    "native_group_norm_backward": Rule(before=_group_norm_gradients, after=_group_norm_backward),
 }

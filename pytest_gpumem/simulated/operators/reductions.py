@@ -8,6 +8,16 @@ ReduceLogicKernel.cu, ReduceArgMaxKernel.cu, ReduceMaxValuesKernel.cu, ReduceAMi
 DistanceKernel.cu (pdist_backward_kernel_impl, cdist_backward_kernel_impl: each pair of rows writes
 its part of a gradient, and ``sum_out`` adds them up), native/Normalization.cpp (renorm_out), of
 torch 2.6 to 2.15.
+
+Lists of tensors are reduced in one launch: ForeachReduceOp.cu (foreach_tensor_norm_cuda,
+foreach_tensor_max_cuda), MultiTensorApply.cuh (kChunkSize) and native/ForeachUtils.h
+(can_use_fast_route), torch 2.6 to 2.15. Lists of results are outputs; metadata travels as kernel
+arguments. In the slow route each tensor is reduced by itself. Up to 2.14 every tensor has as many
+partial results as the longest one; since 2.15 each has its own, behind a list of where they begin:
+torch's own code on the dry device, with three tensors of 100,000 elements and one of 5.
+
+The fused optimizers and the ones of GradScaler (native/cuda/FusedSgdKernel.cu, FusedAdamKernel.cu,
+FusedAdagradKernel.cu, AmpKernels.cu) allocate nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +31,14 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.layout import HALVES, INDEXABLE, accumulated, copied
+from pytest_gpumem.simulated.operators.layout import (
+    HALVES,
+    INDEX_BYTES,
+    INDEXABLE,
+    accumulated,
+    copied,
+    is_dense,
+)
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
 Dims = tuple[int, ...]
@@ -188,12 +205,10 @@ def _sum_bytes(dtype: torch.dtype) -> int:
     return accumulated(dtype).itemsize
 
 
-def _norm_bytes(dtype: torch.dtype) -> int:
-    return dtype.to_real().itemsize if dtype.is_complex else _sum_bytes(dtype)
-
-
 SUMS = Accumulator(_sum_bytes)
-NORMS = Accumulator(_norm_bytes)
+NORMS = Accumulator(
+    lambda dtype: dtype.to_real().itemsize if dtype.is_complex else _sum_bytes(dtype)
+)
 VALUES = Accumulator(lambda dtype: dtype.itemsize)
 _TRUTH = Accumulator(lambda dtype: 1)
 TWO_VALUES = Accumulator(lambda dtype: 2 * dtype.itemsize, in_output=False)
@@ -209,11 +224,11 @@ def reduce(
     dtype: torch.dtype,
     dims: Over,
     accumulator: Accumulator,
-    result: torch.dtype,
+    result: torch.dtype | None = None,
 ) -> None:
     """Allocate and free the memory of reducing a tensor over ``dims`` (all: ``None``).
 
-    ``dtype`` is the type that the kernel reads, ``result`` the one it writes.
+    ``dtype`` is the type that the kernel reads, ``result`` the one it writes, by default the same.
     """
     elements, rank = math.prod(shape), len(shape)
     if elements < MAX_VALUES * 32:
@@ -230,8 +245,9 @@ def reduce(
     scratch = Scratch(gpu)
     if len(found) > 1:
         # Parts of one output are added up in a buffer where the output's type would lose digits.
-        is_buffered = not accumulator.in_output or (result == dtype and dtype in HALVES)
-        if is_buffered and result.itemsize < partial_bytes:
+        is_same = result in (None, dtype)
+        is_buffered = not accumulator.in_output or (is_same and dtype in HALVES)
+        if is_buffered and (result or dtype).itemsize < partial_bytes:
             outputs = elements // math.prod(shape[d] for d in reduced)
             scratch.take(outputs * partial_bytes)
     for sizes in found:
@@ -255,8 +271,7 @@ def reduce_tensor(
     gpu: GPU, tensor: Tensor, dims: Over, kind: Accumulator, result: torch.dtype | None = None
 ) -> None:
     """:func:`reduce` of ``tensor`` as it is, by default to its own type."""
-    dtype = tensor.dtype
-    reduce(gpu, tuple(tensor.shape), tensor.stride(), dtype, dims, kind, result or dtype)
+    reduce(gpu, tuple(tensor.shape), tensor.stride(), tensor.dtype, dims, kind, result)
 
 
 def _sum(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:
@@ -268,14 +283,9 @@ def _sum(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:
 
 
 def _converted_sum(gpu: GPU, self: Tensor, result: Tensor, dim: Over) -> None:
-    dtype = result.dtype
-    converted = Scratch(gpu, self.numel() * dtype.itemsize)
-    reduce(gpu, tuple(self.shape), self.stride(), dtype, dim, SUMS, dtype)
+    converted = Scratch(gpu, self.numel() * result.element_size())
+    reduce(gpu, tuple(self.shape), self.stride(), result.dtype, dim, SUMS)
     converted.free()
-
-
-def _highest(gpu: GPU, self: Tensor, dim: int | None = None) -> None:
-    reduce_tensor(gpu, self, dim, VALUES if dim is None else VALUE_AND_INDEX)
 
 
 def _position(gpu: GPU, self: Tensor, dim: int | None, result: Tensor) -> None:
@@ -294,23 +304,14 @@ def _truth(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:
         reduce_tensor(gpu, self, dim, _TRUTH, result.dtype)
 
 
-def _truth_values(gpu: GPU, self: Tensor) -> Scratch:
-    # count_nonzero is (self != 0).sum(dim).
-    return Scratch(gpu, self.numel())
-
-
 # Distances between rows: the parts of their gradients; norms that are limited.
 
 
 def _parts(gpu: GPU, shape: tuple[int, int, int, int], like: Tensor) -> None:
     """Allocate and free (batch, others, rows, columns), and the memory of summing over others."""
-    batch, others, rows, columns = shape
-    elements = batch * others * rows * columns
-    if not elements:
-        return
-    parts = Scratch(gpu, elements * like.element_size())
-    strides = (others * rows * columns, rows * columns, columns, 1)
-    reduce(gpu, shape, strides, like.dtype, 1, SUMS, like.dtype)
+    parts = Scratch(gpu, math.prod(shape) * like.element_size())
+    strides = math.prod(shape[1:]), math.prod(shape[2:]), shape[3], 1
+    reduce(gpu, shape, strides, like.dtype, 1, SUMS)
     parts.free()
 
 
@@ -338,29 +339,84 @@ def _renorm(gpu: GPU, self: Tensor, dim: int) -> None:
     passing(gpu, slices * dtype.itemsize, slices * self.element_size() if is_converted else 0)
 
 
+CHUNK = 65_536
+"""Elements one block reduces."""
+
+_OWN_CHUNKS_SINCE = (2, 15)
+
+_FAST_ORDERS = frozenset({1, 2, math.inf})
+
+
+def _is_one_launch(tensors: Sequence[Tensor]) -> bool:
+    first = tensors[0] if tensors else None
+    return first is not None and all(
+        tensor.dtype == first.dtype and tensor.device == first.device and is_dense(tensor)
+        for tensor in tensors
+    )
+
+
+def _norm_is_one_launch(tensors: Sequence[Tensor], order: float) -> bool:
+    return (
+        order in _FAST_ORDERS
+        and all(tensor.dtype.is_floating_point for tensor in tensors)
+        and _is_one_launch(tensors)
+    )
+
+
+def _partial_results(gpu: GPU, tensors: Sequence[Tensor], itemsize: int) -> list[int]:
+    """Return the sizes that are taken for partial results."""
+    chunks = [-(-tensor.numel() // CHUNK) for tensor in tensors]
+    if gpu.version < _OWN_CHUNKS_SINCE:
+        return [len(chunks) * max(chunks) * itemsize]
+    begins = len([count for count in chunks if count]) + 1
+    return [begins * INDEX_BYTES, sum(chunks) * itemsize]
+
+
+def _before_norm(
+    gpu: GPU, self: Sequence[Tensor], ord: float, dtype: torch.dtype | None
+) -> Scratch | None:
+    if not _norm_is_one_launch(self, ord):
+        return None
+    return Scratch(gpu, *_partial_results(gpu, self, accumulated(dtype or self[0].dtype).itemsize))
+
+
+def _after_norm(gpu: GPU, self: Sequence[Tensor], ord: float) -> None:
+    if not _norm_is_one_launch(self, ord):
+        for tensor in self:
+            reduce_tensor(gpu, tensor, None, NORMS)
+
+
+def _before_max(gpu: GPU, self: Sequence[Tensor]) -> Scratch | None:
+    if not _is_one_launch(self):
+        return None
+    return Scratch(gpu, *_partial_results(gpu, self, self[0].element_size())[:-1])
+
+
+def _after_max(gpu: GPU, self: Sequence[Tensor]) -> None:
+    if _is_one_launch(self):
+        passing(gpu, _partial_results(gpu, self, self[0].element_size())[-1])
+
+
 RULES = {
-    "aten::_cdist_backward": Rule(after=_cdist_backward),
-    "aten::_pdist_backward": Rule(after=_pdist_backward),
-    "aten::renorm": Rule(after=_renorm),
-    "aten::renorm_": Rule(after=_renorm),
-    "aten::sum": Rule(after=_sum),
-    "aten::nansum": Rule(after=_sum),
-    "aten::mean": Rule(after=_sum),
-    "aten::prod": Rule(after=_sum),
-    "aten::linalg_vector_norm": _over(NORMS),
-    "aten::norm": _over(NORMS),
-    "aten::var": _over(MOMENTS),
-    "aten::std": _over(MOMENTS),
-    "aten::var_mean": _over(MOMENTS),
-    "aten::std_mean": _over(MOMENTS),
-    "aten::argmax": Rule(after=_position),
-    "aten::argmin": Rule(after=_position),
-    "aten::max": Rule(after=_highest),
-    "aten::min": Rule(after=_highest),
-    "aten::amax": _over(VALUES),
-    "aten::amin": _over(VALUES),
-    "aten::aminmax": _over(TWO_VALUES),
-    "aten::any": Rule(after=_truth),
-    "aten::all": Rule(after=_truth),
-    "aten::count_nonzero": Rule(before=_truth_values, after=_converted_sum),
+    "_cdist_backward": Rule(after=_cdist_backward),
+    "_pdist_backward": Rule(after=_pdist_backward),
+    "renorm renorm_": Rule(after=_renorm),
+    "sum nansum mean prod": Rule(after=_sum),
+    "linalg_vector_norm norm": _over(NORMS),
+    "var std var_mean std_mean": _over(MOMENTS),
+    "argmax argmin": Rule(after=_position),
+    "max min": Rule(
+        after=lambda gpu, self, dim=None: reduce_tensor(
+            gpu, self, dim, VALUES if dim is None else VALUE_AND_INDEX
+        )
+    ),
+    "amax amin": _over(VALUES),
+    "aminmax": _over(TWO_VALUES),
+    "any all": Rule(after=_truth),
+    # (self != 0).sum(dim)
+    "count_nonzero": Rule(
+        before=lambda gpu, self: Scratch(gpu, self.numel()), after=_converted_sum
+    ),
+    "_foreach_norm _foreach_powsum": Rule(before=_before_norm, after=_after_norm),
+    "_foreach_max": Rule(before=_before_max, after=_after_max),
 }

@@ -1,23 +1,31 @@
-"""Recurrent layers: cuDNN's kernels, and their parameters in one buffer.
+"""Recurrent layers: cuDNN's kernels, their parameters in one buffer, and cells.
 
 Source: aten/src/ATen/native/cudnn/RNN.cpp (_cudnn_impl, try_get_weight_buf, _cudnn_rnn,
 _cudnn_rnn_backward, _cudnn_rnn_flatten_weight), native/ConvUtils.h (cudnn_is_acceptable), of torch
 2.6 to 2.15. cuDNN's workspace and reserve come from :mod:`cudnn`;
 the state of its dropout, of a size that only cuDNN determines, is left out.
+
+The layers that cuDNN does not take are a fused cell for each step: native/RNN.cpp (LSTMCell,
+GRUCell, FullLayer, FullBidirectionalLayer, apply_layer_stack, _lstm_impl), native/cuda/RNN.cu
+(_thnn_fused_lstm_cell_cuda, _thnn_fused_gru_cell_cuda), torch 2.6 to 2.15. Layers without gates
+have no fused cell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
 import torch.backends.cudnn.rnn as cudnn_rnn
 from torch import Tensor
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators import cudnn, rnn_cells
+from pytest_gpumem.simulated.machine.real import recurrent
+from pytest_gpumem.simulated.operators import cudnn
 from pytest_gpumem.simulated.operators.rules import Composite, Scratch, is_traced
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
@@ -25,22 +33,10 @@ _DTYPES = frozenset({torch.float16, torch.float32, torch.float64})
 _aten = torch.ops.aten
 
 
-def is_acceptable(tensor: Tensor) -> bool:
-    """``torch.backends.cudnn.is_acceptable`` of a build that has cuDNN."""
-    return _may_be_acceptable(tensor) and tensor.dtype in _DTYPES
-
-
-def _may_be_acceptable(tensor: Tensor) -> bool:
-    return tensor.is_cuda and bool(torch.backends.cudnn.enabled) and tensor.numel() > 0
-
-
-def _cudnn_takes(gpu: GPU, tensor: Tensor) -> bool:
-    """``cudnn_is_acceptable``, which since 2.11 accepts a type that its Python namesake does not.
-
-    So parameters in bfloat16 are never made one buffer, and each call copies them into one.
-    """
-    also = tensor.dtype is torch.bfloat16 and gpu.version >= (2, 11)
-    return _may_be_acceptable(tensor) if also else is_acceptable(tensor)
+def is_acceptable(tensor: Tensor, dtypes: Set[torch.dtype] = _DTYPES) -> bool:
+    """``torch.backends.cudnn.is_acceptable`` of a build that has cuDNN, for these ``dtypes``."""
+    is_enabled = tensor.is_cuda and torch.backends.cudnn.enabled
+    return bool(is_enabled and tensor.numel() > 0 and tensor.dtype in dtypes)
 
 
 def _flatten_weight(weights: list[Tensor], per_layer: int, *args: Any) -> Tensor:
@@ -118,12 +114,15 @@ def _layer(name: str, overload: Any) -> Composite:
         hx, params, *shape = rest
         if is_packed:
             shape.append(False)
-        if _cudnn_takes(gpu, input):
+        # cudnn_is_acceptable since 2.11 accepts a type that its Python namesake does not: bfloat16
+        # parameters are never made one buffer, and each call copies them into one.
+        also = gpu.version >= (2, 11)
+        if is_acceptable(input, {*_DTYPES, torch.bfloat16} if also else _DTYPES):
             lengths = [] if batch_sizes is None else batch_sizes.tolist()
             return _run(name, input, hx, params, shape, lengths)
         has_cell = not is_packed and name in ("lstm", "gru")
         if has_cell and input.is_cuda and not is_traced(input):
-            return rnn_cells.run_in_steps(gpu, name, input, hx, params, shape)
+            return run_in_steps(gpu, name, input, hx, params, shape)
         return overload.decompose(*args)
 
     return layer
@@ -144,31 +143,11 @@ def _run(
     projected = name == "lstm" and hidden.shape[2] != size
     per_layer = (4 if has_biases else 2) + projected
     output, hy, cy, _, _ = _aten._cudnn_rnn(
-        input,
-        params,
-        per_layer,
-        _buffer_of(params),
-        hidden,
-        cell,
-        _MODES[name],
-        size,
-        hidden.shape[2] if projected else 0,
-        layers,
-        batch_first,
-        dropout,
-        train,
-        bidirectional,
-        batch_sizes,
-        None,
+        *(input, params, per_layer, _buffer_of(params), hidden, cell, _MODES[name], size),
+        *(hidden.shape[2] if projected else 0, layers, batch_first, dropout, train, bidirectional),
+        *(batch_sizes, None),
     )
     return (output, hy, cy) if name == "lstm" else (output, hy)
-
-
-COMPOSITES: dict[str, Composite] = {
-    f"aten.{name}.{overload}": _layer(name, getattr(getattr(_aten, name), overload))
-    for name in _MODES
-    for overload in ("input", "data")
-} | rnn_cells.COMPOSITES
 
 
 # Below autograd.
@@ -182,15 +161,10 @@ def _forward(
     weight_buf: Tensor | None,
     hx: Tensor,
     cx: Tensor | None,
-    mode: int,
-    hidden_size: int,
-    proj_size: int,
-    num_layers: int,
-    batch_first: bool,
-    train: bool,
-    bidirectional: bool,
-    batch_sizes: list[int],
+    *args: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    settings = args[6:15]
+    _, hidden_size, proj_size, _, batch_first, _, train, bidirectional, batch_sizes = settings
     by_time = input.transpose(0, 1) if batch_first and not batch_sizes else input
     copied = by_time.contiguous()
     width = (proj_size or hidden_size) * (2 if bidirectional else 1)
@@ -200,7 +174,7 @@ def _forward(
     buffer = weight_buf
     if buffer is None:
         buffer = input.new_empty(_buffer_elements(weight, weight_stride0))
-    call = _recurrent(mode, hidden_size, num_layers, bidirectional, batch_sizes, copied, buffer)
+    call = _recurrent(copied, buffer, settings)
     workspace = _workspace(gpu, call)
     reserve = input.new_empty(cudnn.reserve_bytes(call) if train else 0, dtype=torch.uint8)
     if train:
@@ -214,26 +188,14 @@ def _forward(
     return output, hy, cy, reserve, buffer
 
 
-def _recurrent(
-    mode: int,
-    hidden_size: int,
-    layers: int,
-    bidirectional: bool,
-    batch_sizes: list[int],
-    by_time: Tensor,
-    buffer: Tensor,
-) -> cudnn.Recurrent:
+def _recurrent(by_time: Tensor, buffer: Tensor, settings: Sequence[Any]) -> cudnn.Recurrent:
+    """Return a call of layers; ``settings`` are the schema's, from the mode to the batch sizes."""
+    mode, hidden_size, _, layers, _, _, _, bidirectional, batch_sizes = settings
     rows = sum(batch_sizes) if batch_sizes else by_time.shape[0] * by_time.shape[1]
-    return cudnn.Recurrent(
-        list(_MODES)[mode],
-        rows,
-        batch_sizes[0] if batch_sizes else by_time.shape[1],
-        hidden_size,
-        layers,
-        2 if bidirectional else 1,
-        buffer.numel(),
-        buffer.element_size(),
-    )
+    batch = batch_sizes[0] if batch_sizes else by_time.shape[1]
+    directions = 2 if bidirectional else 1
+    sizes = rows, batch, hidden_size, layers, directions, buffer.numel(), buffer.element_size()
+    return cudnn.Recurrent(list(_MODES)[mode], *sizes)
 
 
 def _workspace(gpu: GPU, call: cudnn.Recurrent) -> Scratch:
@@ -254,14 +216,11 @@ def _backward(
     grad_output: Tensor | None,
     grad_hy: Tensor | None,
     grad_cy: Tensor | None,
-    mode: int,
-    hidden_size: int,
-    num_layers: int,
-    batch_first: bool,
-    bidirectional: bool,
-    batch_sizes: list[int],
     output_mask: list[bool],
+    *args: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
+    settings = args[10:19]
+    _, _, _, _, batch_first, _, _, _, batch_sizes = settings
     transposed = batch_first and not batch_sizes
     if grad_output is None:
         grad_output = torch.zeros_like(output, memory_format=torch.contiguous_format)
@@ -269,9 +228,7 @@ def _backward(
     if cx is not None:
         states.append(torch.zeros_like(cx) if grad_cy is None else grad_cy)
     by_time = input.transpose(0, 1) if transposed else input
-    call = _recurrent(
-        mode, hidden_size, num_layers, bidirectional, batch_sizes, by_time, weight_buf
-    )
+    call = _recurrent(by_time, weight_buf, settings)
     kept = [
         by_time.contiguous(),
         (grad_output.transpose(0, 1) if transposed else grad_output).contiguous(),
@@ -297,8 +254,184 @@ def _backward(
     return dx.transpose(0, 1) if transposed else dx, dhx, dcx, grads
 
 
+# One fused kernel behind two products.
+
+
+def _lstm_cell(*args: Any) -> Any:
+    input, hx, *parameters = args
+    if not input.is_cuda:
+        return _aten.lstm_cell.default.decompose(*args)
+    return _lstm_step(input, (hx[0], hx[1]), parameters)
+
+
+def _lstm_step(input: Tensor, state: tuple[Tensor, Tensor], parameters: Any) -> Any:
+    w_ih, w_hh, b_ih, b_hh, *projection = parameters
+    gates = (torch.matmul(input, w_ih.t()), torch.matmul(state[0], w_hh.t()))
+    hidden, cell, _ = _aten._thnn_fused_lstm_cell(*gates, state[1], b_ih, b_hh)
+    return (torch.matmul(hidden, projection[0].t()) if projection else hidden), cell
+
+
+def _gru_cell(gpu: GPU, *args: Any) -> Any:
+    input, hx, *parameters = args
+    if not input.is_cuda:
+        return _aten.gru_cell.default.decompose(*args)
+    if is_traced(input):
+        # torch has no shapes for it: compiled code breaks here, and continues after it.
+        raise UnsupportedOperatorException(_aten._thnn_fused_gru_cell.default)
+    return _gru_step(gpu, input, hx, parameters)
+
+
+def _gru_step(gpu: GPU, input: Tensor, hx: Tensor, parameters: Any) -> Any:
+    w_ih, w_hh, b_ih, b_hh = parameters
+    gates = (torch.matmul(input, w_ih.t()), torch.matmul(hx, w_hh.t()))
+    return _FusedGruCell.apply(gpu, *gates, hx, b_ih, b_hh)  # type: ignore[no-untyped-call]  # torch's
+
+
+class _FusedGruCell(torch.autograd.Function):
+    """_thnn_fused_gru_cell and its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gpu: GPU,
+        input_gates: Tensor,
+        hidden_gates: Tensor,
+        hx: Tensor,
+        input_bias: Tensor | None,
+        hidden_bias: Tensor | None,
+    ) -> Tensor:
+        workspace = hx.new_empty((hx.shape[0], hx.shape[1] * 5))
+        # Its gradient may be differentiated, which takes all of them (derivatives.yaml); they are
+        # released in the order of their names.
+        ctx.save_for_backward(hidden_bias, hidden_gates, hx, input_bias, input_gates, workspace)
+        ctx.biases = (input_bias is not None, hidden_bias is not None)
+        output = torch.empty_like(hx, memory_format=torch.contiguous_format)
+        gates = (input_gates, hidden_gates, hx, input_bias, hidden_bias)
+        ctx.gpu = gpu
+        gpu.simulation.values.assign((output, workspace), recurrent.gru_cell, *gates)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        *_, workspace = ctx.saved_tensors
+        batch, size = gradients[0].shape
+        grad_input_gates = workspace.new_empty((batch, 3 * size))
+        grad_hidden_gates = workspace.new_empty((batch, 3 * size))
+        grad_hx = torch.empty_like(gradients[0], memory_format=torch.contiguous_format)
+        ctx.gpu.simulation.values.assign(
+            (grad_input_gates, grad_hidden_gates, grad_hx),
+            recurrent.gru_cell_backward,
+            gradients[0],
+            workspace,
+        )
+        grad_biases = [
+            gates.sum(0) if has_bias else None
+            for gates, has_bias in zip(
+                (grad_input_gates, grad_hidden_gates), ctx.biases, strict=True
+            )
+        ]
+        wanted = grad_hx if ctx.needs_input_grad[3] else None
+        return None, grad_input_gates, grad_hidden_gates, wanted, *grad_biases
+
+
+def _fused_lstm(input_gates: Tensor, cx: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # The shapes that torch has for it ask, up to 2.13, where the biases are, if there are any.
+    workspace = torch.empty_like(input_gates, memory_format=torch.contiguous_format)
+    hidden, cell = (torch.empty_like(cx, memory_format=torch.contiguous_format) for _ in range(2))
+    return hidden, cell, workspace
+
+
+# Layers of padded sequences.
+
+_Cell = Callable[[Tensor, Any, Sequence[Tensor | None]], Any]
+"""(input, state, parameters of a layer) -> the next state."""
+
+
+def _stacked(
+    cell: _Cell,
+    input: Tensor,
+    states: list[Any],
+    groups: list[Sequence[Tensor | None]],
+    dropout: float,
+    bidirectional: bool,
+) -> tuple[Tensor, list[Any]]:
+    """Return the output of the last layer by time, and the final state of each direction.
+
+    ``states`` and ``groups`` have an entry for each layer and direction; a ``dropout`` above zero
+    applies between layers.
+    """
+    finals: list[Any] = []
+    directions = 2 if bidirectional else 1
+    for first in range(0, len(groups), directions):
+        if first and dropout:
+            input = torch.dropout(input, dropout, True)
+        if bidirectional:
+            pairs = [(states[first + at], groups[first + at]) for at in range(2)]
+            input, *final = _both_ways(cell, input, pairs)
+        else:
+            outputs, *final = _steps(cell, input.unbind(0), states[first], groups[first])
+            input = torch.stack(outputs)
+            del outputs
+        finals += final
+    return input, finals
+
+
+def _both_ways(
+    cell: _Cell, input: Tensor, pairs: list[tuple[Any, Sequence[Tensor | None]]]
+) -> tuple[Tensor, Any, Any]:
+    steps = input.unbind(0)
+    forward, last = _steps(cell, steps, *pairs[0])
+    there = torch.stack(forward)
+    backward, first = _steps(cell, steps[::-1], *pairs[1])
+    back = torch.stack(backward[::-1])
+    return torch.cat([there, back], there.dim() - 1), last, first
+
+
+def _steps(
+    cell: _Cell, steps: Sequence[Tensor], state: Any, parameters: Sequence[Tensor | None]
+) -> tuple[list[Tensor], Any]:
+    outputs = []
+    for step in steps:
+        state = cell(step, state, parameters)
+        outputs.append(state[0] if isinstance(state, tuple) else state)
+    return outputs, state
+
+
+def run_in_steps(
+    gpu: GPU, name: str, input: Tensor, hx: Any, params: list[Tensor], shape: Sequence[Any]
+) -> Any:
+    """Run an ``lstm`` or a ``gru``; ``shape`` is what follows the parameters in its schema."""
+    has_biases, layers, dropout, train, bidirectional, batch_first = shape
+    size = len(params) // (layers * (2 if bidirectional else 1))
+    groups: list[Any] = [params[first : first + size] for first in range(0, len(params), size)]
+    if not has_biases:
+        groups = [(*group[:2], None, None, *group[2:]) for group in groups]
+    by_time = input.transpose(0, 1) if batch_first else input
+    chances = dropout if train else 0.0
+    if name == "gru":
+        cell: _Cell = partial(_gru_step, gpu)
+        states = list(hx.unbind(0))
+        output, finals = _stacked(cell, by_time, states, groups, chances, bidirectional)
+        last: tuple[Tensor, ...] = (torch.stack(finals),)
+    else:
+        states = list(zip(hx[0].unbind(0), hx[1].unbind(0), strict=True))
+        output, finals = _stacked(_lstm_step, by_time, states, groups, chances, bidirectional)
+        cells = torch.stack([cell for _, cell in finals])  # C++ evaluates the last argument first
+        last = (torch.stack([hidden for hidden, _ in finals]), cells)
+    return (output.transpose(0, 1) if batch_first else output, *last)
+
+
+COMPOSITES: dict[str, Composite] = {
+    **{
+        f"aten.{name}.{overload}": _layer(name, getattr(getattr(_aten, name), overload))
+        for name in _MODES
+        for overload in ("input", "data")
+    },
+    "aten.lstm_cell.default": _lstm_cell,
+    "aten.gru_cell.default": _gru_cell,
+}
 IN_VIEW: dict[str, Composite] = {
     "aten._cudnn_rnn.default": _forward,
     "aten._cudnn_rnn_backward.default": _backward,
-    **rnn_cells.IN_VIEW,
+    "aten._thnn_fused_lstm_cell.default": _fused_lstm,
 }

@@ -101,15 +101,19 @@ class Scratch:
         self._gpu = gpu
         self._addresses: list[int] = []
         self._estimated: dict[int, int] = {}
-        for nbytes in sizes:
-            self.take(nbytes)
+        self.take(*sizes)
 
-    def take(self, nbytes: int) -> int:
-        """Allocate ``nbytes``; nothing, and address 0, for an empty tensor."""
-        if not nbytes:
-            return 0
-        address = self._gpu.allocator.malloc(nbytes, self._gpu.stream)
-        self._addresses.append(address)
+    def take(self, *sizes: int) -> int:
+        """Allocate ``sizes`` bytes one after the other; nothing for an empty tensor.
+
+        Returns the last address, 0 for none.
+        """
+        address = 0
+        for nbytes in sizes:
+            address = 0
+            if nbytes:
+                address = self._gpu.allocator.malloc(nbytes, self._gpu.stream)
+                self._addresses.append(address)
         return address
 
     def estimate(self, nbytes: int, library: str, what: str) -> int:
@@ -177,6 +181,9 @@ def copies_of(*names: str, like: str | None = None) -> Callable[..., Scratch]:
     take.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # inspect's
     return take
 
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""By an input, by its weight and by its bias."""
 
 Composite = Callable[..., Any]
 """A Python function for the parts of an operator, which names the values it uses, as in rules."""

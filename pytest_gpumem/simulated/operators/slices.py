@@ -7,7 +7,6 @@ gradient as large as its input; since 2.9 it is passed over. Source: aten/src/AT
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.gpu.device import parse_version
 
 PASSED_OVER_SINCE = (2, 9)
 
@@ -24,15 +24,10 @@ _FULL = slice(None)
 _getitem = torch._C.TensorBase.__getitem__
 
 
-def _running() -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    return (int(found[1]), int(found[2])) if found else PASSED_OVER_SINCE
-
-
 @contextmanager
 def made(version: tuple[int, int]) -> Iterator[None]:
     """Make the views that torch ``version`` makes, where the torch that runs does not."""
-    if version >= PASSED_OVER_SINCE or _running() < PASSED_OVER_SINCE:
+    if version >= PASSED_OVER_SINCE or parse_version(None) < PASSED_OVER_SINCE:
         yield
         return
     patches = Patches()

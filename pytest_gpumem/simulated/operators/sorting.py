@@ -1,9 +1,11 @@
-"""Sorting, selecting and scanning: copies, index ranges and CUB's storage.
+"""Sorting, selecting, scanning and sampling: copies, index ranges, checks and CUB's storage.
 
 Source: aten/src/ATen/native/cuda/Sort.cpp (sort_cuda_kernel), Sort.cu (should_use_small_sort),
 SortStable.cu (launch_stable_sort_kernel), TensorTopK.cpp and .cu (mbtopk::launch), Sorting.cpp
 (kthvalue, median), TensorModeKernel.cpp, ScanKernels.cpp, ScanUtils.cuh (scan_dim), Randperm.cu,
-MultinomialKernel.cu and native/Distributions.cpp (multinomial), torch 2.6 to 2.15.
+MultinomialKernel.cu, native/Distributions.cpp (multinomial), DistributionTemplates.h (normal_impl,
+normal_out_impl, CHECK_NORMAL_TENSOR_STD, bernoulli_impl_), cuda/DistributionBernoulli.cu and
+cuda/DistributionTemplates.h (bernoulli_kernel), torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import cub, reductions
-from pytest_gpumem.simulated.operators.counting import BOTH_EXTREMES_SINCE
-from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied, is_dense
+from pytest_gpumem.simulated.operators.comparisons import BOTH_EXTREMES_SINCE
+from pytest_gpumem.simulated.operators.layout import HALVES, INDEX_BYTES, copied, is_dense
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, copies_of, passing
 
 _SORTED_IN_SHARED_MEMORY = 4096
@@ -38,10 +40,6 @@ def _dim(tensor: Tensor, dim: int) -> int:
 # Sort.
 
 
-def _sort(gpu: GPU, self: Tensor, dim: int, result: _Pair) -> None:
-    sort_slices(gpu, self, _dim(self, dim), result[0].stride())
-
-
 def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int]) -> None:
     """Allocate and free the memory of sorting ``tensor`` along ``dim`` into given results."""
     if not tensor.dim() or not tensor.numel():
@@ -56,8 +54,7 @@ def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int
         strides = _with_last(tensor, dim)
         scratch.take(tensor.nbytes)
     if tuple(result_strides) != tuple(strides):
-        scratch.take(tensor.nbytes)
-        scratch.take(tensor.numel() * INDEX_BYTES)
+        scratch.take(tensor.nbytes, tensor.numel() * INDEX_BYTES)
     _sort_contiguous(gpu, tensor.numel(), length, tensor.element_size())
 
 
@@ -101,8 +98,7 @@ def _sort_batch(gpu: GPU, elements: int, length: int, element_bytes: int) -> Non
         for _ in range(slices):
             own.passing(storage)
     elif slices < _SLICES_SORTED_AT_ONCE:
-        own.take(elements * INDEX_BYTES)
-        own.take(elements * INDEX_BYTES)
+        own.take(elements * INDEX_BYTES, elements * INDEX_BYTES)
         keys = own.take(elements * element_bytes)
         own.passing(cub.radix_sort_pairs_bytes(elements, *pair, capability, sms))
         own.drop(keys)
@@ -143,8 +139,7 @@ def _topk(gpu: GPU, self: Tensor, k: int, dim: int, sorted: bool, result: _Pair)
     scratch.free()
     values, indices = result
     if sorted and k > _SORTED_IN_SHARED_MEMORY:
-        scratch.take(indices.nbytes)
-        scratch.take(values.nbytes)
+        scratch.take(indices.nbytes, values.nbytes)
         sort_slices(gpu, values, dim, values.stride())
         scratch.passing(indices.nbytes)
 
@@ -155,17 +150,13 @@ def _topk_of_many_blocks(gpu: GPU, slices: int, length: int, element_bytes: int)
     threads = model.sm_count * blocks_per_sm * _TOPK_THREADS
     items = max(4, min(-(-length * slices // threads), 64))
     blocks = slices * -(-length // (items * _TOPK_THREADS))
-    scratch = Scratch(gpu)
-    scratch.take(slices * element_bytes)
+    scratch = Scratch(gpu, slices * element_bytes)
     if gpu.version < _DIGIT_SUMS_SINCE:
         scratch.take(slices * 4)
-    scratch.take(2 * slices * 4)
-    scratch.take(2 * slices * max(4, element_bytes))
-    scratch.take(blocks * _RADIX_DIGITS * 2)
+    scratch.take(2 * slices * 4, 2 * slices * max(4, element_bytes), blocks * _RADIX_DIGITS * 2)
     if gpu.version >= _DIGIT_SUMS_SINCE:
         scratch.take(slices * _RADIX_DIGITS * 4)
-    scratch.take(blocks * 4)
-    scratch.take(blocks * 4)
+    scratch.take(blocks * 4, blocks * 4)
     for _ in range(2):
         scratch.passing(cub.sum_by_key_bytes(blocks, 4, model.compute_capability))
 
@@ -287,8 +278,7 @@ def _check_weights(gpu: GPU, scratch: Scratch, weights: Tensor, rows: int) -> No
     """Allocate for the sanity checks: extremes, their validity, whether a row has no weight."""
     size = weights.element_size()
     if gpu.version >= BOTH_EXTREMES_SINCE:
-        scratch.take(size)
-        scratch.take(size)
+        scratch.take(size, size)
         reductions.reduce_tensor(gpu, weights, None, reductions.TWO_VALUES)
         is_finite = scratch.take(1)
         is_positive = scratch.take(1)
@@ -313,19 +303,47 @@ def _check_weights(gpu: GPU, scratch: Scratch, weights: Tensor, rows: int) -> No
     scratch.passing(1)
 
 
+def _check(gpu: GPU, std: Tensor | float = 1.0) -> None:
+    """``std.min().ge(0)``: no deviation is below zero."""
+    if isinstance(std, Tensor) and std.numel():
+        least = Scratch(gpu, std.element_size())
+        reductions.reduce_tensor(gpu, std, None, reductions.VALUES)
+        least.passing(1)
+
+
+def _normal(
+    gpu: GPU, result: Tensor, mean: Tensor | float = 0.0, std: Tensor | float = 1.0
+) -> None:
+    if isinstance(std, Tensor):
+        _check(gpu, std)
+        if not isinstance(mean, Tensor):
+            passing(gpu, result.element_size())
+    elif isinstance(mean, Tensor):
+        passing(gpu, result.nbytes)
+
+
+def _bernoulli(gpu: GPU, self: Tensor, p: Tensor | float | None = None) -> None:
+    """Probabilities of 16 bits are read as float32."""
+    given = p if isinstance(p, Tensor) else self if p is None else None
+    if given is not None and given.dtype in HALVES:
+        passing(gpu, given.numel() * 4)
+
+
 RULES = {
-    "aten::sort": Rule(after=_sort),
-    "aten::topk": Rule(after=_topk),
-    "aten::kthvalue": Rule(before=copies_of("self")),
-    "aten::median": Rule(before=_median),
-    "aten::nanmedian": Rule(before=_nanmedian),
-    "aten::mode": Rule(after=_mode),
-    "aten::cumsum": Rule(after=_scan),
-    "aten::cumprod": Rule(after=_scan),
-    "aten::_logcumsumexp": Rule(after=_scan),
-    "aten::logcumsumexp": Rule(after=_scan),
-    "aten::_cummax_helper": Rule(after=copies_of("self")),
-    "aten::_cummin_helper": Rule(after=copies_of("self")),
-    "aten::randperm": Rule(after=_randperm),
-    "aten::multinomial": Rule(after=_multinomial),
+    "sort": Rule(
+        after=lambda gpu, self, dim, result: sort_slices(
+            gpu, self, _dim(self, dim), result[0].stride()
+        )
+    ),
+    "topk": Rule(after=_topk),
+    "kthvalue": Rule(before=copies_of("self")),
+    "median": Rule(before=_median),
+    "nanmedian": Rule(before=_nanmedian),
+    "mode": Rule(after=_mode),
+    "cumsum cumprod _logcumsumexp logcumsumexp": Rule(after=_scan),
+    "_cummax_helper _cummin_helper": Rule(after=copies_of("self")),
+    "randperm": Rule(after=_randperm),
+    "multinomial": Rule(after=_multinomial),
+    "normal": Rule(before=_check, after=_normal),
+    "bernoulli bernoulli_": Rule(after=_bernoulli),
 }

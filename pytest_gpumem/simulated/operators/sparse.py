@@ -1,13 +1,16 @@
 """Sparse COO tensors, taken apart into the strided operators that CUDA's functions are made of.
 
 Kernels for ``meta`` get shapes wrong: a clone, a copy and a sum have no elements there. Operators
-missing here have no shapes on ``meta`` either, and are refused by name. Products are in
-``sparse_products``.
+missing here have no shapes on ``meta`` either, and are refused by name. The workspace of cuSPARSE's
+product is sized by the library; it is left out, with a note of the simulation.
 
 Source: aten/src/ATen/native/sparse/SparseTensor.cpp (clone_sparse, copy_into_sparse, sparse_mask),
-SparseTensorMath.cpp (intersection_binary_op_sparse_dense_out, add_sparse), FlattenIndicesCommon.h,
-cuda/SparseCUDATensor.cu (_coalesce_sparse_cuda) and SparseCUDATensorMath.cu (add_out_sparse_cuda,
-add_out_dense_sparse_cuda), native/TensorConversions.cpp (dense_to_sparse, sparse_to_dense),
+SparseTensorMath.cpp (intersection_binary_op_sparse_dense_out, add_sparse, _sparse_mm,
+_sparse_addmm), FlattenIndicesCommon.h, cuda/SparseCUDATensor.cu (_coalesce_sparse_cuda) and
+SparseCUDATensorMath.cu (add_out_sparse_cuda, add_out_dense_sparse_cuda, addmm_sparse_dense_cuda,
+s_addmm_out_sparse_dense_cuda_worker, _to_csr_int), cuda/SparseBlasLegacy.cpp
+(s_addmm_out_csr_sparse_dense_cuda_worker), native/TensorConversions.cpp (dense_to_sparse,
+sparse_to_dense), native/TensorShape.cpp (transpose, sparse_transpose_),
 native/EmbeddingBag.cpp (_embedding_bag_sparse_backward, apply_bag_size_backward),
 torch/csrc/autograd/functions/accumulate_grad.h, of torch 2.6.
 """
@@ -15,7 +18,6 @@ torch/csrc/autograd/functions/accumulate_grad.h, of torch 2.6.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from pytest_gpumem.simulated.machine.signatures import Args
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import cub
+from pytest_gpumem.simulated.operators.libraries import leave_out
 from pytest_gpumem.simulated.operators.rules import Composite, Scratch
 from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
 
@@ -44,9 +47,12 @@ def is_sparse(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.sparse_coo
 
 
-def _made(indices: Tensor, values: Tensor, like: Tensor, *, coalesced: bool) -> Tensor:
+def _made(
+    indices: Tensor, values: Tensor, like: Tensor, *, coalesced: bool | None = None
+) -> Tensor:
+    """Return a sparse tensor of the shape of ``like``, by default as coalesced as that."""
     made: Tensor = _aten._sparse_coo_tensor_unsafe(indices, values, like.shape)
-    return made._coalesced_(coalesced)
+    return made._coalesced_(like.is_coalesced() if coalesced is None else coalesced)
 
 
 def _become(tensor: Tensor, result: Tensor) -> Tensor:
@@ -61,9 +67,8 @@ def _clone(self: Tensor) -> Tensor:
     is_kept = node is not None and node.name() == "torch::autograd::AccumulateGrad"
     if is_kept and indices.is_contiguous() and values.is_contiguous():
         # A leaf takes the gradient's own parts. Here Python holds them too, and torch would copy.
-        return _made(indices, values, self, coalesced=self.is_coalesced())
-    parts = indices.clone(), values.clone()
-    return _made(*parts, self, coalesced=self.is_coalesced())
+        return _made(indices, values, self)
+    return _made(indices.clone(), values.clone(), self)
 
 
 def copy_(target: Tensor, source: Tensor) -> Tensor:
@@ -79,7 +84,7 @@ def copy_(target: Tensor, source: Tensor) -> Tensor:
 def converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return a copy of ``tensor`` with elements of ``dtype``, or of its own type."""
     values = tensor._values().to(dtype or tensor.dtype, copy=True)
-    return _made(tensor._indices().clone(), values, tensor, coalesced=tensor.is_coalesced())
+    return _made(tensor._indices().clone(), values, tensor)
 
 
 def _flattened(gpu: GPU, tensor: Tensor, *, clone: bool) -> Tensor:
@@ -94,16 +99,12 @@ def _flattened(gpu: GPU, tensor: Tensor, *, clone: bool) -> Tensor:
     known = values.known(indices)
     values.forget(storage_key(flat))
     if known is not None:
-        values.keep(flat, _flat(known, tensor.shape[:dims]))
+        with torch._C._DisableTorchDispatch():
+            found = torch.zeros(known.shape[1], dtype=torch.int64, device="cpu")
+            for at, size in enumerate(tensor.shape[:dims]):
+                found = found * size + known[at]
+        values.keep(flat, found)
     return flat
-
-
-def _flat(indices: Tensor, sizes: torch.Size) -> Tensor:
-    with torch._C._DisableTorchDispatch():
-        flat = torch.zeros(indices.shape[1], dtype=torch.int64, device="cpu")
-        for at, size in enumerate(sizes):
-            flat = flat * size + indices[at]
-        return flat
 
 
 def _coalesce(gpu: GPU, self: Tensor) -> Tensor:
@@ -143,9 +144,7 @@ def _sort(gpu: GPU, count: int) -> None:
     of_sort = cub.alias_temporaries(partitions, count * 8, count * 8, 0)
     capability = gpu.model.compute_capability
     for nbytes in (of_sort, cub.unique_by_key_bytes(count, 8, capability, gpu.version)):
-        scratch = Scratch(gpu)
-        scratch.estimate(nbytes, "Thrust", "coalesce")
-        scratch.free()
+        Scratch(gpu).estimate(nbytes, "Thrust", "coalesce")
 
 
 def _add(gpu: GPU, self: Tensor, other: Tensor, alpha: float) -> Tensor:
@@ -246,8 +245,7 @@ def _sparse_mask(self: Tensor, mask: Tensor) -> Tensor:
         return copy_(_clone(mask), mask)
     kept = mask._values()
     ones = kept.new_ones(1).expand_as(kept)
-    template = _made(mask._indices(), ones, mask, coalesced=mask.is_coalesced())
-    return _mul(self, template)
+    return _mul(self, _made(mask._indices(), ones, mask))
 
 
 def _mul(self: Tensor, other: Tensor) -> Tensor:
@@ -259,8 +257,7 @@ def _mul(self: Tensor, other: Tensor) -> Tensor:
         if factor.shape != sparse.shape:
             raise refusal("mul of a sparse and a dense tensor of other sizes")
         factor = factor[tuple(sparse._indices().unbind(0))]
-    indices = sparse._indices().clone()
-    return _made(indices, torch.mul(factor, values), sparse, coalesced=sparse.is_coalesced())
+    return _made(sparse._indices().clone(), torch.mul(factor, values), sparse)
 
 
 def _div(self: Tensor, other: Tensor) -> Tensor:
@@ -269,22 +266,13 @@ def _div(self: Tensor, other: Tensor) -> Tensor:
             "Sparse division requires a scalar or zero-dim dense tensor divisor (got shape "
             f"{list(other.shape)} for divisor)"
         )
-    indices = self._indices().clone()
-    return _made(indices, self._values() / other, self, coalesced=self.is_coalesced())
+    return _made(self._indices().clone(), self._values() / other, self)
 
 
 def _neg(self: Tensor) -> Tensor:
     copied = _clone(self)
     copied._values().neg_()
     return copied
-
-
-def _in_place(function: Callable[[Tensor, Tensor], Tensor]) -> Composite:
-    return lambda self, other: _become(self, function(self, other))
-
-
-def _sum(self: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return self._values().sum(dtype=dtype)
 
 
 def refusal(what: str) -> UnsupportedOperatorError:
@@ -327,6 +315,106 @@ def _refused(name: str) -> Composite:
     return refuse
 
 
+def is_in_parts(name: str, args: Args) -> bool:
+    """Return whether an operator of ``PARTS`` has sparse arguments, or a sparse result."""
+    if name == "aten._embedding_bag_backward.default":
+        return bool(args[9])  # its argument ``sparse``
+    return any(map(is_sparse, args)) or name.startswith("aten._to_sparse")
+
+
+_MULTIPLIED = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
+
+
+def _addmm(
+    gpu: GPU, self: Tensor, mat1: Tensor, mat2: Tensor, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    if not is_sparse(mat1) or is_sparse(mat2) or is_sparse(self):
+        raise refusal("addmm of a dense matrix and a sparse one, or of two sparse ones,")
+    added = self.expand(mat1.shape[0], mat2.shape[1])
+    if mat2.shape[0] != mat1.shape[1]:
+        raise RuntimeError(
+            f"addmm: Argument #3 (dense): Expected dim 0 size {mat1.shape[1]}, got {mat2.shape[0]}"
+        )
+    result = added.new_empty((mat1.shape[0], mat2.shape[1]))
+    sparse = mat1.coalesce()
+    if not sparse._nnz():
+        return torch.mul(added, torch.scalar_tensor(beta, dtype=added.dtype), out=result)
+    if sparse.dtype not in _MULTIPLIED:
+        kind = torch.empty((), dtype=sparse.dtype, device="cpu").type().split(".")[-1]
+        raise NotImplementedError(
+            f"\"addmm_sparse_cuda\" not implemented for '{kind.removesuffix('Tensor')}'"
+        )
+    indices = sparse._indices()
+    rows = indices.new_empty((mat1.shape[0] + 1,), dtype=torch.int32)
+    row_of_each = indices[0].to(torch.int32)
+    del row_of_each
+    columns = indices[1].to(torch.int32)
+    result.zero_() if beta == 0 else result.copy_(added)
+    in_columns = result
+    if result.stride() != (1, result.shape[0]):
+        in_columns = result.t().clone(memory_format=torch.contiguous_format).t_()
+    is_read_as_it_is = mat2.stride() == (1, mat2.shape[0]) or (
+        mat2.stride(1) == 1 and mat2.stride(0) != mat2.shape[1]
+    )
+    dense = mat2 if is_read_as_it_is else mat2.contiguous()
+    leave_out(gpu, "a sparse product", "cuSPARSE")
+    del dense
+    if in_columns is not result:
+        result.copy_(in_columns)
+    del in_columns, columns, rows
+    size = list(mat1.shape)
+    values = gpu.simulation.values
+    values.assign(result, _product, added, indices, sparse._values(), mat2, size, beta, alpha)
+    return result
+
+
+def _product(
+    added: Tensor,
+    indices: Tensor,
+    elements: Tensor,
+    dense: Tensor,
+    size: list[int],
+    beta: float,
+    alpha: float,
+) -> Tensor:
+    sparse = torch.sparse_coo_tensor(indices, elements, size)
+    return torch.addmm(added, sparse, dense, beta=beta, alpha=alpha)
+
+
+def _mm(self: Tensor, mat2: Tensor) -> Tensor:
+    if is_sparse(self) and is_sparse(mat2):
+        both: Tensor = _aten._sparse_sparse_matmul(self, mat2)
+        return both
+    dense = mat2 if is_sparse(self) else self
+    zeros = dense.new_zeros((self.shape[-2], mat2.shape[-1]))
+    if is_sparse(self):
+        product: Tensor = _aten._sparse_addmm(zeros, self, mat2, beta=0, alpha=1)
+        return product
+    turned: Tensor = _aten._sparse_addmm(zeros.mT, mat2.mT, self.mT, beta=0, alpha=1)
+    return turned.mT
+
+
+def _mv(self: Tensor, vec: Tensor) -> Tensor:
+    return self.matmul(vec.unsqueeze(-1)).squeeze(-1)
+
+
+def _transposed(self: Tensor, dim0: int = 0, dim1: int = 1) -> Tensor:
+    if self.dim() != 2 or self.sparse_dim() != 2:
+        raise refusal("a transpose of a sparse tensor that is no matrix")
+    turned = self.clone()
+    if dim0 % 2 == dim1 % 2:
+        return turned
+    first, second = turned._indices().unbind(0)
+    kept = torch.zeros_like(first, memory_format=torch.contiguous_format)
+    kept.copy_(first)
+    first.copy_(second)
+    second.copy_(kept)
+    made: Tensor = _aten._sparse_coo_tensor_unsafe(
+        turned._indices(), turned._values(), (self.shape[1], self.shape[0])
+    )
+    return made._coalesced_(False)
+
+
 PARTS: dict[str, Composite] = {
     "aten.add.Tensor": _add,
     "aten.add_.Tensor": _add_,
@@ -334,12 +422,12 @@ PARTS: dict[str, Composite] = {
     "aten._coalesce.default": _coalesce,
     "aten._embedding_bag_backward.default": _bag_gradient,
     "aten.div.Tensor": _div,
-    "aten.div_.Tensor": _in_place(_div),
+    "aten.div_.Tensor": lambda self, other: _become(self, _div(self, other)),
     "aten.mul.Tensor": _mul,
-    "aten.mul_.Tensor": _in_place(_mul),
+    "aten.mul_.Tensor": lambda self, other: _become(self, _mul(self, other)),
     "aten.neg.default": _neg,
     "aten.sparse_mask.default": _sparse_mask,
-    "aten.sum.default": _sum,
+    "aten.sum.default": lambda self, dtype: self._values().sum(dtype=dtype),
     "aten._to_dense.default": _to_dense,
     "aten._to_sparse.default": _to_sparse,
     "aten._to_sparse.sparse_dim": _to_sparse,
@@ -347,16 +435,15 @@ PARTS: dict[str, Composite] = {
     "aten.add.out": _refused("add(out=)"),
     "aten.copy_sparse_to_sparse_.default": _refused("copy_sparse_to_sparse_"),
     "aten.isinf.default": _refused("isinf"),
+    "aten._sparse_addmm.default": _addmm,
+    "aten.addmm.default": _addmm,
+    "aten.mm.default": _mm,
+    "aten.mv.default": _mv,
 }
 """By overload, where an argument is sparse, or the result is."""
 
-
-_SPARSE_OF_BAGS = 9
-"""Position of the argument of ``_embedding_bag_backward`` for a sparse gradient."""
-
-
-def is_in_parts(name: str, args: Args) -> bool:
-    """Return whether an operator of ``PARTS`` has sparse arguments, or a sparse result."""
-    if name == "aten._embedding_bag_backward.default":
-        return bool(args[_SPARSE_OF_BAGS])
-    return any(map(is_sparse, args)) or name.startswith("aten._to_sparse")
+TRANSPOSES: dict[str, Composite] = {
+    "aten.t.default": _transposed,
+    "aten.transpose.int": _transposed,
+}
+"""By overload: views of a dense tensor, copies of a sparse one."""

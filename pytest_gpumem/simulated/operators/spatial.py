@@ -59,14 +59,8 @@ def _into_columns(gpu: GPU, self: Tensor, result: Tensor) -> Iterator[Tensor]:
 
 
 RULES = {
-    **{
-        f"aten::{name}": Rule(after=reading)
-        for reading, names in _READING.items()
-        for name in names.split()
-    },
+    **{names: Rule(after=reading) for reading, names in _READING.items()},
     # max_unpooling2d_forward_out_cuda copies before its result is resized.
-    "aten::max_unpool2d": Rule(before=copies_of("self", "indices")),
-    "aten::max_unpool3d": Rule(before=copies_of("self", "indices")),
-    "aten::im2col": Rule(placed=_into_columns),
-    "aten::col2im": Rule(placed=_into_columns),
+    "max_unpool2d max_unpool3d": Rule(before=copies_of("self", "indices")),
+    "im2col col2im": Rule(placed=_into_columns),
 }

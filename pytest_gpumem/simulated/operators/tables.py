@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from inspect import signature
 from typing import Any
 
@@ -14,52 +15,33 @@ from torch._ops import OpOverload
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import overload_of
-from pytest_gpumem.simulated.operators import (
-    activations,
-    attention,
-    batch_norm,
-    chunks,
-    comparisons,
-    convolution,
-    counting,
-    embeddings,
-    encoders,
-    engine,
-    foreach,
-    grouped,
-    indexing,
-    libraries,
-    losses,
-    matmul,
-    meta_kernels,
-    normalization,
-    packed_attention,
-    reductions,
-    rnn,
-    sampling,
-    scattering,
-    slices,
-    sorting,
-    spatial,
-    whole,
-)
+from pytest_gpumem.simulated.operators import meta_kernels, rnn, slices
 from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.operators.rules import BoundRule, Composite, Rule, on_machine
 
-_FAMILIES = (
-    activations, attention, batch_norm, chunks, comparisons, convolution, counting, embeddings,
-    encoders, engine, foreach, grouped, indexing, libraries, losses, matmul, normalization,
-    packed_attention, reductions, rnn, sampling, scattering, sorting, spatial, whole,
-)  # fmt: skip
+_FAMILIES = [
+    import_module(f"{__package__}.{family}")
+    for family in """
+        activations attention batch_norm chunks comparisons convolution encoders engine
+        indexing libraries matmul normalization reductions rnn sorting spatial whole
+    """.split()
+]
 
 
-def _of_all(table: str) -> dict[str, Any]:
-    """Return the entries of every family's ``table``."""
+def _of_all(table: str, prefix: str = "") -> dict[str, Any]:
+    """Return the entries of every family's ``table``, each for one or several names."""
     found = [vars(family).get(table, {}) for family in _FAMILIES]
-    return {name: entry for entries in found for name, entry in entries.items()}
+    return {
+        f"{prefix}{name}": entry
+        for entries in found
+        for names, entry in entries.items()
+        for name in names.split()
+    }
 
 
-RULES: dict[str, Rule] = _of_all("RULES")
+_META = torch._C.DispatchKey.Meta
+
+RULES: dict[str, Rule] = _of_all("RULES", "aten::")
 """By operator name: hidden allocations."""
 COMPOSITES: dict[str, Composite] = _of_all("COMPOSITES")
 """By overload: operators that CUDA takes apart otherwise than the CPU and ``meta`` do."""
@@ -96,7 +78,8 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
             kernel = on_machine(implementation, overload, machine)
             library.impl(operator, kernel, "AutogradMeta")
         for name, kernel in meta_kernels.SHAPES.items():
-            if _lacks_shapes(name):
+            found = overload_of(name)
+            if found is not None and not found.has_kernel_for_dispatch_key(_META):
                 library.impl(name, kernel, "Meta")
         for name, kernel in meta_kernels.WRONG.items():
             if MAY_OVERRIDE and overload_of(name) is not None:
@@ -106,9 +89,3 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
     finally:
         patches.undo()
         library._destroy()
-
-
-def _lacks_shapes(name: str) -> bool:
-    """Return whether this torch has the operator, but no kernel for ``meta``."""
-    found = overload_of(name)
-    return found is not None and not found.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta)

@@ -39,9 +39,8 @@ def stage_download(gpu: Device, target: Tensor, source: Tensor, non_blocking: bo
     """Allocate the temporaries of ``target.copy_(source)`` to the host."""
     if source.layout is not torch.strided:
         return
-    _download(
-        gpu, source, target.dtype, target.shape, _are_one_stretch(target, source), non_blocking
-    )
+    is_one_stretch = _are_one_stretch(target, source)
+    _download(gpu, source, target.dtype, target.shape, is_one_stretch, non_blocking)
 
 
 def stage_move(gpu: Device, source: Tensor, options: dict[str, Any]) -> None:
@@ -51,14 +50,8 @@ def stage_move(gpu: Device, source: Tensor, options: dict[str, Any]) -> None:
         kept = is_dense(source)
     else:
         kept = source.is_contiguous(memory_format=wanted)
-    _download(
-        gpu,
-        source,
-        options.get("dtype") or source.dtype,
-        source.shape,
-        kept,
-        bool(options.get("non_blocking")),
-    )
+    dtype, non_blocking = options.get("dtype") or source.dtype, bool(options.get("non_blocking"))
+    _download(gpu, source, dtype, source.shape, kept, non_blocking)
 
 
 def _download(
@@ -78,7 +71,10 @@ def _download(
         return
     scratch = Scratch(gpu)
     converted = scratch.take(source.numel() * dtype.itemsize)
-    if not _is_in_order(source) or source.shape != shape:
+    # A dense copy is contiguous (infer_dense_strides).
+    dims = zip(source.shape, source.stride(), strict=True)
+    is_in_order = all(one >= other for one, other in pairwise(step for n, step in dims if n > 1))
+    if not is_in_order or source.shape != shape:
         scratch.take(shape.numel() * dtype.itemsize)
         scratch.drop(converted)
     scratch.free()
@@ -92,11 +88,3 @@ def _are_one_stretch(target: Tensor, source: Tensor) -> bool:
         return False
     layouts = zip(target.shape, target.stride(), source.stride(), strict=True)
     return all(size < 2 or one == other for size, one, other in layouts) and is_dense(target)
-
-
-def _is_in_order(tensor: Tensor) -> bool:
-    """Return whether a dense copy of ``tensor`` is contiguous (infer_dense_strides)."""
-    strides = [
-        stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
-    ]
-    return all(left >= right for left, right in pairwise(strides))

@@ -148,7 +148,9 @@ class _Reader:
             return self._unknown(call, given)
         if getattr(called, "__name__", None) in vars(builtins):
             return given
-        if _is_of_language(called):
+        module = getattr(called, "__module__", None) or getattr(type(called), "__module__", "")
+        if str(module).startswith(_LANGUAGE) and not isinstance(called, ModuleType):
+            # Functions of the language are known by name.
             return self._of_language(call, str(getattr(called, "__name__", "")), given)
         function = base_function(called)
         if function is called or not isinstance(function, FunctionType):
@@ -188,7 +190,8 @@ class _Reader:
             self.written |= owner
         elif name.startswith(("load", "gather")):
             return _NONE
-        elif not _has_method(name):
+        elif not hasattr(getattr(sys.modules.get(_LANGUAGE), "tensor", None), name):
+            # Of the methods of Triton's tensors only those named above write.
             self.written |= owner | given
         return owner | given
 
@@ -203,17 +206,3 @@ class _Reader:
             if known and hasattr(owner, node.attr):
                 return True, getattr(owner, node.attr)
         return False, None
-
-
-def _is_of_language(called: Any) -> bool:
-    """Return whether it is of Triton's language, whose functions are known by name."""
-    if isinstance(called, ModuleType):
-        return False
-    module = getattr(called, "__module__", None) or getattr(type(called), "__module__", "")
-    return str(module).startswith(_LANGUAGE)
-
-
-def _has_method(name: str) -> bool:
-    """Return whether it is a method of Triton's tensors: only those named above write."""
-    language = sys.modules.get(_LANGUAGE)
-    return hasattr(getattr(language, "tensor", None), name)

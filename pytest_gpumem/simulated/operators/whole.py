@@ -43,35 +43,30 @@ def _as_built(name: str) -> Composite:
     return built
 
 
-def trilinear(
-    i1: Tensor,
-    i2: Tensor,
-    i3: Tensor,
-    expand1: Sequence[int],
-    expand2: Sequence[int],
-    expand3: Sequence[int],
-    sumdim: Sequence[int],
-    unroll_dim: int,
-) -> Tensor:
+def trilinear(*args: Any) -> Tensor:
     """``aten::_trilinear``: sums over ``sumdim`` of products, unrolled along ``unroll_dim``."""
-    given = ((i1, expand1), (i2, expand2), (i3, expand3))
-    tensors = [_expanded(tensor, expand) for tensor, expand in given]
+    *given, sumdim, unroll_dim = args
+    expands = given[3:]
+    tensors = [_expanded(tensor, expand) for tensor, expand in zip(given, expands, strict=False)]
     sizes = [
         next(
             tensor.shape[dim]
-            for tensor, (_, expand) in zip(tensors, given, strict=True)
+            for tensor, expand in zip(tensors, expands, strict=True)
             if dim not in expand
         )
         for dim in range(tensors[0].dim())
     ]
     summed = [dim for dim in sumdim if dim != unroll_dim]
-    of_two = [dim for dim in summed if dim in expand3]
-    of_three = [dim for dim in summed if dim not in expand3]
+    of_two = [dim for dim in summed if dim in expands[2]]
+    of_three = [dim for dim in summed if dim not in expands[2]]
     shape = [1 if dim in sumdim else size for dim, size in enumerate(sizes)]
-    output = torch.zeros(shape, dtype=i1.dtype, device=i1.device)
+    output = torch.zeros(shape, dtype=tensors[0].dtype, device=tensors[0].device)
     if all(tensor.numel() for tensor in tensors):
         for at in range(sizes[unroll_dim]):
-            one, two, three = (_slice(tensor, unroll_dim, at) for tensor in tensors)
+            one, two, three = (
+                tensor.narrow(unroll_dim, at if tensor.shape[unroll_dim] > 1 else 0, 1)
+                for tensor in tensors
+            )
             first = _sumproduct_pair(one, two, of_two)
             second = _sumproduct_pair(first, three, of_three)
             del first  # buf is assigned anew
@@ -85,10 +80,6 @@ def _expanded(tensor: Tensor, dims: Sequence[int]) -> Tensor:
     for dim in sorted(dims):
         tensor = tensor.unsqueeze(dim)
     return tensor
-
-
-def _slice(tensor: Tensor, dim: int, at: int) -> Tensor:
-    return tensor.narrow(dim, at if tensor.shape[dim] > 1 else 0, 1)
 
 
 def _sumproduct_pair(left: Tensor, right: Tensor, sum_dims: Sequence[int]) -> Tensor:
@@ -124,9 +115,8 @@ def _sumproduct_pair(left: Tensor, right: Tensor, sum_dims: Sequence[int]) -> Te
     product = torch.bmm(rows, columns)
     del rows, columns
     order = [*both, *of_left, *summed, *of_right]
-    shape = [
-        1 if dim in summed else (right if dim in of_right else left).shape[dim] for dim in order
-    ]
+    # Of a dimension that is left, one of both has the size, and the other is 1.
+    shape = [1 if dim in summed else max(left.shape[dim], right.shape[dim]) for dim in order]
     return product.view(shape).permute([order.index(dim) for dim in range(left.dim())])
 
 

@@ -168,7 +168,8 @@ class _Finder(DistributionFinder):
         self, context: DistributionFinder.Context = _ANY
     ) -> Iterable[Distribution]:
         """Return the library's metadata, for a query of all distributions or of this one."""
-        asked = None if context.name is None else _normalized(context.name)
+        # PEP 503.
+        asked = None if context.name is None else re.sub(r"[-_.]+", "-", context.name).lower()
         if asked in (None, NAME) and _is_missing():
             yield _Metadata()
 
@@ -218,11 +219,6 @@ def _contents() -> Mapping[str, Mapping[str, Any]]:
     module = importlib.import_module(f"{__package__}.{PACKAGE}")
     contents: Mapping[str, Mapping[str, Any]] = module.MODULES
     return contents
-
-
-def _normalized(name: str) -> str:
-    # PEP 503.
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 # Libraries that check once whether another one is installed, and remember the answer.

@@ -13,9 +13,8 @@ import torch
 
 from pytest_gpumem.allocator import AllocatorError, SettingsError
 from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
-from pytest_gpumem.allocator.checkpoints import PoolState
 from pytest_gpumem.allocator.releases import GENERIC_CONFIG
-from pytest_gpumem.allocator.snapshot import snapshot
+from pytest_gpumem.allocator.snapshot import PoolState, snapshot
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.patching import Patches, add_functions
 from pytest_gpumem.simulated.gpu.memory import Memory

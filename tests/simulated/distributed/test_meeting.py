@@ -11,7 +11,7 @@ import psutil
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from pytest_gpumem.sharing.processes import Process
+from pytest_gpumem.sharing.database import Process
 from pytest_gpumem.simulated.distributed import meeting
 from pytest_gpumem.simulated.distributed.meeting import Meeting, MeetingError
 from pytest_gpumem.simulated.distributed.worst import imbalance

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_gpumem.simulated.execution.composites import is_composite
+from pytest_gpumem.simulated.execution.custom import is_composite
 from pytest_gpumem.simulated.machine.signatures import Signature
 from pytest_gpumem.simulated.operators import sparse, tables
 

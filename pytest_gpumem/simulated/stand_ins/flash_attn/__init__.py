@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pytest_gpumem.simulated.stand_ins.flash_attn import padding
+from pytest_gpumem.simulated.stand_ins.flash_attn import functions
 from pytest_gpumem.simulated.stand_ins.flash_attn.functions import FUNCTIONS
 from pytest_gpumem.simulated.stand_ins.flash_attn.kernels import OPERATORS
 from pytest_gpumem.simulated.stand_ins.imports import VERSION
@@ -18,7 +18,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
         **{f"_wrapped{name}": operator for name, operator in OPERATORS.items()},
     },
     "flash_attn.bert_padding": {
-        name: getattr(padding, name)
+        name: getattr(functions, name)
         for name in (
             *("IndexFirstAxis", "IndexPutFirstAxis", "index_first_axis", "index_put_first_axis"),
             *("unpad_input", "pad_input"),

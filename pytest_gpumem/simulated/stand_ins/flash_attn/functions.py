@@ -1,6 +1,6 @@
-"""The functions of flash-attn 2 and what autograd keeps of them.
+"""The functions of flash-attn 2 and what autograd keeps of them; padding taken out and put back.
 
-Source: flash_attn/flash_attn_interface.py of flash-attn 2.8.3.
+Source: flash_attn/flash_attn_interface.py and flash_attn/bert_padding.py of flash-attn 2.8.3.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from pytest_gpumem.simulated.operators.attention import with_padded_heads
 from pytest_gpumem.simulated.operators.described import simulate_operator
-from pytest_gpumem.simulated.stand_ins.flash_attn.kernels import OPERATORS, padded, with_cache
+from pytest_gpumem.simulated.stand_ins.flash_attn.kernels import OPERATORS, with_cache
 
 Window = tuple[int, int]
 EVERYTHING: Window = (-1, -1)
@@ -60,7 +62,7 @@ class FlashAttention(torch.autograd.Function):
         parts = [stacked] if count == 1 else [each.detach() for each in stacked.unbind(-3)]
         size = stacked.shape[-1]
         scale = size**-0.5 if options.softmax_scale is None else options.softmax_scale
-        q, k, v = map(padded, (*separate, *parts))
+        q, k, v = map(with_padded_heads, (*separate, *parts))
         name = "_flash_attn_forward" if lengths is None else "_flash_attn_varlen_forward"
         made = OPERATORS[name](
             q,
@@ -101,7 +103,7 @@ class FlashAttention(torch.autograd.Function):
             into = gradients
         name = "_flash_attn_varlen_backward" if starts else "_flash_attn_backward"
         OPERATORS[name](
-            padded(dout),
+            with_padded_heads(dout),
             q,
             k,
             v,
@@ -226,11 +228,9 @@ def flash_attn_with_kvcache(
         cache_seqlens = torch.full(
             (k_cache.shape[0],), cache_seqlens, dtype=torch.int32, device=k_cache.device
         )
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     out, lse = fwd_kvcache(
-        *(q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx),
-        *(cache_leftpad, block_table, alibi_slopes, None, scale, causal, *window_size, softcap),
-        *(rotary_interleaved, num_splits),
+        *(q, k_cache, v_cache, (k, v), cache_seqlens, block_table, alibi_slopes, window_size),
+        *(softcap, num_splits),
     )
     return (out, lse) if return_softmax_lse else out
 
@@ -242,3 +242,68 @@ def fwd_kvcache(*args: Any) -> Any:
 
 simulate_operator(fwd_kvcache)(with_cache)
 FUNCTIONS["flash_attn_with_kvcache"] = flash_attn_with_kvcache
+
+
+class IndexFirstAxis(torch.autograd.Function):
+    """The rows ``indices`` of a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, indices: Tensor) -> Tensor:
+        """Gather the rows."""
+        ctx.save_for_backward(indices)
+        ctx.rows, rest = values.shape[0], values.shape[1:]
+        wide = indices[:, None].expand(-1, rest.numel())
+        return torch.gather(values.reshape(ctx.rows, -1), 0, wide).reshape(-1, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Scatter the rows' gradients into zeros."""
+        (indices,) = ctx.saved_tensors
+        (grad,) = grads
+        rest = grad.shape[1:]
+        flat = grad.reshape(grad.shape[0], -1)
+        made = torch.zeros([ctx.rows, flat.shape[1]], device=grad.device, dtype=grad.dtype)
+        made.scatter_(0, indices[:, None].expand(-1, flat.shape[1]), flat)
+        return made.reshape(ctx.rows, *rest), None
+
+
+class IndexPutFirstAxis(torch.autograd.Function):
+    """A tensor of zeros, with rows at ``indices``."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, indices: Tensor, rows: int) -> Tensor:
+        """Write the rows."""
+        ctx.save_for_backward(indices)
+        made = torch.zeros(rows, *values.shape[1:], device=values.device, dtype=values.dtype)
+        made[indices] = values
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return the gradient of the rows at ``indices``."""
+        (indices,) = ctx.saved_tensors
+        return grads[0][indices], None, None
+
+
+index_first_axis: Callable[..., Tensor] = IndexFirstAxis.apply
+index_put_first_axis: Callable[..., Tensor] = IndexPutFirstAxis.apply
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Return valid rows, their indices, starts of sequences, the longest, and used lengths."""
+    masks = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = masks.sum(dim=-1, dtype=torch.int32)
+    used_lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
+    indices = torch.nonzero(masks.flatten(), as_tuple=False).flatten()
+    longest = lengths.max().item()
+    starts = pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
+    rows = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return rows, indices, starts, int(longest), used_lengths
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Return (batch, seqlen, ...): the rows in their places, and zeros elsewhere."""
+    made = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return made.reshape(batch, seqlen, *made.shape[1:])

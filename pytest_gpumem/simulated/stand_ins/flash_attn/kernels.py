@@ -12,19 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from pytest_gpumem.simulated.machine.signatures import Signature
+from pytest_gpumem.simulated.operators.attention import with_padded_heads
 from pytest_gpumem.simulated.operators.attention_choice import splits_of
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
-from pytest_gpumem.simulated.operators.layout import HALVES
+from pytest_gpumem.simulated.operators.layout import HALVES, round_up
 from pytest_gpumem.simulated.stand_ins.flash_attn import values
 from pytest_gpumem.simulated.stand_ins.imports import used
-
-
-def padded(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` with its heads a multiple of 8 long: a copy, unless they are."""
-    excess = tensor.shape[-1] % 8
-    return pad(tensor, [0, 8 - excess]) if excess else tensor
 
 
 def forward(
@@ -32,8 +27,6 @@ def forward(
     k: Tensor,
     v: Tensor,
     dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
     window_size_left: int,
     window_size_right: int,
     softcap: float,
@@ -45,29 +38,24 @@ def forward(
     _check(q, k, v, dropout_p, softcap)
     batch, length, heads, size = q.shape
     keys, key_heads = k.shape[1:3]
-    groups = heads // key_heads
     # Of one query, causal means nothing; a window that holds all keys is none.
     swapped = (
         length == 1
-        and groups > 1
+        and heads > key_heads
         and not 0 <= window_size_left < keys
         and not 0 <= window_size_right < keys
         and not dropout_p
         and alibi_slopes is None
     )
     if swapped:
-        q = q.reshape(batch, key_heads, groups, size).transpose(1, 2)
-        length, heads = groups, key_heads
-    out = torch.empty_like(q)
-    lse = q.new_empty((batch, heads, length), dtype=torch.float32)
+        q = q.reshape(batch, key_heads, heads // key_heads, size).transpose(1, 2)
+        length, heads = heads // key_heads, key_heads
+    out, lse = _results(q)
     mask = _mask(q, batch, heads, length, keys, kept=return_softmax)
     parts = [] if dropout_p else _parts(q, batch, heads, length, keys)
     rng_state = q.new_empty((2,), dtype=torch.int64)
     _drop(parts)
-    if swapped:
-        out = out.transpose(1, 2).reshape(batch, 1, heads * length, size)
-        lse = lse.reshape(batch, heads * length, 1)
-    return out, lse, mask, rng_state
+    return *(_as_one_query(out, lse) if swapped else (out, lse)), mask, rng_state
 
 
 def varlen_forward(
@@ -79,17 +67,12 @@ def varlen_forward(
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-    block_table: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    zero_tensors: bool = False,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+    zero_tensors: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """mha_varlen_fwd: out, softmax_lse, S_dmask and rng_state."""
     q, k, v = _contiguous(q, k, v)
@@ -102,8 +85,7 @@ def varlen_forward(
     swapped = (
         max_seqlen_q == 1
         and groups > 1
-        and window_size_left < 0
-        and window_size_right < 0
+        and max(window_size_left, window_size_right) < 0
         and not dropout_p
         and alibi_slopes is None
     )
@@ -133,67 +115,32 @@ def backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    softmax_lse: Tensor,
     dq: Tensor | None,
     dk: Tensor | None,
     dv: Tensor | None,
     dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
     softcap: float,
-    alibi_slopes: Tensor | None,
     deterministic: bool,
-    rng_state: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
-    """mha_bwd: softmax_d."""
+    """mha_bwd, mha_varlen_bwd: softmax_d. Sequences lie 128 rows apart in the accumulator."""
     dout, q, k, v, out = _contiguous(dout, q, k, v, out)
     _check(q, k, v, dropout_p, softcap)
-    batch, length, heads, size = q.shape
-    rows = _up(length, 128)
-    dq, dk, dv = _gradients((dq, q), (dk, k), (dv, v))
-    softmax_d = q.new_empty((batch, heads, rows), dtype=torch.float32)
-    accumulated = batch, rows, heads, _rounded(size)
-    _accumulate(q, k, (dk, dv), accumulated, batch * heads, deterministic=deterministic)
-    return softmax_d
-
-
-def varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-    zero_tensors: bool = False,
-) -> Tensor:
-    """mha_varlen_bwd: softmax_d. Sequences lie 128 rows apart in the accumulator."""
-    dout, q, k, v, out = _contiguous(dout, q, k, v, out)
-    _check(q, k, v, dropout_p, softcap)
-    _check_lengths(cu_seqlens_q, cu_seqlens_k)
-    total, heads, size = q.shape
-    batch = cu_seqlens_q.numel() - 1
-    rows = total + 128 * batch
-    dq, dk, dv = _gradients((dq, q), (dk, k), (dv, v))
-    softmax_d = q.new_empty((heads, rows), dtype=torch.float32)
-    accumulated = rows, heads, _rounded(size)
+    *lengths, heads, size = q.shape
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        _check_lengths(cu_seqlens_q, cu_seqlens_k)
+        batch = cu_seqlens_q.numel() - 1
+        rows = [lengths[0] + 128 * batch]
+    else:
+        batch = lengths[0]
+        rows = [batch, round_up(lengths[1], 128)]
+    dq, dk, dv = (
+        torch.empty_like(like) if given is None else given
+        for given, like in ((dq, q), (dk, k), (dv, v))
+    )
+    softmax_d = q.new_empty((*rows[:-1], heads, rows[-1]), dtype=torch.float32)
+    accumulated = (*rows, heads, _rounded(size))
     _accumulate(q, k, (dk, dv), accumulated, batch * heads, deterministic=deterministic)
     return softmax_d
 
@@ -202,60 +149,51 @@ def with_cache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
+    new: tuple[Tensor | None, Tensor | None],
     seqlens_k: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    leftpad_k: Tensor | None,
     block_table: Tensor | None,
     alibi_slopes: Tensor | None,
-    out_: Tensor | None,
-    softmax_scale: float,
-    is_causal: bool,
-    window_size_left: int,
-    window_size_right: int,
+    window_size: tuple[int, int],
     softcap: float,
-    is_rotary_interleaved: bool,
     num_splits: int,
 ) -> tuple[Tensor, Tensor]:
     """mha_fwd_kvcache: out and softmax_lse."""
     _require(
-        k is None or seqlens_k is not None, "If key is supplied, seqlens_k must also be passed in"
+        new[0] is None or seqlens_k is not None,
+        "If key is supplied, seqlens_k must also be passed in",
     )
     _check(q, k_cache, v_cache, 0.0, softcap, any_size=True)
     batch, length, heads, size = q.shape
-    key_heads = k_cache.shape[2]
-    keys = k_cache.shape[1]
+    keys, key_heads = k_cache.shape[1:3]
     if block_table is not None:
         keys *= block_table.shape[1]
-    groups = heads // key_heads
     swapped = (
         length == 1
-        and groups > 1
-        and max(window_size_left, window_size_right) < 0
+        and heads > key_heads
+        and max(window_size) < 0
         and size % 8 == 0
         and alibi_slopes is None
     )
     if swapped:
-        q = q.reshape(batch, key_heads, groups, size).transpose(1, 2)
-        length, heads = groups, key_heads
-    q, wide_keys, wide_values = padded(q), padded(k_cache), padded(v_cache)
-    out = torch.empty_like(q)
-    lse = q.new_empty((batch, heads, length), dtype=torch.float32)
-    new = [] if k is None or v is None else [padded(k), padded(v)]
+        q = q.reshape(batch, key_heads, heads // key_heads, size).transpose(1, 2)
+        length, heads = heads // key_heads, key_heads
+    q, wide_keys, wide_values = (
+        with_padded_heads(q),
+        with_padded_heads(k_cache),
+        with_padded_heads(v_cache),
+    )
+    out, lse = _results(q)
+    given = [with_padded_heads(each) for each in new if each is not None]
     parts = _parts(q, batch, heads, length, keys, num_splits)
     if size % 8:
         out = out[..., :size]
-        if new:
+        if given:
             k_cache.copy_(wide_keys[..., :size])
             v_cache.copy_(wide_values[..., :size])
     if swapped:
-        out = out.transpose(1, 2).reshape(batch, 1, heads * length, size)
-        lse = lse.reshape(batch, heads * length, 1)
+        out, lse = _as_one_query(out, lse)
     _drop(parts)
-    _drop(new)
+    _drop(given)
     return out, lse
 
 
@@ -266,17 +204,26 @@ def _contiguous(*tensors: Tensor) -> list[Tensor]:
     return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
 
 
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def _results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out and softmax_lse for queries (batch, length, heads, size)."""
+    batch, length, heads, _ = q.shape
+    return torch.empty_like(q), q.new_empty((batch, heads, length), dtype=torch.float32)
+
+
+def _as_one_query(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the results of one query, whose heads of a group were computed as its length."""
+    batch, length, heads, size = out.shape
+    out = out.transpose(1, 2).reshape(batch, 1, heads * length, size)
+    return out, lse.reshape(batch, heads * length, 1)
 
 
 def _rounded(size: int) -> int:
     """head_size_rounded."""
-    return _up(size, 32 if size <= 128 else 64)
+    return round_up(size, 32 if size <= 128 else 64)
 
 
 def _mask(q: Tensor, batch: int, heads: int, length: int, keys: int, *, kept: bool) -> Tensor:
-    shape = (batch, heads, _up(length, 128), _up(keys, 128)) if kept else (0,)
+    shape = (batch, heads, round_up(length, 128), round_up(keys, 128)) if kept else (0,)
     return q.new_empty(shape)
 
 
@@ -327,10 +274,6 @@ def _drop(scratch: list[Tensor]) -> None:
     """Free the newest first."""
     while scratch:
         scratch.pop()
-
-
-def _gradients(*pairs: tuple[Tensor | None, Tensor]) -> list[Tensor]:
-    return [torch.empty_like(like) if given is None else given for given, like in pairs]
 
 
 def _processors(tensor: Tensor) -> int:
@@ -422,7 +365,7 @@ _OPERATORS = {
     "_flash_attn_varlen_backward": _Described(
         f"({_GRADIENTS}, {_LENGTHS}, {_REQUIRED}, bool deterministic, Tensor? rng_state=None, "
         f"bool zero_tensors=False) -> Tensor",
-        varlen_backward,
+        backward,
         values.varlen_backward,
         ("dq", "dk", "dv"),
     ),
@@ -438,9 +381,10 @@ def _register(name: str, described: _Described) -> Any:
     operator = torch.library.custom_op(
         name, run, mutates_args=described.mutates, device_types="cuda", schema=described.schema
     )
-    operator.register_fake(described.description)
+    description = Signature(operator._opoverload._schema).bound(described.description)
+    operator.register_fake(description)
     operator.register_kernel("cpu", described.values)
-    DESCRIPTIONS.operators.setdefault(name, described.description)
+    DESCRIPTIONS.operators.setdefault(name, description)
     return operator
 
 

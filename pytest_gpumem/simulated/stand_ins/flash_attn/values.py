@@ -6,7 +6,7 @@ aligned to the last query and the last key. Only a GPU determines which elements
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -43,18 +43,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return torch.stack(outs).to(q.dtype), torch.stack(sums), q.new_empty(0), _rng_state()
 
 
-def varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *rest: Any,
-    **others: Any,
-) -> tuple[Tensor, ...]:
+def varlen_forward(*args: Any, **others: Any) -> tuple[Tensor, ...]:
     """``flash_attn::_flash_attn_varlen_forward``."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k, _, _, *rest = args
     call = _call(rest)
     if any(each is not None for each in (*rest[8:11], *map(others.get, _OF_CACHES))):
         raise NotImplementedError("paged or padded keys")
@@ -66,23 +57,12 @@ def varlen_forward(
     return torch.cat(outs).to(q.dtype), torch.cat(sums, 1), q.new_empty(0), _rng_state()
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    *rest: Any,
-    **_: Any,
-) -> Tensor:
+def backward(*args: Any, **_: Any) -> Tensor:
     """``flash_attn::_flash_attn_backward``; gradients go into ``dq``, ``dk``, ``dv``."""
+    dout, q, k, v, out, _lse, dq, dk, dv, *rest = args
     call = _call(rest)
     batch, length, heads, _size = q.shape
-    softmax_d = q.new_zeros((batch, heads, -(-length // 128) * 128), dtype=torch.float32)
+    softmax_d: Tensor = q.new_zeros((batch, heads, -(-length // 128) * 128), dtype=torch.float32)
     for i in range(batch):
         made = _differentiate(call.of(i), dout[i], q[i], k[i], v[i], out[i])
         for into, gradient in zip((dq, dk, dv), made[:3], strict=True):
@@ -91,27 +71,12 @@ def backward(
     return softmax_d
 
 
-def varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    *rest: Any,
-    **_: Any,
-) -> Tensor:
+def varlen_backward(*args: Any, **_: Any) -> Tensor:
     """``flash_attn::_flash_attn_varlen_backward``."""
+    dout, q, k, v, out, _lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, _, _, *rest = args
     call = _call(rest)
     count = cu_seqlens_q.numel() - 1
-    softmax_d = q.new_zeros((q.shape[1], q.shape[0] + 128 * count), dtype=torch.float32)
+    softmax_d: Tensor = q.new_zeros((q.shape[1], q.shape[0] + 128 * count), dtype=torch.float32)
     for i, (rows, keys) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
         made = _differentiate(call.of(i), dout[rows], q[rows], k[keys], v[keys], out[rows])
         dq[rows], dk[keys], dv[keys] = (each.to(q.dtype) for each in made[:3])
@@ -121,7 +86,7 @@ def varlen_backward(
 _OF_CACHES = ("block_table", "leftpad_k", "seqused_k")
 
 
-def _call(rest: tuple[Any, ...]) -> _Call:
+def _call(rest: Sequence[Any]) -> _Call:
     call = _Call(*rest[:7])
     if call.dropout_p > 0:
         raise NotImplementedError("only a GPU knows what is dropped out")

@@ -1,0 +1,263 @@
+"""The devices that the processes of a host share, real and simulated, and each worker's own.
+
+A real device is read by NVML, without a CUDA context. For a simulated one a table replaces the
+driver's account of the bytes that each process holds, one for all simulated devices of one name; as
+on a real device, a process's memory is free once it has ended.
+
+All workers of all runs of a user share one table of places, too: each takes the least loaded
+device, in one transaction, and the entries of a process are void once it has ended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlMemory, NvmlReading, read_device
+from pytest_gpumem.measurement.nvml_library import Nvml
+from pytest_gpumem.sharing.database import (
+    UNKNOWN_PROCESS,
+    Database,
+    Process,
+    SharingError,
+    is_alive,
+    this_process,
+)
+
+CONTEXT = 600 * 2**20
+"""Bytes of a CUDA context that has not been measured: 300 to 600 MB are usual."""
+
+MARGIN = 0.02
+"""Share of a device that is left free for undeclared memory: library handles and kernels."""
+
+SIMULATED_FILE, PLACE_FILE = "simulated.sqlite3", "placed.sqlite3"
+
+_SIMULATED_SCHEMA = """
+CREATE TABLE IF NOT EXISTS device (name TEXT PRIMARY KEY, capacity INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS taken (
+    device TEXT NOT NULL, pid INTEGER NOT NULL, started REAL NOT NULL, bytes INTEGER NOT NULL,
+    PRIMARY KEY (device, pid, started)) WITHOUT ROWID;
+"""
+_PLACE_SCHEMA = """
+CREATE TABLE IF NOT EXISTS place (
+    pid INTEGER NOT NULL, started REAL NOT NULL, device TEXT NOT NULL,
+    PRIMARY KEY (pid, started, device)) WITHOUT ROWID;
+"""
+
+
+class HostDevice(Protocol):
+    """A device with the memory that all processes of the host hold."""
+
+    @property
+    def name(self) -> str:
+        """The device's name in the ledger: the same in every process of the host."""
+
+    @property
+    def capacity(self) -> int:
+        """The bytes that tests may have, all together."""
+
+    def taken(self) -> Mapping[int, int]:
+        """Return the bytes that each process holds, by PID."""
+
+
+class NvmlDevice:
+    """A GPU or MIG instance, as NVML reads it; ``name`` is its UUID."""
+
+    def __init__(
+        self,
+        reading: NvmlReading,
+        nvml: Nvml | None = None,
+        *,
+        has_context: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.name = reading.uuid
+        self.total = min(reading.total, reading.mode.limit or reading.total)
+        """Bytes of the device that this container may use, all processes together."""
+        self._memory = NvmlMemory(reading.uuid, nvml)
+        self._has_context = has_context
+
+    @classmethod
+    def find(cls, index: int, has_context: Callable[[], bool]) -> NvmlDevice:
+        """Return CUDA's device ``index``; ``has_context`` returns whether this process uses it."""
+        reading = read_device(index)
+        if isinstance(reading, NvmlAbsent):
+            raise _blind(reading.reason)
+        return cls(reading, has_context=has_context)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that tests may have, all together."""
+        return round(self.total * (1 - MARGIN))
+
+    def taken(self) -> Mapping[int, int]:
+        """Return the bytes that each process holds, those of no process as :data:`UNKNOWN_PROCESS`.
+
+        All bytes are such, where NVML's PIDs are those of another PID namespace (host or
+        container): it lists PIDs that do not exist in this one, or omits this process though it
+        uses the device.
+        """
+        try:
+            used, listed = self._memory.read()
+        except LookupError as error:
+            raise _blind(str(error)) from error
+        is_missed = self._has_context() and os.getpid() not in listed
+        if is_missed or not all(psutil.pid_exists(pid) for pid in listed):
+            return {UNKNOWN_PROCESS: used}
+        known = {pid: size for pid, size in listed.items() if size}
+        rest = used - sum(known.values())
+        return {**known, UNKNOWN_PROCESS: rest} if rest > 0 else known
+
+
+def _blind(reason: str) -> SharingError:
+    return SharingError(f"--gpumem-share needs NVML to see what the GPU holds: {reason}")
+
+
+class SharedSimulatedDevice(Database):
+    """A process's account with the simulated device ``name``, which has ``capacity`` bytes."""
+
+    def __init__(self, folder: Path, name: str, capacity: int) -> None:
+        super().__init__(folder / SIMULATED_FILE, _SIMULATED_SCHEMA)
+        self.name = name
+        self.capacity = capacity
+        self._process = this_process()
+        with self.transaction():
+            self.execute("INSERT OR REPLACE INTO device VALUES (?, ?)", (name, capacity))
+
+    def take(self, size: int) -> bool:
+        """Take ``size`` bytes; return False and take nothing if the device has no room for them."""
+        with self.transaction():
+            if sum(self._living().values()) + size > self.capacity:
+                return False
+            self._add(size)
+            return True
+
+    def give(self, size: int) -> None:
+        """Give ``size`` bytes back."""
+        with self.transaction():
+            self._add(-size)
+
+    def give_all(self) -> None:
+        """Give back everything that this process has taken."""
+        with self.transaction():
+            self._forget(self._process)
+
+    def others(self) -> Mapping[int, int]:
+        """Return the bytes that each other process has taken, by PID."""
+        return {pid: taken for pid, taken in self.taken().items() if pid != self._process.pid}
+
+    def taken(self) -> Mapping[int, int]:
+        """Return the bytes that each process has taken, by PID."""
+        with self.transaction():
+            return {process.pid: taken for process, taken in self._living().items() if taken}
+
+    def _living(self) -> dict[Process, int]:
+        rows = self.execute("SELECT pid, started, bytes FROM taken WHERE device = ?", (self.name,))
+        found = {Process(pid, started): taken for pid, started, taken in rows.fetchall()}
+        for process in list(found):
+            if process != self._process and not is_alive(process):
+                self._forget(process)
+                del found[process]
+        return found
+
+    def _add(self, size: int) -> None:
+        self.execute(
+            "INSERT INTO taken VALUES (?, ?, ?, ?) "
+            "ON CONFLICT DO UPDATE SET bytes = bytes + excluded.bytes",
+            (self.name, *self._process, size),
+        )
+
+    def _forget(self, process: Process) -> None:
+        self.execute(
+            "DELETE FROM taken WHERE device = ? AND pid = ? AND started = ?",
+            (self.name, *process),
+        )
+
+
+def simulated_devices(folder: Path) -> list[SharedSimulatedDevice]:
+    """Return the simulated devices shared by processes that use ``folder``."""
+    if not (folder / SIMULATED_FILE).exists():
+        return []
+    with closing(Database(folder / SIMULATED_FILE, _SIMULATED_SCHEMA)) as database:
+        found = database.execute("SELECT name, capacity FROM device ORDER BY name").fetchall()
+    return [SharedSimulatedDevice(folder, name, capacity) for name, capacity in found]
+
+
+@dataclass(frozen=True)
+class CandidateDevice:
+    """A device that a worker may get; bytes."""
+
+    name: str
+    """The device's name in the ledger."""
+    total: int
+    taken: Mapping[int, int] = field(default_factory=dict)
+    """Bytes by process, as the driver reports them."""
+    most_workers: int | None = None
+    """The number of workers it is meant for, one for a MIG instance; ``None`` for any number."""
+    strict: bool = False
+    """Whether further workers cannot use it: in exclusive-process mode."""
+
+    def room(self, workers: Sequence[Process]) -> float:
+        """Return the bytes for one more worker, that shares what others leave with ``workers``."""
+        pids = {process.pid for process in workers}
+        foreign = sum(size for pid, size in self.taken.items() if pid not in pids)
+        return (self.total - foreign) / (len(workers) + 1)
+
+    def is_full(self, workers: Sequence[Process]) -> bool:
+        """Return whether it has as many workers as it is meant for."""
+        return self.most_workers is not None and len(workers) >= self.most_workers
+
+
+def least_loaded(
+    candidates: Sequence[CandidateDevice], placed: Mapping[str, Sequence[Process]]
+) -> int | None:
+    """Return the position of the device that a worker should get, ``None`` where all are full.
+
+    Devices with all the workers that they are meant for come last; else the one with the most
+    memory for each of its workers, and of equal ones the first.
+    """
+    found = []
+    for position, candidate in enumerate(candidates):
+        workers = placed.get(candidate.name, ())
+        is_full = candidate.is_full(workers)
+        if not (candidate.strict and is_full):
+            found.append((not is_full, candidate.room(workers), -position))
+    return -max(found)[-1] if found else None
+
+
+def take_place(
+    folder: Path, candidates: Sequence[CandidateDevice], process: Process | None = None
+) -> int:
+    """Return the position of the device that this process gets, the same at every call.
+
+    Where no device takes another process, it is the first. Raises ``SharingError`` where the table
+    in ``folder`` cannot be used.
+    """
+    if len(candidates) < 2:
+        return 0
+    process = process or this_process()
+    with closing(Database(folder / PLACE_FILE, _PLACE_SCHEMA)) as database, database.transaction():
+        placed = _placed(database)
+        for position, candidate in enumerate(candidates):
+            if process in placed.get(candidate.name, ()):
+                return position
+        position = least_loaded(candidates, placed) or 0
+        row = (*process, candidates[position].name)
+        database.execute("INSERT INTO place VALUES (?, ?, ?)", row)
+        return position
+
+
+def _placed(database: Database) -> dict[str, list[Process]]:
+    """Return the processes on each device, after removing those that have ended."""
+    placed: dict[str, list[Process]] = {}
+    for pid, started, device in database.execute("SELECT * FROM place").fetchall():
+        if is_alive(process := Process(pid, started)):
+            placed.setdefault(device, []).append(process)
+        else:
+            database.execute("DELETE FROM place WHERE pid = ? AND started = ?", process)
+    return placed
