@@ -86,6 +86,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(base, "device", property(lambda each: place_of(each) or raw.device(each)))
     patches.add(base, "is_cuda", property(lambda each: each.device.type == "cuda"))
     patches.add(base, "is_meta", property(lambda each: each.device.type == "meta"))
+    patches.join_inherited(base)  # as the simulation's own, which come back while user code runs
     patches.add(FunctionalTensor, "cuda", _to_gpu(machine, FunctionalTensor.to))
     # Numbers are not moved to the device while they are traced, as where there is none.
     patches.add(FakeTensorMode, "avoid_device_init", property(lambda mode: True))

@@ -24,8 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.callsite import running
-from pytest_gpumem.simulated.common.frames import let_go
+from pytest_gpumem.simulated.common.callsite import let_go, running
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.execution import custom
 from pytest_gpumem.simulated.execution.computing import is_factory
