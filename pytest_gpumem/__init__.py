@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.allocator.replayed import ReplayResult as ReplayResult
     from pytest_gpumem.allocator.settings import SettingsError as SettingsError
     from pytest_gpumem.prediction.batch import fit_batch as fit_batch
-    from pytest_gpumem.script.kept import run_script as run_script
+    from pytest_gpumem.script.entry import run_script as run_script
     from pytest_gpumem.session.fixture import Gpumem as Gpumem
     from pytest_gpumem.simulated.gpu.catalogue import GpuError as GpuError
     from pytest_gpumem.simulated.gpu.replay import replay as replay
@@ -52,7 +52,7 @@ _PLACES = {
     "UnsupportedOperatorError": "values.errors",
     "fit_batch": "prediction.batch",
     "replay": "simulated.gpu.replay",
-    "run_script": "script.kept",
+    "run_script": "script.entry",
     "simulate": "simulating",
     "simulate_operator": "simulated.operators.described",
 }

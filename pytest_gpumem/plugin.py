@@ -225,7 +225,7 @@ def pytest_runtest_makereport(
     if call.excinfo is not None:
         unmeasured = lifecycle is None or lifecycle.current is None
         skip_unsimulated(item, report, call.excinfo.value, unmeasured=unmeasured)
-        leave_the_sentence(report, call.excinfo.value)
+        leave_the_sentence(item, report, call.excinfo.value)
     session.collection.note_skip(item, report)
     if lifecycle is not None:
         lifecycle.complete(item, report, raised=call.excinfo is not None)

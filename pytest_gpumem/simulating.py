@@ -144,7 +144,7 @@ class SimulatedRun:
         account = Account(SimulatedRecorder(self._gpu.simulation), root)
         account.begin((), None)
         found: dict[str, Composition] = {}
-        with self.phase(name), account.watching(self._tracker):
+        with self.phase(name), AutomaticPhases(self._tracker, account.witness).watching():
             yield found
         account.end()
         workspaces = workspaces_of(self._gpu)
@@ -172,8 +172,8 @@ class SimulatedRun:
     def _raise_peaks(self, readings: Readings) -> None:
         reading = readings.get(self._gpu.index)
         if reading is not None:
-            self._peak_allocated = max(self._peak_allocated, reading.peak_allocated)
-            self._peak_reserved = max(self._peak_reserved, reading.peak_reserved)
+            self._peak_allocated = max(self._peak_allocated, reading.peak.allocated)
+            self._peak_reserved = max(self._peak_reserved, reading.peak.reserved)
 
 
 @contextmanager

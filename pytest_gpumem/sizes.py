@@ -174,7 +174,7 @@ class Tolerance:
             )
 
     def allowance(self, reference: int) -> int:
-        """Return the bytes by which a number may exceed ``reference`` (bytes).
+        """Return the bytes by which a number may exceed ``reference`` (bytes), none below 0.
 
         A percentage without a floor allows one allocator block at least: for a small reference it
         would otherwise be less than the allocator can resolve.
@@ -183,7 +183,7 @@ class Tolerance:
 
         # The shortest decimal of a float is what the user wrote, and its ratio is exact.
         numerator, denominator = Decimal(repr(self.percent)).as_integer_ratio()
-        share = numerator * reference // (denominator * 100)
+        share = numerator * max(reference, 0) // (denominator * 100)
         if self.percent and not self.floor:
             return max(share, ALLOCATOR_BLOCK)
         return share + self.floor

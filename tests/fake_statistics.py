@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from pytest_gpumem.measurement.statistics import Block, CudaStatistics, Reading, Readings
+from pytest_gpumem.measurement.statistics import Block, Bytes, CudaStatistics, Reading, Readings
 
 SEGMENT = 1000
 
@@ -50,9 +50,11 @@ class FakeStatistics(CudaStatistics):
 
     def harvest(self) -> Readings:
         reading = Reading(
-            self.allocated, self._reserved, self._peak, self._peak_reserved, self._handed_out,
+            Bytes(self.allocated, self._reserved),
+            Bytes(self._peak, self._peak_reserved),
+            self._handed_out,
             partial(tuple, (len(self._blocks), self.allocated) if self.counts_pools else ()),
-        )  # fmt: skip
+        )
         self._peak, self._peak_reserved = self.allocated, self._reserved
         readings = {self.device: reading}
         for listener in self.listeners:

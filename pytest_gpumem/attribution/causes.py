@@ -15,7 +15,6 @@ from typing import Any
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import (
     MOST,
-    Change,
     Growth,
     Side,
     block_size,
@@ -56,7 +55,7 @@ def cause_of(growth: Growth) -> str:
     if growth.bytes <= 0:
         return ""
     found = (evidence for detector in DETECTORS for evidence in detector(growth))
-    sentences = (sentence for nbytes, sentence in found if growth.is_most(nbytes))
+    sentences = (sentence for nbytes, sentence in found if nbytes > MOST * growth.bytes)
     return next(filter(None, sentences), "")
 
 
@@ -103,8 +102,14 @@ def _dtype(growth: Growth) -> Evidence:
     for (before, dtype), found in gains.items():
         found.sort(key=lambda pair: -pair[0])
         same = _same_tensors([site for _, site in found])
-        sentence = f"{same}: {before} before, {dtype} now{_new_cast(growth, dtype)}"
-        yield sum(gain for gain, _ in found), sentence
+        new = [
+            change
+            for change in growth.changes
+            if (change.change, change.site.dtype, change.site.operator) == ("new", dtype, CAST)
+        ]
+        cast = max(new, key=lambda change: change.bytes, default=None)
+        at = f"; new is the cast at {cast.site.site}" if cast else ""
+        yield sum(gain for gain, _ in found), f"{same}: {before} before, {dtype} now{at}"
 
 
 def _parameters_dtype(growth: Growth) -> Evidence:
@@ -115,17 +120,6 @@ def _parameters_dtype(growth: Growth) -> Evidence:
         dtype, was = model.get("dtype"), before.get(name, {}).get("dtype")
         if dtype and was and dtype != was:
             yield own, f"the parameters of {name}: {was} before, {dtype} now"
-
-
-def _new_cast(growth: Growth, dtype: str) -> str:
-    casts = [
-        change
-        for change in growth.changes
-        if (change.change, change.site.dtype, change.site.operator) == ("new", dtype, CAST)
-    ]
-    if not casts:
-        return ""
-    return f"; new is the cast at {max(casts, key=lambda change: change.bytes).site.site}"
 
 
 def _by_kind(sites: Iterable[Site]) -> dict[tuple[Any, ...], tuple[dict[str, int], Site]]:
@@ -163,19 +157,15 @@ def _inputs(growth: Growth) -> Evidence:
         gained = growth.gained(INPUTS, ACTIVATIONS, TEMPORARIES, OTHER)
         yield gained, f"the inputs are larger: {shape_text(was)} before, {shape_text(shape)} now"
     new = [one for one in growth.gains if one.site.category == INPUTS]
-    where = f": {site_text(new[0].site)} holds {_more(new[0])}" if new else ""
+    where = ""
+    for change in new[:1]:
+        site, more = change.site, format_size(change.bytes)
+        if site.shape and block_size(site) == change.bytes // site.count:  # all are of one shape
+            more = f"{site.count} × {shape_text(site.shape)}"
+        where = f": {site_text(site)} holds {more} more"
     held = [side.categories.get(INPUTS, 0) for side in (growth.now, growth.before)]
     sizes = f"{format_size(held[0])}, {format_size(held[1])} before"
     yield held[0] - held[1], f"the inputs hold {sizes}{where}"
-
-
-def _more(change: Change) -> str:
-    """Return by how many tensors a line holds more, where these are of one shape, else by how
-    much."""
-    site = change.site
-    if site.shape and block_size(site) == change.bytes // site.count:
-        return f"{site.count} × {shape_text(site.shape)} more"
-    return f"{format_size(change.bytes)} more"
 
 
 def _larger_model(growth: Growth) -> Evidence:
@@ -223,11 +213,7 @@ def _plain(growth: Growth) -> Evidence:
 
 DETECTORS: tuple[Callable[[Growth], Evidence], ...] = (
     *PROGRAM_CAUSES,
-    _inputs,
-    _dtype,
-    _parameters_dtype,
-    _larger_model,
-    _plain,
+    *(_inputs, _dtype, _parameters_dtype, _larger_model, _plain),
 )
 """The detectors in order: differences in the program's calls come before those in its tensors, and
 of these the ones whose evidence is a tensor before those that count all that grew."""

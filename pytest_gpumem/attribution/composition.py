@@ -45,7 +45,7 @@ class Site(Plain):
     function: str | None = None
     operator: str | None = None
     module: str | None = None
-    """Path of the module, numbers replaced by ``*``: ``blocks.*.attn``."""
+    """Path of the module, as :func:`general_path` gives it."""
     shape: tuple[int, ...] | None = None
     """Shape of the largest of them."""
     dtype: str | None = None
@@ -139,7 +139,7 @@ def _place(history: History, life: Life, forward: ForwardLives) -> Site:
         # The first operator that needs it allocates it, so no line is the cause.
         return Site(category, 0, 0, operator=(origin and origin.library) or "cuBLAS")
     if origin is None:
-        return Site(category, 0, 0, module=_general(sighting.module) if sighting else None)
+        return Site(category, 0, 0, module=general_path(sighting.module) if sighting else None)
     in_backward = origin.node not in (None, COMPILED) and not history.module_at(life.born)
     source = forward.of(origin) if in_backward else None
     place = (source and source.origin and history.place_of(source.origin)) or history.place_of(
@@ -153,7 +153,7 @@ def _place(history: History, life: Life, forward: ForwardLives) -> Site:
     elif sighting and named and operator:
         operator = operator.partition(" of ")[0]  # a gradient: its own module is known
     elif sighting and category == OTHER:
-        operator = f"buffer {_general('.'.join(filter(None, (module, sighting.name))))}"
+        operator = f"buffer {general_path('.'.join(filter(None, (module, sighting.name))))}"
     return Site(
         category,
         0,
@@ -161,7 +161,7 @@ def _place(history: History, life: Life, forward: ForwardLives) -> Site:
         site=None if place is None else f"{shown_path(place[0], history.root)}:{place[1]}",
         function=None if place is None else place[2],
         operator=operator,
-        module=_general(module or history.module_at((source or life).born)) or None,
+        module=general_path(module or history.module_at((source or life).born)) or None,
         dtype=None if origin.dtype is None else str(origin.dtype).removeprefix("torch."),
     )
 
@@ -238,7 +238,13 @@ def _known_category(history: History, life: Life) -> str:
         return _OF_SHARDING[origin.kind]
     span = history.span_at(life.born)
     if span is None:
-        return _category_outside(history, life, origin)
+        if origin.kind in ("copy", "factory"):
+            return INPUTS if origin.kind == "copy" else OTHER
+        if life.died < history.next_backward(life.born):
+            return TEMPORARIES
+        # A copy of parameters, for instance: backward does not need tensors that autograd does not
+        # record.
+        return ACTIVATIONS if origin.has_node else OTHER
     survives = life.died >= span.end
     if span.name == "step":
         return OPTIMIZER_STATE if survives else TEMPORARIES
@@ -246,18 +252,6 @@ def _known_category(history: History, life: Life) -> str:
         return GRADIENTS if survives else TEMPORARIES
     # Checkpointing runs modules again within backward.
     return ACTIVATIONS if survives or span.name == "backward" else TEMPORARIES
-
-
-def _category_outside(history: History, life: Life, origin: Origin) -> str:
-    if origin.kind == "copy":
-        return INPUTS
-    if origin.kind == "factory":
-        return OTHER
-    if life.died < history.next_backward(life.born):
-        return TEMPORARIES
-    # A copy of parameters, for instance: backward does not need tensors that autograd does not
-    # record.
-    return ACTIVATIONS if origin.has_node else OTHER
 
 
 class ForwardLives:
@@ -300,5 +294,6 @@ def shown_path(filename: str, root: str) -> str:
 
 
 @cache
-def _general(module: str) -> str:
+def general_path(module: str) -> str:
+    """Return the path of a module with ``*`` for its numbers: ``blocks.*.attn``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)

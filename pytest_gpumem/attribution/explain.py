@@ -82,7 +82,7 @@ def explain(
         for pair in _pairs(*(side.get(key, ()) for side in sides))
     ]
     # Temporaries may be kept for backward; functions and modules are renamed.
-    for identity in (_but_category, _but_function):
+    for identity in _IDENTITIES:
         changes = _joined(changes, identity)
     if _has_fused(now) != _has_fused(before) if compiled is None else compiled:
         changes = _by_line(changes)
@@ -222,14 +222,14 @@ def _by_line(changes: Iterable[Change]) -> Iterator[Change]:
         yield replace(shown, bytes=total, change=word) if len(group) > 1 else shown
 
 
-def _but_category(site: Site) -> tuple[Any, ...]:
-    rest = site.category if _is_rest(site) else ""
-    return site.module, site.function, site.operator, site.dtype, rest
-
-
-def _but_function(site: Site) -> tuple[Any, ...]:
-    return site.category, site.operator, site.shape, site.dtype, site.count
-
+_IDENTITIES: tuple[Callable[[Site], tuple[Any, ...]], ...] = (
+    lambda site: (
+        *(site.module, site.function, site.operator, site.dtype),
+        site.category if _is_rest(site) else "",
+    ),
+    lambda site: (site.category, site.operator, site.shape, site.dtype, site.count),
+)
+"""The fields that stay the same of a site in another category, and of one in another function."""
 
 MOST = 0.5
 """The part of a difference that evidence has to exceed. Of causes that share no bytes one alone can
@@ -284,10 +284,6 @@ class Growth:
             self.now.categories.get(one, 0) - self.before.categories.get(one, 0)
             for one in categories
         )
-
-    def is_most(self, nbytes: int) -> bool:
-        """Return whether ``nbytes`` account for most of the difference."""
-        return nbytes > 0 and nbytes > MOST * self.bytes
 
     @property
     def compares_facts(self) -> bool:

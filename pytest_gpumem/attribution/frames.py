@@ -24,8 +24,9 @@ Frame = Mapping[str, Any]
 MOST_LINES = 12
 """The number of lines kept of a stack, the innermost ones."""
 
-_OPERATOR = re.compile(r"\bat::_ops::(\w+?)::(?:call|redispatch)\b")
-_NODE = re.compile(r"\btorch::autograd::(?:generated::)?(\w+)::apply\b")
+OPERATOR = re.compile(r"\bat::_ops::(\w+?)::(?:call|redispatch)\b")
+NODE = re.compile(r"\btorch::autograd::(?:generated::)?(\w+)::apply\b")
+"""Functions in C++ frames: an operator, a node of autograd."""
 ALLOCATES_WORKSPACE = re.compile(
     r"\bat::cuda::(getNewWorkspace|setWorkspaceForHandle|allocateCUDABlasWorkspace"
     r"|getCUDABlasLtWorkspace)\b"
@@ -82,7 +83,7 @@ def stack_facts(frames: Sequence[Frame], paths: Mapping[str, str]) -> StackFacts
     python = [frame for frame in frames if _is_python(frame)]
     line = next((frame for frame in python if not is_torchs(frame["filename"])), None)
     symbols = [frame["name"] for frame in takewhile(lambda frame: not _is_python(frame), frames)]
-    node = next((match[1] for name in symbols if (match := _NODE.search(name))), None)
+    node = next((match[1] for name in symbols if (match := NODE.search(name))), None)
     shown = [f"{_place(frame, paths)} {frame['name']}" for frame in python[:MOST_LINES]]
     return StackFacts(
         site=None if line is None else _place(line, paths),
@@ -136,7 +137,7 @@ def _during(python: Sequence[Frame]) -> str:
 
 def _operator(symbols: Sequence[str]) -> str | None:
     """Return the innermost operator that is more than memory for another one."""
-    found = [match[1] for name in symbols if (match := _OPERATOR.search(name))]
+    found = [match[1] for name in symbols if (match := OPERATOR.search(name))]
     if not found:
         return None
     computing = (name for name in found if not _MEMORY_ONLY.match(name))

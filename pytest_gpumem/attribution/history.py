@@ -12,6 +12,10 @@ FOREVER = 1 << 62
 """Position of the free of a block that is still live."""
 
 
+SUPPLY = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+"""The actions that change the bytes held from the driver, and their signs."""
+
+
 class Origin(Protocol):
     """The origin of a block; everything may be unknown."""
 
@@ -219,43 +223,22 @@ class History:
                 by_address.setdefault(life.address, []).append(life)
         for sighting in self.sightings:
             for life in by_address.get(sighting.address, ()):
-                alive = life.born < sighting.position <= life.died
-                if alive and _is_better(sighting, life.sighting):
+                if not life.born < sighting.position <= life.died:
+                    continue
+                # The same tensor seen again, now with its owner's path, tells more.
+                known = life.sighting or sighting
+                gain = _STRENGTH.index(sighting.category) - _STRENGTH.index(known.category)
+                path = len(sighting.module) - len(known.module)
+                if life.sighting is None or (gain, path) > (0, 0):
                     life.sighting = sighting
 
 
-PARAMETERS = "parameters"
-GRADIENTS = "gradients"
-OPTIMIZER_STATE = "optimizer state"
-INPUTS = "inputs"
-ACTIVATIONS = "activations"
-WORKSPACE = "workspace"
-TEMPORARIES = "temporaries"
-OTHER = "other"
-
 CATEGORIES = (
-    PARAMETERS,
-    GRADIENTS,
-    OPTIMIZER_STATE,
-    INPUTS,
-    ACTIVATIONS,
-    WORKSPACE,
-    TEMPORARIES,
-    OTHER,
+    *("parameters", "gradients", "optimizer state", "inputs"),
+    *("activations", "workspace", "temporaries", "other"),
 )
+PARAMETERS, GRADIENTS, OPTIMIZER_STATE, INPUTS = CATEGORIES[:4]
+ACTIVATIONS, WORKSPACE, TEMPORARIES, OTHER = CATEGORIES[4:]
 
-_STRENGTH = {
-    category: -index
-    for index, category in enumerate(
-        (WORKSPACE, PARAMETERS, GRADIENTS, OPTIMIZER_STATE, OTHER, INPUTS)
-    )
-}
-"""A buffer that is passed to a module is still a buffer."""
-
-
-def _is_better(sighting: Sighting, known: Sighting | None) -> bool:
-    if known is None:
-        return True
-    # The same tensor seen again, now with its owner's path.
-    gain = _STRENGTH[sighting.category] - _STRENGTH[known.category]
-    return gain > 0 or (gain == 0 and len(sighting.module) > len(known.module))
+_STRENGTH = (INPUTS, OTHER, OPTIMIZER_STATE, GRADIENTS, PARAMETERS, WORKSPACE)
+"""Categories that are seen, the weakest first: a buffer passed to a module is still a buffer."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpumem.allocator.recording import SnapshotError
 from pytest_gpumem.attribution.composition import Site
-from pytest_gpumem.attribution.history import PARAMETERS
+from pytest_gpumem.attribution.history import PARAMETERS, SUPPLY
 from pytest_gpumem.simulated.gpu.replay import replay
 from pytest_gpumem.sizes import format_size
 
@@ -22,9 +22,6 @@ REMEDIES = (
 """Settings of PYTORCH_CUDA_ALLOC_CONF that are tried, in the order of recommendation."""
 
 SHOWN_HOLDERS = 8
-
-_TAKEN = ("segment_alloc", "segment_map")
-_GIVEN_BACK = ("segment_free", "segment_unmap")
 
 Json = Mapping[str, Any]
 
@@ -135,11 +132,6 @@ class OutOfMemory:
         return lines
 
 
-def last_failure(trace: Sequence[Json]) -> int | None:
-    """Return the index of the last allocation that failed, ``None`` where all succeeded."""
-    return max((i for i, event in enumerate(trace) if event["action"] == "oom"), default=None)
-
-
 def post_mortem(
     snapshot: Json,
     device: int,
@@ -158,9 +150,10 @@ def post_mortem(
     the reason why attention, if it made the request, ran no fused kernel.
     """
     trace = snapshot["device_traces"][device]
-    index = last_failure(trace)
-    if index is None:
+    failures = [index for index, event in enumerate(trace) if event["action"] == "oom"]
+    if not failures:
         return None
+    index = failures[-1]
     event = trace[index]
     sites = tuple(holders)
     site, operator = place
@@ -184,12 +177,9 @@ def _reserved_at(snapshot: Json, device: int, index: int) -> int:
     reserved: int = sum(
         segment["total_size"] for segment in snapshot["segments"] if segment["device"] == device
     )
-    for event in snapshot["device_traces"][device][index + 1 :]:
-        if event["action"] in _TAKEN:
-            reserved -= event["size"]
-        elif event["action"] in _GIVEN_BACK:
-            reserved += event["size"]
-    return reserved
+    later = snapshot["device_traces"][device][index + 1 :]
+    taken: int = sum(SUPPLY.get(event["action"], 0) * event["size"] for event in later)
+    return reserved - taken
 
 
 def _within(snapshot: Json, device: int, limit: int) -> Json:

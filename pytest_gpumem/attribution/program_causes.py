@@ -320,19 +320,7 @@ def _package(site: Site) -> str:
 
 
 PROGRAM_CAUSES = (
-    _compiled,
-    _grad_mode,
-    _checkpointing,
-    _graphs,
-    _zeroed_gradients,
-    _carried,
-    _sharding,
-    _copied_model,
-    _trained,
-    _optimizer_state,
-    _optimizer_kind,
-    _attention,
-    _layout,
-    _library,
+    *(_compiled, _grad_mode, _checkpointing, _graphs, _zeroed_gradients, _carried, _sharding),
+    *(_copied_model, _trained, _optimizer_state, _optimizer_kind, _attention, _layout, _library),
 )
 """The detectors in the order in which they run."""

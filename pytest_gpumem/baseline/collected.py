@@ -10,14 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TypeVar
 
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.sizes import MIB
-
-if TYPE_CHECKING:
-    from pytest_gpumem.values.environment import Environment
-    from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.measurement import Measurement
 
 
 @dataclass(frozen=True)
@@ -83,10 +81,6 @@ class GoneTests:
     collected: Collected
     ran: frozenset[tuple[str, str]]
 
-    def can_prove(self, module: str) -> bool:
-        """Return whether a test of ``module`` can be proved gone, whichever are stored."""
-        return not _doubt(module, self.collected)
-
     def among(self, module: str, stored: Iterable[str]) -> tuple[list[str], Mapping[str, int]]:
         """Return the gone ids of ``stored`` ones in ``module``, and how many are in doubt by
         reason.
@@ -136,15 +130,11 @@ def _functions(node: ast.AST, owner: str) -> Iterable[str]:
 
 def _doubt(module: str, collected: Collected) -> str:
     """Return why entries of ``module`` that were not collected may still have their tests."""
-    if reason := collected.incomplete.get(module) or collected.narrowed:
+    reason = collected.incomplete.get(module) or collected.narrowed
+    if reason or module in collected.ids:
         return reason
-    if module in collected.ids:
-        return ""
-    if collected.partial:
-        return collected.partial
-    if (collected.rootpath / module).exists():
-        return f"{module} exists, but nothing was collected from it"
-    return ""
+    exists = (collected.rootpath / module).exists()
+    return collected.partial or f"{module} exists, but nothing was collected from it" * exists
 
 
 T = TypeVar("T", bound=Hashable)
@@ -185,18 +175,17 @@ def unused_baselines(
             {one.nodeid: _numbers(one.entry) for one in unused},
             {nodeid: _numbers(entry) for nodeid, entry in new.items()},
             unlike=LEAST_ALIKE,
-            identifies=lambda numbers: numbers.peak_allocated >= TELLING,
+            identifies=lambda numbers: numbers[0] >= TELLING,
         )
         for one in unused:
-            if successor := named.get(one.nodeid):
-                one = replace(one, successor=successor.nodeid, same=successor.same)
-            found.append(one)
+            successor, same = named.get(one.nodeid, (None, False))
+            found.append(replace(one, successor=successor, same=same))
     return sorted(found, key=lambda one: (one.environment.key, one.nodeid))
 
 
 def _unused(store: BaselineStore, environment: Environment, gone: GoneTests) -> Iterator[Unused]:
     for module in store.modules(environment):
-        if gone.can_prove(module):
+        if not _doubt(module, gone.collected):  # whichever are stored
             with suppress(BaselineError):
                 entries = store.load(environment, module)
                 for test_id in gone.among(module, entries)[0]:
@@ -216,17 +205,9 @@ def _new_tests(
     return found
 
 
-class _Numbers(NamedTuple):
-    """The compared numbers of an entry."""
-
-    peak_allocated: int
-    peak_reserved: int
-    phases: tuple[tuple[str, int], ...]
-
-
-def _numbers(entry: BaselineEntry) -> _Numbers:
-    phases = tuple(sorted(entry.phases.items()))
-    return _Numbers(entry.peak_allocated, entry.peak_reserved, phases)
+def _numbers(entry: BaselineEntry) -> tuple[int, int, tuple[tuple[str, int], ...]]:
+    """Return the compared numbers of an entry: peak allocated, peak reserved, by phase."""
+    return entry.peak_allocated, entry.peak_reserved, tuple(sorted(entry.phases.items()))
 
 
 SAME_NUMBERS_ALIKE = 0.5
@@ -235,26 +216,19 @@ ONLY_MOVED = 1.0
 """Ratio for tests that differ only in the path of their module."""
 
 
-class Successor(NamedTuple):
-    """The test that has probably taken the place of one that is gone."""
-
-    nodeid: str
-    same: bool
-    """Whether its measured numbers are the same."""
-
-
 def successors(
     gone: Mapping[str, T],
     new: Mapping[str, T],
     *,
     unlike: float = ONLY_MOVED,
     identifies: Callable[[T], bool] = lambda measured: False,
-) -> dict[str, Successor]:
+) -> dict[str, tuple[str, bool]]:
     """Return by node id the ``new`` test that each ``gone`` test has probably become.
 
     Both hold measured numbers. Where these are equal, names have to be alike by half, or the
     numbers are unique and identify a test by themselves; where they differ, by ``unlike``. Every
-    test takes the place of one at most, the most similar first.
+    test takes the place of one at most, the most similar first. Beside the new one's node id stands
+    whether its numbers are the same.
     """
     often = Counter([*gone.values(), *new.values()])
     pairs = []
@@ -264,11 +238,11 @@ def successors(
             unique = same and often[measured] == 2 and identifies(measured)
             if unique or alike >= (SAME_NUMBERS_ALIKE if same else unlike):
                 pairs.append((not same, -alike, position, old, name))
-    found: dict[str, Successor] = {}
+    found: dict[str, tuple[str, bool]] = {}
     taken: set[str] = set()
     for differs, _, _, old, name in sorted(pairs):
         if old not in found and name not in taken:
-            found[old] = Successor(name, not differs)
+            found[old] = name, not differs
             taken.add(name)
     return found
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from pytest_gpumem.attribution.causes import Growth, Side, absolute_cause, cause_of, leak_cause
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import Change, explain, holdings
+from pytest_gpumem.baseline.store import BaselineEntry
 from pytest_gpumem.baseline.verdict import Improvement, Verdict
+from pytest_gpumem.marker import Expectation
 from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.sizes import MIB, Tolerance, format_size
-
-if TYPE_CHECKING:
-    from pytest_gpumem.baseline.store import BaselineEntry
-    from pytest_gpumem.marker import Expectation
-    from pytest_gpumem.values.environment import Environment
-    from pytest_gpumem.values.measurement import Measurement
-    from pytest_gpumem.values.prediction import PredictedTest
+from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.values.prediction import PredictedTest
 
 UpdateMode = Literal["all", "new"]
 
@@ -46,11 +45,6 @@ class Judgement:
     improvements: tuple[Improvement, ...] = ()
     missing_baseline: bool = False
     """A baseline would have been compared and none is stored for this environment."""
-
-    @property
-    def failures(self) -> tuple[Verdict, ...]:
-        """The verdicts that did not pass."""
-        return tuple(verdict for verdict in self.verdicts if not verdict.passed)
 
 
 def default_tolerance_for(exact: bool) -> Tolerance:
@@ -97,7 +91,6 @@ def judge(
     baseline: BaselineEntry | None,
     environment: Environment,
     require_baseline: bool = False,
-    default_tolerance: Tolerance | None = None,
     update: UpdateMode | None = None,
     elsewhere: Sequence[tuple[Environment, BaselineEntry]] = (),
     used_elsewhere: bool = False,
@@ -107,11 +100,11 @@ def judge(
 
     ``baseline`` is the test's entry for ``environment``; ``elsewhere`` has those of other
     environments, which are shown and never compared. The tolerance is the expectation's, else
-    ``default_tolerance`` (option or ini), else nothing when simulated and ``1% + 1MiB`` when
-    measured. ``used_elsewhere`` means that the test allocated on another device, so that nothing on
-    this one is no failure; baselines belong to one device, so for the others the caller passes an
-    expectation with ``baseline=False``. A limit on a phase that did not run fails, for it checks
-    nothing; not so the project's ``default_phases``, which no test has to have.
+    nothing when simulated and ``1% + 1MiB`` when measured. ``used_elsewhere`` means that the test
+    allocated on another device, so that nothing on this one is no failure; baselines belong to one
+    device, so for the others the caller passes an expectation with ``baseline=False``. A limit on a
+    phase that did not run fails, for it checks nothing; not so the project's ``default_phases``,
+    which no test has to have.
 
     Whether a baseline is compared is the marker's ``baseline``:
 
@@ -144,8 +137,8 @@ def judge(
     eager = [note for note in measurement.notes if ran_eagerly(note)]
     if eager and not baseline.ran_eagerly:
         verdicts.append(judged.unfit("ran_eagerly", eager[0]))
-    tolerance = expectation.tolerance or default_tolerance
-    tolerance = tolerance or default_tolerance_for(measurement.simulated or measurement.dry)
+    exact = measurement.simulated or measurement.dry
+    tolerance = expectation.tolerance or default_tolerance_for(exact)
     return Judgement(
         (*verdicts, *judged.against(baseline, tolerance)),
         tuple(judged.improvements(baseline, tolerance)),
@@ -176,7 +169,10 @@ class _Judged:
 
     def __init__(self, measurement: Measurement, gpu: str) -> None:
         self._measurement = measurement
-        self._gpu = gpu
+        self._device: dict[str, Any] = {
+            **{name: getattr(measurement, name) for name in ("device", "simulated", "dry")},
+            "gpu": gpu,
+        }
         self._peaks = {name: p.peak_allocated for name, p in measurement.phases.items()}
 
     def _sites(self, phase: str | None) -> list[Site]:
@@ -188,7 +184,7 @@ class _Judged:
         """Return the verdict of a test whose peak cannot be compared."""
         notes = (note,) if note else ()
         peak = self._measurement.peak_allocated
-        return self._verdict(kind, None, None, peak, False, notes=notes, cause=cause)
+        return self._verdict(kind, actual=peak, notes=notes, cause=cause)
 
     def limits(
         self, expectation: Expectation, default_phases: Mapping[str, int]
@@ -197,10 +193,8 @@ class _Judged:
         if expectation.max is not None:
             yield self._limit(None, expectation.max, measured.peak_allocated)
         if (limit := expectation.max_reserved) is not None:
-            reserved = measured.peak_reserved
-            yield self._verdict(
-                "limit", None, limit, reserved, reserved <= limit, metric="peak_reserved"
-            )
+            reserved, metric = measured.peak_reserved, "peak_reserved"
+            yield self._verdict("limit", None, limit, reserved, reserved <= limit, metric=metric)
         for phase, limit in expectation.phases.items():
             if phase in self._peaks:
                 yield self._limit(phase, limit, self._peaks[phase])
@@ -212,20 +206,12 @@ class _Judged:
         if limit is not None and leaked is not None:
             passed = leaked <= limit
             left = [] if passed else [Site.from_dict(site) for site in self._measurement.leaks]
-            yield self._verdict(
-                "leak",
-                None,
-                limit,
-                leaked,
-                passed,
-                metric="leaked",
-                explanation=holdings(left),
-                cause=leak_cause(left),
-            )
+            why: dict[str, Any] = {"explanation": holdings(left), "cause": leak_cause(left)}
+            yield self._verdict("leak", None, limit, leaked, passed, metric="leaked", **why)
 
     def against(self, baseline: BaselineEntry, tolerance: Tolerance) -> Iterator[Verdict]:
         for phase, actual, reference in self._pairs(baseline):
-            limit = reference + _allowance(tolerance, reference)
+            limit = reference + tolerance.allowance(reference)
             passed = actual <= limit
             stored, sites = baseline.peak_of(phase), self._sites(phase)
             changes = explain(sites, stored.sites) if stored and sites else ()
@@ -246,7 +232,7 @@ class _Judged:
             )
         for phase, reference in baseline.phases.items():
             if phase not in self._peaks:
-                limit = reference + _allowance(tolerance, reference)
+                limit = reference + tolerance.allowance(reference)
                 yield self._did_not_run("baseline", phase, limit, (reference, tolerance))
 
     def against_prediction(
@@ -257,27 +243,24 @@ class _Judged:
             yield self.unfit("prediction", predicted.problem)
             return
         other = _Judged(reference, predicted.gpu)
-        yield self._predicted(
-            other, None, measured.peak_allocated, reference.peak_allocated, tolerance
-        )
+        peaks = measured.peak_allocated, reference.peak_allocated
+        yield self._predicted(other, None, *peaks, tolerance)
         for phase, actual in self._peaks.items():
             if phase in other._peaks:
                 yield self._predicted(other, phase, actual, other._peaks[phase], tolerance)
             else:
                 notes = (f"simulated phases: {', '.join(other._peaks)}",)
-                yield self._verdict("prediction", phase, None, actual, False, notes=notes)
+                yield self._verdict("prediction", phase, actual=actual, notes=notes)
         for phase, peak in other._peaks.items():
             if phase not in self._peaks:
                 notes = (f"phases that ran: {', '.join(self._peaks) or 'none'}",)
                 compared = (peak, tolerance)
-                yield self._verdict(
-                    "prediction", phase, None, 0, False, compared=compared, notes=notes
-                )
+                yield self._verdict("prediction", phase, compared=compared, notes=notes)
 
     def _predicted(
         self, other: _Judged, phase: str | None, actual: int, reference: int, tolerance: Tolerance
     ) -> Verdict:
-        allowance = _allowance(tolerance, reference)
+        allowance = tolerance.allowance(reference)
         passed = abs(actual - reference) <= allowance
         sites, predicted = self._sites(phase), other._sites(phase)
         return self._verdict(
@@ -292,20 +275,10 @@ class _Judged:
         )
 
     def improvements(self, baseline: BaselineEntry, tolerance: Tolerance) -> Iterator[Improvement]:
-        measured = self._measurement
         for phase, actual, reference in self._pairs(baseline):
-            if actual < reference - _allowance(tolerance, reference):
-                yield Improvement(
-                    "peak_allocated",
-                    phase,
-                    actual,
-                    reference,
-                    str(tolerance),
-                    measured.device,
-                    measured.simulated,
-                    self._gpu,
-                    measured.dry,
-                )
+            if actual < reference - tolerance.allowance(reference):
+                compared = "peak_allocated", phase, actual, reference, str(tolerance)
+                yield Improvement(*compared, **self._device)
 
     def _pairs(self, baseline: BaselineEntry) -> Iterator[tuple[str | None, int, int]]:
         """Yield phase, measured and stored peak of the test and of each phase in both."""
@@ -320,22 +293,25 @@ class _Judged:
         sites = self._sites(phase)
         cause = absolute_cause(Side(sites, self._measurement.facts), actual - limit)
         held = holdings(sites)
-        return self._verdict("limit", phase, limit, actual, False, explanation=held, cause=cause)
+        return self._verdict("limit", phase, limit, actual, explanation=held, cause=cause)
 
     def _did_not_run(
         self, kind: str, phase: str, limit: int, compared: _Compared | None = None
     ) -> Verdict:
         # With a negative limit, the 0 that stands for "not run" would be too much.
-        limit, notes = max(limit, 0), (_ran(phase, self._peaks),)
-        return self._verdict(kind, phase, limit, 0, False, compared=compared, notes=notes)
+        limit = max(limit, 0)
+        note = f"phases that ran: {', '.join(self._peaks) or 'none'}"
+        for close in get_close_matches(phase.lower(), self._peaks, n=1, cutoff=0.7):
+            note = f"did you mean {close}? {note}"
+        return self._verdict(kind, phase, limit, compared=compared, notes=(note,))
 
     def _verdict(
         self,
         kind: str,
-        phase: str | None,
-        limit: int | None,
-        actual: int,
-        passed: bool,
+        phase: str | None = None,
+        limit: int | None = None,
+        actual: int = 0,
+        passed: bool = False,
         *,
         metric: str = "peak_allocated",
         compared: _Compared | None = None,
@@ -343,7 +319,6 @@ class _Judged:
         explanation: Iterable[Change] = (),
         cause: str = "",
     ) -> Verdict:
-        measured = self._measurement
         return Verdict(
             kind=kind,
             metric=metric,
@@ -353,28 +328,12 @@ class _Judged:
             reference=compared and compared[0],
             passed=passed,
             tolerance=str(compared[1]) if compared else "",
-            device=measured.device,
-            simulated=measured.simulated,
-            dry=measured.dry,
-            gpu=self._gpu,
             notes=notes,
             written="" if compared else getattr(limit, "written", ""),
             explanation=tuple(change.to_dict() for change in explanation),
             cause=cause,
+            **self._device,
         )
-
-
-def _ran(phase: str, peaks: Mapping[str, int]) -> str:
-    """Return which phases ran, and which of them ``phase`` was to name."""
-    from difflib import get_close_matches
-
-    close = get_close_matches(phase.lower(), peaks, n=1, cutoff=0.7)
-    ran = f"phases that ran: {', '.join(peaks) or 'none'}"
-    return f"did you mean {close[0]}? {ran}" if close else ran
-
-
-def _allowance(tolerance: Tolerance, reference: int) -> int:
-    return tolerance.allowance(max(reference, 0))
 
 
 def _alike(measured: list[Site], predicted: list[Site]) -> tuple[list[Site], list[Site]]:

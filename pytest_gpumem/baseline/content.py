@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import Any
 
 from pytest_gpumem.attribution.composition import Site
@@ -44,20 +43,16 @@ class StoredPeak:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StoredPeak | None:
         """Rebuild what :meth:`to_dict` wrote, ``None`` where nothing was recorded."""
-        if "sites" not in data:
-            return None
-        sites = tuple(Site.from_dict(site) for site in data["sites"])
-        return cls(data.get("composition", {}), sites)
+        sites = tuple(Site.from_dict(site) for site in data.get("sites", ()))
+        return cls(data.get("composition", {}), sites) if "sites" in data else None
 
     @classmethod
     def of(cls, measured: Measurement | PhaseRecord) -> StoredPeak | None:
         """Return the stored form of a peak, ``None`` where nothing was recorded."""
-        if not measured.sites:
-            return None
-        sites = [Site.from_dict(site) for site in measured.sites]
+        sites = compact([Site.from_dict(site) for site in measured.sites])
         # The bytes of one block follow from its shape.
-        compacted = (replace(site, each=None) for site in compact(sites))
-        return cls(dict(measured.composition), tuple(compacted))
+        compacted = tuple(replace(site, each=None) for site in sites)
+        return cls(dict(measured.composition), compacted) if sites else None
 
     @property
     def without_lines(self) -> StoredPeak:
@@ -85,10 +80,6 @@ class BaselineEntry:
     """Whether code that was to be compiled ran eagerly on the simulated GPU."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the test on which memory depends."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
-        object.__setattr__(self, "phase_peaks", MappingProxyType(dict(self.phase_peaks)))
 
     @classmethod
     def of(cls, measurement: Measurement, tolerance: str | None = None) -> BaselineEntry:
@@ -206,13 +197,6 @@ class Entries(MutableMapping[str, BaselineEntry]):
 
     def __contains__(self, test_id: object) -> bool:
         return test_id in self._data
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Entries):
-            return self._data == other._data
-        return isinstance(other, Mapping) and dict(self.items()) == dict(other.items())
-
-    __hash__ = None  # type: ignore[assignment]  # as of every mapping that changes
 
     def copy(self) -> Entries:
         """Return the same for changing."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from pytest_gpumem.attribution.history import OPTIMIZER_STATE, PARAMETERS
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import ELLIPSIS
 from pytest_gpumem.values.operator_names import FUSED
 
 SHOWN_LINES = 10
@@ -23,6 +24,7 @@ _HELD_BY = "held by "
 """The text before the variable that keeps a block, of any length."""
 
 _NAMESPACE = re.compile(r"^(?:torch\.|aten::|functional\.)(?=\w)")
+"""The namespaces that all operators have."""
 
 _BLOCKS, _PREFIXES = "blocks", "prefixes"
 _GIVEN_UP = (_BLOCKS, _PREFIXES)
@@ -99,16 +101,14 @@ def _sum(group: Sequence[Line]) -> Line:
         common[key] = values.pop() if len(values) == 1 else None
     if not common["each"] or common["each"] * count != abs(total):
         common["each"] = None
-    operator, merged = _operators(group), {FOLDED: len(group)}
-    return {**first, "bytes": total, "count": count, **common, "operator": operator, **merged}
-
-
-def _operators(group: Sequence[Line]) -> str | None:
     names = list(dict.fromkeys(line["operator"] for line in group if line.get("operator")))
-    if len(names) < 2:
-        return names[0] if names else None
-    owner, dot, _ = names[0].partition(".")
-    return f"{owner}{dot}" + ", ".join(name.removeprefix(owner + dot) for name in sorted(names))
+    operator = names[0] if names else None
+    if len(names) > 1:
+        owner, dot, _ = names[0].partition(".")
+        own = (name.removeprefix(owner + dot) for name in sorted(names))
+        operator = f"{owner}{dot}{', '.join(own)}"
+    merged = {"operator": operator, FOLDED: len(group)}
+    return {**first, "bytes": total, "count": count, **common, **merged}
 
 
 def _columns(line: Line, signed: bool, without: Sequence[str]) -> tuple[str, ...]:
@@ -122,7 +122,8 @@ def _columns(line: Line, signed: bool, without: Sequence[str]) -> tuple[str, ...
     places = [place for place in (line.get("site"), operator) if place]
     site, operator = [*places, "", ""][:2]
     blocks = ["" if _BLOCKS in without else _blocks(line, signed), line.get("dtype") or ""]
-    operator = _short(operator) if _PREFIXES in without else operator
+    if _PREFIXES in without:
+        operator = _JOINED.join(_NAMESPACE.sub("", name) for name in operator.split(_JOINED))
     if signed and line.get("change") in ("new", "gone"):
         blocks.append(f"({line['change']})")
     if line.get("held_by"):
@@ -206,8 +207,6 @@ def _fitted(
 
 def _last(operators: str, width: int) -> str:
     """Return ``operators``; of several that are fused the last ones, whole, that fit, or one."""
-    from pytest_gpumem.text import ELLIPSIS
-
     names = operators.split(_JOINED)
     if len(names) > 1 and len(operators) > width:
         lasts = [_JOINED.join(names[first:]) for first in range(1, len(names))]
@@ -216,11 +215,6 @@ def _last(operators: str, width: int) -> str:
                 return f"{ELLIPSIS} {last}"
         return names[-1].removesuffix(FUSED)
     return operators
-
-
-def _short(operator: str) -> str:
-    """Return ``operator`` without the namespaces that all of them have."""
-    return _JOINED.join(_NAMESPACE.sub("", name) for name in operator.split(_JOINED))
 
 
 def _end(path: str, width: int) -> str:

@@ -65,8 +65,13 @@ class Locks:
         name = sha256(relative.encode("utf-8", "surrogatepass")).hexdigest()[:16]
         lock = self._acquired(name)
         try:
-            self._settle(name)
-            yield self._folder / f"{name}.tmp"
+            self._ignore()
+            draft = self._folder / f"{name}.tmp"
+            draft.unlink(missing_ok=True)  # of a killed writer
+            holder = f"process {os.getpid()} on {socket.gethostname()}"
+            with suppress(OSError):
+                (self._folder / f"{name}.holder").write_text(holder, encoding="utf-8")
+            yield draft
         finally:
             self._clear(name)
             lock.release()
@@ -117,14 +122,6 @@ class Locks:
         present = suppress(FileExistsError, FileNotFoundError)
         with present, (self._folder / _IGNORED).open("xb") as file:
             file.write(b"*\n")
-
-    def _settle(self, name: str) -> None:
-        """Write the lock's holder, and remove the files of a killed writer."""
-        self._ignore()
-        (self._folder / f"{name}.tmp").unlink(missing_ok=True)
-        holder = f"process {os.getpid()} on {socket.gethostname()}"
-        with suppress(OSError):
-            (self._folder / f"{name}.holder").write_text(holder, encoding="utf-8")
 
     def _clear(self, name: str) -> None:
         """Remove the lock's files while it is held: waiting writers find them gone."""

@@ -31,10 +31,8 @@ from pytest_gpumem.values.environment import Environment
 __all__ = [
     "BaselineEntry",
     "BaselineError",
-    "BaselineFile",
     "BaselineStore",
     "StoredPeak",
-    "read_file",
     "read_folder",
     "split_nodeid",
 ]
@@ -119,21 +117,6 @@ class BaselineStore:
             for path in folder.rglob("*.json")
         )
 
-    def write(
-        self, environment: Environment, module: str, tests: Mapping[str, BaselineEntry]
-    ) -> Path | None:
-        """Make ``tests`` the entries of a module; return the file, ``None`` where nothing changed.
-
-        Its other entries are removed: :meth:`edit` keeps those that others write.
-        """
-
-        def replace_all(entries: MutableMapping[str, BaselineEntry]) -> None:
-            for test_id in entries.keys() - tests.keys():
-                del entries[test_id]
-            entries.update(tests)
-
-        return self.edit(environment, module, replace_all)
-
     def edit(self, environment: Environment, module: str, edit: Edit) -> Path | None:
         """Apply ``edit`` to the entries of a module as the file has them now, and write them.
 
@@ -153,7 +136,7 @@ class BaselineStore:
             )
         try:
             with self._locks.holding(path) as draft:
-                if not before.is_present():
+                if file_bytes(path) != before.content:
                     tests = _State(path, environment.key).edited(edit)
                 if tests is None:
                     return None
@@ -204,17 +187,13 @@ class _State:
     """The content of a file when it was read."""
 
     def __init__(self, path: Path, key: str) -> None:
-        self._path = path
-        self._bytes = file_bytes(path)
-        content = None if self._bytes is None else parse(path, self._bytes, key)
-        self._tests = content.tests if content else Entries({})
-
-    def is_present(self) -> bool:
-        """Return whether the file still has this content."""
-        return file_bytes(self._path) == self._bytes
+        self.content = file_bytes(path)
+        """Its bytes, ``None`` where there was no file."""
+        parsed = None if self.content is None else parse(path, self.content, key)
+        self._tests = parsed.tests if parsed else Entries({})
 
     def edited(self, edit: Edit) -> Entries | None:
         """Return the content that ``edit`` makes of it, ``None`` if the same."""
         tests = self._tests.copy()
         edit(tests)
-        return None if tests == self._tests else tests
+        return None if tests.to_dict() == self._tests.to_dict() else tests

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pytest_gpumem.baseline.collected import Collected, GoneTests, MeasuredTest
+from pytest_gpumem.baseline.compare import UpdateMode
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.garbage import paused
 from pytest_gpumem.sizes import format_exact, format_size
 from pytest_gpumem.text import counted
-
-if TYPE_CHECKING:
-    from pytest_gpumem.baseline.compare import UpdateMode
-    from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.environment import Environment
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,6 @@ def update_baselines(
     mode: UpdateMode | None,
     prune: bool = False,
     collected: Collected | None = None,
-    environments: Iterable[Environment] = (),
 ) -> UpdateReport:
     """Write the numbers of ``tests``, delete entries without a test; return the result.
 
@@ -76,56 +71,54 @@ def update_baselines(
     written is left as it is and becomes an error while the others are still done.
 
     ``prune`` deletes entries of tests that ``collected`` proves gone, in the environments of
-    ``tests`` and in ``environments`` (those of this session, where no test was measured): in
-    another environment, other parameters may exist. Doubtful entries stay, and a message reports
-    them.
+    ``tests``: in another environment, other parameters may exist. Doubtful entries stay, and a
+    message reports them.
     """
+    messages: dict[str, None] = {}
+    plans: dict[tuple[str, str], _Plan] = {}
+
+    def plan(environment: Environment, module: str) -> _Plan:
+        return plans.setdefault((environment.key, module), _Plan(environment, module, mode))
+
     with paused():
-        work = _Work(store)
         if mode is not None:
-            for test, entry in work.eligible(tests):
+            for test, entry in _eligible(tests, messages):
                 module, test_id = split_nodeid(test.nodeid)
-                work.plan(test.environment, module).measured.append((test_id, entry))
-        gone = None
+                plan(test.environment, module).measured.append((test_id, entry))
         if prune and collected is not None:
             gone = GoneTests(collected, frozenset(split_nodeid(test.nodeid) for test in tests))
-            used = [*(test.environment for test in tests), *environments]
-            for environment in {one.key: one for one in used}.values():
+            for environment in {test.environment.key: test.environment for test in tests}.values():
                 for module in store.modules(environment):
-                    work.plan(environment, module).prune = True
-        return work.carry_out(mode, gone)
+                    plan(environment, module).gone = gone
+        return _carried_out(store, plans.values(), messages)
 
 
+@dataclass
 class _Plan:
     """The planned changes of one file."""
 
-    def __init__(self, environment: Environment, module: str) -> None:
-        self.environment = environment
-        self.module = module
-        self.measured: list[tuple[str, BaselineEntry]] = []
-        self.prune = False
-        self.changes: list[Change] = []
-        self.unchanged = 0
-        self.doubted: Mapping[str, int] = {}
-        """The reasons why stored tests that were not collected stay, with their number."""
+    environment: Environment
+    module: str
+    mode: UpdateMode | None
+    measured: list[tuple[str, BaselineEntry]] = field(default_factory=list)
+    gone: GoneTests | None = None
+    changes: list[Change] = field(default_factory=list)
+    unchanged: int = 0
+    doubted: Mapping[str, int] = field(default_factory=dict)
+    """The reasons why stored tests that were not collected stay, with their number."""
 
-    def apply(
-        self,
-        entries: MutableMapping[str, BaselineEntry],
-        mode: UpdateMode | None,
-        gone: GoneTests | None,
-    ) -> None:
+    def apply(self, entries: MutableMapping[str, BaselineEntry]) -> None:
         """Change the entries, and record the changes; again if the file is read again."""
         self.changes, self.unchanged, self.doubted = [], 0, {}
         for test_id, new in self.measured:
             old = entries.get(test_id)
-            if old is not None and (mode == "new" or old.without_lines == new.without_lines):
+            if old is not None and (self.mode == "new" or old.without_lines == new.without_lines):
                 self.unchanged += 1
                 continue
             entries[test_id] = new
             self._note(test_id, old, new)
-        if self.prune and gone is not None:
-            unused, self.doubted = gone.among(self.module, entries)
+        if self.gone is not None:
+            unused, self.doubted = self.gone.among(self.module, entries)
             for test_id in unused:
                 self._note(test_id, entries.pop(test_id), None)
 
@@ -133,82 +126,68 @@ class _Plan:
         self.changes.append(Change(f"{self.module}::{test_id}", self.environment, old, new))
 
 
-class _Work:
-    """The state of one update: the planned changes by file, and messages."""
+def _eligible(
+    tests: Iterable[MeasuredTest], messages: dict[str, None]
+) -> Iterable[tuple[MeasuredTest, BaselineEntry]]:
+    """Return the tests whose numbers may be stored, each once; the others are ``messages``."""
+    kept: dict[tuple[str, str, str], tuple[MeasuredTest, BaselineEntry]] = {}
+    disputed = {}
+    wanted = [test for test in tests if test.wanted]
+    for test in wanted:
+        if not test.passed:
+            continue
+        if test.rerun or test.subtest_failed:
+            reason = "passed only when run again" if test.rerun else "a subtest failed"
+            messages[f"{test.nodeid} not recorded: {reason}"] = None
+            continue
+        key = (test.environment.key, *split_nodeid(test.nodeid))
+        entry = BaselineEntry.of(test.measurement, test.tolerance)
+        _, first = kept.setdefault(key, (test, entry))
+        if first is not entry and first.without_lines != entry.without_lines:
+            disputed[key] = test
+    if failed := sum(not test.passed for test in wanted):
+        messages[f"{counted(failed, 'test')} not recorded: did not pass"] = None
+    for key, test in disputed.items():
+        del kept[key]
+        messages[f"{test.nodeid} not recorded: ran twice, with different numbers"] = None
+    return kept.values()
 
-    def __init__(self, store: BaselineStore) -> None:
-        self._store = store
-        self._plans: dict[tuple[str, str], _Plan] = {}
-        self._messages: dict[str, None] = {}
-        self._errors: dict[str, None] = {}
 
-    def eligible(
-        self, tests: Sequence[MeasuredTest]
-    ) -> Iterator[tuple[MeasuredTest, BaselineEntry]]:
-        """Yield the tests whose numbers may be stored, each once; note those that may not."""
-        kept: dict[tuple[str, str, str], tuple[MeasuredTest, BaselineEntry]] = {}
-        disputed = {}
-        wanted = [test for test in tests if test.wanted]
-        for test in wanted:
-            if not test.passed:
-                continue
-            if test.rerun or test.subtest_failed:
-                reason = "passed only when run again" if test.rerun else "a subtest failed"
-                self._say(f"{test.nodeid} not recorded: {reason}")
-                continue
-            key = (test.environment.key, *split_nodeid(test.nodeid))
-            entry = BaselineEntry.of(test.measurement, test.tolerance)
-            _, first = kept.setdefault(key, (test, entry))
-            if first is not entry and first.without_lines != entry.without_lines:
-                disputed[key] = test
-        if failed := sum(not test.passed for test in wanted):
-            self._say(f"{counted(failed, 'test')} not recorded: did not pass")
-        for key, test in disputed.items():
-            del kept[key]
-            self._say(f"{test.nodeid} not recorded: ran twice, with different numbers")
-        yield from kept.values()
-
-    def plan(self, environment: Environment, module: str) -> _Plan:
-        """Return the plan of a module's file."""
-        return self._plans.setdefault((environment.key, module), _Plan(environment, module))
-
-    def carry_out(self, mode: UpdateMode | None, gone: GoneTests | None) -> UpdateReport:
-        """Write every changed file; return the changes in those that could be written."""
-        written, done = [], []
-        for plan in self._plans.values():
-            try:
-                path = self._store.edit(
-                    plan.environment, plan.module, partial(plan.apply, mode=mode, gone=gone)
-                )
-            except BaselineError as error:
-                self._errors[str(error)] = None
-                if plan.measured:
-                    lost = counted(len(plan.measured), "test")
-                    self._say(f"{lost} of {plan.module} not recorded: its file is of no use")
-                continue
-            written += [path] if path else []
-            done.append(plan)
-        doubts: Counter[str] = Counter()
-        for plan in done:
-            doubts.update(plan.doubted)
-        for doubt, count in doubts.items():
-            self._say(f"{counted(count, 'stored test')} not pruned: {doubt}")
-        changes = sorted(
-            (change for plan in done for change in plan.changes),
-            key=lambda change: (change.environment.key, change.nodeid),
-        )
-        return UpdateReport(
-            written=tuple(sorted(written)),
-            added=tuple(change for change in changes if change.old is None),
-            changed=tuple(change for change in changes if change.old and change.new),
-            pruned=tuple(change for change in changes if change.new is None),
-            unchanged=sum(plan.unchanged for plan in done),
-            messages=tuple(self._messages),
-            errors=tuple(self._errors),
-        )
-
-    def _say(self, message: str) -> None:
-        self._messages[message] = None
+def _carried_out(
+    store: BaselineStore, plans: Iterable[_Plan], messages: dict[str, None]
+) -> UpdateReport:
+    """Write every changed file; return the changes in those that could be written."""
+    written: list[Path] = []
+    errors: dict[str, None] = {}
+    done: list[_Plan] = []
+    doubts: Counter[str] = Counter()
+    for plan in plans:
+        try:
+            path = store.edit(plan.environment, plan.module, plan.apply)
+        except BaselineError as error:
+            errors[str(error)] = None
+            if lost := len(plan.measured):
+                file = f"{counted(lost, 'test')} of {plan.module}"
+                messages[f"{file} not recorded: its file is of no use"] = None
+            continue
+        written += [path] if path else []
+        done.append(plan)
+        doubts.update(plan.doubted)
+    for doubt, count in doubts.items():
+        messages[f"{counted(count, 'stored test')} not pruned: {doubt}"] = None
+    changes = sorted(
+        (change for plan in done for change in plan.changes),
+        key=lambda change: (change.environment.key, change.nodeid),
+    )
+    return UpdateReport(
+        written=tuple(sorted(written)),
+        added=tuple(change for change in changes if change.old is None),
+        changed=tuple(change for change in changes if change.old and change.new),
+        pruned=tuple(change for change in changes if change.new is None),
+        unchanged=sum(plan.unchanged for plan in done),
+        messages=tuple(messages),
+        errors=tuple(errors),
+    )
 
 
 def _differences(old: BaselineEntry, new: BaselineEntry) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""A judged property of one test, with its texts."""
+"""A judged property of one test with its texts, and a test's failure: several of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from pytest_gpumem.sizes import (
     is_decimal,
     parse_size,
 )
+from pytest_gpumem.text import listed
 from pytest_gpumem.values.plain import Plain
 
 
@@ -99,7 +100,10 @@ class Verdict(Plain):
     @property
     def short(self) -> str:
         """A line with the measured number, and how far it is over or within its limit."""
-        return "; ".join((self._headline(), *self.notes)) + _where(self)
+        kind = "simulated" if self.simulated else "dry" if self.dry else ""
+        other = "" if self.device == "cuda:0" else self.device
+        where = ", ".join(filter(None, [f"{kind} {self.gpu}".strip() if kind else "", other]))
+        return "; ".join((self._headline(), *self.notes)) + (f" [{where}]" if where else "")
 
     def explanation_lines(self, *, every: bool = False, width: int | None = None) -> list[str]:
         """Return the lines on changed bytes or, without a reference, on present ones."""
@@ -146,28 +150,41 @@ class Verdict(Plain):
                 f"phase {self.phase} did not run, so its {self._yardstick()} of {size} was not "
                 "checked"
             )
-        return f"{self._measured()}, {self._comparison()}"
+        if self.reference is not None:
+            return f"{self._measured()}, {self._against(self.reference)}"
+        # As it is written, or in the unit of the number beside it with its bytes.
+        limit, nbytes = self.sizes[1], self.limit or 0
+        if parse_size(limit.replace(",", "")) != nbytes:
+            limit = exactly(limit, nbytes)
+        over = f"{format_size(self.excess)} over" if self.excess > 0 else "within"
+        return f"{self._measured()}, {over} its limit of {limit}"
 
     @property
     def _compared(self) -> int | None:
         return self.limit if self.reference is None else self.reference
 
     def _measured(self) -> str:
-        text = format_size(self.actual) if self._compared is None else self.sizes[0]
-        return measured_text(self.metric, self.phase, self.actual, text)
+        """Return the measured number as the start of a sentence."""
+        subject, text = self.phase or "the test", self.sizes[0]
+        if self._compared is None or text == f"{self.actual:,} B":
+            text = format_size(self.actual)
+        actual = exactly(text, self.actual)
+        if self.metric == "leaked":
+            return f"{actual} still allocated after {subject}"
+        return f"{subject} {'reserved' if self.metric == 'peak_reserved' else 'peaked at'} {actual}"
+
+    def _against(self, reference: int) -> str:
+        """Return the comparison with ``reference``, in per cent, too, where that is above zero."""
+        change, tolerated = self.excess, f"tolerance {self.tolerance}"
+        if not change:
+            return f"equal to its {self._yardstick()} ({tolerated})"
+        if reference > 0:
+            tolerated = f"{format_percent(change, reference)}, {tolerated}"
+        side = f"{'over' if change > 0 else 'under'} its {self._yardstick()}"
+        return f"{format_size(abs(change))} {side} of {self.sizes[1]} ({tolerated})"
 
     def _yardstick(self) -> str:
         return self.kind if self.kind in ("baseline", "prediction") else "limit"
-
-    def _comparison(self) -> str:
-        if self.reference is not None:
-            return compared_text(self._yardstick(), self.actual, self.reference, self.tolerance)
-        # As it is written, or in the unit of the number beside it with its bytes.
-        limit, size = self.sizes[1], self.limit or 0
-        if parse_size(limit.replace(",", "")) != size:
-            limit = exactly(limit, size)
-        over = f"{format_size(self.excess)} over" if self.excess > 0 else "within"
-        return f"{over} its limit of {limit}"
 
 
 @dataclass(frozen=True)
@@ -191,43 +208,8 @@ class Improvement(Plain):
     @property
     def short(self) -> str:
         """A line with the measured number, and how far it is under its baseline."""
-        text, _ = format_apart(self.actual, self.reference)
-        measured = measured_text(self.metric, self.phase, self.actual, text)
-        compared = compared_text("baseline", self.actual, self.reference, self.tolerance)
-        return f"{measured}, {compared}{_where(self)}"
-
-    def long(self, nodeid: str, command: str = "pytest") -> str:
-        """Return the text for the test ``nodeid``, with the command that locks the gain in."""
-        return f"{self.short}\nlock it in: {update_command(nodeid, command)}"
-
-
-def measured_text(metric: str, phase: str | None, nbytes: int, text: str) -> str:
-    """Return the measured number as the start of a sentence; ``text`` is ``nbytes`` formatted."""
-    subject = phase or "the test"
-    in_bytes = text == f"{nbytes:,} B"
-    actual = exactly(format_size(nbytes) if in_bytes else text, nbytes)
-    if metric == "leaked":
-        return f"{actual} still allocated after {subject}"
-    if metric == "peak_reserved":
-        return f"{subject} reserved {actual}"
-    return f"{subject} peaked at {actual}"
-
-
-def compared_text(yardstick: str, actual: int, reference: int, tolerance: str) -> str:
-    """Return the comparison of ``actual`` with ``reference`` (bytes), with the change in per cent.
-
-    The percentage is left out where the reference is zero or less.
-    """
-    change = actual - reference
-    tolerated = f"tolerance {tolerance}"
-    if reference > 0 and change:
-        tolerated = f"{format_percent(change, reference)}, {tolerated}"
-    if not change:
-        return f"equal to its {yardstick} ({tolerated})"
-    side = "over" if change > 0 else "under"
-    size = format_size(abs(change))
-    _, known = format_apart(actual, reference)
-    return f"{size} {side} its {yardstick} of {known} ({tolerated})"
+        verdict = Verdict("baseline", limit=self.reference, passed=True, **vars(self))
+        return verdict.short
 
 
 def format_percent(change: int, reference: int) -> str:
@@ -252,10 +234,104 @@ def update_command(nodeid: str, command: str = "pytest") -> str:
     return f"{command} --gpumem-update-baselines {quoted_for_shell(nodeid)}"
 
 
-def _where(one: Verdict | Improvement) -> str:
-    """Return the device of a number, empty for this machine's first one."""
-    kind = "simulated" if one.simulated else "dry" if one.dry else ""
-    parts = [f"{kind} {one.gpu}".strip()] if kind else []
-    if one.device != "cuda:0":
-        parts.append(one.device)
-    return f" [{', '.join(parts)}]" if parts else ""
+_RANKS = {"nothing_measured": 0, "ran_eagerly": 1, "baseline": 2, "prediction": 2, "leak": 2}
+"""Ranks of kinds of verdicts: those that invalidate the numbers come first, a plain limit last."""
+_LIMIT, _MISSING = 3, 4
+
+
+@dataclass(frozen=True)
+class FailureStatement:
+    """A statement of a failure: its verdict, and those of phases that belong to it."""
+
+    verdict: Verdict
+    others: tuple[Verdict, ...] = ()
+
+    @property
+    def rank(self) -> tuple[int, int, bool]:
+        """The sort key: by kind of verdict, then by excess, the whole test's before a phase's."""
+        verdict = self.verdict
+        rank = _RANKS.get(verdict.kind, _LIMIT)
+        if verdict.kind == "baseline" and verdict.limit is None:
+            rank = _MISSING
+        return rank, -abs(verdict.excess), verdict.phase is not None
+
+
+def failure_statements(broken: Iterable[Verdict]) -> list[FailureStatement]:
+    """Return the statements of a failure, the representative one first.
+
+    Comparisons of one kind with stored or predicted numbers are one statement, the whole test's:
+    those of its phases only add their numbers.
+    """
+    kinds: dict[tuple[str, str], list[Verdict]] = {}
+    single = []
+    for one in broken:
+        if one.reference is not None and one.limit is not None and not one.did_not_run:
+            kinds.setdefault((one.kind, one.device), []).append(one)
+        else:
+            single.append(FailureStatement(one))
+    statements = []
+    for group in kinds.values():
+        first = min(group, key=lambda one: (one.phase is not None, -abs(one.excess)))
+        others = tuple(one for one in group if one is not first)
+        statements.append(FailureStatement(first, others))
+    # Of equals a comparison is first: it explains the bytes.
+    return sorted([*statements, *single], key=lambda statement: statement.rank)
+
+
+def main_verdict(broken: Iterable[Verdict]) -> Verdict:
+    """Return the representative verdict of a failure."""
+    return failure_statements(broken)[0].verdict
+
+
+def failure_text(
+    verdicts: Iterable[Verdict], update: str, *, every: bool = False, width: int | None = None
+) -> str:
+    """Return a test's failure text: its cause, each statement, then each remedy once.
+
+    ``update`` is the command line that records the test's numbers. The first statement has the
+    lines that explain it; those of the others are shown if ``every`` is set. ``every`` and
+    ``width`` are those of :func:`~pytest_gpumem.baseline.explanation.explanation_lines`.
+    """
+    verdicts = list(verdicts)
+    lines = list(statement_lines(verdicts, every=every, width=width))
+    remedies = [line for verdict in verdicts for line in verdict.remedy(update)]
+    return "\n".join([*lines, *dict.fromkeys(remedies)])
+
+
+def statement_lines(
+    broken: Sequence[Verdict], *, every: bool = False, width: int | None = None
+) -> Iterator[str]:
+    """Yield the cause of a failure, then its statements, of which the first one is explained."""
+    causes: set[str] = set()
+    explained = False
+    for statement in failure_statements(broken):
+        verdict = statement.verdict
+        if verdict.cause and verdict.cause not in causes:
+            causes.add(verdict.cause)
+            yield verdict.cause
+        yield verdict.short
+        why = verdict.explanation_lines(every=every, width=width)
+        if every or not explained:
+            explained = explained or bool(why)
+            yield from why
+        if every:
+            for other in statement.others:
+                yield other.short
+                yield from other.explanation_lines(every=True, width=width)
+        elif statement.others:
+            yield _phases_line(statement)
+
+
+def _phases_line(statement: FailureStatement) -> str:
+    """Return the excess of a statement's phases in one line."""
+    groups: dict[tuple[int, str], list[str]] = {}
+    for other in statement.others:
+        key = abs(other.excess), "over" if other.excess > 0 else "under"
+        groups.setdefault(key, []).append(other.phase or "the test")
+    parts = []
+    for (nbytes, side), names in groups.items():
+        same = "the same " if abs(statement.verdict.excess) == nbytes else ""
+        parts.append(f"{listed(names)}: {same}{format_size(nbytes)} {side}")
+    yardstick = "prediction" if statement.verdict.kind == "prediction" else "baseline"
+    own = f"their {yardstick}s" if len(statement.others) > 1 else f"its {yardstick}"
+    return f"{', '.join(parts)} {own}"

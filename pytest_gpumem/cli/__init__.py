@@ -12,9 +12,10 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import NoReturn
 
-from pytest_gpumem.cli.command import Command, Commands, ExamplesBelow
+from pytest_gpumem.cli.command import BAD_INPUT, Command, Commands, ExamplesBelow
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.progress import progress
+from pytest_gpumem.report.header import installed_release
 
 GROUPS: dict[str, dict[str, str]] = {
     "what does code take, and does it fit?": {
@@ -41,7 +42,6 @@ GROUPS: dict[str, dict[str, str]] = {
 
 COMMANDS = {name: purpose for group in GROUPS.values() for name, purpose in group.items()}
 
-BAD_INPUT = 2
 INTERRUPTED = 130
 """Exit code that shells expect of a program ended by Ctrl-C."""
 
@@ -62,16 +62,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     stderr.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    _show_all_letters()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # Letters that the terminal's encoding lacks are shown as escapes instead of failing.
+            stream.reconfigure(errors="backslashreplace")
     try:
         if "_ARGCOMPLETE" in os.environ:
             _complete()
         name = _command_in(given)
         try:
+            if given[:1] == ["--version"]:
+                print(f"pytest-gpumem {installed_release('pytest-gpumem')}")
+                return 0
             arguments = parser_of([name] if name else []).parse_args(given)
             arguments.given = given
             code = _run(arguments)
-        finally:  # --help and --version leave by SystemExit, and a lost reader shows in a flush
+        finally:  # --help leaves by SystemExit, and a lost reader shows in a flush
             sys.stdout.flush()
     except BrokenPipeError:
         # The reader has closed the pipe; Python would print another error at exit.
@@ -96,16 +102,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser_of(names: Collection[str]) -> argparse.ArgumentParser:
-    """Return the parser of ``gpumem``; the subcommands ``names`` are imported for it."""
+    """Return the parser of ``gpumem``; the subcommands ``names`` are imported for it.
+
+    Its help has every command under its question: one screen of 80 columns and 24 lines.
+    """
+    lines = ["Memory that tests and training runs take of a GPU: measured or simulated.", ""]
+    for question, group in GROUPS.items():
+        lines += [question, *(f"    {name:<12}{purpose}" for name, purpose in group.items())]
+    lines += ["", "exit code: 0 fine, 1 a regression or what does not fit, 2 bad input"]
     parser = _Parser(
         prog="gpumem",
         usage="gpumem COMMAND ...   (COMMAND --help: its options, with examples)",
-        description=_overview(),
+        description="\n".join(lines),
         formatter_class=ExamplesBelow,
         add_help=False,
     )
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
-    parser.add_argument("--version", action=_ShowVersion)
     commands = parser.add_subparsers(
         metavar="COMMAND",
         prog="gpumem",
@@ -119,29 +131,6 @@ def parser_of(names: Collection[str]) -> argparse.ArgumentParser:
             command: Command | Commands = import_module(f"{__name__}.{name}").COMMAND
             command.add_to(own, name)
     return parser
-
-
-def _overview() -> str:
-    """Return every command under its question: one screen of 80 columns and 24 lines."""
-    lines = ["Memory that tests and training runs take of a GPU: measured or simulated.", ""]
-    for question, commands in GROUPS.items():
-        lines += [question, *(f"    {name:<12}{purpose}" for name, purpose in commands.items())]
-    lines += ["", "exit code: 0 fine, 1 a regression or what does not fit, 2 bad input"]
-    return "\n".join(lines)
-
-
-class _ShowVersion(argparse.Action):
-    """An action that prints the installed version, which takes a while to find."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **_: object) -> None:
-        super().__init__(option_strings, dest, nargs=0, help=argparse.SUPPRESS)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Print the version."""
-        from importlib.metadata import version
-
-        print(f"pytest-gpumem {version('pytest-gpumem')}")
-        parser.exit()
 
 
 def _command_in(given: Sequence[str]) -> str | None:
@@ -171,7 +160,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(*answer.texts(as_json=True))
     else:
         print(json.dumps(answer.data(), indent=2))
-    return answer.code
+    return int(answer.failed)
 
 
 def _complete() -> None:
@@ -186,10 +175,3 @@ def _complete() -> None:
 def _refused(sentence: str) -> int:
     print(f"gpumem: {printable(sentence, MOST_REFUSED)}", file=sys.stderr)
     return BAD_INPUT
-
-
-def _show_all_letters() -> None:
-    """Print letters that the terminal's encoding lacks as escapes instead of failing."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")

@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.baseline.collected import Collected, GoneTests, function_of
 from pytest_gpumem.baseline.explanation import explanation_lines
-from pytest_gpumem.baseline.store import (
-    BaselineEntry,
-    BaselineFile,
-    BaselineStore,
-    read_folder,
-    split_nodeid,
-)
+from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, read_folder, split_nodeid
 from pytest_gpumem.cli.command import (
     Answer,
     Argument,
@@ -32,6 +26,7 @@ from pytest_gpumem.cli.command import (
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.sizes import format_exact, format_size
 from pytest_gpumem.text import counted
+from pytest_gpumem.values.environment import Environment
 
 if TYPE_CHECKING:
     import pytest
@@ -51,18 +46,16 @@ def prune(arguments: argparse.Namespace) -> Answer:
         kept += sum(doubts.values())
         if lost and not arguments.dry_run:
             store.edit(content.environment, module, partial(_drop, lost))
-        dropped += [(content.environment.key, f"{module}::{name}") for name in lost]
+        key = content.environment.key
+        dropped += [{"environment": key, "nodeid": f"{module}::{name}"} for name in lost]
     verb = "would be dropped" if arguments.dry_run else "dropped"
     summary = f"{counted(len(dropped), 'stored test')} {verb}"
     if kept:
         hidden = "that pytest did not collect, though their functions or modules are there"
         summary += f"; {kept} kept {hidden}"
     return Answer(
-        [*(f"{key}: {nodeid}" for key, nodeid in dropped), summary],
-        lambda: {
-            "dropped": [{"environment": key, "nodeid": nodeid} for key, nodeid in dropped],
-            "kept_in_doubt": kept,
-        },
+        [*(f"{one['environment']}: {one['nodeid']}" for one in dropped), summary],
+        lambda: {"dropped": dropped, "kept_in_doubt": kept},
     )
 
 
@@ -160,38 +153,22 @@ HEADER = ("environment", "module", "tests", "largest peak")
 
 def list_all(arguments: argparse.Namespace) -> Answer:
     """Return each file: its environment, its module, and how much its tests take."""
-    files = [
-        (content.environment.key, module, content.tests)
-        for module, content in read_folder(arguments.baselines)
-    ]
-    rows = [
-        (
-            key,
-            module,
-            str(len(tests)),
-            format_size(max(one.peak_allocated for one in tests.values())),
-        )
-        for key, module, tests in files
-        if tests
-    ]
-    return Answer(
-        table([HEADER, *rows], left=(0, 1), given_up=(3,), width=terminal_width()),
-        lambda: [
-            {
-                "environment": key,
-                "module": module,
-                "tests": {name: entry.peak_allocated for name, entry in tests.items()},
-            }
-            for key, module, tests in files
-        ],
-    )
+    rows, data = [HEADER], []
+    for module, content in read_folder(arguments.baselines):
+        key = content.environment.key
+        peaks = {name: entry.peak_allocated for name, entry in content.tests.items()}
+        data.append({"environment": key, "module": module, "tests": peaks})
+        if peaks:
+            rows.append((key, module, str(len(peaks)), format_size(max(peaks.values()))))
+    found = table(rows, left=(0, 1), given_up=(3,), width=terminal_width())
+    return Answer(found, lambda: data)
 
 
 def show(arguments: argparse.Namespace) -> Answer:
     """Return the entries of a test, or of all tests of a module, in every environment."""
     module, test_id = split_nodeid(arguments.test)
     found = [
-        (content, name, entry)
+        (f"{module}::{name}", content.environment, entry)
         for path, content in read_folder(arguments.baselines)
         if path == module
         for name, entry in content.tests.items()
@@ -200,20 +177,16 @@ def show(arguments: argparse.Namespace) -> Answer:
     if not found:
         raise ValueError(f"{arguments.baselines} holds nothing of {quoted(arguments.test)}")
     return Answer(
-        [line for content, name, entry in found for line in _entry(content, module, name, entry)],
+        [line for nodeid, where, entry in found for line in _entry(nodeid, where, entry)],
         lambda: [
-            {
-                "nodeid": f"{module}::{name}",
-                "environment": content.environment.to_dict(),
-                **entry.to_dict(),
-            }
-            for content, name, entry in found
+            {"nodeid": nodeid, "environment": where.to_dict(), **entry.to_dict()}
+            for nodeid, where, entry in found
         ],
     )
 
 
-def _entry(content: BaselineFile, module: str, name: str, entry: BaselineEntry) -> Iterator[str]:
-    yield f"{module}::{name} [{content.environment.key}]"
+def _entry(nodeid: str, environment: Environment, entry: BaselineEntry) -> Iterator[str]:
+    yield f"{nodeid} [{environment.key}]"
     tolerance = "" if entry.tolerance is None else f", tolerance {entry.tolerance}"
     yield (
         f"  peak {format_exact(entry.peak_allocated)}, "
@@ -226,68 +199,51 @@ def _entry(content: BaselineFile, module: str, name: str, entry: BaselineEntry) 
         yield from explanation_lines(sites, signed=False, width=terminal_width())
 
 
+MOVE = 'gpumem baselines move "tests/test_a.py::test_old" "tests/test_b.py::test_new"'
+
 COMMAND = Commands(
     description="Look at the stored baselines, let them follow a test that was renamed, and drop "
     "those of tests that are gone. pytest --gpumem-update-baselines records them.",
     parts={
-        "list": (
-            "each file of baselines, with its tests",
-            Command(
-                description="List the stored baselines: environment, test module, number of "
-                "tests, and the largest peak among them.",
-                run=list_all,
-                arguments=(FOLDER,),
-                examples=("gpumem baselines list",),
-            ),
+        "list": Command(
+            purpose="each file of baselines, with its tests",
+            description="List the stored baselines: environment, test module, number of tests, and "
+            "the largest peak among them.",
+            run=list_all,
+            arguments=(FOLDER,),
+            examples=("gpumem baselines list",),
         ),
-        "show": (
-            "what is stored of a test",
-            Command(
-                description="Show what is stored of a test, or of all tests of a module, in every "
-                "environment: peak, phases, and the tensors at the peak.",
-                run=show,
-                arguments=(
-                    argument("test TEST", "node id, or path of a test module"),
-                    FOLDER,
-                ),
-                examples=('gpumem baselines show "tests/test_model.py::test_step"',),
-            ),
+        "show": Command(
+            purpose="what is stored of a test",
+            description="Show what is stored of a test, or of all tests of a module, in every "
+            "environment: peak, phases, and the tensors at the peak.",
+            run=show,
+            arguments=(argument("test TEST", "node id, or path of a test module"), FOLDER),
+            examples=('gpumem baselines show "tests/test_model.py::test_step"',),
         ),
-        "move": (
-            "let what is stored follow a test that was moved or renamed",
-            Command(
-                description="Give what is stored of the test OLD to the test NEW, in every "
-                "environment. OLD and NEW are node ids, or both paths of test modules, relative "
-                "to pytest's rootdir.",
-                run=move,
-                arguments=(
-                    argument("old OLD", "the test or module as it was called"),
-                    argument("new NEW", "as it is called now"),
-                    FOLDER,
-                ),
-                examples=(
-                    'gpumem baselines move "tests/test_a.py::test_old" "tests/test_b.py::test_new"',
-                ),
+        "move": Command(
+            purpose="let what is stored follow a test that was moved or renamed",
+            description="Give what is stored of the test OLD to the test NEW, in every "
+            "environment. OLD and NEW are node ids, or both paths of test modules, relative to "
+            "pytest's rootdir.",
+            run=move,
+            arguments=(
+                argument("old OLD", "the test or module as it was called"),
+                argument("new NEW", "as it is called now"),
+                FOLDER,
             ),
+            examples=(MOVE,),
         ),
-        "prune": (
-            "drop what is stored of tests that no longer exist",
-            Command(
-                description="Let pytest collect the project's tests, and drop the baselines, in "
-                "every environment, of modules and test functions that are gone. Of a function "
-                "that is there, no parameter is dropped, as another environment may have others: "
-                "pytest --gpumem-prune-baselines does that for the environment that it runs in.",
-                run=prune,
-                arguments=(
-                    argument("--dry-run", "say what would go; change nothing", action="store_true"),
-                    FOLDER,
-                ),
-                examples=("gpumem baselines prune --dry-run",),
-            ),
+        "prune": Command(
+            purpose="drop what is stored of tests that no longer exist",
+            description="Let pytest collect the project's tests, and drop the baselines, in "
+            "every environment, of modules and test functions that are gone. Of a function "
+            "that is there, no parameter is dropped, as another environment may have others: "
+            "pytest --gpumem-prune-baselines does that for the environment that it runs in.",
+            run=prune,
+            arguments=(argument("--dry-run", "say what would go; change nothing"), FOLDER),
+            examples=("gpumem baselines prune --dry-run",),
         ),
     },
-    examples=(
-        "gpumem baselines list",
-        'gpumem baselines move "tests/test_a.py::test_old" "tests/test_b.py::test_new"',
-    ),
+    examples=("gpumem baselines list", MOVE),
 )

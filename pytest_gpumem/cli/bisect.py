@@ -13,19 +13,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pytest_gpumem.attribution.composition import Site
+from pytest_gpumem.attribution.explain import explain
+from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.verdict import change_text
 from pytest_gpumem.cli.command import Answer, Command, argument, parsed
 from pytest_gpumem.echo import MOST, printable
 from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.paths import git, toplevel
 from pytest_gpumem.prediction.process import last_words
-from pytest_gpumem.report.difference import explain_peaks
 from pytest_gpumem.report.json_report import ReportError, read_report
 from pytest_gpumem.sizes import Tolerance, format_exact, format_size, parse_tolerance
 from pytest_gpumem.text import counted
 from pytest_gpumem.values.measurement import Measurement
-
-FOUND = 1
 
 
 class UnmeasuredError(ValueError):
@@ -67,7 +67,7 @@ class Search:
         peak = self._peak(high)
         if peak is None:
             raise UnmeasuredError(self.failed[high])
-        floor = peak - self.tolerance.allowance(max(peak, 0))
+        floor = peak - self.tolerance.allowance(peak)
         skipped: set[int] = set()
         while candidates := [at for at in range(low, high) if at not in skipped]:
             middle = (low + high) // 2
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     return Answer(
         _lines(search, causes, top, arguments.good),
         lambda: _data(search, causes if grew else range(0)),
-        FOUND if grew else 0,
+        failed=grew,
     )
 
 
@@ -202,7 +202,7 @@ class TestAt:
         if len(measured) > 1:
             names = ", ".join(record.nodeid for record in measured)
             raise ValueError(f"{self.nodeid} are {len(measured)} tests, give one of {names}")
-        whole = [one for one in measured if one.outcome in ("passed", "xpassed") or one.broken]
+        whole = [record for record in measured if record.is_whole]
         if not whole:
             raise UnmeasuredError(printable(last_words(ran), MOST))
         assert whole[0].measurement is not None
@@ -235,16 +235,20 @@ def _lines(search: Search, causes: range, top: Path, good: str) -> Iterator[str]
         for at in causes:
             yield f"  {_commit_text(top, commits[at]) if at else f'{good}, or one before it'}"
     else:
-        yield from _culprit_lines(search, causes[0], top)
+        now, before = search.found[causes[0]], search.found[causes[0] - 1]
+        yield f"{_commit_text(top, commits[causes[0]])} made it grow"
+        peaks = before.peak_allocated, now.peak_allocated
+        yield f"  from {format_exact(peaks[0])} to {format_exact(peaks[1])}, {change_text(*peaks)}"
+        yield from _explanation(before, now)
     yield f"{counted(search.runs, 'run')} among {len(commits)} commits"
 
 
-def _culprit_lines(search: Search, at: int, top: Path) -> Iterator[str]:
-    now, before = search.found[at], search.found[at - 1]
-    yield f"{_commit_text(top, search.commits[at])} made it grow"
-    peaks = before.peak_allocated, now.peak_allocated
-    yield f"  from {format_exact(peaks[0])} to {format_exact(peaks[1])}, {change_text(*peaks)}"
-    yield from explain_peaks(before, now)
+def _explanation(before: Measurement, now: Measurement) -> list[str]:
+    """Return the lines on differing bytes; none where either side recorded no lines."""
+    if not before.sites or not now.sites:
+        return []
+    changes = explain(map(Site.from_dict, now.sites), map(Site.from_dict, before.sites))
+    return explanation_lines([change.to_dict() for change in changes])
 
 
 def _commit_text(top: Path, commit: str) -> str:
@@ -260,7 +264,7 @@ def _data(search: Search, causes: range) -> dict[str, object]:
         "commits": len(search.commits),
         "peaks": {search.commits[at]: m.peak_allocated for at, m in sorted(search.found.items())},
         "not_measured": {search.commits[at]: why for at, why in sorted(search.failed.items())},
-        "explanation": explain_peaks(*pair) if pair else [],
+        "explanation": _explanation(*pair) if pair else [],
     }
 
 
@@ -274,7 +278,9 @@ COMMAND = Command(
         argument("--good REV", "where it still took less", required=True),
         argument("--bad REV", "default: HEAD", default="HEAD"),
         argument("--gpu MODEL", "what is simulated", default=DEFAULT_GPU),
-        argument("--tolerance", "by what peaks may differ and still be the same", default="0"),
+        argument(
+            "--tolerance TOLERANCE", "by what peaks may differ and still be the same", default="0"
+        ),
         argument("--pytest-args ARGUMENTS", 'for pytest, like "-p no:randomly"', default=""),
     ),
     examples=('gpumem bisect "tests/test_model.py::test_step" --good v1.0',),

@@ -8,12 +8,15 @@ import math
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pytest_gpumem.echo import printable
 
 T = TypeVar("T")
+
+BAD_INPUT = 2
+"""Exit code."""
 
 
 @dataclass(frozen=True)
@@ -22,27 +25,29 @@ class Argument:
 
     names: tuple[str, ...]
     options: Mapping[str, Any]
-    group: str = ""
-    """The heading under which the help lists it."""
-
-    def was_given(self, arguments: argparse.Namespace) -> bool:
-        """Return whether the command line sets anything else than its default."""
-        attribute: str = self.options.get("dest", self.names[-1].lstrip("-"))
-        given = getattr(arguments, attribute.replace("-", "_"))
-        return given not in (self.options.get("default"), None, False)
 
 
-def argument(written: str, help: str, *, group: str = "", **options: Any) -> Argument:
+def argument(written: str, help: str, **options: Any) -> Argument:
     """Return an argument with this ``help``, in which a single ``%`` is literal.
 
-    It is ``written`` as in a line of usage: ``-o --output FILE``, or a positional one's attribute
-    with what stands for it there, ``tests TEST``.
+    It is ``written`` as in a line of usage: ``-o --output FILE``, ``--test PART...`` for an option
+    that may be repeated, ``--all`` for a flag, or a positional one's attribute with what stands for
+    it there, ``tests TEST``.
     """
     words = written.split()
     names = [word for word in words if word.startswith("-")] or words[:1]
     if words[len(names) :]:
-        (options["metavar"],) = words[len(names) :]
-    return Argument(tuple(names), {"help": help.replace("%", "%%"), **options}, group)
+        (shown,) = words[len(names) :]
+        options["metavar"] = shown.removesuffix("...")
+        if shown.endswith("..."):
+            options |= {"action": "append", "default": []}
+    elif written.startswith("-") and "choices" not in options:
+        options["action"] = "store_true"
+    return Argument(tuple(names), {"help": help.replace("%", "%%"), **options})
+
+
+LONGEST = 10_000_000
+"""A time that no timer refuses, in any unit."""
 
 
 def above_zero(unit: str) -> Callable[[str], float]:
@@ -53,8 +58,10 @@ def above_zero(unit: str) -> Callable[[str], float]:
             number = float(text)
         except ValueError:
             number = math.nan
-        if not 0 < number < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {unit} above 0")
+        if not 0 < number < LONGEST:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a number of {unit} above 0 and below {LONGEST:,}"
+            )
         return number
 
     return parse
@@ -78,7 +85,9 @@ def refuse_others(
     own = {one.names for one in groups.get(chosen, ())}
     for choice, others in groups.items():
         for one in others:
-            if one.names not in own and one.was_given(arguments):
+            attribute = one.options.get("dest", one.names[-1].lstrip("-")).replace("-", "_")
+            by_default = one.options.get("default"), None, False
+            if one.names not in own and getattr(arguments, attribute) not in by_default:
                 raise ValueError(f"{one.names[-1]} goes with {choice}, not with {chosen}")
 
 
@@ -90,7 +99,8 @@ class Answer:
     """The lines of text."""
     data: Callable[[], Any]
     """Function that returns the data for ``--json``: builtin types, sizes in bytes."""
-    code: int = 0
+    failed: bool = False
+    """Whether the exit code is 1: for a regression, or what does not fit."""
 
     def texts(self, *, as_json: bool) -> list[str]:
         """Return the lines to print, JSON as a single one: for repeated output."""
@@ -107,6 +117,8 @@ class Command:
     exit code if it has printed everything itself, by ``arguments.json``. It reports its progress to
     ``arguments.progress``."""
     arguments: Sequence[Argument] = ()
+    groups: Mapping[str, Sequence[Argument]] = field(default_factory=dict)
+    """Further arguments, by the heading under which the help lists them."""
     examples: Sequence[str] = ()
     """Example command lines."""
     json: str = "print everything as JSON, sizes in bytes"
@@ -114,27 +126,30 @@ class Command:
     looks: bool = False
     """Whether it shows the present state: it takes no time, or as long as it is watched."""
 
+    purpose: str = ""
+    """Line of help, for a part of another command."""
     talks: bool = False
     """Whether the code it runs writes to the terminal: then there is no progress bar."""
 
     def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
         """Set ``parser`` up for this command, named ``name``."""
         _describe(parser, self)
-        groups: dict[str, argparse._ArgumentGroup] = {}
         for each in self.arguments:
-            if each.group and each.group not in groups:
-                groups[each.group] = parser.add_argument_group(each.group)
-            groups.get(each.group, parser).add_argument(*each.names, **each.options)
+            parser.add_argument(*each.names, **each.options)
+        for heading, arguments in self.groups.items():
+            group = parser.add_argument_group(heading)
+            for each in arguments:
+                group.add_argument(*each.names, **each.options)
         parser.add_argument("--json", action="store_true", help=self.json)
         parser.set_defaults(command=self, command_name=name)
 
 
 @dataclass(frozen=True)
 class Commands:
-    """A subcommand with subcommands of its own, by name with their lines of help."""
+    """A subcommand with subcommands of its own, by name."""
 
     description: str
-    parts: Mapping[str, tuple[str, Command]]
+    parts: Mapping[str, Command]
     examples: Sequence[str] = ()
 
     def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
@@ -143,8 +158,8 @@ class Commands:
         own = parser.add_subparsers(
             title="commands", metavar="COMMAND", required=True, parser_class=type(parser)
         )
-        for part, (purpose, command) in self.parts.items():
-            command.add_to(own.add_parser(part, help=purpose), f"{name} {part}")
+        for part, command in self.parts.items():
+            command.add_to(own.add_parser(part, help=command.purpose), f"{name} {part}")
 
 
 def _describe(parser: argparse.ArgumentParser, command: Command | Commands) -> None:

@@ -6,23 +6,18 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.attribution.explain import explain
-from pytest_gpumem.baseline.collected import successors
-from pytest_gpumem.baseline.compare import default_tolerance_for
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.command import Answer, Command, argument, parsed, table
-from pytest_gpumem.cli.sides import Side, Test, read_side
 from pytest_gpumem.echo import printable, quoted
+from pytest_gpumem.report.compared import Compared, Row, Side, compare_environments
 from pytest_gpumem.sizes import Tolerance, format_change, format_size, parse_tolerance
 from pytest_gpumem.text import counted
 
-REGRESSION = 1
 STATUSES = ("regression", "improvement", "same", "new", "gone", "failed")
 COLUMNS = ("test", "phase", "A", "B", "difference", "%", "status")
 
@@ -31,87 +26,12 @@ FORM = "JSON report, or baselines folder (of all environments or of one)"
 MOST_EXPLAINED = 3
 """Tests whose source lines are listed; ``--json`` has those of all."""
 
-NOTHING = Test({})
-"""Stands for a test that one side lacks."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A compared number, in bytes; ``None`` on the side that lacks it."""
-
-    phase: str
-    a: int | None
-    b: int | None
-    status: str
-
-    @property
-    def change(self) -> int | None:
-        """B's number minus A's; ``None`` where one of them has no number."""
-        return None if self.a is None or self.b is None else self.b - self.a
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether both have the same number."""
-        return self.status == "same" and self.a == self.b
-
-    def cells(self, nodeid: str, own: str) -> tuple[str, ...]:
-        """Return the texts of :data:`COLUMNS`; ``own`` is the tolerance of the test itself."""
-        sizes = ["-" if size is None else format_size(size) for size in (self.a, self.b)]
-        change, reference = self.change, self.a or 0
-        difference = "" if change is None else format_change(change)
-        percent = "" if change is None or reference <= 0 else format_percent(change, reference)
-        status = f"{self.status} (tolerance {own})" if own and change else self.status
-        return (nodeid, self.phase, *sizes, difference, percent.removesuffix(" %"), status)
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A test of both sides, or of one of them."""
-
-    nodeid: str
-    shown: str
-    """Its name with additions for the reader: the environment, and its former name."""
-    rows: tuple[Row, ...]
-    tolerance: str = ""
-    """The test's own tolerance."""
-    environment: str = ""
-    """The key of B's environment."""
-    was: str | None = None
-    """The node id in A, where that is another one."""
-    sides: tuple[Test, Test] = (NOTHING, NOTHING)
-    """The test's data in A and B."""
-
-    @property
-    def only(self) -> str:
-        """``new`` or ``gone`` where only one side has it, else empty."""
-        statuses = {row.status for row in self.rows}
-        return statuses.pop() if len(statuses) == 1 and statuses <= {"new", "gone"} else ""
-
-    def changes(self, row: Row) -> list[dict[str, Any]]:
-        """Return the sites whose bytes differ; none where one side lacks them, or none differ."""
-        a, b = (side.sites(row.phase) for side in self.sides)
-        return [change.to_dict() for change in explain(b, a)] if a and b and row.change else []
-
-    @property
-    def largest(self) -> Row | None:
-        """The number that differs most, beyond its tolerance; ``None`` where none does."""
-        rows = [row for row in self.rows if row.status in ("regression", "improvement")]
-        return max(rows, key=lambda row: abs(row.change or 0), default=None)
-
-    @property
-    def order(self) -> tuple[bool, int, str]:
-        """The sort key: the largest regression first, the largest improvement after them."""
-        changes = [row.change or 0 for row in self.rows]
-        regressed = any(row.status == "regression" for row in self.rows)
-        largest = max(changes, key=abs, default=0)
-        return not regressed, -abs(max(changes) if regressed else largest), self.shown
-
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Compare; raises ``ValueError`` for bad input."""
     given = arguments.tolerance
     tolerance = None if given is None else parsed("--tolerance", parse_tolerance, given)
-    a, b = read_side(arguments.a), read_side(arguments.b)
+    a, b = Side.read(arguments.a), Side.read(arguments.b)
     pairs = _pairs(a, b, arguments.across_environments)
     tests = [test for pair in pairs for test in compare_environments(a, b, *pair, tolerance)]
     if not tests:
@@ -120,7 +40,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     return Answer(
         [*_header(a, b, pairs, tolerance), *_body(tests, arguments.all), _totals(tests)],
         lambda: as_dict(a, b, tests),
-        REGRESSION if any(row.status == "regression" for row in _rows_of(tests)) else 0,
+        failed=any(row.status == "regression" for row in _rows_of(tests)),
     )
 
 
@@ -142,54 +62,8 @@ def as_dict(a: Side, b: Side, tests: Sequence[Compared]) -> dict[str, Any]:
     }
 
 
-def compare_environments(
-    a: Side, b: Side, key_a: str, key_b: str, tolerance: Tolerance | None
-) -> Iterator[Compared]:
-    """Yield the tests of one environment of each side, in order.
-
-    Without a ``tolerance``, each test's own applies, as B has it, else as A does; and where it
-    states none, that of the environment: exact only where both are simulated or dry.
-    """
-    exact = a.environments[key_a].is_exact and b.environments[key_b].is_exact
-    before, after = a.tests[key_a], b.tests[key_b]
-    gone, new = (
-        {nodeid: tuple(sorted(one[nodeid].figures.items())) for nodeid in sorted(one.keys() - two)}
-        for one, two in ((before, after.keys()), (after, before.keys()))
-    )
-    earlier = {successor.nodeid: old for old, successor in successors(gone, new).items()}
-    suffix = f" [{key_a}]" if len(a.tests) > 1 else ""
-    for nodeid in sorted((before.keys() | after.keys()) - set(earlier.values())):
-        old = earlier.get(nodeid, nodeid)
-        pair = before.get(old, NOTHING), after.get(nodeid, NOTHING)
-        known = [test.tolerance for test in reversed(pair) if test.tolerance is not None]
-        own = known[0] if known and tolerance is None else None
-        allowed = tolerance or own or default_tolerance_for(exact)
-        was = f" (was {old})" if old != nodeid else ""
-        yield Compared(
-            nodeid,
-            f"{nodeid}{was}{suffix}",
-            tuple(_rows(pair, (old in before, nodeid in after), allowed)),
-            "" if own is None else str(own),
-            key_b,
-            old if old != nodeid else None,
-            pair,
-        )
-
-
-def _rows(
-    pair: tuple[Test, Test], present: tuple[bool, bool], tolerance: Tolerance
-) -> Iterator[Row]:
-    before, after = (test.figures for test in pair)
-    if any(there and not test.figures for there, test in zip(present, pair, strict=True)):
-        yield Row("", before.get(""), after.get(""), "failed")
-        return
-    for phase in {**before, **after}:
-        a, b = before.get(phase), after.get(phase)
-        yield Row(phase, a, b, _status(a, b, tolerance))
-
-
 def _chosen(
-    tests: Iterable[Compared], parts: Sequence[str] | None, phases: Collection[str] | None
+    tests: Iterable[Compared], parts: Sequence[str], phases: Collection[str]
 ) -> list[Compared]:
     """Return the requested tests, and the rows of each.
 
@@ -198,8 +72,8 @@ def _chosen(
     patterns = [re.compile(re.escape(part).replace(r"\*", ".*")) for part in parts or ("",)]
     named = [test for test in tests if any(pattern.search(test.shown) for pattern in patterns)]
     if not named:
-        raise ValueError(f"no test has {_either(parts or ())} in its node id")
-    if phases is None:
+        raise ValueError(f"no test has {_either(parts)} in its node id")
+    if not phases:
         return named
     cut = [
         replace(test, rows=rows)
@@ -218,15 +92,6 @@ def _either(words: Collection[str]) -> str:
 
 def _rows_of(tests: Iterable[Compared]) -> Iterator[Row]:
     return (row for test in tests for row in test.rows)
-
-
-def _status(a: int | None, b: int | None, tolerance: Tolerance) -> str:
-    if a is None or b is None:
-        return "new" if a is None else "gone"
-    allowance = tolerance.allowance(max(a, 0))
-    if b > a + allowance:
-        return "regression"
-    return "improvement" if b < a - allowance else "same"
 
 
 def _pairs(a: Side, b: Side, across: bool) -> list[tuple[str, str]]:
@@ -293,33 +158,58 @@ def _tolerance_line(a: Side, b: Side, pairs: list[tuple[str, str]]) -> str:
 
 
 def _body(tests: Sequence[Compared], every: bool) -> Iterator[str]:
-    both = sorted((test for test in tests if not test.only), key=lambda test: test.order)
-    lines = [
-        row.cells(test.shown, test.tolerance)
-        for test in both
-        for row in test.rows
-        if every or not row.is_equal
-    ]
+    both = sorted((test for test in tests if not _only_status(test)), key=_order)
+    lines = [_cells(test, row) for test in both for row in test.rows if every or not row.is_equal]
     if lines:
         yield from table([COLUMNS, *lines], left=(0, 1, 6))
         yield ""
         yield from _explained(both)
     for status, where in (("new", "B"), ("gone", "A")):
-        yield from _only_in(status, where, [test for test in tests if test.only == status])
+        yield from _only_in(status, where, [one for one in tests if _only_status(one) == status])
     hidden = sum(row.is_equal for row in _rows_of(both)) if not every else 0
     if hidden:
         yield f"{hidden} equal {'number is' if hidden == 1 else 'numbers are'} not shown (--all)"
     yield ""
 
 
+def _only_status(test: Compared) -> str:
+    """Return ``new`` or ``gone`` where only one side has the test, else an empty text."""
+    statuses = {row.status for row in test.rows}
+    return statuses.pop() if len(statuses) == 1 and statuses <= {"new", "gone"} else ""
+
+
+def _order(test: Compared) -> tuple[bool, int, str]:
+    """Return the sort key: the largest regression first, the largest improvement after them."""
+    changes = [row.change or 0 for row in test.rows]
+    regressed = any(row.status == "regression" for row in test.rows)
+    largest = max(changes, key=abs, default=0)
+    return not regressed, -abs(max(changes) if regressed else largest), test.shown
+
+
+def _cells(test: Compared, row: Row) -> tuple[str, ...]:
+    """Return the texts of :data:`COLUMNS`."""
+    sizes = ["-" if size is None else format_size(size) for size in (row.a, row.b)]
+    change, reference = row.change, row.a or 0
+    difference = "" if change is None else format_change(change)
+    percent = "" if change is None or reference <= 0 else format_percent(change, reference)
+    status = (
+        f"{row.status} (tolerance {test.tolerance})" if test.tolerance and change else row.status
+    )
+    return (test.shown, row.phase, *sizes, difference, percent.removesuffix(" %"), status)
+
+
 def _explained(tests: Sequence[Compared]) -> Iterator[str]:
     """Yield the largest differences by line in the first tests that recorded lines."""
-    differing = [(test, row) for test in tests if (row := test.largest) is not None]
-    explained = ((test, row, changes) for test, row in differing if (changes := test.changes(row)))
-    for test, row, changes in islice(explained, MOST_EXPLAINED):
-        yield " ".join(filter(None, (test.shown, row.phase))) + ", by line:"
-        yield from explanation_lines(changes)
-        yield ""
+    left = MOST_EXPLAINED
+    for test in tests:
+        differing = [row for row in test.rows if row.status in ("regression", "improvement")]
+        row = max(differing, key=lambda one: abs(one.change or 0), default=None)
+        changes = test.changes(row) if row else []
+        if row and changes and left:
+            left -= 1
+            yield " ".join(filter(None, (test.shown, row.phase))) + ", by line:"
+            yield from explanation_lines(changes)
+            yield ""
 
 
 def _only_in(status: str, where: str, tests: Sequence[Compared]) -> Iterator[str]:
@@ -356,22 +246,20 @@ COMMAND = Command(
         argument("a A", f"before: {FORM}", type=Path),
         argument("b B", "after: likewise", type=Path),
         argument(
-            "--tolerance",
+            "--tolerance TOLERANCE",
             'how far B may exceed A, like "1% + 1MiB", which is the default for measured '
             "numbers; 0 for simulated ones",
         ),
         argument(
             "--across-environments",
             "compare although A and B were measured in different environments",
-            action="store_true",
         ),
-        argument("--all", "show numbers that are equal, too", action="store_true"),
+        argument("--all", "show numbers that are equal, too"),
         argument(
-            "--test PART",
+            "--test PART...",
             "compare only tests with this in their node id, * for anything; may be repeated",
-            action="append",
         ),
-        argument("--phase NAME", "compare only this phase; may be repeated", action="append"),
+        argument("--phase NAME...", "compare only this phase; may be repeated"),
     ),
     examples=(
         "gpumem compare main.json change.json",

@@ -19,8 +19,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         ) from error
     script: str = shellcode(["gpumem"], shell=arguments.shell)
     return Answer(
-        script.strip("\n").splitlines(),
-        lambda: {"shell": arguments.shell, "script": script},
+        script.strip("\n").splitlines(), lambda: {"shell": arguments.shell, "script": script}
     )
 
 

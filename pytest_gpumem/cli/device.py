@@ -7,18 +7,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_gpumem.cli.command import Argument, argument
-from pytest_gpumem.dry.load import environment
-from pytest_gpumem.dry.torch_build import DryError
+from pytest_gpumem.cli.command import BAD_INPUT, Argument, argument
+from pytest_gpumem.dry.load import environment_of_option
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 
 CUDA, DRY, SIM = "cuda", "dry", "sim"
-_BAD_INPUT = 2
 _PREFIX = "gpumem: "
 
 
@@ -70,7 +68,8 @@ def run_on_dry(given: Sequence[str], gpu: str) -> int:
 
     Raises ``ValueError`` where there is no such device.
     """
-    return subprocess.run(_command(given), env=_environment(gpu), check=False).returncode
+    environment = {**os.environ, **environment_of_option(gpu)}
+    return subprocess.run(_command(given), env=environment, check=False).returncode
 
 
 def answer_on_dry(given: Sequence[str], gpu: str, *, memory: int | None = None) -> Any:
@@ -80,14 +79,14 @@ def answer_on_dry(given: Sequence[str], gpu: str, *, memory: int | None = None) 
     """
     done = subprocess.run(
         [*_command(given), "--json"],
-        env=_environment(gpu, memory),
+        env={**os.environ, **environment_of_option(gpu, memory)},
         check=False,
         capture_output=True,
         text=True,
         errors="replace",
     )
     refusals = [line for line in done.stderr.splitlines() if line.startswith(_PREFIX)]
-    if done.returncode == _BAD_INPUT and refusals:
+    if done.returncode == BAD_INPUT and refusals:
         raise ValueError(refusals[-1].removeprefix(_PREFIX))
     sys.stderr.write(done.stderr)
     try:
@@ -100,10 +99,3 @@ def answer_on_dry(given: Sequence[str], gpu: str, *, memory: int | None = None) 
 
 def _command(given: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "pytest_gpumem.cli", *given, "--device", CUDA]
-
-
-def _environment(gpu: str, memory: int | None = None) -> Mapping[str, str]:
-    try:
-        return {**os.environ, **environment(gpu, memory)}
-    except DryError as error:
-        raise ValueError(f"--device dry: {error}") from None

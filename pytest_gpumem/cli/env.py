@@ -7,10 +7,10 @@ import os
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pytest_gpumem.cli.command import Answer, Command, table
+from pytest_gpumem.report.header import installed_release
 
 PACKAGES = ("pytest-gpumem", "pytest", "torch", "nvidia-ml-py", "triton", "transformers")
 """Packages whose release may change a number, or how it is read."""
@@ -35,7 +35,7 @@ def found() -> dict[str, Any]:
     return {
         "system": " ".join((platform.system(), platform.release(), platform.machine())),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: installed_release(name) for name in PACKAGES},
         **libraries,
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "devices": devices,
@@ -74,13 +74,6 @@ def _trouble(built_for: str | None) -> str:
         return f"torch sees no CUDA device: {readings.reason}"
     names = ", ".join(reading.name for reading in readings)
     return f"torch sees no CUDA device, though the driver shows {names or 'none'}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _rows(known: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

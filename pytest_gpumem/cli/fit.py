@@ -13,7 +13,7 @@ from pytest_gpumem.sizes import format_change, format_size
 from pytest_gpumem.text import wrap
 
 if TYPE_CHECKING:
-    from pytest_gpumem.prediction.compiled import Beside
+    from pytest_gpumem.prediction.compiled import Pairs
     from pytest_gpumem.values.prediction import Prediction
 
 SHOWN_PHASES = 6
@@ -52,20 +52,16 @@ def fit_table(
     predictions: Sequence[Prediction], phases: Sequence[str], width: int
 ) -> Iterator[str]:
     """Yield a table of the GPUs that are large enough, with the peaks of ``phases``."""
-    header = ["GPU", "memory", "peak", "reserved", *phases, "fits"]
-    rows = [header, *(_row(one, phases) for one in predictions)]
-    given_up = [*range(len(header) - 2, len(header) - 2 - len(phases), -1), 3]
-    left = [0, len(header) - 1]
-    for added in ([one.ranks for one in predictions], [one.code for one in predictions]):
-        if any(added):
-            for row, cell in zip(rows, ["", *added], strict=True):
-                row.insert(1, cell)
-            given_up = [column + 1 for column in given_up]
-            left = [0, *(column + 1 for column in left)]
-    yield from table(rows, left=tuple(left), given_up=given_up, width=width)
+    added = [name for name in ("code", "ranks") if any(getattr(one, name) for one in predictions)]
+    header = ["GPU", *("" for _ in added), "memory", "peak", "reserved", *phases, "fits"]
+    rows = [header, *(_row(one, added, phases) for one in predictions)]
+    last = len(header) - 1
+    given_up = [*range(last - 1, last - 1 - len(phases), -1), len(added) + 3]
+    left = [*range(len(added) + 1), last]
+    yield from table(rows, left=left, given_up=given_up, width=width)
 
 
-def _row(prediction: Prediction, phases: Sequence[str]) -> list[str]:
+def _row(prediction: Prediction, added: Sequence[str], phases: Sequence[str]) -> list[str]:
     known = prediction.phases
     left = format_size(abs(prediction.left))
     if prediction.fits:
@@ -75,6 +71,7 @@ def _row(prediction: Prediction, phases: Sequence[str]) -> list[str]:
         fits = f"no, {left} missing" if prediction.left < 0 else "no, it is too fragmented"
     return [
         prediction.gpu,
+        *(getattr(prediction, name) for name in added),
         format_size(prediction.total_memory),
         format_size(prediction.peak_allocated),
         format_size(prediction.peak_reserved),
@@ -90,27 +87,36 @@ MODULES = (
 )
 
 
-def beside_lines(target: str, both: Beside, width: int = UNLIMITED) -> Iterator[str]:
+def beside_lines(target: str, pairs: Pairs, by_itself: bool, width: int) -> Iterator[str]:
     """Yield the lines of output; of several GPUs, source lines are those of the first."""
     yield heading(target)
-    yield from wrap(BY_ITSELF if both.by_itself else MODULES, width)
+    yield from wrap(BY_ITSELF if by_itself else MODULES, width)
     yield ""
-    predictions = [one for pair in both.pairs for one in pair]
+    predictions = [one for pair in pairs for one in pair]
     phases = phases_of(predictions)
     yield from fit_table(predictions, phases, width)
     yield ""
-    yield from _changes(both, phases, width)
+    rows = [["by compiling", "peak", "reserved", *phases]]
+    for eager, compiled in pairs:
+        name = f"{eager.gpu}, {compiled.ranks}" if compiled.ranks else eager.gpu
+        changed = [
+            _change(eager.peak_allocated, compiled.peak_allocated),
+            _change(eager.peak_reserved, compiled.peak_reserved),
+            *(_change(eager.phases.get(one), compiled.phases.get(one)) for one in phases),
+        ]
+        rows.append([name, *changed])
+    yield from table(rows, left=(0,), given_up=range(len(rows[0]) - 1, 1, -1), width=width)
     yield ""
-    yield from _by_line(*both.pairs[0], phases, width)
+    yield from _by_line(*pairs[0], phases, width)
     yield CONTEXT
-    yield from _notes_of_both(both)
+    yield from _notes_of_both(pairs)
 
 
-def beside_dict(both: Beside) -> dict[str, Any]:
+def beside_dict(pairs: Pairs, by_itself: bool) -> dict[str, Any]:
     """Return everything as builtin types, sizes in bytes; changes are negative where it saves."""
     return {
-        "compiled": "target" if both.by_itself else "modules",
-        "gpus": [one.to_dict() for pair in both.pairs for one in pair],
+        "compiled": "target" if by_itself else "modules",
+        "gpus": [one.to_dict() for pair in pairs for one in pair],
         "changes": [
             {
                 "gpu": eager.gpu,
@@ -126,7 +132,7 @@ def beside_dict(both: Beside) -> dict[str, Any]:
                     if name in eager.phases
                 },
             }
-            for eager, compiled in both.pairs
+            for eager, compiled in pairs
         ],
     }
 
@@ -135,20 +141,6 @@ def _line_changes(eager: Prediction, compiled: Prediction, phase: str) -> list[d
     from pytest_gpumem.prediction.compiled import changes_by_line  # imports torch
 
     return [change.to_dict() for change in changes_by_line(eager, compiled, phase)]
-
-
-def _changes(both: Beside, phases: list[str], width: int) -> Iterator[str]:
-    """Yield the change of each peak by compiling."""
-    rows = [["by compiling", "peak", "reserved", *phases]]
-    for eager, compiled in both.pairs:
-        name = f"{eager.gpu}, {compiled.ranks}" if compiled.ranks else eager.gpu
-        changed = [
-            _change(eager.peak_allocated, compiled.peak_allocated),
-            _change(eager.peak_reserved, compiled.peak_reserved),
-            *(_change(eager.phases.get(one), compiled.phases.get(one)) for one in phases),
-        ]
-        rows.append([name, *changed])
-    yield from table(rows, left=(0,), given_up=range(len(rows[0]) - 1, 1, -1), width=width)
 
 
 def _change(eager: int | None, compiled: int | None) -> str:
@@ -176,11 +168,10 @@ def _by_line(
         yield ""
 
 
-def _notes_of_both(both: Beside) -> Iterator[str]:
+def _notes_of_both(pairs: Pairs) -> Iterator[str]:
     """Yield the notes; one on only one of the two names it."""
     eager, compiled = (
-        list(dict.fromkeys(note for pair in both.pairs for note in pair[side].notes))
-        for side in (0, 1)
+        list(dict.fromkeys(note for pair in pairs for note in pair[side].notes)) for side in (0, 1)
     )
     for note in compiled:
         yield f"note{'' if note in eager else ', compiled'}: {note}"

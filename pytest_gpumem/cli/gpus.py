@@ -19,7 +19,7 @@ from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import shorten
 
 if TYPE_CHECKING:
-    from pytest_gpumem.sharing.ledger import Lease, Ledger, State
+    from pytest_gpumem.sharing.ledger import Ledger, State
     from pytest_gpumem.sharing.watched import Run
 
 
@@ -262,8 +262,19 @@ def _enter(devices: list[dict[str, Any]], ledger: Ledger) -> None:
     for device in devices:
         name = device["name"]
         for verb, leases in (("runs", state.running), ("waits", state.waiting)):
-            tests = [lease for lease in leases if name in lease.request.needs]
-            device[verb] = [_test(lease, name, now) for lease in tests]
+            device[verb] = [
+                {
+                    "nodeid": lease.nodeid,
+                    "run": lease.run,
+                    "worker": lease.worker,
+                    "pid": lease.process.pid,
+                    "bytes": lease.request.needs[name],
+                    "alone": lease.request.exclusive,
+                    "seconds": round(now - lease.request.since, 3),
+                }
+                for lease in leases
+                if name in lease.request.needs
+            ]
         device["workers"] = _between_tests(state, name, pids)
 
 
@@ -276,18 +287,6 @@ def _between_tests(state: State, device: str, pids: Mapping[int, int]) -> list[d
         for worker, context in found.contexts.items()
         if worker in pids and worker not in busy and context + found.fixtures[worker] > 0
     ]
-
-
-def _test(lease: Lease, device: str, now: float) -> dict[str, Any]:
-    return {
-        "nodeid": lease.nodeid,
-        "run": lease.run,
-        "worker": lease.worker,
-        "pid": lease.process.pid,
-        "bytes": lease.request.needs[device],
-        "alone": lease.request.exclusive,
-        "seconds": round(now - lease.request.since, 3),
-    }
 
 
 COMMAND = Command(
@@ -304,9 +303,7 @@ COMMAND = Command(
             type=above_zero("seconds"),
             const=1.0,
         ),
-        argument(
-            "--once", "with --watch: look once, after that time, and end", action="store_true"
-        ),
+        argument("--once", "with --watch: look once, after that time, and end"),
     ),
     looks=True,
     json="as JSON, a line for each look; sizes in bytes",

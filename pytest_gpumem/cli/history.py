@@ -8,15 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pytest_gpumem.baseline.verdict import change_text, format_percent
-from pytest_gpumem.cli.command import (
-    Answer,
-    Argument,
-    Command,
-    argument,
-    parsed,
-    table,
-    terminal_width,
-)
+from pytest_gpumem.cli.command import Answer, Command, argument, parsed, table, terminal_width
 from pytest_gpumem.progress import Progress
 from pytest_gpumem.report.past import (
     BARS,
@@ -31,7 +23,6 @@ from pytest_gpumem.report.past import (
 from pytest_gpumem.sizes import Tolerance, format_change, format_size, parse_tolerance
 from pytest_gpumem.text import counted
 
-CREEPS = 1
 WIDTH = 24
 """Columns of a sparkline."""
 MOST_CREEP = "5%"
@@ -55,7 +46,7 @@ def run(arguments: argparse.Namespace) -> Answer:
             "tests": [{**trend.to_dict(), "creeps": trend in creeping} for trend in trends],
             "notes": past.notes,
         },
-        CREEPS if creeping else 0,
+        failed=bool(creeping),
     )
 
 
@@ -81,7 +72,7 @@ def _lines(
     every: bool,
     moments: int,
 ) -> Iterator[str]:
-    changed = [trend for trend in trends if len({point.peak for point in trend.points}) > 1]
+    changed = [trend for trend in trends if trend.range]
     shown = trends if every else changed
     several = len({trend.environment for trend in trends}) > 1
     if shown:
@@ -132,15 +123,11 @@ def _name(trend: Trend, several: bool) -> str:
     return f"{trend.nodeid} [{trend.environment}]" if several else trend.nodeid
 
 
-def past_in_git(group: str = "") -> tuple[Argument, ...]:
-    """Return the arguments of every command that reads stored baselines of commits."""
-    return (
-        argument(
-            "--git RANGE", "the baselines that a range of commits stored: v1.0..HEAD", group=group
-        ),
-        argument("--baselines DIR", "for --git", group=group, type=Path, default=Path("baselines")),
-    )
-
+PAST_IN_GIT = (
+    argument("--git RANGE", "the baselines that a range of commits stored: v1.0..HEAD"),
+    argument("--baselines DIR", "for --git", type=Path, default=Path("baselines")),
+)
+"""The arguments of every command that reads stored baselines of commits."""
 
 COMMAND = Command(
     description="Show each test's peaks as a trend, the steps in it with the commit that "
@@ -154,18 +141,18 @@ COMMAND = Command(
             nargs="*",
             type=Path,
         ),
-        *past_in_git(),
+        *PAST_IN_GIT,
         argument(
             "--max-creep TOLERANCE",
             f"what small steps may come to (default: {MOST_CREEP})",
             default=MOST_CREEP,
         ),
         argument(
-            "--tolerance",
+            "--tolerance TOLERANCE",
             f"up to what a change is a small step (default: {SMALL}, or the test's own "
             "tolerance where that is more)",
         ),
-        argument("--all", "list tests that never changed, too", action="store_true"),
+        argument("--all", "list tests that never changed, too"),
     ),
     examples=("gpumem history reports/", "gpumem history --git v1.0..HEAD --max-creep 3%"),
 )

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.attribution.history import CATEGORIES
 from pytest_gpumem.baseline.verdict import change_text
 from pytest_gpumem.cli.command import Answer, argument
-from pytest_gpumem.cli.history import past_in_git, past_of
+from pytest_gpumem.cli.history import PAST_IN_GIT, past_of
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.report.json_report import read_report
 from pytest_gpumem.report.past import SMALL, Past, Step, Trend
-from pytest_gpumem.sizes import Tolerance, format_apart, format_change, format_size
+from pytest_gpumem.sizes import format_apart, format_change, format_size
 from pytest_gpumem.text import shorten
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def draw(arguments: argparse.Namespace, suffix: str) -> Answer:
         trends = [trend for trend in past.trends(SMALL) if part in trend.nodeid]
         if not trends:
             raise ValueError(f"no report holds a measured test{wanted}")
-        drawn_to(output, lambda figure: draw_history(figure, past, trends, SMALL))
+        drawn_to(output, lambda figure: _history(figure, past, trends))
         tests = [trend.nodeid for trend in trends]
     elif commits or len(reports) != 1:
         raise ValueError(
@@ -230,13 +230,15 @@ LINE_OF_WORDS = 0.3
 """Part of the range of its peaks that a line of words takes."""
 
 
-def draw_history(figure: Figure, past: Past, trends: Sequence[Trend], small: Tolerance) -> None:
+def _history(figure: Figure, past: Past, trends: Sequence[Trend]) -> None:
     """Draw ``trends``, at least one, over the moments of ``past``.
 
-    A step, a change by more than ``small``, has a triangle, the largest also its size and its
-    commit or report; growth within ``small`` has a dot.
+    A step, a change by more than :data:`SMALL`, has a triangle, the largest also its size and its
+    commit or report; growth within that has a dot.
     """
-    shown = sorted(trends, key=_change, reverse=True)[:MOST_PANELS]
+    from matplotlib.lines import Line2D
+
+    shown = sorted(trends, key=lambda trend: trend.range, reverse=True)[:MOST_PANELS]
     figure.set_figheight(1.4 + 1.25 * len(shown))
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     several = len({trend.environment for trend in trends}) > 1
@@ -249,12 +251,12 @@ def draw_history(figure: Figure, past: Past, trends: Sequence[Trend], small: Tol
     hidden = f", the {MOST_PANELS} of {len(trends)} tests that changed most"
     where = "" if several else f" [{printable(shown[0].environment)}]"
     figure.suptitle(f"Peak over time{hidden if len(trends) > MOST_PANELS else ''}{where}")
-    _legend(figure, small)
-
-
-def _change(trend: Trend) -> int:
-    peaks = [point.peak for point in trend.points]
-    return max(peaks) - min(peaks)
+    signs = (("^", UP, "step up"), ("v", DOWN, "step down"), ("o", DOT, f"grew within {SMALL}"))
+    handles = [
+        Line2D([], [], marker=marker, color=color, linestyle="none", label=label)
+        for marker, color, label in signs
+    ]
+    figure.legend(handles=handles, loc="outside lower right", ncols=3, frameon=False, fontsize=8)
 
 
 def _panel(axes: Axes, past: Past, trend: Trend, several: bool) -> None:
@@ -298,7 +300,10 @@ def _panel(axes: Axes, past: Past, trend: Trend, several: bool) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     name = f"{trend.nodeid} [{trend.environment}]" if several else trend.nodeid
     axes.set_title(shorten(name, MOST_TITLE), loc="left", fontsize=9)
-    axes.set_title(_summary(trend), loc="right", fontsize=9)
+    now = format_size(trend.last)
+    since = f"{change_text(trend.first, trend.last)} since the first"
+    since = since if trend.last != trend.first else "as at first"
+    axes.set_title(f"{now}, {since}", loc="right", fontsize=9)
 
 
 def _annotated(
@@ -317,36 +322,13 @@ def _annotated(
             yield step, at
 
 
-def _summary(trend: Trend) -> str:
-    if trend.last == trend.first:
-        return f"{format_size(trend.last)}, as at first"
-    return f"{format_size(trend.last)}, {change_text(trend.first, trend.last)} since the first"
-
-
-def _legend(figure: Figure, small: Tolerance) -> None:
-    from matplotlib.lines import Line2D
-
-    signs = (("^", UP, "step up"), ("v", DOWN, "step down"), ("o", DOT, f"grew within {small}"))
-    handles = [
-        Line2D([], [], marker=marker, color=color, linestyle="none", label=label)
-        for marker, color, label in signs
-    ]
-    figure.legend(handles=handles, loc="outside lower right", ncols=3, frameon=False, fontsize=8)
-
-
 ARGUMENTS = (
     argument(
         "--kind",
         "what to draw; history takes several reports, the oldest first, or folders of them",
-        group="png, svg, pdf",
         choices=[*KINDS, HISTORY],
         default="composition",
     ),
-    argument(
-        "--test TEXT",
-        "of tests whose ids contain this (default: all)",
-        group="png, svg, pdf",
-        default="",
-    ),
-    *past_in_git("png, svg, pdf"),
+    argument("--test TEXT", "of tests whose ids contain this (default: all)", default=""),
+    *PAST_IN_GIT,
 )

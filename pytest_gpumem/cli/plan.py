@@ -19,13 +19,12 @@ from pytest_gpumem.cli.command import (
 )
 from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument
 from pytest_gpumem.jsonfile import replace_file
-from pytest_gpumem.prediction.needs import Needs, needs_of
+from pytest_gpumem.prediction.needs import needs_of
 from pytest_gpumem.prediction.runners import Job, Plan, PlannedTest, Runner, make_plan, parse_runner
 from pytest_gpumem.sharing.devices import CONTEXT, MARGIN
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import counted, shorten, wrap
 
-INCOMPLETE = 1
 MOST_LISTED = 10
 """The most tests of one kind that are named."""
 
@@ -37,20 +36,20 @@ def run(arguments: argparse.Namespace) -> Answer:
     if device.kind == CUDA or device.model is not None:
         raise ValueError("plan runs tests on the GPUs of --runner: write --device sim or dry")
     dry = device.kind == DRY
-    needs = needs_of(arguments.tests, runners, arguments.durations, dry=dry)
+    tests, sources = needs_of(arguments.tests, runners, arguments.durations, dry=dry)
     limit = None if arguments.minutes is None else arguments.minutes * 60
-    plan = make_plan(needs.tests, runners, limit=limit, startup=arguments.startup * 60)
+    plan = make_plan(tests, runners, limit=limit, startup=arguments.startup * 60)
     if arguments.output is not None:
         replace_file(arguments.output, f"{json.dumps(plan.shards(), indent=1)}\n".encode("ascii"))
     return Answer(
-        lines(plan, needs, arguments.minutes, terminal_width()),
-        lambda: as_dict(plan, needs),
-        INCOMPLETE if plan.nowhere or plan.late else 0,
+        lines(plan, sources, arguments.minutes, terminal_width()),
+        lambda: as_dict(plan, sources),
+        failed=bool(plan.nowhere or plan.late),
     )
 
 
 def lines(
-    plan: Plan, needs: Needs, minutes: float | None = None, width: int = UNLIMITED
+    plan: Plan, sources: Sequence[str], minutes: float | None = None, width: int = UNLIMITED
 ) -> Iterator[str]:
     """Yield the lines of output."""
     yield from wrap(_headline(plan), width)
@@ -67,15 +66,15 @@ def lines(
     largest = max(plan.runners, key=lambda runner: runner.memory)
     nowhere = [(test, test.obstacle(largest)) for test in plan.nowhere]
     yield from _listed("on no runner", nowhere, width)
-    late = [test for test in plan.tests if test.nodeid in plan.late]
-    yield from _listed("longer than there is time", [(test, "") for test in late], width)
+    late = [(test, "") for test in plan.tests if test.nodeid in plan.late]
+    yield from _listed("longer than there is time", late, width)
     yield ""
     room = f"room for tests: a GPU's memory less {MARGIN:.0%} and {format_size(CONTEXT)} of context"
-    for sentence in (room, *needs.sources):
+    for sentence in (room, *sources):
         yield from wrap(sentence, width, rest="  ")
 
 
-def as_dict(plan: Plan, needs: Needs) -> dict[str, Any]:
+def as_dict(plan: Plan, sources: Sequence[str]) -> dict[str, Any]:
     """Return everything as builtin types; sizes in bytes, times in seconds."""
     return {
         "runners": [
@@ -113,17 +112,16 @@ def as_dict(plan: Plan, needs: Needs) -> dict[str, Any]:
         "late": list(plan.late),
         "cost": plan.cost,
         "seconds": plan.seconds,
-        "sources": list(needs.sources),
+        "sources": list(sources),
     }
 
 
 def _headline(plan: Plan) -> str:
     """Return the sentence of all: ``97 of your 100 tests fit a T4, 99 an L4, all an H100``."""
     total = len(plan.tests)
-    noun = "test" if total == 1 else "tests"
     first, *others = ((plan.fitting(runner), _a(runner.name)) for runner in plan.runners)
     counts = [f"{'all' if count == total else count} {name}" for count, name in others]
-    return ", ".join([f"{first[0]} of your {total} {noun} fit {first[1]}", *counts])
+    return ", ".join([f"{first[0]} of your {counted(total, 'test')} fit {first[1]}", *counts])
 
 
 def _rows(plan: Plan) -> Iterator[list[str]]:
@@ -145,8 +143,7 @@ def _rows(plan: Plan) -> Iterator[list[str]]:
 
 
 def _total(plan: Plan, minutes: float | None) -> str:
-    count = len(plan.jobs)
-    machines = counted(count, "machine")
+    machines = counted(len(plan.jobs), "machine")
     if plan.cost is None or plan.seconds is None:
         return f"{machines}; what they take and cost is not known"
     wanted = f" of the {minutes:g} that they have" if minutes is not None else ""
@@ -187,9 +184,8 @@ COMMAND = Command(
             nargs="*",
         ),
         argument(
-            "--runner MODEL:PRICE",
+            "--runner MODEL:PRICE...",
             "a GPU to be had and the price of an hour, like T4:0.35; give one for each kind",
-            action="append",
             required=True,
         ),
         device_argument(),

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.cli import by_layer, by_line, fit
+from pytest_gpumem.cli import fit
+from pytest_gpumem.cli.by_part import LAYER_ARGUMENTS, LINE_ARGUMENTS, run_by_layer, run_by_line
 from pytest_gpumem.cli.command import Answer, Command, argument, refuse_others, terminal_width
 from pytest_gpumem.cli.device import (
     CUDA,
@@ -19,12 +20,7 @@ from pytest_gpumem.cli.device import (
     run_on_dry,
 )
 from pytest_gpumem.cli.fit import RULES, lines
-from pytest_gpumem.cli.target import (
-    TargetError,
-    checked_nodeid,
-    find_target,
-    refusing,
-)
+from pytest_gpumem.cli.target import TargetError, checked_nodeid, find_target, refusing
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.marker import parse_keyword
@@ -35,7 +31,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.prediction.compiled import Mode
     from pytest_gpumem.values.prediction import Prediction
 
-DOES_NOT_FIT = 1
 LINE, LAYER = "line", "layer"
 
 
@@ -43,10 +38,20 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     """Predict; raises ``ValueError`` for bad input."""
     from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
-    refuse_others(arguments, f"--by {arguments.by}" if arguments.by else "no --by", _GROUPS)
+    refuse_others(
+        arguments,
+        f"--by {arguments.by}" if arguments.by else "no --by",
+        {"no --by": WHOLE, **_GROUPS},
+    )
     device: DeviceOption = arguments.device
     if arguments.by is not None:
-        return _by_part(arguments, device)
+        gpus = device.models(arguments.gpu, [DEFAULT_GPU])
+        if len(gpus) > 1:
+            raise ValueError(f"--by {arguments.by} looks at one GPU, not at {len(gpus)}; give one")
+        if device.kind == DRY:
+            return run_on_dry(arguments.given, gpus[0])
+        show = run_by_line if arguments.by == LINE else run_by_layer
+        return show(arguments, CUDA if device.kind == CUDA else gpus[0])
     gpus = device.models(arguments.gpu, list(GPUS))
     if device.kind != SIM:
         return _measured(arguments, device.kind, gpus)
@@ -56,30 +61,19 @@ def run(arguments: argparse.Namespace) -> Answer | int:
 
     from pytest_gpumem.prediction.compiled import compare  # imports torch
 
-    both = compare(lambda mode: predictions_of(*asked, mode))
+    pairs, by_itself = compare(lambda mode: predictions_of(*asked, mode))
     return Answer(
-        fit.beside_lines(arguments.target, both, terminal_width()),
-        lambda: {"target": arguments.target, **fit.beside_dict(both)},
-        0 if all(compiled.fits for _, compiled in both.pairs) else DOES_NOT_FIT,
+        fit.beside_lines(arguments.target, pairs, by_itself, terminal_width()),
+        lambda: {"target": arguments.target, **fit.beside_dict(pairs, by_itself)},
+        failed=not all(compiled.fits for _, compiled in pairs),
     )
-
-
-def _by_part(arguments: argparse.Namespace, device: DeviceOption) -> Answer | int:
-    """Show the memory of lines or layers, on one GPU."""
-    gpus = device.models(arguments.gpu, [DEFAULT_GPU])
-    if len(gpus) > 1:
-        raise ValueError(f"--by {arguments.by} looks at one GPU, not at {len(gpus)}; give one")
-    if device.kind == DRY:
-        return run_on_dry(arguments.given, gpus[0])
-    show = by_line.run if arguments.by == LINE else by_layer.run
-    return show(arguments, CUDA if device.kind == CUDA else gpus[0])
 
 
 def _answer(target: str, predictions: Sequence[Prediction], whose: str = RULES) -> Answer:
     return Answer(
         lines(target, predictions, terminal_width(), whose),
         lambda: {"target": target, "gpus": [one.to_dict() for one in predictions]},
-        0 if all(one.fits for one in predictions) else DOES_NOT_FIT,
+        failed=not all(one.fits for one in predictions),
     )
 
 
@@ -186,12 +180,11 @@ WHOLE = (
         "--compile",
         "show eager code beside compiled code and what torch.compile saves, by phase and "
         "line; modules are compiled where TARGET compiles nothing itself",
-        action="store_true",
     ),
 )
 """Options of a prediction that is not by line or layer."""
 
-_GROUPS = {"no --by": WHOLE, "--by line": by_line.ARGUMENTS, "--by layer": by_layer.ARGUMENTS}
+_GROUPS = {"--by line": LINE_ARGUMENTS, "--by layer": LAYER_ARGUMENTS}
 
 COMMAND = Command(
     description="Run TARGET on simulated GPUs and print its peak memory by phase, and whether "
@@ -208,17 +201,15 @@ COMMAND = Command(
             "--by layer: one that calls a model, or returns a model and its inputs",
         ),
         argument(
-            "--gpu MODEL",
+            "--gpu MODEL...",
             "model of the catalogue, like A100-40GB; may be given several times (default: "
             f"all; {DEFAULT_GPU} with --by)",
-            action="append",
         ),
         device_argument(),
         argument("--by", "show memory by source line, or layer by layer", choices=(LINE, LAYER)),
         *WHOLE,
-        *by_line.ARGUMENTS,
-        *by_layer.ARGUMENTS,
     ),
+    groups=_GROUPS,
     examples=(
         "gpumem predict train.py:step --gpu T4 --gpu A100-40GB",
         'gpumem predict "tests/test_model.py::test_step" --gpu "A100-80GB*2"',

@@ -16,7 +16,6 @@ from pytest_gpumem.sizes import format_change, format_size, parse_size
 if TYPE_CHECKING:
     from pytest_gpumem.allocator.replayed import DeviceReplay, ReplayResult, Shortage, Usage
 
-DISAGREEMENT = 1
 UNKNOWN = "?"
 
 
@@ -48,7 +47,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     return Answer(
         lines(result, arguments.snapshot, elsewhere),
         lambda: to_dict(result, arguments.snapshot),
-        0 if result.exact and result.out_of_memory is None else DISAGREEMENT,
+        failed=not (result.exact and result.out_of_memory is None),
     )
 
 
@@ -123,43 +122,33 @@ def _agreement(result: ReplayResult) -> str:
 
 def _table(device: DeviceReplay) -> Iterator[str]:
     rows = [[f"  cuda:{device.device}", "recorded"]]
-    rows += [[f"  {label}", _cell(label, device.recorded)] for label in _ROWS]
-    if device.what_if is not None:
+    rows += [[f"  {label}", _cell(value(device.recorded))] for label, value in _ROWS.items()]
+    if (tried := device.what_if) is not None:
         rows[0] += ["what if", "change"]
-        for label, row in zip(_ROWS, rows[1:], strict=True):
-            row.append(_cell(label, device.what_if, known=device.capacity is not None))
-            size = _SIZES.get(label)
-            change = size(device.what_if) - size(device.recorded) if size else 0
-            row.append(format_change(change) if change else "")
+        for (label, value), row in zip(_ROWS.items(), rows[1:], strict=True):
+            now, before = value(tried), value(device.recorded)
+            unknown = label == "out of memory" and now == "no" and device.capacity is None
+            change = now - before if isinstance(now, int) and isinstance(before, int) else 0
+            row += [UNKNOWN if unknown else _cell(now), format_change(change) if change else ""]
     yield from table(rows, left=(0,))
 
 
-_ROWS = (
-    "peak allocated",
-    "peak reserved",
-    "fragmentation at the peak",
-    "share of peak reserved",
-    "largest inactive split",
-    "segments",
-    "out of memory",
-)
-_SIZES: dict[str, Callable[[Usage], int]] = {
+_ROWS: dict[str, Callable[[Usage], int | str]] = {
     "peak allocated": lambda usage: usage.peak_allocated,
     "peak reserved": lambda usage: usage.peak_reserved,
     "fragmentation at the peak": lambda usage: usage.fragmentation,
+    "share of peak reserved": lambda usage: (
+        f"{100 * usage.fragmentation / max(usage.peak_reserved, 1):.1f} %"
+    ),
     "largest inactive split": lambda usage: usage.largest_split,
+    "segments": lambda usage: f"{usage.segments:,}",
+    "out of memory": lambda usage: "yes" if usage.out_of_memory else "no",
 }
+"""The rows of the table, each with its bytes or its text."""
 
 
-def _cell(label: str, usage: Usage, *, known: bool = True) -> str:
-    if label in _SIZES:
-        return format_size(_SIZES[label](usage))
-    if label == "segments":
-        return f"{usage.segments:,}"
-    if label == "out of memory":
-        return "yes" if usage.out_of_memory else "no" if known else UNKNOWN
-    share = 100 * usage.fragmentation / usage.peak_reserved if usage.peak_reserved else 0
-    return f"{share:.1f} %"
+def _cell(value: int | str) -> str:
+    return format_size(value) if isinstance(value, int) else value
 
 
 def _notes(device: DeviceReplay, result: ReplayResult, used_elsewhere: int) -> Iterator[str]:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from pytest_gpumem.cli import picture
 from pytest_gpumem.cli.command import Answer, Command, argument, refuse_others
-from pytest_gpumem.report.difference import difference_section
 from pytest_gpumem.report.json_report import read_report, read_usage, write_file
-from pytest_gpumem.report.markdown import document
+from pytest_gpumem.report.markdown import difference_section, document
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import counted
 
@@ -63,29 +62,18 @@ def write_markdown(arguments: argparse.Namespace) -> Answer:
 
 HTML = (
     argument(
-        "--history PATH",
+        "--history PATH...",
         "an earlier report, or a folder of them, by their names; may be repeated",
-        group="html",
-        action="append",
-        default=[],
         type=Path,
     ),
 )
 MARKDOWN = (
-    argument(
-        "--against BASE", "JSON report of what it is changed from", group="markdown", type=Path
-    ),
-    argument("--base-name NAME", "what to call BASE, like main", group="markdown", default=""),
-    argument(
-        "--name",
-        "of the job: tells the comments of several jobs apart",
-        group="markdown",
-        default="",
-    ),
+    argument("--against BASE", "JSON report of what it is changed from", type=Path),
+    argument("--base-name NAME", "what to call BASE, like main", default=""),
+    argument("--name NAME", "of the job: tells the comments of several jobs apart", default=""),
     argument(
         "--command COMMAND",
         "how pytest is started, for the commands that are suggested (default: pytest)",
-        group="markdown",
         dest="pytest",
         default="pytest",
     ),
@@ -153,10 +141,8 @@ COMMAND = Command(
             "terminal",
             type=Path,
         ),
-        *HTML,
-        *MARKDOWN,
-        *picture.ARGUMENTS,
     ),
+    groups={"html": HTML, "markdown": MARKDOWN, "png, svg, pdf": picture.ARGUMENTS},
     examples=(
         "gpumem report report.json                                   writes report.html",
         "gpumem report report.json --history reports/ -o memory.html",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -11,25 +10,28 @@ from importlib.util import find_spec
 from typing import Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
-from pytest_gpumem.cli.command import UNLIMITED, Answer, Command, argument, table, terminal_width
+from pytest_gpumem.cli.command import (
+    UNLIMITED,
+    Answer,
+    Command,
+    above_zero,
+    argument,
+    table,
+    terminal_width,
+)
 from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument
 from pytest_gpumem.cli.fit import CONTEXT, fit_table
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.report.rows import parents_first
-from pytest_gpumem.script import request as endings
-from pytest_gpumem.script.entry import Script
-from pytest_gpumem.script.kept import kept_test
-from pytest_gpumem.script.process import Result, Settings, run_on
-from pytest_gpumem.script.request import iteration_of
+from pytest_gpumem.script import process as endings
+from pytest_gpumem.script.entry import Script, kept_test
+from pytest_gpumem.script.process import Result, iteration_of, run_on
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import counted, wrap
 from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.prediction import Prediction
-
-FAILED = 1
-"""Exit code if it does not fit one of the GPUs, or has raised."""
 
 _NO_RESULT = (endings.RAISED, endings.EXITED)
 
@@ -47,14 +49,20 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     script.check()
     if find_spec("torch") is None:  # reported before another process is started in vain
         raise ModuleNotFoundError("torch is not installed", name="torch")
-    settings = Settings(arguments.steps, arguments.seconds, quiet=arguments.json)
+    limits = {"steps": arguments.steps, "seconds": arguments.seconds}
     results: list[Result] = []
     for name in dict.fromkeys(names):
-        result = run_on(script, name, settings)
+        result = run_on(script, name, **limits, quiet=arguments.json)
         if result.reported_answer.ending in _NO_RESULT:
             return _failed(script, result)
         results.append(result)
-    test = _test(script, results, settings)
+    # A test that keeps the number; none where no number is the script's alone.
+    whole = (endings.STOPPED, endings.ENDED)
+    answers = (one.answer for one in results if one.fits and one.answer.ending in whole)
+    answer = next(answers, None)
+    test = None
+    if answer is not None:
+        test = kept_test(script, answer.gpu, answer.measurements[0], arguments.steps)
     return Answer(
         lines(script, results, test, terminal_width()),
         lambda: {
@@ -63,31 +71,22 @@ def run(arguments: argparse.Namespace) -> Answer | int:
             "gpus": [_to_dict(result) for result in results],
             "test": test,
         },
-        0 if all(result.fits for result in results) else FAILED,
+        failed=not all(result.fits for result in results),
     )
 
 
 def _failed(script: Script, result: Result) -> int:
-    """Report how the script failed, below its own output."""
+    """Report how the script failed, below its own output; return the exit code."""
     answer = result.reported_answer
     ended = f"ended with exit code {answer.sentence}"
     how = ended if answer.ending == endings.EXITED else f"raised {answer.sentence}"
     made_up = "; it had read a value that is not computed" if answer.made_up else ""
     print(f"gpumem: {script.name} {printable(how)} {_when(answer)}{made_up}", file=sys.stderr)
-    return FAILED
+    return 1
 
 
 def _when(answer: endings.Answer) -> str:
     return f"after {counted(answer.steps, 'step')}" if answer.steps else "before its first step"
-
-
-def _test(script: Script, results: Sequence[Result], settings: Settings) -> str | None:
-    """Return a test that keeps the number, ``None`` where no number is the script's alone."""
-    whole = (endings.STOPPED, endings.ENDED)
-    answers = (one.answer for one in results if one.fits and one.answer.ending in whole)
-    if (answer := next(answers, None)) is None:
-        return None
-    return kept_test(script, answer.gpu, answer.measurements[0], settings.steps)
 
 
 def _prediction(result: Result) -> Prediction:
@@ -152,7 +151,13 @@ def lines(
 def _phase_lines(measured: Measurement, width: int) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [("phase", "peak", "after", "reserved", "cuBLAS")]
     depths: dict[str | None, int] = {}
-    shown = _shown(measured)
+    highest: dict[int, int] = defaultdict(int)
+    for name, phase in measured.phases.items():
+        if (number := iteration_of(name)) is not None:
+            highest[number] = max(highest[number], phase.peak_allocated)
+    # Of the iterations the first two, the one with the highest peak and the last.
+    shown = {None, 1, 2, max(highest, key=highest.__getitem__, default=None)}
+    shown.add(max(highest, default=None))
     left_out = 0
     for phase in parents_first(measured.phases):
         if iteration_of(phase.name) not in shown:
@@ -167,16 +172,6 @@ def _phase_lines(measured: Measurement, width: int) -> Iterator[str]:
     yield from table(rows, left=(0,), given_up=(4, 3), width=width)
     if left_out:
         yield f"{left_out} iterations between are left out: --json has them"
-
-
-def _shown(measured: Measurement) -> set[int | None]:
-    """Return the numbers of the iterations to show: the first two, the highest and the last."""
-    peaks: dict[int, int] = defaultdict(int)
-    for name, phase in measured.phases.items():
-        if (number := iteration_of(name)) is not None:
-            peaks[number] = max(peaks[number], phase.peak_allocated)
-    highest = max(peaks, key=peaks.__getitem__, default=None)
-    return {None, 1, 2, highest, max(peaks, default=None)}
 
 
 def _peak_lines(measured: Measurement, width: int) -> Iterator[str]:
@@ -198,16 +193,6 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < 1e7:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is no number of seconds; write 60")
-    return seconds
-
-
 COMMAND = Command(
     description="Run a script as it is, with its own arguments, on a simulated GPU, for some steps "
     "of its optimizer; then print its peak memory by phase and who holds it, whether it fits, "
@@ -216,10 +201,9 @@ COMMAND = Command(
     run=run,
     arguments=(
         argument(
-            "--gpu MODEL",
+            "--gpu MODEL...",
             f"model of the catalogue, like T4 or A100-80GB*2, or cuda for a device of this "
             f"machine; may be given several times (default: {DEFAULT_GPU})",
-            action="append",
         ),
         device_argument(),
         argument(
@@ -231,10 +215,10 @@ COMMAND = Command(
         argument(
             "--seconds S",
             "stop after so many seconds at the latest (default: 60)",
-            type=_seconds,
+            type=above_zero("seconds"),
             default=60.0,
         ),
-        argument("-m", "SCRIPT is a module, as for python -m", dest="module", action="store_true"),
+        argument("-m", "SCRIPT is a module, as for python -m", dest="module"),
         argument("script SCRIPT", "what stands behind python; our options go first"),
         argument(
             "arguments ARGS",

@@ -51,8 +51,17 @@ def find_target(text: str, *, takes_arguments: bool = False) -> Function | str:
     if not separator or not place or not name:
         raise TargetError(f"{quoted(text)} is no target; {FORMS}")
     function = _function(text, _module(text, place), name)
-    if not takes_arguments:
-        _check_callable_alone(text, name, function)
+    if takes_arguments:
+        return function
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise TargetError(
+            f"{text}: {name}() cannot be called without arguments ({error}); name a function that "
+            "makes what it needs itself"
+        ) from error
+    except ValueError:  # a builtin without a signature
+        pass
     return function
 
 
@@ -107,15 +116,3 @@ def _function(text: str, module: ModuleType, name: str) -> Callable[[], Any]:
         raise TargetError(f"{text}: {name} is {type(found).__name__}, not a function")
     function: Callable[[], Any] = found
     return function
-
-
-def _check_callable_alone(text: str, name: str, function: Callable[..., Any]) -> None:
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise TargetError(
-            f"{text}: {name}() cannot be called without arguments ({error}); name a function that "
-            "makes what it needs itself"
-        ) from error
-    except ValueError:  # a builtin without a signature
-        return

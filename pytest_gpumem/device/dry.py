@@ -67,7 +67,7 @@ class DryDevice(CudaDevice, ComputingDevice):
         self._follower = Follower(
             follows=computed > Computed.AT_FIRST, everything=computed is Computed.ALL
         )
-        self._fixtures = Fixtures(self._blocks, self._leftover, self._follower.moving)
+        self._fixtures = Fixtures(self._blocks, self._leftover, self._follower.values.moving)
         self._requested = requested
         self._membership: Membership | None = None
         if requested is not None:
@@ -182,7 +182,7 @@ class DryDevice(CudaDevice, ComputingDevice):
             completed,
             dry=True,
             stray=max(completed.stray - self._leftover.filled, 0),
-            notes=(*completed.notes, *workspaces.notes(self.index), *self._follower.notes),
+            notes=(*completed.notes, *workspaces.notes(self.index), *self._follower.notes.notes),
         )
 
     @property
@@ -192,7 +192,7 @@ class DryDevice(CudaDevice, ComputingDevice):
     @property
     def decided(self) -> str | None:
         """The unknown value that the current test's control flow used; ``None`` for none."""
-        return self._follower.decided
+        return self._follower.reads.decided
 
     @property
     def made_up(self) -> bool:
@@ -200,10 +200,10 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     @property
     def work(self) -> Work:
-        return self._follower.work
+        return self._follower.values.work
 
     def note(self, sentence: str) -> None:
-        self._follower.note(sentence)
+        self._follower.notes.note(sentence)
 
 
 def _in_bytes(amounts: Mapping[int, Amount]) -> Mapping[int, Bytes]:

@@ -116,7 +116,7 @@ class SimulatedDevice(ComputingDevice):
             try:
                 yield
             finally:
-                self._simulation.streams.abandon_captures()
+                self._simulation.abandon_captures()
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
         """Begin with an empty device on which only ``fixtures`` are set up, in this order.
@@ -245,7 +245,7 @@ class SimulatedDevice(ComputingDevice):
         self._present.add(fixture)
         if fixture in self._expected:
             self._expected.remove(fixture)
-        if not self._own.is_logging:
+        if not self._own.open_logs:
             self._repeat()
 
     def forget(self, fixture: object) -> None:

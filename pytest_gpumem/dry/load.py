@@ -125,6 +125,17 @@ def environment(names: str, memory: int | None = None) -> Mapping[str, str]:
     }
 
 
+def environment_of_option(names: str, memory: int | None = None) -> Mapping[str, str]:
+    """Return :func:`environment` for ``--device dry``.
+
+    Raises ``ValueError`` with a sentence where there is no such device.
+    """
+    try:
+        return environment(names, memory)
+    except DryError as error:
+        raise ValueError(f"--device dry: {error}") from None
+
+
 def _searched(folder: Path) -> dict[str, str]:
     """Return the variables by which the loader finds the libraries in ``folder`` first."""
     return {

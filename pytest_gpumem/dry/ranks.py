@@ -133,14 +133,10 @@ class Membership(process_groups.Membership):
 
     def close(self) -> None:
         """Leave all groups: a watchdog of NCCL's that still runs would end the process."""
-        outer = Groups.of_process()
-        self._groups.take_over(outer)
-        try:
+        with self._groups.entered():
             if dist.is_initialized():
                 dist.destroy_process_group()
-        finally:
-            self._groups = Groups.of_new_process()
-            outer.take_over(self._groups)
+        self._groups = Groups()
 
 
 def _collectives(group: Any) -> int:

@@ -74,7 +74,7 @@ class Carried:
         self._held = held
         self._made_since = made_since
         self._first: set[int] | None = None
-        self._end: Positions = ()
+        self.end: Positions = ()
         """The position of the allocators at the end of the last forward."""
         self._forwards = 0
         self._bytes: list[int] = []
@@ -104,7 +104,7 @@ class Carried:
             if origin is None or not origin.has_node:
                 unrecorded.add(address)
         # Those of this step's batch are no remains of an earlier one.
-        batch = set(self._made_since(self._end)) & (brought | unrecorded) | brought & arguments
+        batch = set(self._made_since(self.end)) & (brought | unrecorded) | brought & arguments
         kept = {*self._first, *owned(), *batch}
         left = {
             address: nbytes
@@ -114,10 +114,6 @@ class Carried:
         }
         self._bytes.append(sum(left.values()))
         self._seen.append(_kept_by_variables(left, brought | arguments) if left else {})
-
-    def forward_ended(self, positions: Positions) -> None:
-        """Record the end of a forward."""
-        self._end = positions
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form: the left bytes at each inspection, and their largest holders."""

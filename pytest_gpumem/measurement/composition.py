@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,22 +16,15 @@ from pytest_gpumem.attribution.composition import (
     settled,
     shown_path,
 )
-from pytest_gpumem.attribution.history import (
-    FOREVER,
-    WORKSPACE,
-    History,
-    Origin,
-    Sighting,
-    Span,
-)
+from pytest_gpumem.attribution.history import FOREVER, WORKSPACE, History, Origin, Sighting, Span
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory, post_mortem
-from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.contents import CONTAINERS, attributes_of, is_a, items_of
 from pytest_gpumem.measurement.facts import releases_of
-from pytest_gpumem.measurement.holders import holder_names
+from pytest_gpumem.measurement.leaks import holder_names
 from pytest_gpumem.measurement.phases import PhaseTracker, Positions, position_on
 from pytest_gpumem.measurement.statistics import Block, Recorder, Segments
 from pytest_gpumem.measurement.witness import Witness
+from pytest_gpumem.simulated.gpu.device import parse_version
 from pytest_gpumem.values.measurement import CALL, Measurement, PhaseRecord
 
 HOLDERS = (torch.nn.Module, torch.optim.Optimizer)
@@ -68,11 +60,10 @@ class Account:
         self._root = root
         self._set_up = self._beginning = Beginning((), {}, {})
         self._end: Positions = ()
-        self.witness = Witness(recorder.positions, self._held, self._made_since)
+        self.witness = Witness(
+            recorder.positions, lambda: recorder.held(torch.cuda.current_device()), self._made_since
+        )
         self.positions = recorder.positions
-
-    def _held(self) -> Iterable[tuple[int, int, Origin | None]]:
-        return self._recorder.held(torch.cuda.current_device())
 
     def _made_since(self, positions: Positions) -> Iterable[int]:
         device = torch.cuda.current_device()
@@ -118,10 +109,6 @@ class Account:
                 if is_a(part, *HOLDERS):
                     self.witness.watch(part)
 
-    def watching(self, tracker: PhaseTracker) -> AbstractContextManager[None]:
-        """Observe what memory is used for inside, and find the phases of ``tracker``."""
-        return AutomaticPhases(tracker, self.witness).watching()
-
     def end(self) -> None:
         """End the run with a last inspection of live state."""
         self.witness.look()
@@ -133,18 +120,13 @@ class Account:
         found = self.witness.facts.to_dict()
         return {**found, "libraries": libraries} if libraries else found
 
-    def out_of_memory(
-        self, device: int, tracker: PhaseTracker, *, total: int, version: tuple[int, int]
-    ) -> OutOfMemory | None:
-        """Return the analysis of the last allocation that failed, ``None`` without one.
-
-        ``total`` are the bytes of the device, ``version`` is the torch release.
-        """
+    def out_of_memory(self, device: int, tracker: PhaseTracker, total: int) -> OutOfMemory | None:
+        """Return the analysis of the last allocation that failed on a device of ``total`` bytes."""
         failure = self._recorder.last_failure(device)
         if failure is None:
             return None
         position, origin = failure
-        history = self.history(device, tracker, ())
+        history = self.history(device, tracker)
         live = history.live_at(position - position_on(device, self._beginning.positions) - 1)
         place = history.place_of(origin) if origin else None
         shown = f"{shown_path(place[0], self._root)}:{place[1]}" if place else None
@@ -153,7 +135,7 @@ class Account:
             device,
             total=total,
             limit=int(total * torch.cuda.get_per_process_memory_fraction(device)),
-            version=version,
+            version=parse_version(None),
             holders=composition_of(history, live, {}).sites,
             place=(shown, origin.operator_name if origin else None),
             unfused=self.witness.facts.failed_unfused,
@@ -165,22 +147,23 @@ class Account:
         windows = [window for phase in tracker.phases.values() for window in phase.windows]
         if all(position_on(device, opened) >= begin for opened, _ in windows):
             return {}
-        history = self._history(device, tracker, (), self._set_up)
+        history = self.history(device, tracker, beginning=self._set_up)
         until = begin - position_on(device, self._set_up.positions)
         history.phases = [span for span in history.phases if span.begin < until]
         return compositions(history)
 
-    def history(self, device: int, tracker: PhaseTracker, workspaces: Iterable[Block]) -> History:
-        """Return the last run's history on ``device``; ``workspaces`` are its blocks of cuBLAS."""
-        return self._history(device, tracker, workspaces, self._beginning)
-
-    def _history(
+    def history(
         self,
         device: int,
         tracker: PhaseTracker,
-        workspaces: Iterable[Block],
-        beginning: Beginning,
+        workspaces: Iterable[Block] = (),
+        beginning: Beginning | None = None,
     ) -> History:
+        """Return the history on ``device`` since ``beginning``, by default of the last run.
+
+        ``workspaces`` are its blocks of cuBLAS.
+        """
+        beginning = beginning or self._beginning
         begin = position_on(device, beginning.positions)
         witness = self.witness
 
@@ -240,15 +223,8 @@ def explained_by(first: Measurement, again: Measurement) -> Measurement:
     }
     phases = composed(first.phases, found)
     call = phases[CALL]
-    return replace(
-        first,
-        phases=phases,
-        composition=call.composition,
-        sites=call.sites,
-        leaks=again.leaks,
-        facts=again.facts,
-        timeline=again.timeline,
-    )
+    taken = {name: getattr(again, name) for name in ("leaks", "facts", "timeline")}
+    return replace(first, phases=phases, composition=call.composition, sites=call.sites, **taken)
 
 
 def leaks(

@@ -8,7 +8,6 @@ softmax.py.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.attribution.composition import general_path
 from pytest_gpumem.measurement.carried import Carried, Held, MadeSince
 from pytest_gpumem.values.errors import SimulationError
 
@@ -80,7 +80,7 @@ class Facts:
         for _, one in named:
             elements[one.dtype] += one.numel()
         units = {
-            _general(path) or "the root"
+            general_path(path) or "the root"
             for path, part in module.named_modules()
             if any(base.__name__ in _SHARDING for base in type(part).__mro__)
         }
@@ -88,7 +88,7 @@ class Facts:
             "parameters": elements.total(),
             "trained": sum(one.numel() for _, one in named if one.requires_grad),
             "dtype": _name_of(elements.most_common(1)[0][0]) if elements else "",
-            "largest": {_general(name): list(one.shape) for name, one in named[:MOST_LARGEST]},
+            "largest": {general_path(name): list(one.shape) for name, one in named[:MOST_LARGEST]},
             **({"sharded": sorted(units)} if units else {}),
         }
 
@@ -101,7 +101,7 @@ class Facts:
     def recomputed(self, path: str) -> None:
         """Record that the module ``path`` runs within backward."""
         if len(self._recomputed) < MOST_NAMES:
-            self._recomputed[_general(path)] = None
+            self._recomputed[general_path(path)] = None
 
     def backward(self, retained: bool) -> None:
         """Record a backward, and whether it keeps its graph."""
@@ -130,7 +130,7 @@ class Facts:
         if isinstance(image, torch.Tensor) and image.dim() == 4 and image.is_cuda:
             last = image.is_contiguous(memory_format=torch.channels_last)
             if len(self._layouts) < MOST_NAMES or path in self._layouts:
-                self._layouts[_general(path)] = "channels_last" if last else "contiguous"
+                self._layouts[general_path(path)] = "channels_last" if last else "contiguous"
 
     def attends(self, *params: Any) -> str:
         """Record a call of attention on query, key, value, mask, dropout, causality and grouping.
@@ -213,10 +213,6 @@ def _why_unfused(query: torch.Tensor) -> str:
     return "no fused kernel takes such a call"
 
 
-def _general(path: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
-
-
 _ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
 _KEPT = (
     ("transformer_engine.pytorch.module.base", ("_cublas_workspace",)),
@@ -248,14 +244,9 @@ def releases_of(sites: Iterable[str], root: str) -> dict[str, str]:
     Files under ``root`` are the project's own.
     """
     paths = {site.rpartition(":")[0] for site in sites}
-    foreign = {path for path in paths if not _is_own(path, root)}
+    foreign = {path for path in paths if path and not Path(root, path).exists()}
     packages = {path.partition("/")[0].removesuffix(".py") for path in foreign}
     return {package: found for package in sorted(packages) if (found := _release(package))}
-
-
-@cache
-def _is_own(path: str, root: str) -> bool:
-    return not path or Path(root, path).exists()
 
 
 @cache

@@ -79,11 +79,13 @@ class FixtureLedger:
 
     def explains(self, readings: Readings) -> bool:
         """Return whether all allocated bytes are known to be no garbage."""
-        return all(now.allocated <= self._known.get(device, 0) for device, now in readings.items())
+        return all(
+            now.held.allocated <= self._known.get(device, 0) for device, now in readings.items()
+        )
 
     def garbage_collected(self, readings: Readings) -> None:
         """Count the bytes allocated right after a collection as no garbage."""
-        self._known = {device: now.allocated for device, now in readings.items()}
+        self._known = {device: now.held.allocated for device, now in readings.items()}
 
     def record(self, fixture: FixtureKey) -> FixtureRecord:
         """Return the record of a fixture, an empty one where its set-up was not metered."""

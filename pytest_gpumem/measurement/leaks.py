@@ -1,17 +1,19 @@
-"""Leaks of a test: blocks that stay alive and are not held by the test's own set-up."""
+"""Leaks of a test: blocks that its set-up does not hold, and the variable that leads to each."""
 
 from __future__ import annotations
 
 import gc
+import sys
 import types
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
-from pytest_gpumem.measurement.contents import is_a, items_of
+from pytest_gpumem.measurement.contents import attributes_of, is_a, items_of
 from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.values.errors import UnknownValueError
 
@@ -21,7 +23,7 @@ MOST_OBJECTS = 1_000_000
 _NOT_ENTERED = (type, types.ModuleType, types.FrameType, types.CodeType, str, bytes, int, float)
 """Types whose references are not followed, because they lead to everything or to nothing."""
 
-_FOREIGN = ("_pytest", "pytest", "pluggy", "pytest_gpumem", "xdist")
+_FOREIGN = ("_pytest", "pytest", "pluggy", "pytest_gpumem", "xdist", "gc")
 """Packages whose objects lead to the whole session, and so to values of other tests."""
 
 
@@ -54,12 +56,9 @@ class BlockLookup:
         """Return the block of ``tensor``, ``None`` where it is in none of them."""
         try:
             pointer = tensor.data_ptr()
-        except (
-            RuntimeError,
-            UnknownValueError,
-        ):  # sparse, without a storage, or a copy on the host
-            return None
-        except ValueError:  # a lazy module's parameter, which has no shape yet and no memory
+        except (RuntimeError, UnknownValueError, ValueError):
+            # Sparse, without a storage, a copy on the host, or a lazy module's parameter, which has
+            # no shape yet and no memory.
             return None
         index = bisect_right(self._addresses, pointer) - 1
         if index < 0:
@@ -163,7 +162,8 @@ class Referrers:
         starts = range(0, len(objects), CHUNK)
         self._chunks = [objects[start : start + CHUNK] for start in starts]
         self._referents = [gc.get_referents(*chunk) for chunk in self._chunks]
-        self._found: dict[int, list[Any]] = {}
+        self.found: dict[int, list[Any]] = {}
+        """The objects that refer to each that :meth:`find` was given, by its id."""
         self._keys: dict[int, dict[int, Any]] = {}
 
     @classmethod
@@ -178,19 +178,15 @@ class Referrers:
 
     def find(self, values: Iterable[Any]) -> None:
         """Find the objects that refer to any of ``values``."""
-        wanted = {id(value) for value in values} - self._found.keys()
+        wanted = {id(value) for value in values} - self.found.keys()
         if not wanted:
             return
-        self._found.update((key, []) for key in wanted)
+        self.found.update((key, []) for key in wanted)
         for chunk, referents in zip(self._chunks, self._referents, strict=True):
             if not wanted.isdisjoint(map(id, referents)):
                 for referrer in chunk:
                     for key in wanted.intersection(map(id, gc.get_referents(referrer))):
-                        self._found[key].append(referrer)
-
-    def referring_to(self, value: Any) -> list[Any]:
-        """Return the objects that refer to ``value``, which :meth:`find` was given."""
-        return self._found[id(value)]
+                        self.found[key].append(referrer)
 
     def key(self, container: Any, value: Any) -> Any:
         """Return the first key or index under which ``container`` has ``value``, or ``None``."""
@@ -206,3 +202,144 @@ def holds_memory(value: Any) -> bool:
     """Return whether ``value`` is a tensor, but none that torch's compilers keep for its shape."""
     kind = type(value)
     return issubclass(kind, torch.Tensor) and kind.__module__ != "torch._subclasses.fake_tensor"
+
+
+LONGEST_CHAIN = 8
+"""The most references between a tensor and the variable that is named."""
+MOST_SEARCHES = 60
+"""The most objects whose referrers are followed, from one tensor."""
+MOST_GRAPHS = 200
+"""The most tensors whose graphs are searched for saved tensors."""
+
+
+def holder_names(blocks: frozenset[Block]) -> dict[int, str]:
+    """Return the expressions that refer to ``blocks``, by address, as far as they can be found.
+
+    ``cache.KEPT[2]`` for a tensor that a global keeps, ``the graph of train.losses[0]`` for one
+    that autograd saved.
+    """
+    heap = Referrers.now()
+    tensors = heap.tensors()
+    blocks_of = BlockLookup(blocks)
+    at: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if block := blocks_of.block_of(tensor):
+            at[block.address].append(tensor)
+    found = _holder_names(heap, at)
+    missing = frozenset(block for block in blocks if block.address not in found)
+    graphs = [tensor for tensor in tensors if graph_of(tensor)] if missing else []
+    in_graphs: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+    for tensor in graphs[:MOST_GRAPHS]:
+        for block in blocks_reachable([tensor], missing):
+            in_graphs[block.address].append(tensor)
+    names = _holder_names(heap, in_graphs)
+    return {**found, **{address: f"the graph of {name}" for address, name in names.items()}}
+
+
+def _holder_names(heap: Referrers, groups: Mapping[int, list[torch.Tensor]]) -> dict[int, str]:
+    """Return for each group the name of its first tensor that has one."""
+    tensors = {id(tensor): tensor for group in groups.values() for tensor in group}
+    searches = {key: _Search(tensor) for key, tensor in tensors.items()}
+    for _ in range(LONGEST_CHAIN):
+        under_way = [search for search in searches.values() if search.frontier]
+        if not under_way:
+            break
+        heap.find(link.value for search in under_way for link in search.frontier)
+        for search in under_way:
+            search.advance(heap)
+    names: dict[int, str] = {}
+    for address, group in groups.items():
+        found = [name for tensor in group if (name := searches[id(tensor)].name)]
+        names.update((address, name) for name in found[:1])
+    return names
+
+
+class _Link(NamedTuple):
+    """An object on the way from a tensor to a variable, and its path to the tensor."""
+
+    value: Any
+    path: tuple[str, ...] = ()
+    key: object = None
+    """The key of the path's first step, where ``value`` is a dictionary, perhaps of attributes."""
+
+    @property
+    def as_attribute(self) -> str:
+        """The path from the object whose attributes ``value`` is."""
+        return "".join((f".{self.key}", *self.path[1:]))
+
+
+class _Search:
+    """The search for a variable that leads to one tensor, level by level."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.name: str | None = None
+        self.frontier = [_Link(tensor)]
+        self._seen = {id(tensor)}
+        self._left = MOST_SEARCHES
+
+    def advance(self, heap: Referrers) -> None:
+        """Replace the frontier by the objects that refer to it, or find the name."""
+        links, self.frontier = self.frontier[: self._left], []
+        self._left -= len(links)
+        for link in links:
+            for referrer in heap.found[id(link.value)]:
+                if id(referrer) in self._seen or _is_ours(referrer):
+                    continue
+                self._seen.add(id(referrer))
+                self.name = _holder_expression(heap, referrer, link)
+                if self.name is not None:
+                    self.frontier = []
+                    return
+                if following := _followed(heap, referrer, link):
+                    self.frontier.append(following)
+
+
+def _followed(heap: Referrers, referrer: Any, link: _Link) -> _Link | None:
+    """Return the link of ``referrer``, ``None`` where its path cannot be named."""
+    value, path, _ = link
+    if is_a(referrer, dict):
+        key = heap.key(referrer, value)
+        return None if key is None else _Link(referrer, (f"[{key!r}]", *path), key)
+    if is_a(referrer, list, tuple):
+        index = heap.key(referrer, value)
+        return None if index is None else _Link(referrer, (f"[{index}]", *path))
+    if is_a(referrer, types.CellType):
+        return _Link(referrer, path)
+    if attributes := attributes_of(referrer):
+        if attributes is value:
+            return _Link(referrer, (link.as_attribute,))
+        name = next((name for name, held in attributes.items() if held is value), None)
+        return None if name is None else _Link(referrer, (f".{name}", *path))
+    followed = is_a(referrer, types.FrameType, set, frozenset, deque)
+    return _Link(referrer, path) if followed else None
+
+
+def _holder_expression(heap: Referrers, referrer: Any, link: _Link) -> str | None:
+    """Return the expression that begins with a module, class or frame, if ``referrer`` is one."""
+    value, path, key = link
+    if is_a(referrer, types.FrameType):
+        names = [name for name, held in referrer.f_locals.items() if held is value]
+        return f"{names[0]} in {referrer.f_code.co_name}(){''.join(path)}" if names else None
+    if is_a(referrer, type) and is_a(value, dict) and isinstance(key, str):
+        return f"{referrer.__module__}.{referrer.__qualname__}{link.as_attribute}"
+    if is_a(referrer, dict) and (owner := _module(referrer)):
+        name = heap.key(referrer, value)
+        return None if name is None else f"{owner}.{name}{''.join(path)}"
+    return None
+
+
+def _module(namespace: dict[Any, Any]) -> str | None:
+    """Return the module whose variables ``namespace`` holds, ``None`` if it is no module's."""
+    module = namespace.get("__name__")
+    if not isinstance(module, str):
+        return None
+    if getattr(sys.modules.get(module), "__dict__", None) is namespace:
+        return module
+    # A module that is no longer imported, as pytest's rewriting leaves them.
+    return module if "__builtins__" in namespace else None
+
+
+def _is_ours(value: Any) -> bool:
+    if is_a(value, types.FrameType):
+        return str(value.f_globals.get("__name__", "")).startswith(_FOREIGN)
+    return type(value).__module__.partition(".")[0] in _FOREIGN

@@ -7,10 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-
 from pytest_gpumem.attribution.composition import compositions
-from pytest_gpumem.attribution.out_of_memory import OutOfMemory
 from pytest_gpumem.attribution.timeline import timeline_of
 from pytest_gpumem.collector import collect_garbage, garbage_kept
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
@@ -55,7 +52,8 @@ class Meter:
         self._numbered = numbered
         """Whether each window of a phase is a phase of its own."""
         self._statistics = statistics
-        self._account = account
+        self.account = account
+        """Attributes the memory, where that is recorded."""
         self._ledger = ledger
         self._charged: list[FixtureKey] = []
         """The fixtures whose bytes have been separated from stray ones so far."""
@@ -96,11 +94,11 @@ class Meter:
         self._charge(fixtures)
         self._before = self._statistics.live_blocks()
         self.tracker.restart()
-        if self._account is not None:
+        if self.account is not None:
             values = values_of(self._ledger.with_nested(fixtures))
             has_stray = any(stray.allocated for stray in self._stray.values())
             own = blocks_reachable(values, self._before) if has_stray else None
-            self._account.begin(values, own)
+            self.account.begin(values, own)
         self._running = True
         try:
             compiling = Compiling(self.tracker, self._compile_context)
@@ -108,40 +106,22 @@ class Meter:
                 yield
         finally:
             self._running = False
-            if self._account is not None:
-                self._account.end()
-
-    def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
-        """Watch the memory of ``holder``, where memory is attributed."""
-        if self._account is not None:
-            self._account.witness.watch(holder)
-
-    def begin_set_up(self) -> None:
-        """Record the start of the test's set-up."""
-        if self._account is not None:
-            self._account.set_up()
+            if self.account is not None:
+                self.account.end()
 
     def account_by(self, account: Account) -> None:
         """Attribute the memory of a further run by ``account``.
 
         Memory that the earlier runs have left is stray in it.
         """
-        self._account = account
+        self.account = account
         self._stray = None
         self._charged.clear()
         self.tracker = self._tracker()
 
     def _tracker(self) -> PhaseTracker:
-        positions = self._account.positions if self._account else tuple
+        positions = self.account.positions if self.account else tuple
         return PhaseTracker(self._statistics, positions, numbered=self._numbered)
-
-    def out_of_memory(
-        self, device: int, *, total: int, version: tuple[int, int]
-    ) -> OutOfMemory | None:
-        """Return why the run ended out of memory; ``None`` where nothing was recorded."""
-        if self._account is None:
-            return None
-        return self._account.out_of_memory(device, self.tracker, total=total, version=version)
 
     def reused(self, fixture: FixtureKey, repeat_set_up: Callable[[], None]) -> None:
         """Meter a fixture that the body requests and that an earlier test has set up.
@@ -155,22 +135,21 @@ class Meter:
     def _charge_requested(self, fixture: FixtureKey) -> None:
         """Charge a fixture that the body has requested, and watch its values."""
         self._charged.append(fixture)
-        if self._account is not None:
-            self._account.watch(values_of([fixture]))
+        if self.account is not None:
+            self.account.watch(values_of([fixture]))
 
     def watching(self) -> AbstractContextManager[None]:
         """Find automatic phases inside, and observe what memory is used for."""
-        if self._account is not None:
-            return self._account.watching(self.tracker)
-        return AutomaticPhases(self.tracker).watching()
+        witness = self.account.witness if self.account else None
+        return AutomaticPhases(self.tracker, witness).watching()
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
         """Exclude allocations inside, except that memory kept counts from the end on."""
         with ExitStack() as paused:
             paused.enter_context(self.tracker.unmeasured())
-            if self._account is not None:
-                paused.enter_context(self._account.witness.unmeasured())
+            if self.account is not None:
+                paused.enter_context(self.account.witness.unmeasured())
             paused.enter_context(self._statistics.unmeasured())
             yield
 
@@ -214,18 +193,19 @@ class Meter:
         workspaces: frozenset[Block],
         leaked: frozenset[Block] | None,
     ) -> Measurement:
+        compiled = 0 if self._compile_context else self.tracker.compiled.get(device, 0)
         stray = self._stray_on(device)
         phases = self.tracker.records(device, stray, workspaces)
         left: tuple[Mapping[str, Any], ...] = ()
         timeline = None
-        if self._account is not None:
-            history = self._account.history(device, self.tracker, workspaces)
-            of_fixtures = self._account.compositions(device, self.tracker)
+        if self.account is not None:
+            history = self.account.history(device, self.tracker, workspaces)
+            of_fixtures = self.account.compositions(device, self.tracker)
             phases = composed(phases, {**of_fixtures, **compositions(history)})
             most = self._max_leak
             named = most is not None and bytes_on(device, leaked or frozenset()) > most
             left = leaks(history, device, leaked or (), named=named)
-            timeline = timeline_of(history, stray.reserved) if self._account.timelines else None
+            timeline = timeline_of(history, stray.reserved) if self.account.timelines else None
         call = phases[CALL]
         return Measurement(
             device=f"cuda:{device}",
@@ -233,7 +213,7 @@ class Meter:
             peak_allocated=call.peak_allocated,
             peak_reserved=call.peak_reserved,
             allocated_before=call.allocated_before,
-            allocated_after=now.allocated - stray.allocated,
+            allocated_after=now.held.allocated - stray.allocated,
             leaked=None if leaked is None else bytes_on(device, leaked),
             cublas_workspace=call.cublas_workspace,
             stray=max(stray.allocated, 0),
@@ -242,10 +222,8 @@ class Meter:
             sites=call.sites,
             leaks=left,
             timeline=timeline,
-            facts=self._account.facts(call.sites) if self._account else {},
-            notes=()
-            if self._compile_context
-            else compiled_beside(self.tracker.compiled.get(device, 0)),
+            facts=self.account.facts(call.sites) if self.account else {},
+            notes=compiled_beside(compiled),
         )
 
     def _clean_start(self) -> None:

@@ -111,18 +111,16 @@ def _reading(
     library = nvml if nvml is not None else load_nvml()
     if library is None:
         return NvmlAbsent(NOT_INSTALLED)
-    try:
-        library.nvmlInit()
-    except library.NVMLError as error:
-        return NvmlAbsent(reason_of(error))
     known = os.environ if environ is None else environ
     session = _Reader(library, known, os.getpid() if pid is None else pid)
     try:
-        return read(session)
+        library.nvmlInit()
+        try:
+            return read(session)
+        finally:
+            session.query(library.nvmlShutdown)
     except (NoDeviceError, library.NVMLError) as error:
         return NvmlAbsent(reason_of(error))
-    finally:
-        session.query(library.nvmlShutdown)
 
 
 def read_all(nvml: Nvml | None = None) -> list[NvmlReading] | NvmlAbsent:
@@ -265,22 +263,18 @@ class _Reader(NvmlSession):
         """Return the software that limits this container's part of a device, and its bytes."""
         uuids = [self.query(self.nvml.nvmlDeviceGetUUID, one) for one in self.handles()]
         index = uuids.index(uuid) if uuid in uuids else 0
-        by_cgroup = self._cgroup_limit(handle)
+        by_cgroup = 0
+        # In newer drivers and in nvidia-ml-py since 13; for Linux, and not for MIG handles.
+        if question := getattr(self.nvml, "nvmlDeviceGetMemoryLimits_v1", None):
+            limits = self.nvml.c_nvmlGetMemoryLimits_v1_t()
+            limits.nameSpace = os.fsencode(own_cgroup())
+            self.query(question, handle, limits)
+            by_cgroup = int(limits.hardLimit)  # 0 without an answer
         found = container_limit(self.environ, index, total)
-        if by_cgroup is None or (found and (found[1] or total) <= by_cgroup):
+        known = 0 < by_cgroup < NO_MEMORY_LIMIT
+        if not known or (found and (found[1] or total) <= by_cgroup):
             return found
         return "cgroup", by_cgroup
-
-    def _cgroup_limit(self, handle: Any) -> int | None:
-        # In newer drivers and in nvidia-ml-py since 13; for Linux, and not for MIG handles.
-        question = getattr(self.nvml, "nvmlDeviceGetMemoryLimits_v1", None)
-        if question is None:
-            return None
-        limits = self.nvml.c_nvmlGetMemoryLimits_v1_t()
-        limits.nameSpace = os.fsencode(own_cgroup())
-        self.query(question, handle, limits)
-        hard = int(limits.hardLimit)  # 0 without an answer
-        return hard if 0 < hard < NO_MEMORY_LIMIT else None
 
     def _processes(self, handle: Any) -> dict[int, NvmlProcess] | None:
         used = self.used_by_process(handle)

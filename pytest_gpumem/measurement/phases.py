@@ -44,7 +44,7 @@ class Extent:
     def reach(self, reading: Reading) -> None:
         """Include a reading of the window that has just ended."""
         self.peak = self.peak.at_least(reading.peak)
-        self.allocated_after = reading.allocated
+        self.allocated_after = reading.held.allocated
 
 
 class NestingError(ValueError):
@@ -83,7 +83,7 @@ class Phase:
         """Begin, or resume, at the current values."""
         for device, now in readings.items():
             if device not in self.extents:
-                self.extents[device].allocated_before = now.allocated
+                self.extents[device].allocated_before = now.held.allocated
             self.extents[device].reach(now.at_rest)
 
     def inspect(self, readings: Readings, live: Callable[[], frozenset[Block]]) -> None:
@@ -169,7 +169,7 @@ class PhaseTracker:
     def enter(self, name: str) -> Phase | None:
         """Begin the phase ``name``; ``None`` where it is open already, or nothing is measured."""
         with self._lock:
-            if self._unmeasured or self.is_open(name):
+            if self._unmeasured or (name in self.phases and self.phases[name].open):
                 return None
             readings = self._statistics.harvest()
             phase = self._begin(name, readings)
@@ -230,22 +230,15 @@ class PhaseTracker:
             with self._lock:
                 readings = self._statistics.harvest()
                 for one in inner:
-                    self._go_on(one, readings)
+                    one.opened = self._positions()
+                    one.begin_at(readings)
+                    if one.entered == len(one.windows) == 1:
+                        # The events inside came before its own work: it is listed behind them, and
+                        # begins with the memory that they left.
+                        self.phases[one.name] = self.phases.pop(one.name)
+                        for device, now in readings.items():
+                            one.extents[device].allocated_before = now.held.allocated
                 self._open += inner
-
-    def _go_on(self, phase: Phase, readings: Readings) -> None:
-        phase.opened = self._positions()
-        phase.begin_at(readings)
-        if phase.entered == len(phase.windows) == 1:
-            # The events inside came before its own work: it is listed behind them, and begins
-            # with the memory that they left.
-            self.phases[phase.name] = self.phases.pop(phase.name)
-            for device, now in readings.items():
-                phase.extents[device].allocated_before = now.allocated
-
-    def is_open(self, name: str) -> bool:
-        """Return whether a window of this name is open."""
-        return name in self.phases and self.phases[name].open
 
     def aside(self, amounts: Callable[[], Mapping[int, Bytes]]) -> AbstractContextManager[None]:
         """Exclude events inside from every phase.
@@ -269,8 +262,8 @@ class PhaseTracker:
 
         def count(before: Readings, after: Readings) -> None:
             for device, now in after.items():
-                there = max(now.allocated, before.get(device, Reading()).allocated)
-                beyond = now.peak_allocated - there
+                there = max(now.held.allocated, before.get(device, Reading()).held.allocated)
+                beyond = now.peak.allocated - there
                 self.compiled[device] = max(self.compiled.get(device, 0), beyond)
 
         return self._paused_while(self.unmeasured_windows, count)

@@ -18,12 +18,13 @@ import torch
 
 from pytest_gpumem.allocator.blocks import round_size
 from pytest_gpumem.allocator.trace import FREE
-from pytest_gpumem.attribution.frames import ALLOCATES_WORKSPACE
-from pytest_gpumem.attribution.history import Event, Origin
+from pytest_gpumem.attribution.frames import ALLOCATES_WORKSPACE, NODE, OPERATOR
+from pytest_gpumem.attribution.history import SUPPLY, Event, Origin
 from pytest_gpumem.jsonfile import replace_file
 from pytest_gpumem.measurement.phases import position_on
-from pytest_gpumem.measurement.statistics import SUPPLY, Recorder, Segments
+from pytest_gpumem.measurement.statistics import Recorder, Segments
 from pytest_gpumem.simulated.common.callsite import shown_operator
+from pytest_gpumem.simulated.gpu.device import parse_version
 from pytest_gpumem.simulated.splits import Splits
 
 if TYPE_CHECKING:
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).resolve().parents[1])
-_OPERATOR = re.compile(r"\bat::_ops::(\w+?)::(?:call|redispatch)\b")
-_NODE = re.compile(r"\btorch::autograd::(?:generated::)?(\w+)::apply\b")
-_WORKSPACE = re.compile(r"\b(getCUDABlasLtWorkspace|getNewWorkspace|allocateCublasWorkspace)\b")
 _FACTORIES = (
     *("empty", "zeros", "ones", "full", "rand", "arange", "scalar_tensor", "eye", "linspace"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "resize"),
@@ -68,7 +66,7 @@ class RecordedOrigin:
     @cached_property
     def node(self) -> str | None:
         """The autograd node; needs C++ frames."""
-        return self._found(_NODE)
+        return self._found(NODE)
 
     @cached_property
     def operator_name(self) -> str | None:
@@ -101,7 +99,7 @@ class RecordedOrigin:
         """The functions of ``at::_ops`` below Python, innermost first; needs C++ frames."""
         cpp = takewhile(lambda frame: not frame["filename"].endswith(".py"), self.frames)
         names = (frame["name"] for frame in cpp)
-        return [match[1] for name in names if (match := _OPERATOR.search(name))]
+        return [match[1] for name in names if (match := OPERATOR.search(name))]
 
     def _called(self) -> str | None:
         """Return the outermost function of torch between the allocation and the user's code."""
@@ -156,11 +154,9 @@ class RecordedHistory(Recorder):
         """Return the number of allocations and frees, by device."""
         if not torch.cuda.is_initialized():
             return ()
-        return [
-            counts["allocated"] + counts["freed"]
-            for device in range(torch.cuda.device_count())
-            for counts in (torch._C._cuda_memoryStats(device)["allocation"]["all"],)
-        ]
+        stats = map(torch._C._cuda_memoryStats, range(torch.cuda.device_count()))
+        counts = (each["allocation"]["all"] for each in stats)
+        return [each["allocated"] + each["freed"] for each in counts]
 
     def held(self, device: int) -> list[tuple[int, int, Origin | None]]:
         """Return address, bytes and origin of every live block."""
@@ -316,8 +312,8 @@ def _unwinds_cpp() -> bool:
     """
     if platform.system() != "Linux":
         return False
-    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return platform.machine() in (("x86_64", "aarch64") if release >= (2, 13) else ("x86_64",))
+    arm = ("aarch64",) if parse_version(None) >= (2, 13) else ()
+    return platform.machine() in ("x86_64", *arm)
 
 
 def write_snapshot(folder: Path, nodeid: str) -> Path:
@@ -325,14 +321,10 @@ def write_snapshot(folder: Path, nodeid: str) -> Path:
 
     Raises ``OSError`` where the folder cannot be written.
     """
-    path = folder / f"{_file_name(nodeid)}.pickle"
+    name = re.sub(r"[^A-Za-z0-9._\[\]-]+", "-", nodeid)
+    if name != nodeid or len(name) > LONGEST_NAME:
+        # Two ids must not share a file because of the characters that were replaced.
+        name = f"{name[:LONGEST_NAME]}-{sha256(nodeid.encode()).hexdigest()[:8]}"
+    path = folder / f"{name}.pickle"
     replace_file(path, pickle.dumps(torch.cuda.memory._snapshot()))
     return path
-
-
-def _file_name(nodeid: str) -> str:
-    name = re.sub(r"[^A-Za-z0-9._\[\]-]+", "-", nodeid)
-    if name == nodeid and len(name) <= LONGEST_NAME:
-        return name
-    # Two ids must not share a file because of the characters that were replaced.
-    return f"{name[:LONGEST_NAME]}-{sha256(nodeid.encode()).hexdigest()[:8]}"

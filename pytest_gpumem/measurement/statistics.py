@@ -21,6 +21,7 @@ import torch
 
 from pytest_gpumem.attribution.history import Event, Origin
 from pytest_gpumem.garbage import paused
+from pytest_gpumem.simulated.gpu.device import parse_version
 from pytest_gpumem.simulated.gpu.workspaces import (
     LARGE_BYTES,
     WorkspaceSettings,
@@ -58,10 +59,10 @@ class Bytes:
 class Reading:
     """A device's statistics since the last harvest, in bytes."""
 
-    allocated: int = 0
-    reserved: int = 0
-    peak_allocated: int = 0
-    peak_reserved: int = 0
+    held: Bytes = Bytes()
+    """The current values."""
+    peak: Bytes = Bytes()
+    """The highest values."""
     allocations: int = 0
     """The bytes ever handed out: a counter that grows with every allocation."""
     in_pools: Callable[[], tuple[int, ...]] = field(default=tuple, compare=False)
@@ -70,19 +71,9 @@ class Reading:
     for the size of workspaces fixes it."""
 
     @property
-    def held(self) -> Bytes:
-        """The current values."""
-        return Bytes(self.allocated, self.reserved)
-
-    @property
-    def peak(self) -> Bytes:
-        """The highest values."""
-        return Bytes(self.peak_allocated, self.peak_reserved)
-
-    @property
     def at_rest(self) -> Reading:
         """The current values, as if they had never been higher."""
-        return replace(self, peak_allocated=self.allocated, peak_reserved=self.reserved)
+        return replace(self, peak=self.held)
 
 
 class Block(NamedTuple):
@@ -130,10 +121,8 @@ class CudaStatistics:
             self._reset_peaks(device)
             allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
             readings[device] = Reading(
-                allocated=allocated["current"],
-                reserved=reserved["current"],
-                peak_allocated=allocated["peak"],
-                peak_reserved=reserved["peak"],
+                held=Bytes(allocated["current"], reserved["current"]),
+                peak=Bytes(allocated["peak"], reserved["peak"]),
                 allocations=allocated["allocated"],
                 in_pools=partial(_in_pools, device, stats, self._times_cleared),
             )
@@ -295,17 +284,16 @@ def possible_sizes(device: int) -> frozenset[int] | None:
 
 @cache
 def _per_operation() -> bool:
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    return WorkspaceSettings((major, minor), (0, 0), None).per_operation
+    return WorkspaceSettings(parse_version(None), (0, 0), None).per_operation
 
 
 @cache
 def _sizes(config: str | None, capability: tuple[int, int]) -> frozenset[int]:
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    ours = workspace_bytes(config, (major, minor), capability)
+    version = parse_version(None)
+    ours = workspace_bytes(config, version, capability)
     # 2.14 lists more GPUs with the large one than earlier releases: a size too many
     # costs nothing, one too few would count a workspace as something else.
-    return frozenset({ours, lt_workspace_bytes((major, minor), ours), LARGE_BYTES})
+    return frozenset({ours, lt_workspace_bytes(version, ours), LARGE_BYTES})
 
 
 Pause = Callable[[], AbstractContextManager[None]]
@@ -348,10 +336,6 @@ def clear_workspaces(statistics: CudaStatistics) -> tuple[frozenset[Block], froz
 
 Segments = Sequence[Mapping[str, Any]]
 """Segments in the form of ``torch.cuda.memory_snapshot()``."""
-
-
-SUPPLY = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-"""The actions that change the bytes held from the driver, and their signs."""
 
 
 class Recorder(Protocol):

@@ -10,13 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from pytest_gpumem.attribution.history import (
-    GRADIENTS,
-    INPUTS,
-    OPTIMIZER_STATE,
-    OTHER,
-    PARAMETERS,
-)
+from pytest_gpumem.attribution.history import GRADIENTS, INPUTS, OPTIMIZER_STATE, OTHER, PARAMETERS
 from pytest_gpumem.measurement.carried import Held, MadeSince
 from pytest_gpumem.measurement.contents import (
     gradients_aside,
@@ -154,7 +148,7 @@ class Witness:
                     self._see_module(self._positions(), module)
                 if mine:
                     self.end()
-                    self.facts.carried.forward_ended(self._positions())
+                    self.facts.carried.end = self._positions()
 
         return called
 
@@ -315,7 +309,11 @@ class Witness:
                 yield self._paths.get(owner, ""), name, aside
 
     def _see_optimizer(self, now: Positions, optimizer: torch.optim.Optimizer) -> None:
-        owners = self._owners()
+        owners = {
+            id(parameter): path
+            for module in list(self._roots)
+            for path, _, parameter in self._parameters_of(module)
+        }
         kind = type(optimizer).__name__
         for parameter in _parameters(optimizer):
             path = owners.get(id(parameter), "")
@@ -336,13 +334,6 @@ class Witness:
         for value in held:
             if isinstance(value, torch.Tensor):
                 yield from map(storage_address, parts_of(value))
-
-    def _owners(self) -> dict[int, str]:
-        return {
-            id(parameter): path
-            for module in list(self._roots)
-            for path, _, parameter in self._parameters_of(module)
-        }
 
     def _see(self, now: Positions, value: Any, category: str, path: str, name: str) -> None:
         """Record the memory of ``value`` if it is a tensor."""

@@ -42,35 +42,20 @@ RAN_OUT = "it runs out of memory"
 _OPTIONS: dict[str, Any] = {
     "gpumem_all": True,
     "gpumem_sim_scope": "session",  # a real GPU exists while modules are imported, too
-    "gpumem_update_baselines": None,
-    "gpumem_prune_baselines": None,
     "gpumem_report": ["off"],
-    "gpumem_share": None,
-    "gpumem_shard": None,
-    "gpumem_artifacts": None,
     "dist": "no",
-    "numprocesses": None,
     "maxfail": 0,
-    "usepdb": False,
-    "trace": False,
-    "lf": False,
-    "failedfirst": False,
-    "newfirst": False,
-    "stepwise": False,
-    "xmlpath": None,
-    "report_log": None,
-    "htmlpath": None,
     "log_file": os.devnull,
+    **dict.fromkeys(("gpumem_update_baselines", "gpumem_prune_baselines", "gpumem_artifacts")),
+    **dict.fromkeys(("gpumem_share", "gpumem_shard", "numprocesses")),
+    **dict.fromkeys(("xmlpath", "report_log", "htmlpath")),
+    **dict.fromkeys(("usepdb", "trace", "lf", "failedfirst", "newfirst", "stepwise"), False),
 }
 """Options of pytest and well-known plugins, by their names in ``config.option``."""
 
 INI = (
-    "gpumem_update_baselines=",
-    "gpumem_prune_baselines=false",
-    "gpumem_report=",
-    "gpumem_share=false",
-    "gpumem_shard=",
-    "gpumem_artifacts=",
+    *("gpumem_prune_baselines=false", "gpumem_share=false", "gpumem_update_baselines="),
+    *("gpumem_report=", "gpumem_shard=", "gpumem_artifacts="),
 )
 """Settings of the ini file that are overridden, as values of ``-o``."""
 

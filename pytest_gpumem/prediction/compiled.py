@@ -40,18 +40,12 @@ class Mode:
         return modules_compiled() if self.modules else nullcontext()
 
 
-@dataclass(frozen=True)
-class Beside:
-    """Eager and compiled code of one program, side by side."""
-
-    pairs: tuple[tuple[Prediction, Prediction], ...]
-    """Results for each GPU and each number of ranks: eager, compiled."""
-    by_itself: bool
-    """Whether the program calls ``torch.compile``; if not, its modules were compiled."""
+Pairs = tuple[tuple[Prediction, Prediction], ...]
+"""Results for each GPU and each number of ranks: of eager code, of compiled code."""
 
 
-def compare(predicting: Callable[[Mode], Sequence[Prediction]]) -> Beside:
-    """Predict a program as eager code and compiled.
+def compare(predicting: Callable[[Mode], Sequence[Prediction]]) -> tuple[Pairs, bool]:
+    """Predict a program as eager code and compiled; return also whether it compiles by itself.
 
     Its own ``torch.compile`` are compiled where it has any, else every module that is called by
     something other than a module is, as ``Module.compile()`` does.
@@ -59,7 +53,7 @@ def compare(predicting: Callable[[Mode], Sequence[Prediction]]) -> Beside:
     eager = predicting(Mode(EAGER))
     by_itself = any(tell_of_compiled_code(one.notes) for one in eager)
     compiled = predicting(Mode(COMPILED, modules=not by_itself))
-    return Beside(tuple(zip(eager, compiled, strict=True)), by_itself)
+    return tuple(zip(eager, compiled, strict=True)), by_itself
 
 
 def changes_by_line(eager: Prediction, compiled: Prediction, phase: str = "") -> list[Change]:

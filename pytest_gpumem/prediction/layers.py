@@ -11,7 +11,6 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -21,10 +20,14 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from pytest_gpumem.measurement.contents import tensors_in
 from pytest_gpumem.prediction.lines import MEASURED
 from pytest_gpumem.prediction.measured import on_this_device
 from pytest_gpumem.simulating import simulate
 from pytest_gpumem.values.plain import Plain
+
+DEEPEST = 8
+"""The levels of containers in which inputs and outputs are searched."""
 
 
 class NoModelError(ValueError):
@@ -100,33 +103,24 @@ def _analyzed(target: Callable[[], Any], inputs: Sequence[tuple[int, ...]]) -> l
     return analysis.layers
 
 
-def on_device(gpu: str) -> AbstractContextManager[object]:
-    """Return a context with a simulated ``gpu``, or an empty one for ``"cuda"``."""
-    return nullcontext() if gpu == MEASURED else simulate(gpu)
-
-
 class _DoneError(BaseException):
     """A signal that ends the target: everything is known."""
 
 
 def _call(returned: Any, shapes: Sequence[tuple[int, ...]]) -> None:
     if isinstance(returned, nn.Module):
-        if not shapes:
-            _check_needs_nothing(returned)
+        try:
+            if not shapes:
+                inspect.signature(returned.forward).bind()
+        except TypeError as error:
+            raise NoModelError(
+                f"the function returned a {type(returned).__name__} without its inputs ({error}); "
+                "give their shapes, like --input 1x3x224x224, or return them with it"
+            ) from error
         returned.cuda()(*(torch.randn(shape, device="cuda") for shape in shapes))
     elif isinstance(returned, tuple) and returned and isinstance(returned[0], nn.Module):
         model, *inputs = returned
         model(*inputs)
-
-
-def _check_needs_nothing(model: nn.Module) -> None:
-    try:
-        inspect.signature(model.forward).bind()
-    except TypeError as error:
-        raise NoModelError(
-            f"the function returned a {type(model).__name__} without its inputs ({error}); give "
-            "their shapes, like --input 1x3x224x224, or return them with it"
-        ) from error
 
 
 class _Analysis:
@@ -213,9 +207,9 @@ class _Pass:
         for outer in self._open[-1:]:
             outer.is_layer = False
         now = torch.cuda.memory_allocated()
-        given = list(_tensors(arguments))
+        given = list(tensors_in(arguments, DEEPEST))
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        storages, size = frozenset(map(_storage, given)), sum(map(_bytes, (*given, *own)))
+        storages, size = frozenset(map(_storage, given)), sum(one.nbytes for one in (*given, *own))
         self._open.append(_Open(layer, module, now, self._flops(), now, storages, size))
 
     def _leave(self, outputs: Any) -> None:
@@ -223,7 +217,7 @@ class _Pass:
         call = self._open[-1]
         call.layer.outputs = tuple(_shapes(outputs))
         if call.is_layer:
-            self._count(call, list(_tensors(outputs)))
+            self._count(call, list(tensors_in(outputs, DEEPEST)))
         self._open.pop()
         products = self._flops() - call.flops_before
         call.layer.flops = products + call.flops
@@ -238,9 +232,9 @@ class _Pass:
         read, made = (prod(shape) for shape in first)
         counts = (count for kinds, count in _COUNTS if isinstance(call.module, kinds))
         multiply_adds, flops = next(counts, lambda *_: (0, 0))(call.module, read, made)
-        written = sum(map(_bytes, outputs))
+        written = sum(one.nbytes for one in outputs)
         own = {_storage(one): one for one in outputs if _storage(one) not in call.storages}
-        held = sum(map(_bytes, own.values()))
+        held = sum(one.nbytes for one in own.values())
         for each in self._open:
             each.flops += flops
             each.layer.multiply_adds += multiply_adds
@@ -259,22 +253,7 @@ class _Pass:
 
 
 def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
-    return (tuple(tensor.shape) for tensor in _tensors(value))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return (tuple(tensor.shape) for tensor in tensors_in(value, DEEPEST))
 
 
 def _storage(tensor: torch.Tensor) -> int:

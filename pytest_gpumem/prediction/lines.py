@@ -6,7 +6,7 @@ import linecache
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -23,6 +23,7 @@ from pytest_gpumem.attribution.history import (
     History,
     Life,
 )
+from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import Account
 from pytest_gpumem.measurement.nvml import NvmlAbsent, read_device
 from pytest_gpumem.measurement.phases import PhaseTracker, position_on
@@ -30,6 +31,7 @@ from pytest_gpumem.measurement.recorded import RecordedHistory, SimulatedRecorde
 from pytest_gpumem.measurement.statistics import CudaStatistics, Recorder
 from pytest_gpumem.prediction.measured import on_this_device
 from pytest_gpumem.simulated.simulation import SimulatedGPU
+from pytest_gpumem.simulating import simulate
 from pytest_gpumem.values.plain import Plain
 
 MEASURED = "cuda"
@@ -118,6 +120,11 @@ class _Follower:
         return self._line
 
 
+def on_device(gpu: str) -> AbstractContextManager[object]:
+    """Return a context with a simulated ``gpu``, or an empty one for :data:`MEASURED`."""
+    return nullcontext() if gpu == MEASURED else simulate(gpu)
+
+
 def lines_of(
     target: Callable[[], Any], functions: Iterable[Callable[..., Any]], gpu: str = "A100-40GB"
 ) -> list[Line]:
@@ -137,16 +144,16 @@ def lines_of(
 
 def _measured(target: Callable[[], Any], codes: frozenset[CodeType]) -> list[Line]:
     torch.cuda.init()
-    device = torch.cuda.current_device()
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", device)
-    recorder = RecordedHistory()
+    index = torch.cuda.current_device()
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
 
     def process() -> int | None:
-        reading = read_device(str(uuid) if uuid != device else device)
+        reading = read_device(index if uuid is None else str(uuid))
         return None if isinstance(reading, NvmlAbsent) else reading.process_used
 
-    with recorder.during("all"):
-        return _followed(target, codes, recorder, device, process)
+    history = RecordedHistory()
+    with history.during("all"):
+        return _followed(target, codes, history, index, process)
 
 
 def _followed(
@@ -161,10 +168,10 @@ def _followed(
     tracker = PhaseTracker(CudaStatistics(), account.positions)
     account.begin((), None)
     begin = position_on(device, recorder.positions())
-    with account.watching(tracker), follower.following():
+    with AutomaticPhases(tracker, account.witness).watching(), follower.following():
         kept = target()
     account.end()
-    history = account.history(device, tracker, ())
+    history = account.history(device, tracker)
     del kept
     for execution in follower.executions:
         execution.begin -= begin

@@ -30,15 +30,6 @@ Seconds = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class Needs:
-    """The tests, and the origin of their numbers."""
-
-    tests: tuple[PlannedTest, ...]
-    sources: tuple[str, ...]
-    """Sentences without a full stop."""
-
-
-@dataclass(frozen=True)
 class _Measured:
     """A test in one environment."""
 
@@ -57,8 +48,8 @@ def needs_of(
     durations: Path | None = None,
     *,
     dry: bool = False,
-) -> Needs:
-    """Return the needs of the tests that ``given`` names on ``runners``.
+) -> tuple[list[PlannedTest], tuple[str, ...]]:
+    """Return the needs of the tests that ``given`` names on ``runners``, and sentences on sources.
 
     ``given`` are JSON reports, or a folder of baselines, or else pytest's arguments: paths and node
     ids, which run on simulated or ``dry`` GPUs, in a process of their own. ``durations`` is a file
@@ -66,12 +57,13 @@ def needs_of(
     where that cannot be read or run.
     """
     paths = [Path(one) for one in given]
+    folder = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
     measured: list[_Measured] = []
     if paths and all(path.suffix == ".json" for path in paths):
         measured = [one for path in paths for one in _of_report(path)]
         tests, source = _needs(measured, runners), "as measured by"
-    elif len(paths) == 1 and _holds_baselines(paths[0]):
-        measured = list(_of_baselines(paths[0]))
+    elif folder and any(folder.rglob("*.json")) and not any(folder.rglob("*.py")):
+        measured = list(_of_baselines(folder))
         tests, source = _needs(measured, runners), "stored baselines of"
     else:
         tests, source = _run(given or ["."], runners, dry=dry)
@@ -79,10 +71,8 @@ def needs_of(
         raise PlanError(f"{', '.join(given)} holds no measured test, so there is nothing to plan")
     environments = ", ".join(sorted({one.environment.key for one in measured}))
     timed, durations_from = _timed(tests, runners, measured, durations)
-    return Needs(
-        tuple(sorted(timed, key=lambda test: test.nodeid)),
-        (f"needs: {source} {environments}".rstrip(), durations_from),
-    )
+    sources = f"needs: {source} {environments}".rstrip(), durations_from
+    return sorted(timed, key=lambda test: test.nodeid), sources
 
 
 def _of_report(path: Path) -> Iterator[_Measured]:
@@ -109,10 +99,6 @@ def _of_baselines(folder: Path) -> Iterator[_Measured]:
         for name, entry in file.tests.items():
             size = max(entry.peak_reserved, entry.peak_allocated)
             yield _Measured(f"{module}::{name}", file.environment, size)
-
-
-def _holds_baselines(path: Path) -> bool:
-    return path.is_dir() and any(path.rglob("*.json")) and not any(path.rglob("*.py"))
 
 
 def _needs(measured: Iterable[_Measured], runners: Sequence[Runner]) -> list[PlannedTest]:
@@ -153,7 +139,7 @@ def _run(
     try:
         machines = [Machine(one.model, 1) for one in runners]
         answers = run_tests(given, machines, unbounded=True, dry=dry)
-    except PredictionError as error:
+    except ValueError as error:
         raise PredictionError(f"{' '.join(given)} was not run: {error}") from error
     by_test: dict[str, list[Answer]] = defaultdict(list)
     for answer in answers:

@@ -83,26 +83,22 @@ def run_tests(
             modules_compiled=modules_compiled,
         )
         return _answers(request, arguments, folder)
+    from pytest_gpumem.dry.load import environment_of_option
+
     found = []
     for machine in machines:
         request = Request(tuple(tests), (machine,), dry=True)
-        for answer in _answers(request, arguments, folder, _dry(machine)):
+        for answer in _answers(
+            request, arguments, folder, environment_of_option(machine.model.name)
+        ):
             if unbounded and answer.ran_out:
                 again = replace(request, tests=(answer.nodeid,))
-                (large,) = _answers(again, arguments, folder, _dry(machine, UNBOUNDED))
+                (large,) = _answers(
+                    again, arguments, folder, environment_of_option(machine.model.name, UNBOUNDED)
+                )
                 answer = replace(large, fits=False)
             found.append(answer)
     return found
-
-
-def _dry(machine: Machine, memory: int | None = None) -> Mapping[str, str]:
-    from pytest_gpumem.dry.load import environment
-    from pytest_gpumem.dry.torch_build import DryError
-
-    try:
-        return environment(machine.model.name, memory)
-    except DryError as error:
-        raise PredictionError(f"--device dry: {error}") from None
 
 
 def _answers(
@@ -117,9 +113,15 @@ def _answers(
         own = Path(temporary)
         request = replace(request, answer=own / "answer.json", basetemp=str(own / "tmp"))
         request.to_file(own / "request.json")
+        # Only tests follow ``--``.
+        given = list(arguments)
+        end = given.index("--") if "--" in given else len(given)
+        options = ["-p", "pytest_gpumem.prediction.child"]
+        for setting in (f"cache_dir={own / 'cache'}", *INI):
+            options += ["-o", setting]
         try:
             ran = subprocess.run(
-                [sys.executable, "-m", "pytest", *_arguments(arguments, own)],
+                [sys.executable, "-m", "pytest", *given[:end], *options, *given[end:]],
                 cwd=folder,
                 env={**os.environ, **(variables or {}), REQUEST: str(own / "request.json")},
                 capture_output=True,
@@ -135,14 +137,6 @@ def _answers(
     if not found:
         raise PredictionError(last_words(ran))
     return [Answer.from_dict(answer) for answer in found]
-
-
-def _arguments(given: Sequence[str], folder: Path) -> list[str]:
-    """Return ``given`` with this module's options; only tests follow ``--``."""
-    end = list(given).index("--") if "--" in given else len(given)
-    ini = [f"cache_dir={folder / 'cache'}", *INI]
-    own = ["-p", "pytest_gpumem.prediction.child", *(arg for text in ini for arg in ("-o", text))]
-    return [*given[:end], *own, *given[end:]]
 
 
 def last_words(ran: subprocess.CompletedProcess[str]) -> str:
@@ -175,7 +169,7 @@ def predict_test(
             modules_compiled=mode is not None and mode.modules,
             dry=dry,
         )
-    except PredictionError as error:
+    except ValueError as error:
         raise PredictionError(f"{nodeid} was not run: {error}") from error
     tests = {answer.nodeid for answer in answers}
     if len(tests) > 1:

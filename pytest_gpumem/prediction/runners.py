@@ -250,11 +250,7 @@ def _jobs(
 
 
 def _machines(
-    names: Sequence[str],
-    runner: Runner,
-    seconds: _Seconds,
-    limit: float | None,
-    startup: float,
+    names: Sequence[str], runner: Runner, seconds: _Seconds, limit: float | None, startup: float
 ) -> Iterable[Sequence[str]]:
     """Return which tests each machine of one kind runs."""
     if limit is None:

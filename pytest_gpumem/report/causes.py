@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpumem.baseline.explanation import folded
-from pytest_gpumem.baseline.failure import main_verdict
-from pytest_gpumem.baseline.verdict import Verdict
+from pytest_gpumem.baseline.verdict import Verdict, main_verdict
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_change
 
@@ -117,36 +116,26 @@ def _main_changes(lines: Sequence[Mapping[str, Any]], excess: int) -> Iterator[M
 
 
 def _keys(record: TestRecord) -> list[object]:
-    if _ran_out(record):
+    if record.ran_out:
         facts = record.out_of_memory or {}
         return [("out of memory", facts.get("site"), facts.get("operator"))]
     return keys_of(record.broken) if record.failed else [OTHER]
 
 
-def _ran_out(record: TestRecord) -> bool:
-    return record.out_of_memory is not None and record.outcome in ("failed", "error")
-
-
 def _cause(records: tuple[TestRecord, ...]) -> Cause:
     first = records[0]
-    if _ran_out(first):
+    if first.ran_out:
         facts = first.out_of_memory or {}
         site, operator = facts.get("site"), facts.get("operator")
         at, by = f" at {site}" if site else "", f" in {operator}" if operator else ""
         words = f"ran out of memory{at}{f' ({operator})' if site and operator else by}"
         words += f": {facts['cause']}" if facts.get("cause") else ""
-        return Cause((words,), records, tuple(map(missing, records)))
+        return Cause((words,), records, tuple(record.missing for record in records))
     if not first.failed:
         return Cause((OTHER,), records)
     verdicts = [main_verdict(record.broken) for record in records]
     excesses = tuple(one.excess for one in verdicts if one.limit is not None or one.reference)
     return Cause(tuple(_words(verdicts)), records, excesses)
-
-
-def missing(record: TestRecord) -> int:
-    """Return the bytes that a test lacked where it ran out of memory."""
-    facts = record.out_of_memory or {}
-    return max(int(facts["requested"]) - int(facts["free"]), 0)
 
 
 def _words(verdicts: Sequence[Verdict]) -> Iterator[str]:

@@ -121,10 +121,6 @@ class Command(Plain):
             words.append(quoted_for_shell(f"{module}{colons}{name}"))
         return " ".join(words)
 
-    def records_failures(self) -> str:
-        """Return the line that records the numbers of all tests that failed in this run."""
-        return self.again("--lf", UPDATE) if self.cached else self.again(UPDATE)
-
     def again(self, *options: str) -> str:
         """Return the line that runs the tests of this run with further ``options``."""
         words = (*self.program, *map(_word, (*self.options, *options, *self.choosing)))

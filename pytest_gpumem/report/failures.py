@@ -6,17 +6,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest._code.code import ReprFileLocation
 
 from pytest_gpumem.baseline.collected import function_of
 from pytest_gpumem.baseline.explanation import folded
-from pytest_gpumem.baseline.failure import failure_text, main_verdict
 from pytest_gpumem.baseline.store import split_nodeid
-from pytest_gpumem.baseline.verdict import Verdict
+from pytest_gpumem.baseline.verdict import Verdict, failure_text, main_verdict
 from pytest_gpumem.report.causes import alike, keys_of, places_of
 from pytest_gpumem.report.commands import Command
+from pytest_gpumem.report.pytest_reports import without_group
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import Line, counted, listed, shorten, wrap, write_lines
@@ -85,7 +86,7 @@ def merged(
     With ``-vv`` each is shown by itself; so are fewer than :data:`LEAST_ALIKE` of a cause.
     """
     failed: list[Any] = reporter.stats.get("failed", [])
-    ours = [(report, failures.get(_nodeid(report))) for report in failed]
+    ours = [(report, failures.get(without_group(report.nodeid))) for report in failed]
     own = [
         (report, failure)
         for report, failure in ours
@@ -99,7 +100,7 @@ def merged(
         groups += [group] if merges else [[one] for one in group]
     hidden = {id(report) for group in groups for report, _ in group[1:]}
     writer = reporter.config.get_terminal_writer()
-    texts = {id(group[0][0]): group[0][0].longrepr for group in groups}
+    saved = [(report, report.longrepr, report.sections) for report in failed]
     for group in groups:
         report, failure = group[0]
         more = [other for _, other in group[1:]]
@@ -107,7 +108,6 @@ def merged(
             report.longrepr, _lines(failure, more, command, verbosity, writer.fullwidth), failure
         )
     reporter.stats["failed"] = [report for report in failed if id(report) not in hidden]
-    sections = {id(report): report.sections for report in failed}
     for report in failed:
         report.sections = [
             (name, _within(text, writer.fullwidth) if name == SECTION else text)
@@ -117,10 +117,8 @@ def merged(
         yield
     finally:
         reporter.stats["failed"] = failed
-        for report in failed:
-            report.sections = sections[id(report)]
-        for group in groups:
-            group[0][0].longrepr = texts[id(group[0][0])]
+        for report, longrepr, sections in saved:
+            report.longrepr, report.sections = longrepr, sections
         if not failed:
             del reporter.stats["failed"]
     if reporter.hasopt("f") and not getattr(reporter, "no_summary", False):
@@ -140,18 +138,6 @@ def _within(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
-class _Crash(NamedTuple):
-    """The location of a failure, with a short reason."""
-
-    path: str
-    lineno: int
-    message: str
-
-    def __str__(self) -> str:
-        """Return the line for ``--tb=line``."""
-        return f"{self.path}:{self.lineno}: {self.message}"
-
-
 class _MergedLongrepr:
     """A replacement of a report's ``longrepr`` while pytest writes its summary."""
 
@@ -160,7 +146,7 @@ class _MergedLongrepr:
         self._lines = lines
         crash = getattr(longrepr, "reprcrash", None)
         path, line = getattr(crash, "path", ""), getattr(crash, "lineno", 0)
-        self.reprcrash = _Crash(path, line, failure.brief)
+        self.reprcrash = ReprFileLocation(path, line, failure.brief)
 
     def toterminal(self, writer: TerminalWriter) -> None:
         """Write the lines."""
@@ -227,9 +213,3 @@ def _summary_lines(groups: Iterable[Sequence[Failure]], width: int) -> Iterator[
             by = _range(group[0], group[1:]).removeprefix(", ") or group[0].brief
             text = f"FAILED {len(group) - 1} more like {name} - {by}"
             yield Line.of(shorten(text, width), "red")
-
-
-def _nodeid(report: Any) -> str:
-    from pytest_gpumem.report.pytest_reports import without_group
-
-    return without_group(report.nodeid)

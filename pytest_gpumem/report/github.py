@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pytest_gpumem.baseline.failure import main_verdict
+from pytest_gpumem.baseline.verdict import main_verdict
 from pytest_gpumem.echo import MOST, printable, shortened
 from pytest_gpumem.paths import GitError, git, toplevel
 from pytest_gpumem.report.json_report import ReportError
@@ -31,9 +31,13 @@ def workflow_commands(run: ReportedRun) -> list[str]:
     failed = [record for record in run.records if is_failure(record)]
     changed = changed_lines(run.root) if failed else None
     better = [record for record in run.records if record.improvements and not is_failure(record)]
+    notices = []
+    for record in better:
+        text = "\n".join(printable(improvement.short) for improvement in record.improvements)
+        notices.append((text, _place("less GPU memory", record, run)))
     return [
         *_limited("error", [_failure(record, run, changed) for record in failed]),
-        *_limited("notice", [_improvement(record, run) for record in better]),
+        *_limited("notice", notices),
     ]
 
 
@@ -101,11 +105,6 @@ def _grown_line(
         if int(line) in lines.get(known, ()):
             return {"file": printable(_in_repository(file)), "line": int(line)}
     return None
-
-
-def _improvement(record: TestRecord, run: ReportedRun) -> tuple[str, dict[str, str | int]]:
-    texts = [printable(improvement.short) for improvement in record.improvements]
-    return "\n".join(texts), _place("less GPU memory", record, run)
 
 
 def _place(title: str, record: TestRecord, run: ReportedRun) -> dict[str, str | int]:

@@ -28,11 +28,11 @@ def header_line(
     return printable(line)
 
 
-def torch_release() -> str | None:
-    """Return the installed release of torch, which collecting must not import."""
+def installed_release(package: str) -> str | None:
+    """Return the installed release of ``package``, which collecting must not import."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return version("torch")
+        return version(package)
     except PackageNotFoundError:
         return None

@@ -7,17 +7,22 @@ or fences, where it is shown literally and not interpreted.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
-from pytest_gpumem.baseline.failure import main_verdict, statement_lines
-from pytest_gpumem.baseline.verdict import change_text, update_command
+from pytest_gpumem.baseline.explanation import explanation_lines
+from pytest_gpumem.baseline.verdict import (
+    change_text,
+    main_verdict,
+    statement_lines,
+    update_command,
+)
 from pytest_gpumem.echo import printable, shortened
 from pytest_gpumem.report.causes import causes_of
+from pytest_gpumem.report.compared import Compared, Row, Side, compare_environments
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import counted
-from pytest_gpumem.values.environment import Environment
 
 MARKER = "pytest-gpumem"
 """A marker in the first line, by which a comment can be found and updated."""
@@ -51,20 +56,26 @@ def document(
     ``command`` is pytest's command line, for suggested commands; ``skipped`` has the reasons why
     tests could not be simulated, by node id; ``name`` distinguishes the comments of several jobs.
     """
+    from pytest_gpumem.report.terminal import describe
+
     failed = [record for record in records if is_failure(record)]
     improved = [record for record in records if record.improvements and record not in failed]
     # A test within its limits passes without a baseline.
     new = [record for record in records if record.missing_baseline and not record.verdicts]
+    environments = dict.fromkeys(code(describe(record.environment)) for record in records)
+    locked = f"{command} --gpumem-update-baselines"
+    if len(improved) == 1:
+        locked = accepting(improved[0].nodeid, command)
     parts = [
         f"{marker(name)}\n### GPU memory: {_headline(records, failed, improved)}",
-        _where(records),
+        f"Measured on {', '.join(environments)}." if records else "",
         _table(("test", "measured", "allowed", "over"), map(_failure_row, failed)),
         *_explanations(failed, command),
         *sections,
         _section(
             "Improved", ("test", "measured", "baseline", "change"), map(_improvement, improved)
         ),
-        _command("lock it in", [record.nodeid for record in improved], command),
+        code_block([f"lock it in: {locked}"]) if improved else "",
         _section(
             "Without baseline",
             ("test", "peak"),
@@ -103,8 +114,7 @@ def bounded(parts: Iterable[str]) -> str:
 
 def is_failure(record: TestRecord) -> bool:
     """Return whether a test failed by its memory, be it that there was too little."""
-    out_of_memory = record.out_of_memory is not None and record.outcome in ("failed", "error")
-    return record.failed or out_of_memory
+    return record.failed or record.ran_out
 
 
 def code(text: str, most: int = MOST_NAME) -> str:
@@ -145,14 +155,6 @@ def _headline(
     unjudged = sum(not record.judged or record.outcome == "error" for record in records)
     open_ = f", {unjudged} not judged" if unjudged else ""
     return f"{counted(measured, 'test')} measured, none failed by it{fell}{open_}"
-
-
-def _where(records: Sequence[TestRecord]) -> str:
-    from pytest_gpumem.report.terminal import describe
-
-    environments: dict[Environment, None] = {record.environment: None for record in records}
-    named = ", ".join(code(describe(environment)) for environment in environments)
-    return f"Measured on {named}." if records else ""
 
 
 def _section(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -217,7 +219,12 @@ def failure_lines(record: TestRecord, command: str) -> Iterator[str]:
     if record.broken:
         yield from _bounded_table(statement_lines(record.broken))
     elif record.out_of_memory is not None:
-        yield from _out_of_memory(record.out_of_memory)
+        facts = record.out_of_memory
+        asked, free, total = (format_size(facts[key]) for key in ("requested", "free", "total"))
+        sentence = f"out of memory: {asked} asked for, {free} free of {total}"
+        yield str(facts.get("sentence", sentence))
+        if "sentence" not in facts and facts.get("site"):
+            yield f"  at {facts['site']}"
     if _can_be_accepted(record):
         missing = all(verdict.limit is None for verdict in record.broken)
         verb = "record" if missing else "accept"
@@ -244,16 +251,6 @@ def explained(lines: Sequence[str]) -> Iterator[str]:
         yield f"  and {len(lines) - MOST_LINES} more lines"
 
 
-def _out_of_memory(facts: Mapping[str, Any]) -> Iterator[str]:
-    if "sentence" in facts:
-        yield str(facts["sentence"])
-        return
-    asked, free, total = (format_size(facts[key]) for key in ("requested", "free", "total"))
-    yield f"out of memory: {asked} asked for, {free} free of {total}"
-    if facts.get("site"):
-        yield f"  at {facts['site']}"
-
-
 def _can_be_accepted(record: TestRecord) -> bool:
     return any(verdict.kind == "baseline" for verdict in record.broken)
 
@@ -275,8 +272,68 @@ def _improvement(record: TestRecord) -> tuple[str, ...]:
     )
 
 
-def _command(why: str, nodeids: Sequence[str], command: str) -> str:
-    if not nodeids:
-        return ""
-    one = accepting(nodeids[0], command) if len(nodeids) == 1 else ""
-    return code_block([f"{why}: {one or f'{command} --gpumem-update-baselines'}"])
+KINDS = {
+    "regression": "grew",
+    "improvement": "fell",
+    "new": "new",
+    "gone": "gone",
+    "failed": "failed",
+}
+"""Words for the statuses, in the order of output; a test that failed has no peak to compare."""
+
+
+def difference_section(
+    before: Sequence[TestRecord], now: Sequence[TestRecord], name: str
+) -> Iterator[str]:
+    """Yield the Markdown of the changes since ``before``, which is called ``name``.
+
+    The peaks of tests are compared within one environment, the largest growth first. Tests of
+    environments in which one of the two measured none are left out.
+    """
+    sides = Side.of(before), Side.of(now)
+    old, new = (
+        {key for key, tests in side.tests.items() if any(test.figures for test in tests.values())}
+        for side in sides
+    )
+    if not old & new:
+        missing = "was measured in another environment" if old else "holds no measured test"
+        yield f"**Against {code(name)}**: nothing to compare, because it {missing}."
+        return
+    compared = (one for key in old & new for one in compare_environments(*sides, key, key))
+    found = [pair for one in compared if (pair := _difference(one))]
+    if not found:
+        yield f"**Against {code(name)}**: no peak changed."
+        return
+    found.sort(key=_order)
+    counts = Counter(row.status for _, row in found)
+    kinds = ", ".join(f"{counts[status]} {KINDS[status]}" for status in KINDS if counts[status])
+    rows = table(("test", "before", "now", "change"), (_cells(*one) for one in found[:MOST_ROWS]))
+    more = f"\n\nand {len(found) - MOST_ROWS} more" if len(found) > MOST_ROWS else ""
+    yield f"**Against {code(name)}**: {kinds}\n\n{rows}{more}"
+    grown = [one for one in found if one[1].status == "regression"]
+    for test, row in grown[:MOST_EXPLAINED]:
+        if lines := list(explained(explanation_lines(test.changes(row)))):
+            yield f"{code(test.nodeid)}\n{code_block(lines)}"
+
+
+def _difference(test: Compared) -> tuple[Compared, Row] | None:
+    """Return the test with its peak's row, ``None`` where that does not differ."""
+    row = next((row for row in test.rows if not row.phase), None)
+    if row is None or row.status == "same" or (row.a, row.b) == (None, None):
+        return None
+    if row.status == "failed" and row.b is not None:  # it failed in the run before
+        row = Row(row.phase, row.a, row.b, "new")
+    return test, row
+
+
+def _order(one: tuple[Compared, Row]) -> tuple[int, int, str]:
+    test, row = one
+    return list(KINDS).index(row.status), -abs((row.b or 0) - (row.a or 0)), test.nodeid
+
+
+def _cells(test: Compared, row: Row) -> tuple[str, ...]:
+    name = code(test.nodeid) + (f" (was {code(test.was)})" if test.was else "")
+    if row.a is None or row.b is None:
+        sizes = ("-" if size is None else format_size(size) for size in (row.a, row.b))
+        return name, *sizes, KINDS[row.status]
+    return name, format_size(row.a), format_size(row.b), change_text(row.a, row.b)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pytest_gpumem.baseline.content import BaselineError, parse
+from pytest_gpumem.baseline.content import BaselineEntry, BaselineError, parse
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.paths import git, toplevel
 from pytest_gpumem.progress import NOTHING_SHOWN, Progress
@@ -80,19 +80,25 @@ class Trend:
         return self.points[-1].peak
 
     @property
+    def range(self) -> int:
+        """The bytes between the lowest and the highest peak."""
+        peaks = [point.peak for point in self.points]
+        return max(peaks) - min(peaks)
+
+    @property
     def steps(self) -> tuple[Step, ...]:
         """The changes by more than the tolerance, the oldest first."""
-        return tuple(Step(point, before) for point, before in self._changes(small=False))
+        return tuple(self._changes(small=False))
 
     @property
     def creeping(self) -> tuple[Point, ...]:
         """The points that grew within the tolerance."""
-        return tuple(point for point, before in self._changes(small=True) if point.peak > before)
+        return tuple(step.point for step in self._changes(small=True) if step.bytes > 0)
 
     @property
     def crept(self) -> int:
         """The sum of all changes within the tolerance, in bytes; steps are left out."""
-        return sum(point.peak - before for point, before in self._changes(small=True))
+        return sum(step.bytes for step in self._changes(small=True))
 
     @property
     def level(self) -> int:
@@ -101,7 +107,7 @@ class Trend:
 
     def creeps(self, most: Tolerance) -> bool:
         """Return whether two or more small steps come to more than ``most`` of the level."""
-        return len(self.creeping) > 1 and self.crept > most.allowance(max(self.level, 0))
+        return len(self.creeping) > 1 and self.crept > most.allowance(self.level)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form; sizes in bytes."""
@@ -117,16 +123,13 @@ class Trend:
             "creeping": [point.label for point in self.creeping],
         }
 
-    def _changes(self, *, small: bool) -> list[tuple[Point, int]]:
-        found = []
+    def _changes(self, *, small: bool) -> Iterator[Step]:
         tolerances = [one for one in (self.tolerance, self.own) if one is not None]
         for before, now in pairwise(self.points):
             change = abs(now.peak - before.peak)
-            peak = max(before.peak, 0)
-            is_small = change <= max(one.allowance(peak) for one in tolerances)
+            is_small = change <= max(one.allowance(before.peak) for one in tolerances)
             if change and is_small == small:
-                found.append((now, before.peak))
-        return found
+                yield Step(now, before.peak)
 
 
 def sparkline(values: Sequence[int], width: int, bars: str = BARS) -> str:
@@ -147,8 +150,6 @@ Key = tuple[str, str]
 """Environment key and node id."""
 Peaks = Mapping[Key, int]
 """Bytes by environment and test."""
-Tolerances = Mapping[Key, str | None]
-"""Tolerances that tests state themselves, as text."""
 
 
 @dataclass
@@ -246,7 +247,7 @@ class _Reader:
 
     def __init__(self, top: Path, folder: str) -> None:
         self._top, self._folder = top, folder
-        self._known: dict[str, tuple[Peaks, Tolerances]] = {}
+        self._known: dict[str, dict[Key, BaselineEntry]] = {}
         self.tolerances: dict[Key, str | None] = {}
         """Tolerances of tests at the last commit read that has them."""
 
@@ -263,23 +264,18 @@ class _Reader:
                 try:
                     self._known[blob] = self._file(name, blob)
                 except BaselineError as error:
-                    self._known[blob] = {}, {}
+                    self._known[blob] = {}
                     notes.append(f"left out of commit {commit[:9]}: {error}")
-            peaks, tolerances = self._known[blob]
-            found.update(peaks)
-            self.tolerances.update(tolerances)
+            for key, stored in self._known[blob].items():
+                found[key], self.tolerances[key] = stored.peak_allocated, stored.tolerance
         return found
 
-    def _file(self, name: str, blob: str) -> tuple[Peaks, Tolerances]:
+    def _file(self, name: str, blob: str) -> dict[Key, BaselineEntry]:
         inside = PurePosixPath(name).relative_to(self._folder)
         folder, *module = inside.parts
         stored = parse(Path(name), git(self._top, "cat-file", "blob", blob), folder)
         path = PurePosixPath(*module).as_posix().removesuffix(".json")
-        tests = {(folder, f"{path}::{name}"): entry for name, entry in stored.tests.items()}
-        return (
-            {key: entry.peak_allocated for key, entry in tests.items()},
-            {key: entry.tolerance for key, entry in tests.items()},
-        )
+        return {(folder, f"{path}::{name}"): entry for name, entry in stored.tests.items()}
 
 
 def peaks_of(records: Sequence[TestRecord]) -> Peaks:
@@ -288,8 +284,7 @@ def peaks_of(records: Sequence[TestRecord]) -> Peaks:
         record.key: record.measurement.peak_allocated
         for record in records
         # The numbers of a body that failed end where it ended.
-        if record.measurement is not None
-        and (record.outcome in ("passed", "xpassed") or record.broken)
+        if record.measurement is not None and record.is_whole
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
+from traceback import walk_tb
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -44,27 +45,35 @@ BROKEN_PLUGINS = "gpumem_broken_plugins"
 """Attribute of a test's report: sentences on errors of other plugins."""
 
 
+_OWN = f"{__name__.partition('.')[0]}."
+
+
 def hide_own_frames() -> None:
     """End tracebacks in the user's code: pytest omits modules with ``__tracebackhide__``."""
     if "pytest_gpumem.simulated.execution.mode" not in sys.modules:
         return  # then none of them runs below a test's code
-    own = f"{__package__.partition('.')[0]}."
     # A copy is made at once: another thread may import at the same time, and values may be of any
     # type.
     for name, module in sys.modules.copy().items():
-        if isinstance(name, str) and name.startswith(own) and isinstance(module, ModuleType):
+        if isinstance(name, str) and name.startswith(_OWN) and isinstance(module, ModuleType):
             vars(module)["__tracebackhide__"] = True
 
 
-def leave_the_sentence(report: pytest.TestReport, error: BaseException) -> None:
-    """Remove pytest's extra line behind a failure that is one sentence of this plugin.
+def leave_the_sentence(item: pytest.Item, report: pytest.TestReport, error: BaseException) -> None:
+    """Place a failure that is one sentence of this plugin at its test, without a further line.
 
     Where every frame is hidden, as in a set-up that does not get as far as the user's code, pytest
-    adds a line on how to see them.
+    adds a line on how to see them. It takes the place from the innermost frame that is not.
     """
-    if isinstance(error, pytest.fail.Exception) and not error.pytrace:
-        for traceback, *_ in getattr(report.longrepr, "chain", ()):
-            traceback.extraline = None
+    if not isinstance(error, pytest.fail.Exception) or error.pytrace:
+        return
+    for traceback, *_ in getattr(report.longrepr, "chain", ()):
+        traceback.extraline = None
+    crash = getattr(report.longrepr, "reprcrash", None)
+    names = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
+    raising = [name for name in names if not name.startswith("_pytest.")][-1:]
+    if crash is not None and any(name.startswith(_OWN) for name in raising):
+        crash.path, crash.lineno = str(item.path), (item.location[1] or 0) + 1
 
 
 _HOW_TO_GET_VALUES = (

@@ -1,14 +1,15 @@
-"""All data of one test for the reports; it is sent from worker to controller."""
+"""All data of one test for the reports, sent from worker to controller; flat, for JUnit XML."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pytest_gpumem.baseline.store import split_nodeid
-from pytest_gpumem.baseline.verdict import Improvement, Verdict
+from pytest_gpumem.baseline.verdict import Improvement, Verdict, main_verdict
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.plain import Plain
@@ -58,6 +59,17 @@ class TestRecord(Plain):
         return tuple(verdict for verdict in self.verdicts if not verdict.passed)
 
     @property
+    def ran_out(self) -> bool:
+        """Whether it failed because memory ran out."""
+        return self.out_of_memory is not None and self.outcome in ("failed", "error")
+
+    @property
+    def missing(self) -> int:
+        """The bytes that it lacked where memory ran out."""
+        facts = self.out_of_memory or {"requested": 0, "free": 0}
+        return max(int(facts["requested"]) - int(facts["free"]), 0)
+
+    @property
     def peak(self) -> int:
         """The peak of its measurement in bytes, 0 without one."""
         return self.measurement.peak_allocated if self.measurement else 0
@@ -98,3 +110,49 @@ class ReportedRun:
     """The use of shared devices, in the JSON report's form."""
     command: str = "pytest"
     """pytest's command line, as far as baselines depend on it."""
+
+
+PREFIX = "gpumem_"
+
+
+def user_properties(record: TestRecord) -> list[tuple[str, object]]:
+    """Return the properties of ``record`` as (name, value); sizes in bytes, values int or str.
+
+    A further device's properties carry its name: ``gpumem_cuda1_peak_allocated``.
+    """
+    properties: list[tuple[str, object]] = [
+        (f"{PREFIX}environment", record.environment.key),
+        (f"{PREFIX}simulated", "yes" if record.environment.simulated else "no"),
+    ]
+    if record.measurement is not None:
+        properties += _sizes(PREFIX, record.measurement)
+    for measurement in record.other_devices:
+        properties += _sizes(f"{PREFIX}{measurement.device.replace(':', '')}_", measurement)
+    if record.judged:
+        properties.append((f"{PREFIX}verdict", "failed" if record.broken else "passed"))
+    if record.broken:
+        first = main_verdict(record.broken)
+        properties.append((f"{PREFIX}over", first.brief))
+        properties += [(f"{PREFIX}cause", first.cause)] if first.cause else []
+    return properties
+
+
+def set_user_properties(existing: list[tuple[str, object]], record: TestRecord) -> None:
+    """Put the properties of ``record`` into an item's list in place of an earlier run's.
+
+    The list outlives a rerun of the test, and so do the properties of the run that failed.
+    """
+    existing[:] = [pair for pair in existing if not pair[0].startswith(PREFIX)]
+    existing += user_properties(record)
+
+
+def _sizes(prefix: str, measurement: Measurement) -> Iterator[tuple[str, object]]:
+    yield f"{prefix}peak_allocated", measurement.peak_allocated
+    yield f"{prefix}peak_reserved", measurement.peak_reserved
+    yield f"{prefix}allocated_after", measurement.allocated_after
+    if measurement.leaked is not None:
+        yield f"{prefix}leaked", measurement.leaked
+    yield f"{prefix}cublas_workspace", measurement.cublas_workspace
+    for name, phase in measurement.phases.items():
+        word = re.sub(r"\W+", "_", name)
+        yield f"{prefix}phase_{word}_peak_allocated", phase.peak_allocated

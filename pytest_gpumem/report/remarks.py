@@ -5,17 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from pytest_gpumem.baseline.collected import Unused
 from pytest_gpumem.baseline.store import split_nodeid
 from pytest_gpumem.echo import quoted_for_shell
 from pytest_gpumem.report.commands import PRUNE, Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import Line, Span, wrap
-
-if TYPE_CHECKING:
-    from pytest_gpumem.baseline.collected import Unused
 
 
 @dataclass(frozen=True)

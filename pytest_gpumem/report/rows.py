@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pytest_gpumem.baseline.failure import main_verdict
 from pytest_gpumem.baseline.store import split_nodeid
-from pytest_gpumem.baseline.verdict import Improvement, Verdict
+from pytest_gpumem.baseline.verdict import Verdict, main_verdict
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_apart, format_size
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 
 GAP = "  "
-STATUS_STYLE = {
-    "FAIL": "bold red",
-    "OOM": "bold red",
-    "xfail": "yellow",
-    "better": "cyan",
-    "new": "yellow",
-    "ok": "green",
-    "-": "dim",
+STATUSES = {
+    "ok": ("green", "ok"),
+    "FAIL": ("bold red", "failed"),
+    "OOM": ("bold red", "out of memory"),
+    "xfail": ("yellow", "failed as expected"),
+    "better": ("cyan", "improved"),
+    "new": ("yellow", "without baseline"),
+    "-": ("dim", "not judged"),
+    "": ("", ""),
 }
+"""The style of each status of a test, and its words in the summary, in the summary's order."""
 
 
 @dataclass(frozen=True)
@@ -102,17 +103,17 @@ class Row:
     def style(self, column: Column) -> str:
         """Return the style of the text in ``column``: a number that failed stands out."""
         if column.key == "status":
-            return STATUS_STYLE.get(self.status, "")
+            return STATUSES[self.status][0]
         verdict = self.verdict
         over = verdict is not None and not verdict.passed and verdict.metric == column.key
         return "red" if over else ""
 
 
 def test_status(record: TestRecord) -> str:
-    """Return the word for a test: a key of :data:`STATUS_STYLE`, ``-`` where it was not judged."""
+    """Return the word for a test: a key of :data:`STATUSES`, ``-`` where it was not judged."""
     if record.broken:
         return "FAIL" if record.outcome == "failed" else "xfail"
-    if record.out_of_memory is not None and record.outcome in ("failed", "error"):
+    if record.ran_out:
         return "OOM"
     if not record.judged or record.outcome in ("failed", "error"):
         return "-"
@@ -132,7 +133,7 @@ def rows_of(record: TestRecord, every_phase: bool, below_module: bool = True) ->
     if record.measurement is None:
         yield Row(name, 0, {}, _telling_verdict(record.verdicts), test_status(record))
     for measured in record.measurements:
-        judged = _Judged.of(record, measured)
+        judged = _Judged(record, measured)
         if measured is record.measurement:
             depth, status = 0, test_status(record)
         else:
@@ -182,25 +183,15 @@ def parents_first(phases: Mapping[str, PhaseRecord]) -> Iterator[PhaseRecord]:
         pending += children[phase.name][::-1]
 
 
-@dataclass(frozen=True)
 class _Judged:
     """The verdicts on one test on one device."""
 
-    outcome: str
-    verdicts: Sequence[Verdict]
-    improvements: Sequence[Improvement]
-    ran: Collection[str]
-    """The phases that ran."""
-
-    @classmethod
-    def of(cls, record: TestRecord, measured: Measurement) -> _Judged:
-        device = measured.device
-        return cls(
-            record.outcome,
-            [verdict for verdict in record.verdicts if verdict.device == device],
-            [better for better in record.improvements if better.device == device],
-            measured.phases.keys(),
-        )
+    def __init__(self, record: TestRecord, measured: Measurement) -> None:
+        self._failed = record.outcome == "failed"
+        self.verdicts = [one for one in record.verdicts if one.device == measured.device]
+        better = (one for one in record.improvements if one.device == measured.device)
+        self._better = {one.phase for one in better}
+        self.ran = measured.phases.keys()
 
     def of_phase(self, phase: str | None) -> list[Verdict]:
         return [verdict for verdict in self.verdicts if verdict.phase == phase]
@@ -208,10 +199,8 @@ class _Judged:
     def status(self, phase: str | None) -> str:
         verdicts = self.of_phase(phase)
         if any(not verdict.passed for verdict in verdicts):
-            return "FAIL" if self.outcome == "failed" else "xfail"
-        if any(better.phase == phase for better in self.improvements):
-            return "better"
-        return "ok" if verdicts else ""
+            return "FAIL" if self._failed else "xfail"
+        return "better" if phase in self._better else "ok" if verdicts else ""
 
 
 def _numbers(measured: Measurement | PhaseRecord) -> dict[str, int | None]:

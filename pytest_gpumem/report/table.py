@@ -1,16 +1,21 @@
-"""The table of tests and phases: its rows, its columns, and their fit to the terminal."""
+"""The table of tests and phases: the tests it shows, its columns, their fit to the terminal."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Literal
 
 from pytest_gpumem.baseline.store import split_nodeid
+from pytest_gpumem.report.causes import alike, keys_of
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.report.rows import COLUMNS, GAP, STATUS_STYLE, Column, Row, rows_of
-from pytest_gpumem.report.selection import ROWS, Sort, hidden_text, shown_tests
-from pytest_gpumem.text import Line, Span, cells, pack, pad, shorten
+from pytest_gpumem.report.rows import COLUMNS, GAP, STATUSES, Column, Row, rows_of, test_status
+from pytest_gpumem.text import Line, Span, cells, counted, pack, pad, shorten
+
+ROWS = 24
+"""Up to so many rows, every phase is shown; beyond so many tests, only those with remarks and the
+largest."""
 
 LEAST_WEIGHT = 5
 """Weight of the columns that are kept as long as anything fits."""
@@ -35,55 +40,15 @@ def table(
     """
     verbose = verbosity > 0
     most = (len(records) if verbose else ROWS) if rows is None else rows
-    shown, every = shown_tests(records, most, verbose, sort)
+    shown, every = _shown_tests(records, most, verbose, sort)
     found: dict[str, list[Row]] = defaultdict(list)
     for record in shown:
         module = split_nodeid(record.nodeid)[0] if sort in (None, "name") else ""
         found[module] += rows_of(record, every, bool(module))
     lines = _lines(found, verbose, width)
-    if hidden := hidden_text(records, shown):
+    if hidden := _hidden_text(records, shown):
         lines.append(Line.of(shorten(f"  {hidden}", width), "dim"))
     return lines
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """The columns that are shown, and how wide each is."""
-
-    columns: tuple[Column, ...]
-    widths: Mapping[str, int]
-    name_width: int
-    verbose: bool
-
-    @classmethod
-    def fitting(cls, rows: Sequence[Row], verbose: bool, width: int) -> _Grid:
-        widths = {
-            column.key: max(
-                cells(column.heading(verbose)), *(cells(row.cell(column, verbose)) for row in rows)
-            )
-            for column in COLUMNS
-        }
-        longest = max(cells(row.indented) for row in rows)
-        least = min(longest, LEAST_NAME if verbose else max(LEAST_NAME, width // 3), width // 2)
-        columns = _fitting_columns(rows, widths, width - least)
-        room = width - sum(len(GAP) + widths[column.key] for column in columns)
-        return cls(columns, widths, min(longest, room), verbose)
-
-    def heading(self) -> Line:
-        titles = [
-            pad(column.heading(self.verbose), self.widths[column.key], right=True)
-            for column in self.columns
-        ]
-        unit = pad("bytes" if self.verbose else "", self.name_width)
-        return Line.of(GAP.join([unit, *titles]).rstrip(), "bold")
-
-    def line(self, row: Row) -> Line:
-        spans = [Span(pad(shorten(row.indented, self.name_width), self.name_width))]
-        for column in self.columns:
-            text = row.cell(column, self.verbose)
-            before = 0 if column.key == "status" else self.widths[column.key] - cells(text)
-            spans += [Span(GAP + " " * before), Span(text, row.style(column))]
-        return _trimmed(spans)
 
 
 def _fitting_columns(
@@ -107,21 +72,41 @@ def _fitting_columns(
 
 
 def _lines(rows: Mapping[str, Sequence[Row]], verbose: bool, width: int) -> list[Line]:
-    grid = _Grid.fitting([row for found in rows.values() for row in found], verbose, width)
-    stacked = verbose and len(grid.columns) < len(COLUMNS)
-    lines = [] if stacked else [grid.heading()]
+    every = [row for found in rows.values() for row in found]
+    widths = {
+        column.key: max(
+            cells(column.heading(verbose)), *(cells(row.cell(column, verbose)) for row in every)
+        )
+        for column in COLUMNS
+    }
+    longest = max(cells(row.indented) for row in every)
+    least = min(longest, LEAST_NAME if verbose else max(LEAST_NAME, width // 3), width // 2)
+    columns = _fitting_columns(every, widths, width - least)
+    stacked = verbose and len(columns) < len(COLUMNS)
+    name = min(longest, width - sum(len(GAP) + widths[column.key] for column in columns))
+    titles = [pad(column.heading(verbose), widths[column.key], right=True) for column in columns]
+    heading = GAP.join([pad("bytes" if verbose else "", name), *titles]).rstrip()
+    lines = [] if stacked else [Line.of(heading, "bold")]
     for module, found in rows.items():
         if module:
             lines.append(Line.of(shorten(module, width), "dim"))
         for row in found:
-            lines += _stacked(row, width) if stacked else [grid.line(row)]
+            if stacked:
+                lines += _stacked(row, width)
+                continue
+            spans = [Span(pad(shorten(row.indented, name), name))]
+            for column in columns:
+                text = row.cell(column, verbose)
+                before = 0 if column.key == "status" else widths[column.key] - cells(text)
+                spans += [Span(GAP + " " * before), Span(text, row.style(column))]
+            lines.append(_trimmed(spans))
     return lines
 
 
 def _stacked(row: Row, width: int) -> Iterator[Line]:
     """Yield every number under its row's name, for a terminal too narrow for the whole table."""
     name = shorten(row.indented, width - len(GAP) - cells(row.status))
-    mark = Span(row.status, STATUS_STYLE.get(row.status, ""))
+    mark = Span(row.status, STATUSES[row.status][0])
     yield _trimmed([Span(name), Span(GAP), mark])
     facts = []
     for column in COLUMNS:
@@ -139,3 +124,82 @@ def _trimmed(spans: list[Span]) -> Line:
     if spans:
         spans[-1] = Span(spans[-1].text.rstrip(), spans[-1].style)
     return Line(tuple(span for span in spans if span.text))
+
+
+def _shown_tests(
+    records: Sequence[TestRecord], most: int, verbose: bool, sort: Sort | None = None
+) -> tuple[list[TestRecord], bool]:
+    """Return the tests that the table shows, and whether it shows every phase of them."""
+    ordered = list(records)
+    if sort is not None:
+        ordered.sort(key=_ORDERS[sort])
+    shown = ordered if len(ordered) <= most else _remarkable(ordered, most, sort)
+    rows = sum(1 + sum(len(m.phases) for m in record.measurements) for record in shown)
+    few = rows <= max(most, ROWS) and len(shown) == len(records)
+    return shown, verbose or few
+
+
+def _remarkable(records: Sequence[TestRecord], most: int, sort: Sort | None) -> list[TestRecord]:
+    """Return the first ``most`` tests in a requested order, else the remarkable ones as they ran.
+
+    Tests with remarks come first, then those with the largest peaks. Where more than ``most`` have
+    remarks, it limits their rows, with a few tests for each cause.
+    """
+    if sort is not None:
+        return list(records[:most])
+    remarked = [one for one in records if _has_remark(one)]
+    others = [one for one in records if not _has_remark(one)]
+    kept = remarked + sorted(others, key=lambda one: -_most(one, "peak_allocated"))
+    kept = kept[: max(most, len(remarked))]
+    if len(remarked) > most:
+        # How many tests of one cause failed before each: the first matter most.
+        keys = [keys_of(one.broken) if one.failed else [one.nodeid] for one in remarked]
+        ranks = {id(remarked[at]): rank for group in alike(keys) for rank, at in enumerate(group)}
+        few = [one for one in remarked if ranks[id(one)] < OF_A_CAUSE]
+        few.sort(key=lambda one: ranks[id(one)])
+        rows = accumulate(len(list(rows_of(one, False))) for one in few)
+        kept = few[: max(sum(used <= most for used in rows), 1)]
+    chosen = set(map(id, kept))
+    return [one for one in records if id(one) in chosen]
+
+
+def _has_remark(record: TestRecord) -> bool:
+    return test_status(record) in ("FAIL", "xfail", "better") or _most(record, "leaked") > 0
+
+
+def _hidden_text(records: Sequence[TestRecord], shown: Sequence[TestRecord]) -> str:
+    """Return how many tests are not shown, and how many of these failed."""
+    seen = set(map(id, shown))
+    hidden = [record for record in records if id(record) not in seen]
+    if not hidden:
+        return ""
+    more = f"and {counted(len(hidden), 'more test')}"
+    if failed := sum(record.failed for record in hidden):
+        return f"{more}, {failed} of them failed (--gpumem-rows all shows all)"
+    return f"{more} with smaller peaks (-v shows all)"
+
+
+def _most(record: TestRecord, number: str) -> int:
+    """Return the largest ``number`` of a test's devices, in bytes."""
+    return max((getattr(one, number) or 0 for one in record.measurements), default=0)
+
+
+_MOST_BYTES = 1 << 60
+
+OF_A_CAUSE = 8
+"""Rows for failures of one cause, where failures are many: FAILURES names the others."""
+
+Sort = Literal["peak", "leaked", "over", "name"]
+
+_ORDERS: Mapping[str, Callable[[TestRecord], Any]] = {
+    "peak": lambda record: -_most(record, "peak_allocated"),
+    "leaked": lambda record: -_most(record, "leaked"),
+    # By the bytes over the limit; below it they are negative.
+    "over": lambda record: (
+        -max(
+            (verdict.excess for verdict in record.verdicts if verdict.limit is not None),
+            default=-_MOST_BYTES,
+        )
+    ),
+    "name": lambda record: record.nodeid,
+}

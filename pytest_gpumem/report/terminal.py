@@ -8,15 +8,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
-from pytest_gpumem.baseline.failure import failure_statements
+from pytest_gpumem.baseline.update import UpdateReport
+from pytest_gpumem.baseline.verdict import failure_statements
 from pytest_gpumem.echo import MOST, printable
-from pytest_gpumem.report.causes import missing as missing_bytes
 from pytest_gpumem.report.commands import PLAIN, UPDATE, Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.remarks import Missing, missing_lines
-from pytest_gpumem.report.rows import STATUS_STYLE, test_status
-from pytest_gpumem.report.selection import Sort
-from pytest_gpumem.report.table import table
+from pytest_gpumem.report.rows import STATUSES, test_status
+from pytest_gpumem.report.table import Sort, table
 from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import Line, Span, counted, pack, shorten, wrap, write_lines
@@ -25,21 +24,8 @@ from pytest_gpumem.values.environment import Environment
 if TYPE_CHECKING:
     from _pytest._io import TerminalWriter
 
-    from pytest_gpumem.baseline.update import UpdateReport
-
 MOST_LISTED = 10
 """Tests, changes and notes of one kind that are listed unless verbose."""
-
-STATUS_WORDS = {
-    "ok": "ok",
-    "FAIL": "failed",
-    "OOM": "out of memory",
-    "xfail": "failed as expected",
-    "better": "improved",
-    "new": "without baseline",
-    "-": "not judged",
-}
-
 
 OWN_CODE = ": torch's own CUDA code over a runtime without kernels"
 """A note on the release on a dry device."""
@@ -92,24 +78,19 @@ def section(
         records = [replace(record, missing_baseline=False) for record in records]
     most = len(records) + MOST_LISTED if verbosity > 0 else MOST_LISTED
     one = _Section(records, verbosity, width, most, command)
-    blocks: list[Iterable[Line]] = []
-    if verbosity >= 0:
-        blocks += one.tables(rows, sort)
-    if verbosity > 0:
-        blocks.append(one.expected())
-    blocks.append(one.failures(told_above))
-    if verbosity > 0:
-        blocks.append(one.compositions())
-    if verbosity >= 0:
-        blocks += [one.acceptable(), one.improvements(), one.without_baseline()]
-        if missing:
-            blocks.append(missing_lines(missing, command, most=most, width=width))
-        blocks += [one.notes([*notes, *one.notes_of_tests()], most), one.devices()]
-    else:
+    quiet, verbose = verbosity < 0, verbosity > 0
+    blocks: list[Iterable[Line]] = [] if quiet else [*one.tables(rows, sort)]
+    blocks += [one.expected()] if verbose else []
+    blocks += [one.failures(told_above), *([one.compositions()] if verbose else [])]
+    if quiet:
         # Errors with files decide the exit status and are printed however quiet pytest is. So are
         # notes on numbers that are not those of the intended code.
         eager = dict.fromkeys(note for note in one.notes_of_tests() if ran_eagerly(note))
         blocks.append(one.notes([*notes, *eager], len(notes) + MOST_LISTED))
+    else:
+        blocks += [one.acceptable(), one.improvements(), one.without_baseline()]
+        blocks += [missing_lines(missing, command, most=most, width=width)] if missing else []
+        blocks += [one.notes([*notes, *one.notes_of_tests()], most), one.devices()]
     blocks += [one.updates(update), one.summary()]
     lines: list[Line] = []
     for block in filter(None, map(list, blocks)):
@@ -180,7 +161,8 @@ class _Section:
         failed = [record for record in self.records if record.failed]
         over = [one for one in failed if all(v.kind == "baseline" for v in one.broken)]
         if len(over) > 1:
-            line = self.command.records_failures()
+            failed_last = ["--lf"] * self.command.cached
+            line = self.command.again(*failed_last, UPDATE)
             yield Line((Span(f"accept all {len(over)}: "), Span(line, "cyan")))
 
     def improvements(self) -> Iterator[Line]:
@@ -260,11 +242,17 @@ class _Section:
         if not records:
             return
         counts = Counter(map(test_status, records))
-        short = [missing_bytes(one) for one in records if test_status(one) == "OOM"]
+        short = [one.missing for one in records if test_status(one) == "OOM"]
         lacked = f" ({format_size(max(short))} too much)" if any(short) else ""
-        words = {**STATUS_WORDS, "OOM": f"{STATUS_WORDS['OOM']}{lacked}"}
+        words = {status: word for status, (_, word) in STATUSES.items()}
+        words["OOM"] += lacked
         states = ", ".join(f"{counts[key]} {word}" for key, word in words.items() if counts[key])
-        text = f"gpumem: {counted(len(records), 'test')} on {_kinds(records)}: {states}"
+        # The devices are named, so that a simulated number is never read as a measured one.
+        gpus: dict[str, dict[str, None]] = {"": {}, "dry ": {}, "simulated ": {}}
+        for environment in (record.environment for record in records):
+            gpus[environment.kind][environment.gpu] = None
+        named = (f"{kind}{', '.join(names)}" for kind, names in gpus.items() if names)
+        text = f"gpumem: {counted(len(records), 'test')} on {' and '.join(named)}: {states}"
         if measured := [record for record in records if record.measurement is not None]:
             largest = max(measured, key=lambda record: record.peak)
             name = shorten(largest.nodeid, self.width - 4)
@@ -282,7 +270,7 @@ class _Section:
 
     def _marked(self, status: str, nodeid: str) -> Line:
         name = shorten(nodeid, self.width - len(status) - 1)
-        return Line((Span(status, STATUS_STYLE[status]), Span(f" {name}", "bold")))
+        return Line((Span(status, STATUSES[status][0]), Span(f" {name}", "bold")))
 
 
 def _by_environment(records: Sequence[TestRecord]) -> dict[Environment, list[TestRecord]]:
@@ -306,14 +294,6 @@ def _device_text(reading: Mapping[str, Any]) -> str:
         for other in reading["others"] or ()
     ]
     return f"{text}; other processes: {', '.join(others)}" if others else text
-
-
-def _kinds(records: Sequence[TestRecord]) -> str:
-    """Name the devices, so that a simulated number is never read as a measured one."""
-    gpus: dict[str, dict[str, None]] = {"": {}, "dry ": {}, "simulated ": {}}
-    for environment in (record.environment for record in records):
-        gpus[environment.kind][environment.gpu] = None
-    return " and ".join(f"{kind}{', '.join(names)}" for kind, names in gpus.items() if names)
 
 
 def _command(why: str, command: str) -> Line:

@@ -16,16 +16,13 @@ from pytest_gpumem.device.cuda import find_device
 from pytest_gpumem.device.device import ComputingDevice, Device
 from pytest_gpumem.device.simulated import SimulatedDevice
 from pytest_gpumem.prediction.child import UNBOUNDED
-from pytest_gpumem.script import request as endings
+from pytest_gpumem.script import process as endings
 from pytest_gpumem.script.entry import ScriptError, chain, show_traceback
 from pytest_gpumem.script.measured import Run, is_out_of_memory, run_measured
-from pytest_gpumem.script.request import Answer, Request
+from pytest_gpumem.script.process import Answer, Request
 from pytest_gpumem.script.stopping import StopError
 from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
-from pytest_gpumem.values.errors import (
-    SimulationError,
-    UnknownValueError,
-)
+from pytest_gpumem.values.errors import SimulationError, UnknownValueError
 
 
 def main(path: str) -> None:
@@ -45,12 +42,7 @@ def main(path: str) -> None:
     if request.again and request.computed is Computed.ALL:
         note = f"run again with real values on the CPU: {request.again}"
     run = run_measured(
-        request.script,
-        device,
-        resources,
-        steps=request.steps,
-        seconds=request.seconds,
-        note=note,
+        request.script, device, resources, steps=request.steps, seconds=request.seconds, note=note
     )
     answer = _answer(run, device)
     sys.stdout.flush()

@@ -29,7 +29,7 @@ from pytest_gpumem.measurement.phases import Phase, PhaseTracker
 from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.script.entry import Script, chain
-from pytest_gpumem.script.request import ITERATION, LOAD
+from pytest_gpumem.script.process import ITERATION, LOAD
 from pytest_gpumem.script.stopping import Alarm, Steps
 from pytest_gpumem.simulated.common.callsite import callers_line, user_line
 from pytest_gpumem.simulated.surface.checkpoints import gives_no_values, restore_unknown
@@ -59,8 +59,8 @@ class _Meter(Meter):
     tracker: Iterations
 
     def _tracker(self) -> Iterations:
-        assert self._account is not None
-        return Iterations(self._statistics, self._account.positions)
+        assert self.account is not None
+        return Iterations(self._statistics, self.account.positions)
 
 
 def run_measured(
@@ -116,9 +116,7 @@ def run_measured(
     others = (one for one in measured.values() if one.peak_allocated > 0)
     post_mortem = None
     if is_out_of_memory(error):
-        major, minor = map(int, device.environment.torch.split("."))
-        total = device.total_memory
-        post_mortem = meter.out_of_memory(device.index, total=total, version=(major, minor))
+        post_mortem = account.out_of_memory(device.index, meter.tracker, device.total_memory)
     return Run(error, counter.count, alarm.rang, taken, (own, *others), post_mortem)
 
 

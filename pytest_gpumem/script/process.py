@@ -1,4 +1,4 @@
-"""The process in which a script runs, started again where one run does not suffice."""
+"""The process in which a script runs: its request, its answer, and where it starts again."""
 
 from __future__ import annotations
 
@@ -10,11 +10,93 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pytest_gpumem.device import Computed
-from pytest_gpumem.script import request as endings
+from pytest_gpumem.dry.load import environment_of_option
 from pytest_gpumem.script.entry import Script, ScriptError
-from pytest_gpumem.script.request import Answer, Request
+from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.values.plain import Plain
+
+MEASURED = "cuda"
+"""The name of the real CUDA device, in place of a model to simulate."""
+DRY = "dry:"
+"""The prefix of a machine's name that selects the dry device."""
+
+STOPPED = "stopped"
+"""The ending after the requested number of steps."""
+TIME = "time"
+ENDED = "ended"
+"""The ending of a script that ran to its last line."""
+EXITED = "exited"
+"""The ending with an exit code other than 0."""
+OUT_OF_MEMORY = "out of memory"
+RAISED = "raised"
+UNKNOWN = "unknown value"
+"""The ending of a script that read a value which a simulated device does not have."""
+REFUSED = "refused"
+"""The ending of a script that used something a simulated device cannot do."""
+NOT_RUN = "not run"
+INTERRUPTED = "interrupted"
+
+
+LOAD = "load"
+"""The phase before a script's first forward."""
+ITERATION = "iteration"
+"""The phase of an iteration, numbered as its parts: ``iteration_1``, ``forward_1``."""
+
+
+def iteration_of(name: str) -> int | None:
+    """Return the iteration that the phase ``name`` belongs to, ``None`` for none."""
+    part, _, number = name.rpartition("_")
+    return int(number) if part and number.isdecimal() else None
+
+
+@dataclass(frozen=True)
+class Request(Plain):
+    """The request for one run; ``gpu`` is a machine of the catalogue or :data:`MEASURED`."""
+
+    script: Script
+    gpu: str
+    steps: int
+    seconds: float
+    answer: Path
+    unbounded: bool = False
+    computed: Computed = Computed.AT_FIRST
+    """The values that the CPU computes."""
+    again: str = ""
+    """The reason why it computes more than at first; empty where it does not."""
+
+
+@dataclass(frozen=True)
+class Answer(Plain):
+    """The result of one run; sizes in bytes."""
+
+    ending: str
+    sentence: str = ""
+    """The message of its exception, or the reason of its refusal."""
+    steps: int = 0
+    seconds: float = 0.0
+    gpu: str = ""
+    total_memory: int = 0
+    torch: str = ""
+    measurements: tuple[Measurement, ...] = ()
+    """The measurements of the requested device first, then of others that were used."""
+    out_of_memory: Mapping[str, Any] | None = None
+    """The reason why the last allocation that failed did so."""
+    post_mortem: tuple[str, ...] = ()
+    made_up: bool = False
+    """Whether the run used a value that was not computed."""
+    further: Computed | None = None
+    """The values with which another run may get further; ``None`` for none."""
+    work: float = 0.0
+    """The least seconds that computing all values takes."""
+
+    def next_values(self, seconds: float) -> Computed | None:
+        """Return the values of another run that takes at most ``seconds``; ``None`` for none."""
+        takes_too_long = self.further is Computed.ALL and self.work > seconds
+        return None if takes_too_long else self.further
+
 
 _MADE_UP = "it failed after it read a value that is not computed"
 
@@ -39,16 +121,6 @@ main(sys.argv[2])
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The length of a script's run, and the destination of its output."""
-
-    steps: int = 2
-    seconds: float = 60.0
-    quiet: bool = False
-    """Whether its output goes to stderr."""
-
-
-@dataclass(frozen=True)
 class Result:
     """The results of a script on one GPU."""
 
@@ -63,22 +135,25 @@ class Result:
         return self.larger or self.answer
 
 
-def run_on(script: Script, gpu: str, settings: Settings) -> Result:
-    """Return the results of ``script`` on ``gpu``: a machine, ``"cuda"`` or ``"dry:H100"``."""
-    request = Request(script, gpu, settings.steps, settings.seconds, Path())
-    answer = _answered(request, quiet=settings.quiet)
-    while (computed := answer.next_values(settings.seconds)) is not None:
-        sentence = answer.sentence if answer.ending == endings.UNKNOWN else _MADE_UP
+def run_on(script: Script, gpu: str, *, steps: int, seconds: float, quiet: bool) -> Result:
+    """Return the results of ``script`` on ``gpu``: a machine, ``"cuda"`` or ``"dry:H100"``.
+
+    Where ``quiet`` its output goes to stderr.
+    """
+    request = Request(script, gpu, steps, seconds, Path())
+    answer = _answered(request, quiet=quiet)
+    while (computed := answer.next_values(seconds)) is not None:
+        sentence = answer.sentence if answer.ending == UNKNOWN else _MADE_UP
         why = sentence.partition(", which")[0]
         _print(f"{script.name} runs again, with {_VALUES[computed]} on the CPU: {why}")
         request = replace(request, computed=computed, again=why)
-        answer = _answered(request, quiet=settings.quiet)
+        answer = _answered(request, quiet=quiet)
     _check(answer, request)
-    fits = answer.ending != endings.OUT_OF_MEMORY
-    if fits or gpu == endings.MEASURED or gpu.startswith(endings.DRY):
+    fits = answer.ending != OUT_OF_MEMORY
+    if fits or gpu == MEASURED or gpu.startswith(DRY):
         return Result(answer, fits)
     _print(f"{script.name} ran out of memory on {answer.gpu}: again, with as much as it wants")
-    larger = _answered(replace(request, unbounded=True), quiet=settings.quiet)
+    larger = _answered(replace(request, unbounded=True), quiet=quiet)
     _check(larger, request)
     return Result(answer, fits, larger)
 
@@ -94,42 +169,31 @@ def _answered(request: Request, *, quiet: bool) -> Answer:
         path = Path(folder) / "request.json"
         request.to_file(path)
         command = [sys.executable, "-c", _PROGRAM, str(_PACKAGE), str(path)]
-        environment = {**os.environ, **_variables(request.gpu)}
+        environment = dict(os.environ)
+        if request.gpu.startswith(DRY):
+            environment |= environment_of_option(request.gpu.removeprefix(DRY))
         output = STDERR if quiet else None
         with subprocess.Popen(command, stdout=output, env=environment) as process:
             ending = _waited(process, request)
         if not request.answer.is_file():
             raise ScriptError(f"{request.script.name} {ending}")
         answer = Answer.from_file(request.answer)
-    if answer.ending == endings.INTERRUPTED:
+    if answer.ending == INTERRUPTED:
         raise KeyboardInterrupt
     return answer
-
-
-def _variables(gpu: str) -> Mapping[str, str]:
-    """Return the variables that select the process's device; raises :class:`ScriptError`."""
-    if not gpu.startswith(endings.DRY):
-        return {}
-    from pytest_gpumem.dry.load import environment
-    from pytest_gpumem.dry.torch_build import DryError
-
-    try:
-        return environment(gpu.removeprefix(endings.DRY))
-    except DryError as error:
-        raise ScriptError(f"--device dry: {error}") from None
 
 
 def _check(answer: Answer, request: Request) -> None:
     """Raise :class:`ScriptError` where a run has no result for the script."""
     name = request.script.name
-    if answer.ending == endings.UNKNOWN and answer.further is not None:
+    if answer.ending == UNKNOWN and answer.further is not None:
         raise ScriptError(
             f"{name}: {answer.sentence}; and computing values on the CPU takes at least "
             f"{answer.work:,.0f} s, more than --seconds {request.seconds:g}"
         )
-    if answer.ending in (endings.REFUSED, endings.NOT_RUN, endings.UNKNOWN):
+    if answer.ending in (REFUSED, NOT_RUN, UNKNOWN):
         raise ScriptError(f"{name}: {answer.sentence}")
-    ran = answer.ending in (endings.STOPPED, endings.ENDED, endings.TIME)
+    ran = answer.ending in (STOPPED, ENDED, TIME)
     if ran and not any(one.peak_allocated for one in answer.measurements):
         raise ScriptError(
             f"{name} allocated nothing on the {answer.gpu} in {answer.seconds:.0f} s: it may "

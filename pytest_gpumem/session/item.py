@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from pytest_gpumem.baseline.compare import Judgement, judge, judge_prediction
-from pytest_gpumem.baseline.failure import failure_text
 from pytest_gpumem.baseline.store import (
     BaselineEntry,
     BaselineError,
     BaselineStore,
     split_nodeid,
 )
+from pytest_gpumem.baseline.verdict import failure_text
 from pytest_gpumem.device.select import SELECTOR
 from pytest_gpumem.marker import Expectation
 from pytest_gpumem.measurement.composition import explained_by
@@ -29,9 +29,8 @@ from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.measurement.recorded import RecordedHistory, write_snapshot
 from pytest_gpumem.options import Settings
 from pytest_gpumem.report.commands import Command
-from pytest_gpumem.report.junit import set_user_properties
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, BROKEN_PLUGINS, SENTENCE, with_outcome
-from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.report.record import TestRecord, set_user_properties
 from pytest_gpumem.session.hooks import Hooks
 from pytest_gpumem.session.run import EXPLAINED_BY, Prepared, Run
 from pytest_gpumem.sharing.admission import Refusal, refusal_sentence

@@ -108,7 +108,8 @@ class Run:
             if prepared.quota is not None or settings.share:
                 # Behind the quota, which is tried out by an allocation that is refused.
                 self._refusals = starting.enter_context(device.refusals())
-            self._meter.begin_set_up()
+            if account is not None:
+                account.set_up()
             self._resources = starting.pop_all()
 
     def close(self) -> None:
@@ -144,7 +145,8 @@ class Run:
 
     def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Attribute the memory of ``holder`` to it."""
-        self._meter.watch(holder)
+        if self._meter.account is not None:
+            self._meter.account.witness.watch(holder)
         (self._expected if self.in_body else self._expected_before).add(holder)
 
     def phases(self) -> Mapping[str, PhaseRecord]:
@@ -200,11 +202,10 @@ class Run:
 
     def out_of_memory(self) -> OutOfMemory | None:
         """Return who held the memory when it ran out, ``None`` where that is not known."""
-        device = self.device
-        major, minor = map(int, device.environment.torch.split("."))
-        return self._meter.out_of_memory(
-            device.index, total=device.total_memory, version=(major, minor)
-        )
+        device, meter = self.device, self._meter
+        if meter.account is None:
+            return None
+        return meter.account.out_of_memory(device.index, meter.tracker, device.total_memory)
 
     def _account(self, recorder: Recorder) -> Account:
         item = self.item

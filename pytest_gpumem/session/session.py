@@ -59,7 +59,7 @@ class GpumemSession(Parts):
     def header(self) -> str:
         """Return the header line with the devices that tests are measured on."""
         from pytest_gpumem.device.host_gpus import describe
-        from pytest_gpumem.report.header import header_line, torch_release
+        from pytest_gpumem.report.header import header_line, installed_release
 
         root = self.settings.baselines
         folders: list[str] = []
@@ -70,7 +70,9 @@ class GpumemSession(Parts):
         ranks = [] if launched is None else [f"{launched.world.size} ranks, a process each"]
         sized = self.config.stash.get(SIZED, None)
         clauses = [*ranks, *describe(self.gpus), *([sized] if sized else [])]
-        return header_line(self.selector.description, torch_release(), shown, folders, clauses)
+        return header_line(
+            self.selector.description, installed_release("torch"), shown, folders, clauses
+        )
 
     def collected(self, items: Sequence[pytest.Item]) -> None:
         """Record the collected tests."""

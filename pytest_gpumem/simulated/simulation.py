@@ -16,13 +16,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gpumem.allocator.trace import Timeline
 from pytest_gpumem.simulated.common.late_imports import LateImports
-from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.patching import Patches, patched_when_imported
 from pytest_gpumem.simulated.compiled.entry import AUTO, Compilation
 from pytest_gpumem.simulated.distributed import parts as distributed
 from pytest_gpumem.simulated.distributed.nccl import Communicator
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_machine
-from pytest_gpumem.simulated.machine import forks
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
@@ -37,16 +36,13 @@ from pytest_gpumem.simulated.surface import (
     cuda,
     factories,
     gradients,
-    history,
     kernels,
     legacy,
-    pool_states,
     pools,
     sensors,
     several,
     storages,
     streams,
-    tensor_moves,
     tensors,
     triton,
     unsupported,
@@ -54,8 +50,8 @@ from pytest_gpumem.simulated.surface import (
 )
 from pytest_gpumem.simulated.surface.checkpoints import loading_on
 from pytest_gpumem.simulated.surface.cuda import answers_for_gpu
-from pytest_gpumem.simulated.surface.kernels import EXTENSIONS, Compiling
-from pytest_gpumem.simulated.surface.sequences import be_no_sequences
+from pytest_gpumem.simulated.surface.factories import be_no_sequences
+from pytest_gpumem.simulated.surface.kernels import COMPILES, EXTENSIONS, plan_compiling
 from pytest_gpumem.simulated.surface.threads import Threads
 from pytest_gpumem.values.world import World
 
@@ -63,8 +59,8 @@ _stack: list[Simulation] = []
 """Active simulations, innermost last: they replace names of the whole process."""
 
 _PARTS = (
-    *(tensors, gradients, factories, cuda, several, streams, pools, pool_states),
-    *(history, checkpoints, backends, legacy, kernels, sensors, storages, unsupported, wrappers),
+    *(tensors, gradients, factories, cuda, several, streams, pools),
+    *(checkpoints, backends, kernels, sensors, storages, unsupported, wrappers, legacy),
 )
 """The parts of the surface, in the order in which their replacements are added."""
 
@@ -177,7 +173,8 @@ class Simulation(SimulatedMachine):
             self._single_rank = distributed.add_patches(
                 self, self.execution, world, self._patches, self.communicators
             )
-        self._compiling = Compiling()
+            self._patches.join_inherited(torch.Tensor)
+            self._patches.join_inherited(torch.UntypedStorage)
         self._resources: ExitStack | None = None
 
     @property
@@ -209,7 +206,6 @@ class Simulation(SimulatedMachine):
             resources.callback(self._of_triton.undo)
             resources.enter_context(self._single_rank.kept())
             self._follow_imports()
-            resources.callback(self._compiling.undo)
             late = LateImports("triton", self._importing_triton, itself=True)
             resources.enter_context(late.watched())
             if _LOADING not in os.environ:
@@ -220,27 +216,27 @@ class Simulation(SimulatedMachine):
             torch._C._set_only_lift_cpu_tensors(True)
             resources.callback(torch._C._set_only_lift_cpu_tensors, lifts)
             resources.enter_context(compilers.kept_out(self._as_torch_is, self.compilation.hooked))
+            resources.enter_context(patched_when_imported({COMPILES: plan_compiling}))
             resources.enter_context(EXTENSIONS.guarded())
             resources.enter_context(loading_on(self))
             resources.enter_context(DESCRIPTIONS.served(self.kernel_wrote))
             if self._stand_ins:
                 resources.enter_context(served(self.note))
             resources.enter_context(installed(self, self._casts))
-            resources.enter_context(tensor_moves.answering(self.execution))
+            resources.enter_context(tensors.answering(self))
             resources.enter_context(self.execution)
             self.is_active = self.thread_state.joined = True
             self.threads.first = get_ident()
-            resources.callback(self._forget_entering)
             self._resources = resources.pop_all()
 
     def _follow_imports(self) -> None:
-        self._compiling.look()
         be_no_sequences()
-        if self._patches.are_applied and triton.ARE_IN in sys.modules:
-            if not self._of_triton.added:
-                triton.add_patches(self, self._of_triton)
-            if not self._of_triton.are_applied:
-                self._of_triton.apply()
+        if not self._patches.are_applied or triton.ARE_IN not in sys.modules:
+            return
+        if not self._of_triton.added:
+            triton.add_patches(self, self._of_triton)
+        if not self._of_triton.are_applied:
+            self._of_triton.apply()
 
     @contextmanager
     def _importing_triton(self) -> Iterator[None]:
@@ -271,7 +267,7 @@ class Simulation(SimulatedMachine):
         """Restore torch's names inside, but for those that answer for the GPU."""
         with (
             self._patches.paused(but=answers_for_gpu),
-            self._of_triton.paused(but=triton.answers_for_gpu),
+            self._of_triton.paused(but=triton.is_driver),
             self._single_rank.patches.paused(),
         ):
             yield
@@ -287,11 +283,9 @@ class Simulation(SimulatedMachine):
         ):
             yield
 
-    def _forget_entering(self) -> None:
-        self.is_active = self.thread_state.joined = False
-
     def _leave(self) -> None:
         resources, self._resources = self._resources, None
+        self.is_active = self.thread_state.joined = False
         if resources is not None:
             resources.close()
 
@@ -336,4 +330,5 @@ def _forked() -> None:
         simulation.execution.forked()
 
 
-forks.after_fork(_forked)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forked)

@@ -8,7 +8,7 @@ import pytest
 
 from pytest_gpumem.baseline.compare import Judgement, default_tolerance_for, judge, missing_text
 from pytest_gpumem.baseline.store import BaselineEntry
-from pytest_gpumem.baseline.verdict import Improvement
+from pytest_gpumem.baseline.verdict import Improvement, Verdict
 from pytest_gpumem.marker import Expectation
 from pytest_gpumem.sizes import Tolerance
 from pytest_gpumem.values.environment import Environment
@@ -50,8 +50,12 @@ def judged(
     )
 
 
+def broken(judgement: Judgement) -> list[Verdict]:
+    return [verdict for verdict in judgement.verdicts if not verdict.passed]
+
+
 def failures(judgement: Judgement) -> list[tuple[str, str, str | None]]:
-    return [(verdict.kind, verdict.metric, verdict.phase) for verdict in judgement.failures]
+    return [(verdict.kind, verdict.metric, verdict.phase) for verdict in broken(judgement)]
 
 
 def test_a_test_without_expectations_and_baseline_passes_and_is_said_to_have_none() -> None:
@@ -81,7 +85,7 @@ def test_a_limit_of_zero_is_a_limit() -> None:
 
 
 def test_reserved_bytes_have_their_own_limit() -> None:
-    assert not judged(measured(512), Expectation(max_reserved=20 * MIB)).failures
+    assert not broken(judged(measured(512), Expectation(max_reserved=20 * MIB)))
     assert failures(judged(measured(512), Expectation(max_reserved=20 * MIB - 1))) == [
         ("limit", "peak_reserved", None)
     ]
@@ -96,14 +100,14 @@ def test_each_phase_has_its_limit() -> None:
 
 def test_a_limited_phase_that_did_not_run_fails_and_names_those_that_did() -> None:
     measurement = measured(3000, phases={"forward": 2000, "backward": 3000})
-    (verdict,) = judged(measurement, Expectation(phases={"fwd": 4000})).failures
+    (verdict,) = broken(judged(measurement, Expectation(phases={"fwd": 4000})))
     assert verdict.short == (
         "phase fwd did not run, so its limit of 3.9 KiB was not checked; "
         "phases that ran: forward, backward [simulated T4]"
     )
-    (verdict,) = judged(measurement, Expectation(phases={"backwrad": 4000})).failures
+    (verdict,) = broken(judged(measurement, Expectation(phases={"backwrad": 4000})))
     assert "; did you mean backward? phases that ran: forward, backward [" in verdict.short
-    (verdict,) = judged(measured(3000), Expectation(phases={"fwd": 4000})).failures
+    (verdict,) = broken(judged(measured(3000), Expectation(phases={"fwd": 4000})))
     assert "phases that ran: none" in verdict.short
 
 
@@ -166,16 +170,11 @@ def test_measured_numbers_may_differ_by_one_per_cent_and_one_mib(
     assert bool(judgement.improvements) is improved
 
 
-def test_the_tests_own_tolerance_wins_over_the_projects_over_the_default() -> None:
-    own, projects = Tolerance(0.0, 100), Tolerance(0.0, 200)
-    (verdict,) = judged(
-        measured(1000), Expectation(tolerance=own), stored(1000), default_tolerance=projects
-    ).verdicts
+def test_the_tests_own_tolerance_wins_over_the_default() -> None:
+    own, exact = (Expectation(tolerance=Tolerance(0.0, floor)) for floor in (100, 0))
+    (verdict,) = judged(measured(1000, simulated=False), own, stored(1000)).verdicts
     assert verdict.limit == 1100
-    (verdict,) = judged(measured(1000), None, stored(1000), default_tolerance=projects).verdicts
-    assert verdict.limit == 1200
-    exact = Expectation(tolerance=Tolerance(0.0, 0))
-    (verdict,) = judged(measured(1000), exact, stored(1000), default_tolerance=projects).verdicts
+    (verdict,) = judged(measured(1000, simulated=False), exact, stored(1000)).verdicts
     assert verdict.limit == 1000
 
 
@@ -192,7 +191,7 @@ def test_each_phase_that_both_know_is_compared_and_a_new_one_is_fine() -> None:
 def test_a_phase_of_the_baseline_that_no_longer_runs_fails() -> None:
     measurement = measured(5000, phases={"forward": 1})
     loose = Expectation(tolerance=Tolerance(0.0, 100))
-    (verdict,) = judged(measurement, loose, stored(5000, backward=4096)).failures
+    (verdict,) = broken(judged(measurement, loose, stored(5000, backward=4096)))
     assert (verdict.phase, verdict.actual, verdict.reference) == ("backward", 0, 4096)
     assert (verdict.limit, verdict.tolerance) == (4196, "100B")
     assert verdict.short == (
@@ -202,7 +201,7 @@ def test_a_phase_of_the_baseline_that_no_longer_runs_fails() -> None:
 
 
 def test_a_phase_that_needed_nothing_must_run_too() -> None:
-    (verdict,) = judged(measured(512), baseline=stored(512, forward=0)).failures
+    (verdict,) = broken(judged(measured(512), baseline=stored(512, forward=0)))
     assert verdict.short.startswith("phase forward did not run, so its baseline of 0 B")
 
 
@@ -223,9 +222,9 @@ def test_a_baseline_of_nothing_has_only_its_floor_to_give() -> None:
 
 def test_without_a_baseline_only_a_test_that_says_baseline_true_fails() -> None:
     for expectation in (Expectation(), Expectation(baseline=False)):
-        assert not judged(measured(512), expectation).failures
+        assert not broken(judged(measured(512), expectation))
     judgement = judged(measured(512), Expectation(baseline=True), elsewhere=[(A10, stored(MIB))])
-    (verdict,) = judgement.failures
+    (verdict,) = broken(judgement)
     assert judgement.missing_baseline
     assert (verdict.kind, verdict.limit, verdict.reference) == ("baseline", None, None)
     assert verdict.short == (
@@ -263,19 +262,19 @@ def test_while_all_baselines_are_updated_none_is_compared_or_missed() -> None:
     assert failures(changed) == [("limit", "peak_allocated", None)]
     assert not judged(measured(500), None, stored(1000), update="all").improvements
     missing = judged(measured(50), strict, update="all", require_baseline=True)
-    assert not missing.failures
+    assert not broken(missing)
     assert missing.missing_baseline
 
 
 def test_while_only_new_baselines_are_written_the_others_are_compared() -> None:
-    assert not judged(measured(50), Expectation(baseline=True), update="new").failures
+    assert not broken(judged(measured(50), Expectation(baseline=True), update="new"))
     assert failures(judged(measured(50), None, stored(40), update="new")) == [
         ("baseline", "peak_allocated", None)
     ]
 
 
 def test_a_single_byte_is_something_and_less_than_nothing_is_not() -> None:
-    assert not judged(measured(1)).failures
+    assert not broken(judged(measured(1)))
     assert failures(judged(measured(-512))) == [("nothing_measured", "peak_allocated", None)]
 
 

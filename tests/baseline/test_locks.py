@@ -16,10 +16,11 @@ import pytest
 
 from pytest_gpumem.baseline.collected import MeasuredTest
 from pytest_gpumem.baseline.locks import FOLDER
-from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore
+from pytest_gpumem.baseline.store import BaselineEntry, BaselineError
 from pytest_gpumem.baseline.update import update_baselines
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
+from tests.stores import BaselineStore
 
 T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13")
 MODULE = "tests/test_a.py"

@@ -15,13 +15,13 @@ from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.baseline.store import (
     BaselineEntry,
     BaselineError,
-    BaselineStore,
     StoredPeak,
     read_folder,
     split_nodeid,
 )
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
+from tests.stores import BaselineStore
 
 T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13")
 A10 = replace(T4, gpu="A10", compute_capability="8.6")

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.baseline.collected import Collected, GoneTests, MeasuredTest, unused_baselines
-from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore
+from pytest_gpumem.baseline.store import BaselineEntry
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
+from tests.stores import BaselineStore
 
 T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13")
 L4 = Environment(simulated=True, gpu="L4", compute_capability="8.9", torch="2.13")

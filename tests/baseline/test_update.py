@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.baseline.collected import Collected, MeasuredTest
-from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, StoredPeak
+from pytest_gpumem.baseline.store import BaselineEntry, StoredPeak
 from pytest_gpumem.baseline.update import Change, UpdateReport, update_baselines
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
+from tests.stores import BaselineStore
 
 MIB = 1024**2
 T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13")
@@ -210,9 +211,8 @@ def full(store: BaselineStore, *names: str, **changes: Any) -> Collected:
 
 
 def pruned(store: BaselineStore, collected: Collected) -> UpdateReport:
-    return update_baselines(
-        store, [], mode=None, prune=True, collected=collected, environments=[T4]
-    )
+    elsewhere = [ran("test_x", module="tests/test_elsewhere.py")]
+    return update_baselines(store, elsewhere, mode=None, prune=True, collected=collected)
 
 
 def test_a_test_that_no_longer_exists_is_pruned(store: BaselineStore, path: Path) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore
+from pytest_gpumem.baseline.store import BaselineEntry
 from pytest_gpumem.cli import main
 from tests.report.example_run import SIMULATED
+from tests.stores import BaselineStore
 
 MIB = 1 << 20
 

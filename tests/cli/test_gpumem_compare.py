@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore
+from pytest_gpumem.baseline.store import BaselineEntry
 from pytest_gpumem.baseline.verdict import Verdict
 from pytest_gpumem.cli import main
 from pytest_gpumem.report.json_report import write_report
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
+from tests.stores import BaselineStore
 
 MIB = 1024**2
 T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13")

@@ -220,7 +220,7 @@ def test_a_pipe_gets_one_document_after_the_other() -> None:
     assert all(document["devices"] == [] for document in found)
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "soon", "inf"])
+@pytest.mark.parametrize("seconds", ["0", "-1", "soon", "inf", "1e300"])
 def test_what_is_no_time_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gpus", "--watch", seconds]) == 2
     assert f"'{seconds}' is not a number of seconds above 0" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore
+from pytest_gpumem.baseline.store import BaselineEntry
 from pytest_gpumem.report.past import PLAIN_BARS, Point, Trend, sparkline
 from pytest_gpumem.sizes import parse_tolerance
 from tests.cli.test_gpumem_compare import (  # noqa: F401
@@ -21,6 +21,7 @@ from tests.cli.test_gpumem_compare import (  # noqa: F401
     refusal,
     report,
 )
+from tests.stores import BaselineStore
 
 GIB = 1024 * MIB
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore
+from pytest_gpumem.baseline.store import BaselineEntry
 from pytest_gpumem.cli import main
 from pytest_gpumem.report.json_report import write_report
 from pytest_gpumem.report.record import TestRecord
@@ -20,6 +20,7 @@ from pytest_gpumem.sharing.weights import read_weights
 from pytest_gpumem.sizes import GIB
 from tests.cli.test_without_torch import ABSENT
 from tests.report.example_run import REAL, SIMULATED, measured
+from tests.stores import BaselineStore
 
 RUNNERS = ("--runner=T4:0.36", "--runner=L4:0.72", "--runner=H100:3.60")
 

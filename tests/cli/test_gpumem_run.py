@@ -13,8 +13,7 @@ import torch
 from pytest_gpumem.cli import main
 from pytest_gpumem.cli.run import lines
 from pytest_gpumem.script.entry import Script
-from pytest_gpumem.script.process import Result
-from pytest_gpumem.script.request import Answer
+from pytest_gpumem.script.process import Answer, Result
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 
 pytest_plugins = ["pytester"]
@@ -304,7 +303,10 @@ def test_many_iterations_are_left_out_but_for_those_that_tell_something() -> Non
         (["--gpu", "T5", "train.py"], "gpumem: 'T5' is not a simulated GPU"),
         (["--steps", "0", "train.py"], "gpumem: argument --steps: '0' is no number of steps"),
         (["--steps", "x", "train.py"], "gpumem: argument --steps: 'x' is no number of steps"),
-        (["--seconds", "nan", "train.py"], "gpumem: argument --seconds: 'nan' is no number of s"),
+        (
+            ["--seconds", "nan", "train.py"],
+            "gpumem: argument --seconds: 'nan' is not a number of s",
+        ),
         (["--seconds", "-1", "train.py"], "gpumem: argument --seconds: "),
     ],
 )

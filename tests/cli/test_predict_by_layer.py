@@ -156,7 +156,7 @@ def test_the_table(gpumem: Command) -> None:
 def test_a_narrow_terminal_gets_fewer_columns(
     gpumem: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pytest_gpumem.cli.by_layer.terminal_width", lambda: 80)
+    monkeypatch.setattr("pytest_gpumem.cli.by_part.terminal_width", lambda: 80)
     _, lines = gpumem("net.py:model")
     assert max(map(len, lines)) <= 80
     assert lines[3].split()[:2] == ["layer", "output"]

@@ -137,7 +137,7 @@ def test_a_device_that_is_not_there(gpumem: Command, monkeypatch: pytest.MonkeyP
 def test_a_narrow_terminal_shortens_the_source(
     gpumem: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pytest_gpumem.cli.by_line.terminal_width", lambda: 80)
+    monkeypatch.setattr("pytest_gpumem.cli.by_part.terminal_width", lambda: 80)
     _, lines = gpumem("net.py:train")
     assert max(map(len, lines)) <= 80
     assert any("…" in line for line in lines)

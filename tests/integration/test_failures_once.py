@@ -89,6 +89,24 @@ def test_verbose_names_every_test_of_a_cause_with_its_number(project: Project) -
     )
 
 
+def test_a_failure_is_at_its_test(project: Project) -> None:
+    """Programs that read pytest's reports, and ``--tb=line``, name that place."""
+    body = """
+        @pytest.mark.gpumem(max="1KB")
+        def test_large():
+            torch.empty(1024, device="cuda")
+
+        def test_of_the_user():
+            pytest.fail("a sentence", pytrace=False)
+    """
+    project.write(test_places=body)
+
+    lines = project.run("--tb=line").outlines
+
+    places = [line.partition("test_places.py:") for line in lines if line.startswith("/")]
+    assert [place for *_, place in places] == ["4: +3.0 KiB over 1000 B", "9: Failed: a sentence"]
+
+
 def test_where_pytest_shows_no_failures_the_section_does(project: Project) -> None:
     prepare(project)
     result = project.run("--tb=no")

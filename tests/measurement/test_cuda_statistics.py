@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.measurement.statistics import CudaStatistics, Reading, clear_workspaces
+from pytest_gpumem.measurement.statistics import Bytes, CudaStatistics, Reading, clear_workspaces
 
 SMALL_SEGMENT = 2 * 1024**2
 WORKSPACE = 8_519_680
@@ -35,18 +35,16 @@ def test_a_harvest_reads_and_begins_new_peaks(statistics: CudaStatistics) -> Non
     empty(4096)
 
     assert statistics.harvest()[0] == Reading(
-        allocated=1024,
-        reserved=SMALL_SEGMENT,
-        peak_allocated=5120,
-        peak_reserved=SMALL_SEGMENT,
+        held=Bytes(1024, SMALL_SEGMENT),
+        peak=Bytes(5120, SMALL_SEGMENT),
         allocations=5120,
     )
-    assert statistics.harvest()[0].peak_allocated == kept.nbytes
+    assert statistics.harvest()[0].peak.allocated == kept.nbytes
 
 
 def test_every_harvest_is_told_to_all_listeners(statistics: CudaStatistics) -> None:
     heard: list[int] = []
-    statistics.listeners.append(lambda readings: heard.append(readings[0].peak_allocated))
+    statistics.listeners.append(lambda readings: heard.append(readings[0].peak.allocated))
 
     empty(512)
     statistics.harvest()
@@ -88,7 +86,7 @@ def test_torch_accelerator_s_entry_points_are_screened_too(
         monkeypatch.setattr(torch._C, "_accelerator_resetPeakStats", reset, raising=False)
         statistics = CudaStatistics()
         heard: list[int] = []
-        statistics.listeners.append(lambda readings: heard.append(readings[0].peak_allocated))
+        statistics.listeners.append(lambda readings: heard.append(readings[0].peak.allocated))
         with statistics.screened():
             empty(4096)
             statistics.harvest()
@@ -170,7 +168,7 @@ def test_the_cache_is_emptied(statistics: CudaStatistics) -> None:
     statistics.synchronize()
     statistics.empty_cache()
 
-    assert statistics.harvest()[0].reserved == 0
+    assert statistics.harvest()[0].held.reserved == 0
 
 
 def test_what_was_replaced_is_back_afterwards() -> None:

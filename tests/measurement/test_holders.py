@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.measurement.holders import holder_names
+from pytest_gpumem.measurement.leaks import holder_names
 from pytest_gpumem.measurement.statistics import Block
 
 PLACES = """

@@ -12,9 +12,8 @@ pytest.importorskip("markdown_it")
 from markdown_it import MarkdownIt
 
 from pytest_gpumem.echo import printable
-from pytest_gpumem.report.difference import difference_section
 from pytest_gpumem.report.github import workflow_commands
-from pytest_gpumem.report.markdown import document
+from pytest_gpumem.report.markdown import difference_section, document
 from pytest_gpumem.report.record import ReportedRun, TestRecord
 from tests.report.example_run import MIB, failing, measured, record
 

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from pytest_gpumem.report.junit import set_user_properties, user_properties
+from pytest_gpumem.report.record import set_user_properties, user_properties
 from tests.report.example_run import MIB, failing, measured, passing, phase, record
 
 

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from pytest_gpumem import run_script, simulate
 from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.device.simulated import SimulatedDevice
-from pytest_gpumem.script.entry import Script, process_as_it_was
-from pytest_gpumem.script.kept import kept_test
+from pytest_gpumem.script.entry import Script, kept_test, process_as_it_was
 from pytest_gpumem.script.measured import Run, run_measured
 from pytest_gpumem.script.stopping import StopError
 

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, is_view
 
 _parse: Any = torch._C._dispatch_key_parse
 KEY: Any = _parse("Fake")
 _SET = torch._C.DispatchKeySet(KEY)
 
-Follow = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Follow = Callable[[Any, Args, Kwargs], Any]
 """(operator, arguments, named arguments) -> its result."""
 
 _UNDECLARED = frozenset({"aten::_unsafe_view"})
@@ -42,36 +43,19 @@ _set_eval_frame: Any = _frames.set_eval_frame
 turns it off, as ``torch._dynamo.disable`` does."""
 
 
-def _skip_code(code: Any) -> None:
-    """Make Dynamo leave out ``code`` itself, by the name of torch 2.6 or of later ones."""
-    if hasattr(_frames, "skip_code"):
-        _frames.skip_code(code)
-    else:
-        skip = _frames._FrameAction.SKIP
-        _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(skip, skip))
-
-
 _NAMELESS = frozenset({"prim", "prims", "profiler"})
 """Namespaces without device kernels, or closed to other libraries."""
 
 
 @contextmanager
 def followed(follow: Follow) -> Iterator[None]:
-    """Call ``follow`` for every operator that is called inside.
-
-    By this thread, its backward passes, and the threads that Python code starts.
-    """
+    """Call ``follow`` for every operator inside, of this thread and those that it starts."""
     _register()
     patches = Patches()
     patches.add(threading.Thread, "start", _start_followed)
-    before, _Followed.by = _Followed.by, follow
-    patches.apply()
-    try:
-        with torch._C._IncludeDispatchKeyGuard(KEY):
-            yield
-    finally:
-        patches.undo()
-        _Followed.by = before
+    patches.add(_Followed, "by", staticmethod(follow))
+    with patches.applied(), torch._C._IncludeDispatchKeyGuard(KEY):
+        yield
 
 
 _start: Any = threading.Thread.start
@@ -110,7 +94,8 @@ def _register() -> None:
         if name not in _registered:
             _registered.add(name)
             namespace = schema.name.partition("::")[0]
-            if namespace not in _NAMELESS and not _is_view(schema):
+            has_kernel = not is_view(schema) and schema.name not in _UNDECLARED
+            if namespace not in _NAMELESS and has_kernel:
                 _library(namespace).impl(name, _passing(schema), "Fake")
 
 
@@ -118,11 +103,6 @@ def _library(namespace: str) -> torch.library.Library:
     if namespace not in _libraries:
         _libraries[namespace] = torch.library.Library(namespace, "IMPL")
     return _libraries[namespace]
-
-
-def _is_view(schema: Any) -> bool:
-    aliases = [each.alias_info for each in schema.returns]
-    return schema.name in _UNDECLARED or any(one and not one.is_write for one in aliases)
 
 
 def _passing(schema: Any) -> Callable[..., Any]:
@@ -144,5 +124,10 @@ def _passing(schema: Any) -> Callable[..., Any]:
         finally:
             _set_eval_frame(compiling)
 
-    _skip_code(run.__code__)
+    # Dynamo leaves out the function itself, by the name of torch 2.6 or of later ones.
+    if hasattr(_frames, "skip_code"):
+        _frames.skip_code(run.__code__)
+    else:
+        skip = _frames._FrameAction.SKIP
+        _frames.set_code_exec_strategy(run.__code__, _frames._FrameExecStrategy(skip, skip))
     return run

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pytest_gpumem.dry.values import sizes, sparse
+from pytest_gpumem.dry.values import sizes
 from pytest_gpumem.dry.values.dispatch import unseen
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
@@ -24,11 +24,10 @@ from pytest_gpumem.dry.values.reads import Reads
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import shown_operator
 from pytest_gpumem.simulated.common.raw import tensors_in
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, is_view, named
 from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
-
-Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _OWN = frozenset({"aten", "prim", "prims", "profiler", "quantized"})
@@ -49,12 +48,7 @@ class Execution:
     """The execution of operators on a dry device, with their values."""
 
     def __init__(
-        self,
-        memory: Memory,
-        storages: Storages,
-        values: DryValues,
-        reads: Reads,
-        graphs: Graphs,
+        self, memory: Memory, storages: Storages, values: DryValues, reads: Reads, graphs: Graphs
     ) -> None:
         self._memory = memory
         self._graphs = graphs
@@ -69,7 +63,7 @@ class Execution:
         """Make a lock for threads, whose operators are followed one after the other."""
         self._lock = threading.RLock()
 
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Run ``func`` and compute its values."""
         if torch._C._get_dispatch_mode(_FAKE) is not None:
             # A compiler traces it: there is no tensor, and shapes are all it has.
@@ -90,9 +84,7 @@ class Execution:
                 self._values.adopt(tensor for tensor in tensors if tensor.is_cuda)
             return handler(args, kwargs)
 
-    def _with_subclasses(
-        self, func: Any, kinds: set[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _with_subclasses(self, func: Any, kinds: set[Any], args: Args, kwargs: Kwargs) -> Any:
         """Leave ``func`` to tensors that handle operators themselves, as the next key would."""
         if torch._C._len_torch_dispatch_stack() or FakeTensor in kinds:
             with unseen():
@@ -106,143 +98,109 @@ class Execution:
     def _bind(self, func: Any) -> Handler:
         if func.namespace not in _OWN:
             return _Parts(func, self._graphs)
-        name = func._schema.name
         if _is_composite(func):
             return _Parts(func, None)
+        name = func._schema.name
         if name in _WRITES_NOTHING:
             return lambda args, kwargs: func(*args, **kwargs)
+        run = self._compute
         if name in _READS:
-            return self._reading(func)
-        if name in _COPIES:
-            return self._copying(func)
-        if name in _GROUPED:
-            return self._grouped(func)
-        if name in sparse.BY_NAME:
-            return self._sparse(func, sparse.BY_NAME[name])
-        if name in sizes.BY_NAME and "out" not in func._schema.overload_name:
-            return self._sized(func, sizes.BY_NAME[name])
-        return self._values.work.counting(func, self._computing(func))
+            run = self._read
+        elif name in _COPIES:
+            run = self._copy
+        elif name in _GROUPED:
+            run = self._multiply_groups
+        elif name in sizes.SPARSE:
+            run = self._make_sparse
+        elif name in sizes.NAMES and "out" not in func._schema.overload_name:
+            run = self._count
+        handler = partial(run, Operator.of(func))
+        return self._values.work.counting(func, handler) if run == self._compute else handler
 
-    def _computing(self, func: Any) -> Handler:
-        operator = Operator.of(func)
-        is_factory = any(each.name == "device" for each in func._schema.arguments)
-        values, storages = self._values, self._storages
-        follow = values.make if is_factory else values.follow
-        copies = operator.name in _ONLY_COPIES
-        aliases = [each.alias_info for each in func._schema.returns]
-        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+    def _compute(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator, and then its CPU kernel."""
+        values, func = self._values, operator.func
+        if self._storages.on_host and self._is_lost((args, kwargs)):
+            return self._of_lost(operator, args, kwargs)
+        if sizes.has_sparse(args) and not is_view(func._schema):
+            return self._of_sparse(operator, args, kwargs)
+        # A graph draws at its replay, and only the CPU before CUDA is initialized.
+        draws = operator.random and torch.cuda.is_initialized()
+        if draws and not torch.cuda.is_current_stream_capturing():
+            values.random.begin(values.generator_of(kwargs.get("generator")))
+        result = func(*args, **kwargs)
+        # Where tensors of a GPU, and of no other kind, are made or written to.
+        first = next((one for one in tensors_in((result, args)) if one.is_cuda), None)
+        if first is not None and first.__class__ in raw.PLAIN:
+            values.forget_dead()
+            if torch.cuda.is_current_stream_capturing():
+                self._graphs.add(operator, args, kwargs, result)
+            else:
+                with torch._C._DisableTorchDispatch():
+                    follow = values.make if operator.makes else values.follow
+                    follow(operator, args, kwargs, result)
+                    if operator.name not in _ONLY_COPIES:
+                        values.forget_copied(result, args, kwargs)
+        return result
 
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if storages.on_host and self._is_lost((args, kwargs)):
-                return self._of_lost(operator, args, kwargs)
-            if not is_view and sparse.is_among(args):
-                return self._of_sparse(operator, args, kwargs)
-            # A graph draws at its replay, and only the CPU before CUDA is initialized.
-            draws = operator.random and torch.cuda.is_initialized()
-            if draws and not torch.cuda.is_current_stream_capturing():
-                values.begin_drawing(kwargs.get("generator"))
-            result = func(*args, **kwargs)
-            if self._is_followed(result, args):
-                values.forget_dead()
-                if torch.cuda.is_current_stream_capturing():
-                    self._graphs.add(operator, args, kwargs, result)
-                else:
-                    with torch._C._DisableTorchDispatch():
-                        follow(operator, args, kwargs, result)
-                        if not copies:
-                            values.forget_copied(result, args, kwargs)
-            return result
+    def _count(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator whose kernel counts elements and returns the number to the host."""
+        if not any(tensor.is_cuda for tensor in tensors_in(args)):
+            return self._compute(operator, args, kwargs)
+        numbers = sizes.answers(self._values, operator, args, kwargs)
+        if numbers is None:
+            self._reads.refuse(f"{shown_operator(operator.name)}()")
+        with self._memory.answering(numbers):
+            return self._compute(operator, args, kwargs)
 
-        return handle
-
-    def _is_followed(self, result: Any, args: Any) -> bool:
-        """Return whether tensors of a GPU, and of no other kind, are made or written to."""
-        for tensor in tensors_in((result, args)):
-            if tensor.is_cuda:
-                return tensor.__class__ in raw.PLAIN
-        return False
-
-    def _sized(self, func: Any, answers: sizes.Answers) -> Handler:
-        """Handle an operator whose kernel counts elements and returns the number to the host."""
-        operator = Operator.of(func)
-        values = self._values
-        otherwise = self._computing(func)
-
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not any(tensor.is_cuda for tensor in tensors_in(args)):
-                return otherwise(args, kwargs)
-            numbers = answers(values, operator, args, kwargs)
-            if numbers is None:
-                self._reads.refuse(f"{shown_operator(operator.name)}()")
-            self._memory.answer(numbers or ())
-            try:
-                return otherwise(args, kwargs)
-            finally:
-                self._memory.answer(())
-
-        return handle
-
-    def _grouped(self, func: Any) -> Handler:
-        """Handle products of groups, whose ends torch reads on the host below capability 9.0.
+    def _multiply_groups(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Run products of groups, whose ends torch reads on the host below capability 9.0.
 
         Where they are not known, all groups get the same length: what is allocated does not depend
         on it, but an empty group's product would not be computed at all, without a workspace
         (``_grouped_mm_fallback`` in ATen/native/GroupedMMUtils.h, torch 2.9 to 2.15).
         """
-        otherwise = self._computing(func)
-        names = [argument.name for argument in func._schema.arguments]
-        values, memory = self._values, self._memory
+        memory = self._memory
+        ends = named(operator.func, args, kwargs).get("offs")
+        if ends is None or not ends.is_cuda or self._values.known(ends) is not None:
+            return self._compute(operator, args, kwargs)
+        place = (ends.data_ptr(), ends.numel() * ends.element_size())
+        first, second = args[:2]
+        # The groups divide the columns of the second, where the first has a matrix for each, its
+        # own rows where the second has, and else the dimension that is summed over.
+        whole = first.shape[-1] if second.dim() == 2 else first.shape[0]
+        whole, count = second.shape[-1] if first.dim() == 3 else whole, len(ends)
+        equal = torch.tensor([whole * (at + 1) // count for at in range(count)], device="cpu")
+        seen_by_cpu(place, ends.dtype).copy_(equal)
+        memory.know(place)
+        try:
+            return self._compute(operator, args, kwargs)
+        finally:
+            memory.forget(place)
 
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            ends = given.get("offs")
-            if ends is None or not ends.is_cuda or values.known(ends) is not None:
-                return otherwise(args, kwargs)
-            place = (ends.data_ptr(), ends.numel() * ends.element_size())
-            whole = sizes.of_groups(args[0], args[1])
-            count = len(ends)
-            equal = torch.tensor([whole * (at + 1) // count for at in range(count)], device="cpu")
-            seen_by_cpu(place, ends.dtype).copy_(equal)
-            memory.know(place)
-            try:
-                return otherwise(args, kwargs)
-            finally:
-                memory.forget(place)
+    def _make_sparse(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator that makes a sparse tensor of a size that depends on values."""
+        if not args[0].is_cuda:
+            return operator.func(*args, **kwargs)
+        parts = sizes.made_sparse(self._values, operator.name, args)
+        if parts is None:
+            self._reads.refuse(f"{shown_operator(operator.name)}()")
+        with self._memory.answering([parts[0].shape[1]]):
+            result = operator.func(*args, **kwargs)
+        for tensor, known in zip(sizes.parts_of(result), parts, strict=True):
+            if known is not None:
+                self._values.keep(tensor, known)
+        return result
 
-        return handle
-
-    def _sparse(self, func: Any, computed: sparse.Computed) -> Handler:
-        """Handle an operator that makes a sparse tensor of a size that depends on values."""
-        values, memory = self._values, self._memory
-
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not args[0].is_cuda:
-                return func(*args, **kwargs)
-            parts = computed(values, args)
-            if parts is None:
-                self._reads.refuse(f"{shown_operator(func._schema.name)}()")
-                raise AssertionError
-            memory.answer([parts[0].shape[1]])
-            try:
-                result = func(*args, **kwargs)
-            finally:
-                memory.answer(())
-            for tensor, known in zip(sparse.parts_of(result), parts, strict=True):
-                if known is not None:
-                    values.keep(tensor, known)
-            return result
-
-        return handle
-
-    def _of_sparse(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _of_sparse(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator of sparse tensors, and of dense ones beside them."""
         values = self._values
         captured = torch.cuda.is_current_stream_capturing()  # a replay would not compute it anew
-        made = None if captured else sparse.computed(values, operator, args, kwargs)
+        made = None if captured else sizes.of_sparse(values, operator, args, kwargs)
         result = operator.func(*args, **kwargs)
-        known = () if made is None else sparse.strided_of(made)
+        known = () if made is None else sizes.strided_of(made)
         for target in tensors_in(result):
-            parts = sparse.strided_of(target) if target.is_cuda else ()
+            parts = sizes.strided_of(target) if target.is_cuda else ()
             for at, part in enumerate(parts):
                 if len(known) == len(parts):
                     values.keep(part, known[at])
@@ -250,97 +208,75 @@ class Execution:
                     values.lost(part)
         return result
 
-    def _reading(self, func: Any) -> Handler:
-        """Handle an operator that returns a Python number."""
-        operator = Operator.of(func)
-        reads = self._reads
+    def _read(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator that returns a Python number.
 
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            first = args[0]
-            if not any(tensor.is_cuda for tensor in tensors_in(args)):
-                if self._storages.on_host and self._is_lost(args):
-                    return self._unknown(func, first, func(*args, **kwargs))
-                return func(*args, **kwargs)
+        An unknown one is returned if its caller detects that, else a stand-in.
+        """
+        reads, thread, compares = self._reads, self._reads.thread, operator.name in _COMPARISONS
+        if any(tensor.is_cuda for tensor in tensors_in(args)):
             for tensor in tensors_in(args):
                 self._values.write_facts(tensor)
-            if operator.name in _COMPARISONS:
-                known = self._values.computed(operator, args, kwargs)
-                self._memory.answer(() if known is None else [int(known)])
-            before = reads.thread.unknown
-            with reads.expected():
-                value = func(*args, **kwargs)
-            if reads.thread.unknown == before:
-                self._values.note_read_of(args)
+            known = self._values.computed(operator, args, kwargs) if compares else None
+            before = thread.unknown
+            numbers = () if known is None else [int(known)]
+            with reads.expected(), self._memory.answering(numbers):
+                value = operator.func(*args, **kwargs)
+            if thread.unknown == before:
+                self._values.note_read(args)
                 return value
-            reads.thread.unknown -= 1
-            return self._unknown(func, first, value)
-
-        return handle
-
-    def _unknown(self, func: Any, tensor: torch.Tensor, value: Any) -> Any:
-        """Return an unknown number if its caller detects that, else a stand-in."""
-        thread = self._reads.thread
-        thread.unknown += 1
+        else:
+            value = operator.func(*args, **kwargs)
+            if not self._storages.on_host or not self._is_lost(args):
+                return value
+            thread.unknown += 1
         if thread.expected:
             return value
-        if func._schema.name in _COMPARISONS:
-            self._reads.refuse(f"{shown_operator(func._schema.name)}()")
-        return self._reads.neutral(tensor, value, "item()")
+        if compares:
+            reads.refuse(f"{shown_operator(operator.name)}()")
+        return reads.neutral(args[0], value, "item()")
 
-    def _copying(self, func: Any) -> Handler:
-        """Handle ``copy_`` and ``_to_copy``: between host and GPU, and on each."""
-        otherwise = self._computing(func)
-        operator = Operator.of(func)
-        to_existing = func._schema.name == "aten::copy_"
-        values, reads, storages = self._values, self._reads, self._storages
-
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            source = args[1] if to_existing else args[0]
-            if not isinstance(source, torch.Tensor):
-                return otherwise(args, kwargs)
-            if to_existing:
-                on_device = args[0].is_cuda
-            else:
-                device = kwargs.get("device")
-                on_device = source.is_cuda if device is None else device.type == "cuda"
-            if source.is_cuda == on_device:
-                return otherwise(args, kwargs)
-            if source.layout is torch.sparse_coo:
-                result = func(*args, **kwargs)
-                if on_device:
-                    target = sparse.strided_of(args[0] if to_existing else result)
-                    for part, brought in zip(target, sparse.strided_of(source), strict=True):
-                        values.keep(part, brought)
-                return result
-            known = None if on_device else values.known(source)
-            before, is_expected = reads.thread.unknown, reads.thread.expected > 0
-            with reads.expected():
-                result = func(*args, **kwargs)
-            is_lost = not on_device and known is None
-            reads.thread.unknown = before + (is_lost and is_expected)
-            target = args[0] if to_existing else result
+    def _copy(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Run ``copy_`` or ``_to_copy``: between host and GPU, and on each."""
+        reads, thread = self._reads, self._reads.thread
+        to_existing = bool(operator.written)
+        source = args[1] if to_existing else args[0]
+        if not isinstance(source, torch.Tensor):
+            return self._compute(operator, args, kwargs)
+        if to_existing:
+            on_device = args[0].is_cuda
+        else:
+            device = kwargs.get("device")
+            on_device = source.is_cuda if device is None else device.type == "cuda"
+        if source.is_cuda == on_device:
+            return self._compute(operator, args, kwargs)
+        if source.layout is torch.sparse_coo:
+            result = operator.func(*args, **kwargs)
             if on_device:
-                self._brought(operator, args, kwargs, target, source)
-            elif known is not None:
-                target.copy_(known)
-                storages.forget_on_host(target)
-            else:
-                reads.made_up = True
-                storages.adopt_on_host(target)
+                target = sizes.strided_of(args[0] if to_existing else result)
+                for part, brought in zip(target, sizes.strided_of(source), strict=True):
+                    self._values.keep(part, brought)
             return result
+        known = None if on_device else self._values.known(source)
+        before, is_expected = thread.unknown, thread.expected > 0
+        with reads.expected():
+            result = operator.func(*args, **kwargs)
+        is_lost = not on_device and known is None
+        thread.unknown = before + (is_lost and is_expected)
+        target = args[0] if to_existing else result
+        if on_device:
+            self._bring(operator, args, kwargs, target)
+        elif known is not None:
+            target.copy_(known)
+            self._storages.forget_on_host(target)
+        else:
+            reads.made_up = True
+            self._storages.adopt_on_host(target)
+        return result
 
-        return handle
-
-    def _brought(
-        self,
-        operator: Operator,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: torch.Tensor,
-        source: torch.Tensor,
-    ) -> None:
+    def _bring(self, operator: Operator, args: Args, kwargs: Kwargs, target: torch.Tensor) -> None:
         """Record a copy from the host to ``target``."""
-        values = self._values
+        values, source = self._values, args[1 if operator.written else 0]
         if torch.cuda.is_current_stream_capturing():
             self._graphs.add(operator, args, kwargs, target)
         elif self._storages.is_on_host(source):
@@ -352,17 +288,16 @@ class Execution:
     def _is_lost(self, given: Any) -> bool:
         return any(map(self._storages.is_on_host, tensors_in(given)))
 
-    def _of_lost(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _of_lost(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator of CPU tensors, some of which hold unknown values."""
         func = operator.func
         if sizes.DATA_DEPENDENT & set(func.tags):
             self._reads.refuse(f"{shown_operator(operator.name)}()")
         result = func(*args, **kwargs)
-        if func in finite.QUESTIONS:
-            answer = finite.answer(self._values, func, args)
-            if answer is not None:
-                self._values.notes.note_finite()
-                return result.fill_(answer)
+        answer = self._values.if_finite(func, args) if operator.asks else None
+        if answer is not None:
+            self._values.notes.note_finite()
+            return result.fill_(answer)
         written = [args[at] for at, _ in operator.written if at < len(args)]
         for tensor in tensors_in((result, written)):
             if tensor.is_cuda:
@@ -373,10 +308,7 @@ class Execution:
 
 
 class _Parts:
-    """An operator composed of others that are followed: of another library, or of torch.
-
-    Results of a library's kernels are marked as unknown in ``graphs``.
-    """
+    """An operator composed of others that are followed; a library's results are unknown."""
 
     def __init__(self, func: Any, graphs: Graphs | None) -> None:
         self._func = func
@@ -384,7 +316,7 @@ class _Parts:
         self._graphs = None if is_python else graphs
         self._operator = Operator.of(func)
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
         """Run the kernel at the key below, not this one again."""
         func = self._func
         key = _COMPOSITE if _is_composite(func) else _key_of(args, kwargs)
@@ -397,15 +329,12 @@ class _Parts:
 
 
 def _is_composite(func: Any) -> bool:
-    """Return whether torch composes ``func`` of others in C++ on a GPU; a decomposition is none.
-
-    ``silu_backward`` and two others have a composition for other devices and a kernel for GPUs.
-    """
+    """Return whether torch composes ``func`` of others on a GPU, unlike ``silu_backward``."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(func.name(), _COMPOSITE.name) and not has_kernel(func.name(), "CUDA")
 
 
-def _key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _key_of(args: Args, kwargs: Kwargs) -> Any:
     """Return the backend that runs an operator of other libraries."""
     on_gpu = any(tensor.is_cuda for tensor in tensors_in((args, kwargs)))
     device = kwargs.get("device")

@@ -2,44 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import inspect
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FunctionType, ModuleType
+from typing import Any
 
 import torch
 
 from pytest_gpumem.dry.values.dispatch import followed
 from pytest_gpumem.dry.values.execution import Execution
-from pytest_gpumem.dry.values.frames import snapshots_without_own
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
-from pytest_gpumem.dry.values.launches import launches_seen
 from pytest_gpumem.dry.values.memory import Memory
 from pytest_gpumem.dry.values.reads import Reads
+from pytest_gpumem.simulated.common.patching import Patches, patched_when_imported
+from pytest_gpumem.simulated.common.raw import PLAIN, tensors_in
 from pytest_gpumem.simulated.machine.notes import Notes
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages
-from pytest_gpumem.simulated.machine.values.work import Work
+from pytest_gpumem.simulated.operators.described import base_function
+from pytest_gpumem.simulated.operators.triton_stores import Stores
+
+_LAUNCHERS = {
+    "triton.runtime.jit": "JITFunction",
+    "torch._inductor.runtime.triton_heuristics": "CachingAutotuner",
+}
+"""Classes whose ``run`` launches a kernel with tensors among its arguments, by module.
+
+Triton 3.2 to 3.9, torch 2.6 to 2.15.
+"""
+_OF_USER = "USER_AUTOTUNE"
+"""Kind of a user's own kernel in compiled code (``HeuristicType`` of runtime/hints.py)."""
+
+
+@contextmanager
+def launches_seen(values: DryValues, graphs: Graphs) -> Iterator[None]:
+    """Mark the tensors that Triton's kernels inside may write to as unknown in ``values``."""
+    stores = Stores()
+
+    def plan(patches: Patches, module: ModuleType) -> None:
+        kind = getattr(module, _LAUNCHERS[module.__name__])
+        run = kind.run
+
+        def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            result = run(kernel, *args, **kwargs)
+            name = getattr(getattr(kernel, "fn", None), "__name__", "of compiled code")
+            values.uncomputed = values.uncomputed or f"the Triton kernel {name}"
+            for tensor in tensors_in(_written(stores, kernel, args, kwargs)):
+                if tensor.__class__ in PLAIN and tensor.is_cuda:
+                    graphs.lost(tensor)
+            return result
+
+        patches.add(kind, "run", launch)
+
+    with patched_when_imported(dict.fromkeys(_LAUNCHERS, plan)):
+        yield
+
+
+def _written(stores: Stores, kernel: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Return the arguments that ``kernel`` may write to: all, where nothing tells.
+
+    Inductor drops the source of its kernels, but names their arguments by use: ``in_ptr0`` is only
+    read (``KernelArgs`` of torch/_inductor/codegen/common.py, torch 2.6 to 2.15).
+    """
+    function = base_function(kernel)
+    if isinstance(function, FunctionType):
+        names, written = list(inspect.signature(function).parameters), set(stores.of(kernel))
+    elif getattr(getattr(kernel, "heuristic_type", None), "name", _OF_USER) == _OF_USER:
+        return args, kwargs
+    else:
+        names = kernel.fn.arg_names
+        written = {name for name in names if not name.startswith("in_ptr")}
+        written |= set(kernel.mutated_arg_names)
+    if len(args) > len(names):
+        return args, kwargs
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return [given[name] for name in given.keys() & written]
+
+
+_OWN = os.path.join(os.path.dirname(__file__), "")  # noqa: PTH118, PTH120 - as frames write it
+_CALLED_BY_OWN = os.path.join("torch", "_ops.py")  # noqa: PTH118
+
+Frame = dict[str, Any]
+
+
+@contextmanager
+def snapshots_without_own() -> Iterator[None]:
+    """Leave the code that follows values out of the stacks of torch's snapshots inside.
+
+    Operators pass through Python on their way to the device (``dispatch.py``), and the allocator
+    keeps the stack of each allocation. The program's own line stands first again, as on a GPU.
+    """
+    taken = torch._C._cuda_memorySnapshot
+
+    def shortened(*args: Any) -> dict[str, Any]:
+        snapshot = taken(*args)
+        segments = snapshot.get("segments", [])
+        blocks = [block for segment in segments for block in segment["blocks"]]
+        traces = [entry for trace in snapshot.get("device_traces", []) for entry in trace]
+        holders = (*segments, *blocks, *traces)
+        # Entries of the same stack have one list between them.
+        stacks = {id(each["frames"]): each["frames"] for each in holders if each.get("frames")}
+        for frames in stacks.values():
+            frames[:] = _programs(frames)
+        return snapshot
+
+    patches = Patches()
+    patches.add(torch._C, "_cuda_memorySnapshot", shortened)
+    with patches.applied():
+        yield
+
+
+def _programs(frames: list[Frame]) -> list[Frame]:
+    """Return the frames, innermost first, that are neither of this folder nor called by it."""
+    kept: list[Frame] = []
+    is_own = False
+    for frame in reversed(frames):
+        name = frame["filename"]
+        if name.endswith(".py"):
+            is_own = name.startswith(_OWN) or (is_own and name.endswith(_CALLED_BY_OWN))
+            if is_own:
+                continue
+        kept.append(frame)
+    kept.reverse()
+    return kept
 
 
 class Follower:
     """A follower of the values of the tests on one device, one after the other."""
 
     def __init__(self, *, follows: bool, everything: bool) -> None:
-        self._notes = Notes()
+        self.notes = Notes()
+        """Notes for readers of the numbers of the present test."""
         self._storages = Storages()
         self._follows = follows
-        self._everything = everything
-        self._reads = Reads(
+        self.reads = Reads(
             self._storages,
-            self._notes,
-            lambda: self._values.uncomputed,
+            self.notes,
+            lambda read: self.values.refusal(read),
             followed=follows,
             everything=everything,
         )
-        self._memory = Memory(self._reads.unknown_read)
-        self._values = DryValues(self._memory, self._storages, self._notes, everything=everything)
-        self._graphs = Graphs(self._memory, self._values)
+        self._memory = Memory(self.reads.unknown_read)
+        self.values = DryValues(self._memory, self._storages, self.notes, everything=everything)
+        self._graphs = Graphs(self._memory, self.values)
         self._execution = Execution(
-            self._memory, self._storages, self._values, self._reads, self._graphs
+            self._memory, self._storages, self.values, self.reads, self._graphs
         )
         self._depth = 0
 
@@ -50,26 +160,20 @@ class Follower:
             yield
             return
         self._depth += 1
-        self._memory.begin(everything=self._everything, followed=self._follows)
-        self._values.resume()
+        self._memory.begin(everything=self.values.everything, followed=self._follows)
+        self.values.resume()
         try:
-            with self._reads.patched(), launches_seen(self._values, self._graphs):
+            with ExitStack() as inside:
+                inside.enter_context(self.reads.patched())
+                inside.enter_context(launches_seen(self.values, self._graphs))
                 if self._follows:
-                    with (
-                        followed(self._execution),
-                        snapshots_without_own(),
-                        self._graphs.replays_computed(),
-                    ):
-                        yield
-                else:
-                    yield
+                    inside.enter_context(followed(self._execution))
+                    inside.enter_context(snapshots_without_own())
+                    inside.enter_context(self._graphs.replays_computed())
+                yield
         finally:
             self._memory.end()
             self._depth -= 1
-
-    def moving(self, starts: Sequence[int]) -> Callable[[Mapping[int, torch.Tensor]], None]:
-        """Keep values over a change of addresses; see :meth:`DryValues.moving`."""
-        return self._values.moving(starts)
 
     def following(self) -> AbstractContextManager[None]:
         """Return a context in which values are followed, even where the test's are not."""
@@ -78,29 +182,10 @@ class Follower:
     def begin(self) -> None:
         """Begin a test."""
         self._memory.renew()
-        self._reads.begin()
-        self._values.begin()
-
-    @property
-    def work(self) -> Work:
-        """The work of computing all values of the present test."""
-        return self._values.work
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Notes for readers of the numbers."""
-        return tuple(self._notes.notes)
-
-    def note(self, sentence: str) -> None:
-        """Add ``sentence`` to the notes of the present test."""
-        self._notes.note(sentence)
-
-    @property
-    def decided(self) -> str | None:
-        """The decision of the present test by an unknown value; ``None`` for none."""
-        return self._reads.decided
+        self.reads.begin()
+        self.values.begin()
 
     @property
     def made_up(self) -> bool:
         """Whether the present test has read an unknown value."""
-        return self._reads.made_up or self._notes.granted
+        return self.reads.made_up or self.notes.granted

@@ -1,76 +1,94 @@
 """Values in CUDA graphs: unchanged while a graph is captured, computed at each replay.
 
-A graph is addresses. Operators are remembered with the places that they read and write, not with
-their tensors, so that memory is freed as on a GPU, and a replay runs their CPU kernels there again.
+A graph is addresses: a replay runs the CPU kernels of its operators at the same places again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from pytest_gpumem.dry.values.dispatch import unseen
-from pytest_gpumem.dry.values.known import DryValues, end_of
+from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.memory import Memory, Place, seen_by_cpu
 from pytest_gpumem.dry.values.random_numbers import share_state
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.common.raw import CPU
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.machine.values.views import (
-    Layout,
-    is_written,
-    layout_of,
-    layouts_in,
-    mapped,
-    view_of,
-)
-
-_REQUESTS = ("capture_begin", "capture_end", "replay")
+from pytest_gpumem.simulated.machine.values.recording import Recorder, View
+from pytest_gpumem.simulated.machine.values.views import view_of
 
 
-@dataclass(frozen=True)
-class _View(Layout):
-    """A tensor of captured work, and the place of its storage."""
+class _Recording(Recorder[Place]):
+    """The operators of one capture."""
 
-    storage: Place
+    def __init__(self, memory: Memory, values: DryValues) -> None:
+        super().__init__()
+        self._values = values
+        self._memory = memory
 
-    @property
-    def end(self) -> int:
-        """The first byte behind it, from the beginning of the storage; 0 without elements."""
-        return end_of(self) if self.shape.numel() else 0
+    def place_of(self, tensor: torch.Tensor) -> Place:
+        """Return the block that ``tensor`` lies in."""
+        return self._memory.place_of(tensor)
 
-    @property
-    def place(self) -> Place:
-        """The place of the tensor itself, from its first to its last element."""
-        first = self.offset * self.dtype.itemsize
-        return self.storage[0] + first, max(self.end - first, 0)
+    def generator_of(self, kwargs: Kwargs) -> torch.Generator:
+        """Return a generator with the state that a random operator draws from now."""
+        generator = self._values.generator_of(kwargs.get("generator"))
+        shared: torch.Generator = generator.graphsafe_get_state()
+        return shared
 
-    def seen(self) -> torch.Tensor:
-        """Return the memory as a CPU tensor."""
-        return view_of(seen_by_cpu(self.storage, self.dtype), self)
+    def memory(self, view: View[Place], *, is_read: bool) -> torch.Tensor | None:
+        """Return the memory of ``view``; ``None`` if it is not there, or unknown and read."""
+        place = _place_of(view)
+        if not self._memory.holds(place):
+            return None
+        is_known = self._memory.knows(place) or self._values.holds_at(view.place[0])
+        if is_read and place[1] and not is_known:
+            return None
+        return view_of(seen_by_cpu(view.place, view.layout.dtype), view.layout)
+
+    def run(
+        self, operator: Operator, args: Args, kwargs: Kwargs, generator: torch.Generator | None
+    ) -> Any:
+        """Return the result of a call, which draws from ``generator``."""
+        self._values.random.replayed = generator
+        return self._values.run(operator, args, kwargs)
+
+    def know(self, view: View[Place]) -> None:
+        """Mark the present content as the values of ``view``."""
+        self._values.replayed(view.place[0], known=True)
+        self._memory.know(_place_of(view))
+
+    blank = know
+
+    def forget(self, view: View[Place]) -> None:
+        """Mark the values of ``view`` as unknown."""
+        self._values.replayed(view.place[0], known=False)
+        self._memory.forget(_place_of(view))
+
+    def generators(self) -> list[torch.Generator]:
+        """Return the generators that operators draw from, each once."""
+        return list({step.generator: None for step in self.steps if step.generator is not None})
+
+    def merge_generators(self) -> None:
+        """Replace generators that have the same state by one of them."""
+        of_state: dict[Any, torch.Generator | None] = {None: None}
+        for generator in self.generators():
+            same = [other for other in of_state.values() if other and share_state(generator, other)]
+            of_state[generator] = same[0] if same else generator
+        self.steps = [replace(step, generator=of_state[step.generator]) for step in self.steps]
 
 
-@dataclass(frozen=True)
-class _Step:
-    operator: Operator | None
-    """``None`` for a kernel of which nothing is known but its targets."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
-    targets: tuple[_View, ...]
-    generator: torch.Generator | None = None
-    """One that has the state from which random numbers are drawn, whatever state the program's
-    generator has later."""
-
-    @property
-    def written(self) -> Sequence[_View]:
-        """All tensors that change."""
-        return *self.targets, *layouts_in(self.result, _View)
+def _place_of(view: View[Place]) -> Place:
+    """Return the place of the tensor itself, from its first to its last element."""
+    layout = view.layout
+    first = layout.offset * layout.dtype.itemsize
+    return view.place[0] + first, layout.end - first if layout.shape.numel() else 0
 
 
 class Graphs:
@@ -79,161 +97,52 @@ class Graphs:
     def __init__(self, memory: Memory, values: DryValues) -> None:
         self._memory = memory
         self._values = values
-        self._steps: WeakKeyDictionary[Any, list[_Step]] = WeakKeyDictionary()
-        self._under_way: list[list[_Step]] = []
+        self._recordings: WeakKeyDictionary[Any, _Recording] = WeakKeyDictionary()
+        self._under_way: list[_Recording] = []
 
     @contextmanager
     def replays_computed(self) -> Iterator[None]:
         """Compute the values of the graphs that run inside."""
-        patches = Patches()
-        kind = torch.cuda.CUDAGraph
-        for name in _REQUESTS:
-            patches.add(kind, name, self._handled(getattr(kind, name), name))
-        patches.apply()
-        try:
-            yield
-        finally:
-            patches.undo()
+        kind: Any = torch.cuda.CUDAGraph
+        capture_begin, capture_end, replay = kind.capture_begin, kind.capture_end, kind.replay
 
-    def _handled(self, function: Any, name: str) -> Any:
-        def begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            result = function(graph, *args, **kwargs)
-            self._under_way.append(self._steps.setdefault(graph, []))
-            self._under_way[-1].clear()
-            return result
+        def begin(graph: Any, *args: Any, **kwargs: Any) -> None:
+            capture_begin(graph, *args, **kwargs)
+            self._recordings[graph] = _Recording(self._memory, self._values)
+            self._under_way.append(self._recordings[graph])
 
-        def end(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            steps = self._steps.get(graph)
-            self._under_way = [other for other in self._under_way if other is not steps]
-            result = function(graph, *args, **kwargs)
-            with unseen():
-                _merge_generators(steps or [])
-            return result
+        def end(graph: Any) -> None:
+            recording = self._recordings.get(graph)
+            if recording in self._under_way:
+                self._under_way.remove(recording)
+            capture_end(graph)
+            if recording is not None:
+                with unseen():
+                    recording.merge_generators()
 
-        def replay(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            steps = self._steps.get(graph, [])
-            with self._values.random.replaying(_generators(steps)):
-                result = function(graph, *args, **kwargs)
+        def replayed(graph: Any) -> None:
+            recording = self._recordings.get(graph) or _Recording(self._memory, self._values)
+            with self._values.random.replaying(recording.generators()):
+                replay(graph)
                 with unseen(), torch.no_grad(), torch._C.DisableTorchFunction():
                     self._values.end()
-                    for step in steps:
-                        self._repeat(step)
-            return result
+                    recording.replay(computes=self._values.everything)
 
-        return {"capture_begin": begin, "capture_end": end, "replay": replay}[name]
+        patches = Patches()
+        patches.add(kind, "capture_begin", begin)
+        patches.add(kind, "capture_end", end)
+        patches.add(kind, "replay", replayed)
+        with patches.applied():
+            yield
 
-    def add(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def add(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Remember a call of a capture, whose results are unknown until it is replayed."""
-        if operator.moves_views or not self._under_way:
-            return
-        targets = tuple(self._described(tensor) for tensor in operator.targets(args, kwargs))
-        described = self._described
-        generator = None
-        if operator.random:
-            own = self._values.generator_of(kwargs.get("generator"))
-            generator = own.graphsafe_get_state()
-        self._under_way[-1].append(
-            _Step(
-                operator, described(args), described(kwargs), described(result), targets, generator
-            )
-        )
+        if self._under_way:
+            self._under_way[-1].add(operator, args, kwargs, result)
 
     def lost(self, tensor: torch.Tensor) -> None:
         """Forget the values of ``tensor``, to which a kernel writes unknown ones now, or later."""
         if not torch.cuda.is_current_stream_capturing():
             self._values.lost(tensor)
         elif self._under_way and tensor.layout is torch.strided:
-            self._under_way[-1].append(_Step(None, (), {}, None, (self._described(tensor),)))
-
-    def _described(self, value: Any) -> Any:
-        return mapped(value, self._part)
-
-    def _part(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if not value.is_cuda or value.layout is not torch.strided:
-                return value
-            return _View(*layout_of(value), self._memory.place_of(value))
-        return CPU if isinstance(value, torch.device) else value
-
-    def _repeat(self, step: _Step) -> None:
-        operator = step.operator
-        if operator is None or not self._values.everything:
-            self._forget(step.written)
-            return
-        if operator.blank:
-            for view in layouts_in(step.result, _View):
-                self._know(view)  # it may be written to in part
-            return
-        try:
-            spared = step.targets if operator.overwrites else ()
-            args, kwargs = self._real((step.args, step.kwargs), operator, spared)
-        except KeyError:  # a number that is not known
-            self._forget(step.written)
-            return
-        self._values.random.replayed = step.generator
-        computed = self._values.run(operator, args, kwargs)
-        if computed is None:
-            self._forget(step.written)
-            return
-        for target in step.targets:
-            self._know(target)
-        self._write(step.result, computed, {target.storage for target in step.targets})
-
-    def _real(self, value: Any, operator: Operator, spared: tuple[_View, ...]) -> Any:
-        """Return ``value`` with the CPU's tensors; raises ``KeyError`` for unknown numbers."""
-
-        def real(part: Any) -> Any:
-            if not isinstance(part, _View):
-                return part
-            is_read = part.end and not operator.shaped_like and part not in spared
-            if not self._memory.holds(part.place):
-                raise KeyError
-            if is_read and not self._is_known(part):
-                raise KeyError
-            return part.seen()
-
-        return mapped(value, real)
-
-    def _is_known(self, view: _View) -> bool:
-        return self._memory.knows(view.place) or self._values.holds_at(view.storage[0])
-
-    def _write(self, result: Any, computed: Any, written: set[Place]) -> None:
-        if isinstance(result, _View):
-            if result.storage in written or not self._memory.holds(result.place):
-                return
-            if is_written(result.seen(), computed):
-                self._know(result)
-            else:
-                self._forget((result,))
-        elif isinstance(result, (list, tuple)):
-            given = computed if isinstance(computed, (list, tuple)) else [None] * len(result)
-            for one, other in zip(result, given, strict=False):
-                self._write(one, other, written)
-
-    def _know(self, view: _View) -> None:
-        self._values.replayed(view.storage[0], known=True)
-        self._memory.know(view.place)
-
-    def _forget(self, views: Sequence[_View]) -> None:
-        for view in views:
-            self._values.replayed(view.storage[0], known=False)
-            self._memory.forget(view.place)
-
-
-def _generators(steps: Iterable[_Step]) -> list[torch.Generator]:
-    """Return the generators of ``steps``, each once."""
-    return list({step.generator: None for step in steps if step.generator is not None})
-
-
-def _merge_generators(steps: list[_Step]) -> None:
-    """Replace generators of ``steps`` that have the same state by one of them."""
-    of_state: dict[torch.Generator, torch.Generator] = {}
-    for generator in _generators(steps):
-        same = [other for other in of_state.values() if share_state(generator, other)]
-        of_state[generator] = same[0] if same else generator
-    steps[:] = [
-        replace(step, generator=of_state[step.generator]) if step.generator else step
-        for step in steps
-    ]
+            self._under_way[-1].wrote([tensor])

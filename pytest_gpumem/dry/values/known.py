@@ -10,27 +10,25 @@ import torch
 from pytest_gpumem.dry.values.memory import Memory, Place, seen_by_cpu
 from pytest_gpumem.dry.values.random_numbers import RandomNumbers
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.machine.dispatch import ThreadState
 from pytest_gpumem.simulated.machine.notes import Notes
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values.facts import Fact
 from pytest_gpumem.simulated.machine.values.finite import Infinity
-from pytest_gpumem.simulated.machine.values.kept import Range, Ranges
 from pytest_gpumem.simulated.machine.values.known import Values
-from pytest_gpumem.simulated.machine.values.views import Layout, device_tensors
+from pytest_gpumem.simulated.machine.values.views import layout_of, on_device
 from pytest_gpumem.sizes import MIB
 
 
 class DryValues(Values):
-    """The results of operators, written to memory that torch's own code reads.
+    """The results of operators, and read facts, written to memory that torch's own code reads."""
 
-    Facts on all elements at once (``facts``) are written when they are read.
-    """
+    lacking = "which a dry GPU does not have: no copy has brought it, and kernels compute nothing"
 
     def __init__(
         self, memory: Memory, storages: Storages, notes: Notes, *, everything: bool
     ) -> None:
-        super().__init__(storages, notes, _CurrentDevice(), everything=everything)
+        super().__init__(storages, notes, everything=everything)
         self._memory = memory
         self._places: dict[int, Place] = {}
         """Places of values known to the runtime, by key."""
@@ -38,7 +36,6 @@ class DryValues(Values):
         """Key of a block's storage and the block's number, by address."""
         self._passing: list[int] = []
         """Keys of storages without a block, whose death is not reported."""
-        self.ranges = _WatchedRanges(self)
         self.random = RandomNumbers()
         """The numbers that operators draw."""
 
@@ -53,16 +50,16 @@ class DryValues(Values):
             start, size = self._memory.place_of(tensor)
             if not size:
                 # No block, but numbers: it was made of the address of memory in a graph's pool.
-                size = end_of(tensor) if tensor.numel() else 0
+                size = layout_of(tensor).end if tensor.numel() else 0
                 if not size or self._memory.knows((start, size)):
                     self._bases[key] = seen_by_cpu((start, size), tensor.dtype)
                     self._passing.append(key)
                 continue
             # The end of a block belongs to no tensor: no copy writes it.
-            end = end_of(tensor)
+            end = layout_of(tensor).end
             all_but_end = max(end, size - 511)
             if self._memory.knows((start, end if _is_nearly(end, size) else all_but_end)):
-                self._hold_in(tensor, seen_by_cpu((start, size), tensor.dtype))
+                self._hold_at(tensor, (start, size))
 
     def end(self) -> None:
         """Forget dead storages, and those whose death is not reported."""
@@ -73,21 +70,22 @@ class DryValues(Values):
     def forget_dead(self) -> None:
         """Forget storages that have died since."""
         while (start := self._memory.dead()) is not None:
-            key, _ = self._watched.pop(start, (None, 0))
-            if key is not None:
-                self._places.pop(key, None)
-                self.forget(key)
+            self._died(start)
 
     def resume(self) -> None:
         """Forget storages that died while others received the deaths."""
-        for start, (key, number) in list(self._watched.items()):
+        for start, (_, number) in list(self._watched.items()):
             if self._memory.watch(start) != number:
-                del self._watched[start]
-                self._places.pop(key, None)
-                self.forget(key)
+                self._died(start)
+
+    def _died(self, start: int) -> None:
+        key, _ = self._watched.pop(start, (None, 0))
+        if key is not None:
+            self._places.pop(key, None)  # another block may have it
+            self.forget(key)
 
     def moving(self, starts: Iterable[int]) -> Callable[[Mapping[int, torch.Tensor]], None]:
-        """Keep the values of blocks at ``starts``, which are given back and taken elsewhere.
+        """Keep the values of blocks at ``starts``, which move.
 
         Returns a function of the tensors in these blocks, by the old addresses.
         """
@@ -96,24 +94,18 @@ class DryValues(Values):
         def moved(tensors: Mapping[int, torch.Tensor]) -> None:
             self.forget_dead()
             for start in watched:
-                self._moved(tensors[start])
+                tensor = tensors[start]
+                key, place = storage_key(tensor), self._memory.place_of(tensor)
+                if key in self._bases:
+                    self._hold_at(tensor, place, self._bases[key].dtype)
+                elif key in self._places:
+                    self._places[key] = place
+                self._watch(tensor)
 
         return moved
 
-    def _moved(self, tensor: torch.Tensor) -> None:
-        key = storage_key(tensor)
-        base = self._bases.get(key)
-        if base is not None:
-            self._hold_in(tensor, seen_by_cpu(self._memory.place_of(tensor), base.dtype))
-        elif key in self._places:
-            self._places[key] = self._memory.place_of(tensor)
-        self._watch(tensor)
-
     def adopt_whole(self, tensor: torch.Tensor, infinite: Infinity) -> bool:
-        """Record the values of ``tensor``, a copy's target; return whether all are known.
-
-        ``infinite`` is the infinity in the copied values.
-        """
+        """Record the values of ``tensor``, a copy's target; return whether all are known."""
         key = storage_key(tensor)
         if key in self._bases:
             return False
@@ -122,10 +114,6 @@ class DryValues(Values):
         if infinite:
             self._set_fact(tensor, Fact(infinite=infinite))
         return key in self._bases
-
-    def note_read_of(self, values: Iterable[Any]) -> None:
-        """Note the assumptions on ``values``, which are read."""
-        self._note_read(values)
 
     def lost(self, tensor: torch.Tensor) -> None:
         """Forget the values of ``tensor`` and of its storage."""
@@ -143,19 +131,16 @@ class DryValues(Values):
             self._memory.know(place)
             self._places[key] = place
 
-    def forget_copied(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def forget_copied(self, result: Any, args: Args, kwargs: Kwargs) -> None:
         """Forget what copies have brought to the new tensors of ``result``.
 
         Unless their values have been computed: an operator that copies an argument to its result
         has a kernel change that afterwards.
         """
-        made = [each for each in device_tensors(result, []) if storage_key(each) not in self._bases]
-        if not made:
-            return
-        given = {storage_key(each) for each in device_tensors((*args, *kwargs.values()), [])}
+        made = [each for each in on_device(result) if storage_key(each) not in self._bases]
+        given = self._blank.union(map(storage_key, on_device((args, kwargs)))) if made else ()
         for tensor in made:
-            key = storage_key(tensor)
-            if key not in given and key not in self._blank:
+            if storage_key(tensor) not in given:
                 self._memory.forget(self._memory.place_of(tensor))
 
     def forget(self, key: int) -> None:
@@ -164,10 +149,6 @@ class DryValues(Values):
         if place is not None:
             self._memory.forget(place)
         super().forget(key)
-
-    def watch(self, tensor: torch.Tensor) -> None:
-        """Forget the values of the storage of ``tensor`` when it dies."""
-        self._watch(tensor)
 
     def holds_at(self, start: int) -> bool:
         """Return whether the values of the storage at ``start`` are known."""
@@ -185,36 +166,29 @@ class DryValues(Values):
         else:
             self.forget(key)
 
-    def generator_of(self, given: torch.Generator | None) -> torch.Generator:
-        """Return ``given``, or the current device's own generator."""
-        return given or torch.cuda.default_generators[self._thread.current_index]
-
-    def begin_drawing(self, generator: torch.Generator | None) -> None:
-        """Set the generator of the next operator: ``generator``, or the current device's own."""
-        self.random.begin(self.generator_of(generator))
-
     def source_of(self, generator: torch.Generator) -> torch.Generator:
         """Return the CPU's generator that draws the numbers of ``generator``, one of a GPU."""
         return self.random.source_of(generator)
 
     def _put(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
-        held = seen_by_cpu(self._memory.place_of(tensor), tensor.dtype)
-        held[: base.numel()].copy_(base)
-        self._hold_in(tensor, held)
+        place = self._memory.place_of(tensor)
+        seen_by_cpu(place, tensor.dtype)[: base.numel()].copy_(base)
+        self._hold_at(tensor, place)
 
     def _put_blank(self, tensor: torch.Tensor) -> None:
-        self._hold_in(tensor, seen_by_cpu(self._memory.place_of(tensor), tensor.dtype))
+        self._hold_at(tensor, self._memory.place_of(tensor))
 
-    def _hold_in(self, tensor: torch.Tensor, held: torch.Tensor) -> None:
-        """Set ``held``, a view of the memory of ``tensor``, as the values of its storage."""
-        key = storage_key(tensor)
-        place = self._memory.place_of(tensor)
+    def _hold_at(
+        self, tensor: torch.Tensor, place: Place, dtype: torch.dtype | None = None
+    ) -> None:
+        """Take the memory at ``place`` for the values of the storage of ``tensor``."""
         if not place[1]:
             return  # without elements, which :meth:`adopt` handles
-        self.put(key, held)
+        key = storage_key(tensor)
+        self.put(key, seen_by_cpu(place, dtype or tensor.dtype))
         self._places[key] = place
         self._memory.know(place)
-        self._watch(tensor)
+        self._watch_at(place, key)
 
     def _keeps(self, tensor: torch.Tensor) -> bool:
         has_block = not tensor.numel() or self._memory.place_of(tensor)[1] > 0
@@ -230,19 +204,12 @@ class DryValues(Values):
 
     def _watch(self, tensor: torch.Tensor) -> None:
         # No Python object of the storage: that would be one more owner (``storage_key``).
-        start, size = self._memory.place_of(tensor)
+        self._watch_at(self._memory.place_of(tensor), storage_key(tensor))
+
+    def _watch_at(self, place: Place, key: int) -> None:
+        start, size = place
         if size and start not in self._watched:
-            self._watched[start] = storage_key(tensor), self._memory.watch(start)
-
-
-def end_of(tensor: torch.Tensor | Layout) -> int:
-    """Return where ``tensor`` ends, in bytes from the beginning of its storage."""
-    steps = (
-        max(size - 1, 0) * stride
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    last = int(tensor.storage_offset()) + sum(steps) + 1
-    return last * tensor.dtype.itemsize
+            self._watched[start] = key, self._memory.watch(start)
 
 
 def _is_nearly(size: int, block: int) -> bool:
@@ -253,25 +220,3 @@ def _is_nearly(size: int, block: int) -> bool:
     """
     left = block - size
     return left < 512 or (size > MIB and left <= MIB)
-
-
-class _CurrentDevice(ThreadState):
-    """The current device, which torch itself keeps."""
-
-    @property
-    def current_index(self) -> int:  # type: ignore[override]  # it is not set here
-        """The current device by ``cudaGetDevice``."""
-        return torch.cuda.current_device()
-
-
-class _WatchedRanges(Ranges):
-    """Ranges that end with their storage."""
-
-    def __init__(self, values: DryValues) -> None:
-        super().__init__()
-        self._values = values
-
-    def remember(self, tensor: torch.Tensor, found: Range) -> None:
-        """Record the range of ``tensor`` until its storage dies."""
-        super().remember(tensor, found)
-        self._values.watch(tensor)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,10 +53,7 @@ class Memory:
         self._told = _OnUnknownRead(told_in_c)
 
     def begin(self, *, everything: bool, followed: bool) -> None:
-        """Listen to reads from now on; with ``everything``, copies of any size bring values.
-
-        Where operators are ``followed``, copies on the device outlast the next kernel.
-        """
+        """Listen to reads from now on; with ``everything``, copies of any size bring values."""
         _listening.append((self._told, everything, followed))
         self._listen()
 
@@ -103,10 +101,7 @@ class Memory:
         return start, int(self._block(start))
 
     def watch(self, start: int) -> int:
-        """Make :meth:`dead` return the block at ``start`` once it has been freed.
-
-        Returns the number of the block, 0 where there is none.
-        """
+        """Make :meth:`dead` return the block at ``start`` once freed; return its number, or 0."""
         return int(self._watch(start))
 
     def dead(self) -> int | None:
@@ -114,13 +109,14 @@ class Memory:
         found: int | None = self._dead()
         return found
 
-    def answer(self, numbers: Sequence[int]) -> int:
-        """Set ``numbers`` as the results of the thread's next reads of unknown values, in order.
-
-        Returns how many of the earlier ones have not been read.
-        """
-        given = (ctypes.c_int64 * len(numbers))(*numbers)
-        return int(self._answer(given, len(numbers)))
+    @contextmanager
+    def answering(self, numbers: Sequence[int]) -> Iterator[None]:
+        """Give ``numbers`` to the thread's next reads of unknown values inside, in order."""
+        self._answer((ctypes.c_int64 * len(numbers))(*numbers), len(numbers))
+        try:
+            yield
+        finally:
+            self._answer(None, 0)
 
 
 def seen_by_cpu(place: Place, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,15 +21,8 @@ from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import base
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.storages import Storages
-from pytest_gpumem.simulated.machine.values.assumptions import (
-    FINITE,
-    drawn_seed,
-    taken_for_granted,
-)
-from pytest_gpumem.simulated.machine.values.neutral import (
-    NeutralFloat,
-    neutral_integers,
-)
+from pytest_gpumem.simulated.machine.values.assumptions import FINITE, taken_for_granted
+from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat, neutral_integers
 from pytest_gpumem.values.errors import UnknownValueError
 
 MOST_DECIDED_BY = 1 << 20
@@ -70,12 +63,12 @@ class Reads:
         self,
         storages: Storages,
         notes: Notes,
-        uncomputed: Callable[[], str | None],
+        refusal: Callable[[str], str],
         *,
         followed: bool,
         everything: bool,
     ) -> None:
-        """Keep ``uncomputed``, which names the first call that the CPU could not compute."""
+        """Keep ``refusal``, which returns the error for a read: :meth:`DryValues.refusal`."""
         self.thread = ThreadReads()
         self.decided: str | None = None
         """The reason why the present run is invalid: it decides by an unknown value."""
@@ -83,26 +76,22 @@ class Reads:
         """Whether an unknown number has been read."""
         self._storages = storages
         self._notes = notes
-        self._uncomputed = uncomputed
+        self._refusal = refusal
         self._followed = followed
         self._everything = everything
         self._interrupted: dict[int, type[BaseException]] = {}
         self._patches = Patches()
-        self._add_patches()
-
-    def _add_patches(self) -> None:
         # Functions, not methods of this object, which would not receive their tensor.
         replaced: dict[str, Callable[..., Any]] = {
             "item": lambda tensor: self._read(_item, tensor, "item()"),
             "__bool__": lambda tensor: self._condition(tensor),
             "tolist": lambda tensor: self._list(tensor),
-            "numpy": lambda tensor, **kwargs: self._numpy(tensor, **kwargs),
-            "__array__": lambda tensor, *args, **kwargs: self._array(tensor, *args, **kwargs),
+            "numpy": self._unless_lost(_numpy),
+            "__array__": self._unless_lost(_array),
             **{name: self._number(name) for name in _NUMBERS},
         }
-        if not self._followed:
-            for name in ("cpu", "to"):
-                replaced[name] = self._to_host(base(name), f"{name}()")
+        if not followed:
+            replaced |= {name: self._to_host(base(name), f"{name}()") for name in ("cpu", "to")}
         for name, function in replaced.items():
             # Dynamo traces torch's own method where the name is one (is_bound_tensor_method of
             # torch/_dynamo/utils.py, 2.6 to 2.15), and else this function.
@@ -112,12 +101,14 @@ class Reads:
     @contextmanager
     def patched(self) -> Iterator[None]:
         """Check inside whether the values that tensors return are known."""
-        self._patches.apply()
         try:
-            yield
+            with self._patches.applied():
+                yield
         finally:
-            self._patches.undo()
-            self._take_back()
+            # Errors of threads that have not come back to Python are taken back.
+            while self._interrupted:
+                thread, _ = self._interrupted.popitem()
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 
     def begin(self) -> None:
         """Begin a test."""
@@ -137,10 +128,7 @@ class Reads:
             self.thread.expected -= 1
 
     def unknown_read(self, size: int) -> type[BaseException] | None:
-        """Handle a read of ``size`` unknown bytes, reported by the runtime.
-
-        Returns the error that the thread is to raise.
-        """
+        """Handle a read of ``size`` unknown bytes; return the error that the thread is to raise."""
         self.thread.unknown += 1
         if self.thread.expected:
             return None
@@ -150,37 +138,24 @@ class Reads:
                 "torch's own code" if size <= MOST_DECIDED_BY else "a copy to the host"
             )
             return None
-        return self._interrupt(self.refusal(f"a read in torch's own code at {_where()}"))
+        sentence = self._refusal(f"a read in torch's own code at {_where()} depends on")
+        self.decided = self.decided or sentence
+        # Raised as soon as the thread is back in Python.
+        kind = type("UnknownValueError", (_UnknownError,), {"sentence": sentence})
+        self._interrupted[threading.get_ident()] = kind
+        return kind
 
-    def refuse(self, read: str) -> None:
+    def refuse(self, read: str) -> NoReturn:
         """Raise :class:`UnknownValueError` for ``read``, and record it."""
-        sentence = self.refusal(f"{read} at {_where()}")
+        sentence = self._refusal(f"{read} at {_where()} depends on")
         self.decided = self.decided or sentence
         raise UnknownValueError(sentence)
-
-    def refusal(self, read: str) -> str:
-        """Return the sentence that ``read``, with its line, is of an unknown value."""
-        depends = f"{read} depends on a value of a CUDA tensor"
-        uncomputed = self._uncomputed()
-        if uncomputed is not None:
-            return (
-                f"{depends} that is not known, because {uncomputed} cannot be computed on the CPU"
-            )
-        if self._everything:
-            return f"{depends} that is not known: nothing has written it"
-        return (
-            f"{depends}, which a dry GPU does not have: no copy has brought it, and kernels "
-            f"compute nothing"
-        )
 
     def neutral(self, tensor: torch.Tensor, value: Any, read: str) -> Any:
         """Return the result of ``read`` of an unknown number; raises :class:`UnknownValueError`."""
         self.made_up = True
-        if not tensor.dtype.is_floating_point:
-            seed = drawn_seed(torch.cuda.current_device()) if read == "item()" else None
-            return self.refuse(read) if seed is None else seed
-        if self._everything:
-            return self.refuse(read)
+        if self._everything or not tensor.dtype.is_floating_point:
+            self.refuse(read)
         self._note_first(read)
         return value
 
@@ -193,15 +168,16 @@ class Reads:
                 always=True,
             )
 
-    def _read(self, read: Callable[..., Any], tensor: torch.Tensor, name: str) -> Any:
-        thread = self.thread
-        before = thread.unknown
-        thread.expected += 1
-        try:
+    def _known(self, read: Callable[..., Any], tensor: torch.Tensor) -> tuple[Any, _Truth]:
+        """Return what ``read`` returns of ``tensor``, and whether that is known."""
+        before = self.thread.unknown
+        with self.expected():
             value = read(tensor)
-        finally:
-            thread.expected -= 1
-        if thread.unknown == before and not self._is_outdated(tensor):
+        return value, self.thread.unknown == before and not self._is_outdated(tensor)
+
+    def _read(self, read: Callable[..., Any], tensor: torch.Tensor, name: str) -> Any:
+        value, is_known = self._known(read, tensor)
+        if is_known:
             return value
         if sys._getframe(2).f_globals.get("__name__") == _SCALER:
             self.made_up = True
@@ -216,10 +192,8 @@ class Reads:
         return lambda tensor: self._read(read, tensor, shown)
 
     def _condition(self, tensor: torch.Tensor) -> _Truth:
-        before = self.thread.unknown
-        with self.expected():
-            answer = _bool(tensor)
-        if self.thread.unknown == before and not self._is_outdated(tensor):
+        answer, is_known = self._known(_bool, tensor)
+        if is_known:
             return _Truth(answer)
         self.made_up = True
         asking = sys._getframe(2)
@@ -227,33 +201,28 @@ class Reads:
         if granted is None:
             module = str(asking.f_globals.get("__name__", ""))
             self.refuse(f"bool() in {module}" if module.startswith("torch.") else "bool()")
-        assert granted is not None
         self._notes.note(granted[1])
         return granted[0]
 
     def _list(self, tensor: torch.Tensor) -> Any:
-        before = self.thread.unknown
-        with self.expected():
-            found = _tolist(tensor)
-        if (
-            self.thread.unknown == before
-            and not self._is_lost(tensor)
-            and not self._is_outdated(tensor)
-        ):
+        found, is_known = self._known(_tolist, tensor)
+        if is_known and not self._storages.is_on_host(tensor):
             return found
-        return (
-            neutral_integers(tensor.shape) if self._has_integers(tensor) else self._none("tolist()")
-        )
+        self.made_up = True
+        dtype = tensor.dtype
+        if self._everything or dtype is torch.bool or dtype.is_floating_point or dtype.is_complex:
+            self.refuse("tolist()")
+        self._note_first("tolist()")
+        return neutral_integers(tensor.shape) if tensor.dim() else self.refuse("tolist()")
 
-    def _numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
-        return self._none("numpy()") if self._is_lost(tensor) else _numpy(tensor, **kwargs)
+    def _unless_lost(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        def array(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._storages.is_on_host(tensor):  # of unknown values
+                self.made_up = True
+                self.refuse("numpy()")
+            return read(tensor, *args, **kwargs)
 
-    def _array(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self._none("numpy()") if self._is_lost(tensor) else _array(tensor, *args, **kwargs)
-
-    def _is_lost(self, tensor: torch.Tensor) -> _Truth:
-        """Return whether ``tensor`` is a CPU tensor of unknown values."""
-        return self._storages.is_on_host(tensor)
+        return array
 
     def _is_outdated(self, tensor: torch.Tensor) -> _Truth:
         """Return whether kernels may have changed ``tensor`` since a copy brought its values.
@@ -277,31 +246,6 @@ class Reads:
             return found
 
         return copied
-
-    def _has_integers(self, tensor: torch.Tensor) -> _Truth:
-        dtype = tensor.dtype
-        if self._everything or dtype is torch.bool or dtype.is_floating_point or dtype.is_complex:
-            return False
-        self.made_up = True
-        self._note_first("tolist()")
-        return tensor.dim() > 0
-
-    def _none(self, read: str) -> Any:
-        self.made_up = True
-        self.refuse(read)
-
-    def _interrupt(self, sentence: str) -> type[BaseException]:
-        """Return an error for this thread, to be raised as soon as it is back in Python."""
-        self.decided = self.decided or sentence
-        kind = type("UnknownValueError", (_UnknownError,), {"sentence": sentence})
-        self._interrupted[threading.get_ident()] = kind
-        return kind
-
-    def _take_back(self) -> None:
-        """Cancel pending errors of threads that have not come back to Python."""
-        while self._interrupted:
-            thread, _ = self._interrupted.popitem()
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 
 
 def _where() -> str:

@@ -1,60 +1,66 @@
 """Operators whose kernels return the number of elements found to the host, and these numbers.
 
-Each function returns the numbers that torch's own code then reads, in order; ``None`` where
-deciding values are unknown. Where a kernel returns nothing, the sequence is empty.
-
 Source, torch 2.6 to 2.15: aten/src/ATen/native/cuda/Nonzero.cu (nonzero_cuda_out_impl),
 Unique.cu (compute_unique, unique_dim_cuda_template), Repeat.cu and native/Repeat.cpp
 (repeat_interleave_common), native/IndexingUtils.h (expandTensors), cuda/IndexKernel.cpp
 (masked_select_out_cuda_impl), cuda/SummaryOps.cu (_bincount_cuda_template, _histc_cuda_template),
-native/sparse/cuda/SparseCUDATensor.cu (coalesce_sparse_cuda), native/Distributions.cpp
-(multinomial_out).
+native/Distributions.cpp (multinomial_out); of sparse tensors, native/sparse/cuda/
+SparseCUDATensor.cu (_coalesce_sparse_cuda reads how many indices differ) and
+native/TensorConversions.cpp (dense_to_sparse takes ``nonzero``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from pytest_gpumem.simulated.common.raw import tensors_in
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.operator import Operator
-
-Answers = Callable[[Values, Operator, tuple[Any, ...], dict[str, Any]], "Sequence[int] | None"]
 
 DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 _MASKS = (torch.bool, torch.uint8)
+_INDEXING = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_")
+_ALONG = ("unique_dim", "unique_dim_consecutive")
+_COUNTING = (
+    *("nonzero", "_unique", "_unique2", "unique_consecutive", "repeat_interleave", "bincount"),
+    *("masked_select", "multinomial"),
+)
+NAMES = frozenset(f"aten::{name}" for name in (*_COUNTING, *_ALONG, *_INDEXING))
 
 
-def _length(
-    values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    """Return the length of the first result."""
+def answers(values: Values, operator: Operator, args: Args, kwargs: Kwargs) -> Sequence[int] | None:
+    """Return the numbers that torch's own code then reads, in order.
+
+    ``None`` where deciding values are unknown. Where a kernel returns nothing, there are none.
+    """
+    name = operator.name.removeprefix("aten::")
+    if name in _INDEXING:
+        return _counted(values, args[1])
+    if name == "masked_select":
+        tensor, mask = args[:2]
+        return _counted(values, [mask.expand(torch.broadcast_shapes(tensor.shape, mask.shape))])
+    if name == "multinomial":
+        return [1, 0]  # the probabilities are valid, and not all of them zero
+    if name in ("repeat_interleave", "bincount"):
+        if kwargs.get("output_size") is not None or (name == "bincount" and not args[0].numel()):
+            return []
+        known = values.known(args[0])
+        if known is None:
+            return None
+        if name == "bincount":
+            return [int(known.min()), int(known.max())]
+        # Up to 2.13 it then checks that none is negative.
+        return [int(known.sum()), int((known >= 0).all())]
     computed = values.computed(operator, args, kwargs)
     if computed is None:
         return None
     first = computed if isinstance(computed, torch.Tensor) else computed[0]
-    return [first.shape[0]]
-
-
-def _length_along(
-    values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    """Return the length of ``unique_dim``'s result in the dimension that it compares."""
-    computed = values.computed(operator, args, kwargs)
-    return None if computed is None else [computed[0].shape[args[1]]]
-
-
-def _repeated(
-    values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    if kwargs.get("output_size") is not None:
-        return []
-    known = values.known(args[0])
-    # Up to 2.13 it then checks that none is negative.
-    return None if known is None else [int(known.sum()), int((known >= 0).all())]
+    return [first.shape[args[1] if name in _ALONG else 0]]
 
 
 def _counted(values: Values, masks: Sequence[Any]) -> Sequence[int] | None:
@@ -70,60 +76,68 @@ def _counted(values: Values, masks: Sequence[Any]) -> Sequence[int] | None:
     return counts
 
 
-def _indexed(
-    values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    return _counted(values, args[1])
+Parts = tuple[torch.Tensor, "torch.Tensor | None"]
+"""Indices, and values where they are known, on the CPU."""
+
+SPARSE = frozenset({"aten::_coalesce", "aten::_to_sparse"})
 
 
-def _selected(
-    values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    tensor, mask = args[:2]
-    shape = torch.broadcast_shapes(tensor.shape, mask.shape)
-    return _counted(values, [mask.expand(shape)])
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices and values of a sparse tensor."""
+    return torch.ops.aten._indices(tensor), torch.ops.aten._values(tensor)
 
 
-def _binned(
-    values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    if not args[0].numel():
-        return []
-    known = values.known(args[0])
-    return None if known is None else [int(known.min()), int(known.max())]
+def strided_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors with memory that ``tensor`` has: itself if dense, none if compressed."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    return parts_of(tensor) if tensor.layout is torch.sparse_coo else ()
 
 
-def _valid(
-    values: Values, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Sequence[int] | None:
-    """Return the checks of valid probabilities, not all of them zero."""
-    return [1, 0]
+def made_sparse(values: Values, name: str, args: Args) -> Parts | None:
+    """Return the result of the operator ``name``; ``None`` where deciding values are unknown."""
+    if name == "aten::_to_sparse":
+        known = values.known(args[0])
+        made = None if known is None else torch.ops.aten._to_sparse(known, *args[1:])
+        return None if made is None or made.layout is not torch.sparse_coo else parts_of(made)
+    indices, elements = map(values.known, parts_of(args[0]))
+    if indices is None:
+        return None
+    ones = torch.ones(indices.shape[1], device="cpu") if elements is None else elements
+    made = torch.sparse_coo_tensor(
+        indices, ones, args[0].shape, is_coalesced=False, check_invariants=False
+    ).coalesce()
+    return made.indices(), None if elements is None else made.values()
 
 
-_INDEXING = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_")
-
-BY_NAME: dict[str, Answers] = {
-    "aten::nonzero": _length,
-    "aten::_unique": _length,
-    "aten::_unique2": _length,
-    "aten::unique_consecutive": _length,
-    "aten::unique_dim": _length_along,
-    "aten::unique_dim_consecutive": _length_along,
-    "aten::repeat_interleave": _repeated,
-    "aten::masked_select": _selected,
-    "aten::bincount": _binned,
-    "aten::multinomial": _valid,
-    **{f"aten::{name}": _indexed for name in _INDEXING},
-}
+def has_sparse(args: tuple[Any, ...]) -> bool:
+    """Return whether one of an operator's tensors is a sparse one of a GPU."""
+    return any(
+        isinstance(one, torch.Tensor) and one.layout is torch.sparse_coo and one.is_cuda
+        for one in args
+    )
 
 
-def of_groups(first: torch.Tensor, second: torch.Tensor) -> int:
-    """Return the length of the dimension that the groups of a grouped product divide.
-
-    Rows of ``first`` where each group has a matrix of ``second``, columns of ``second`` where each
-    has one of ``first``, and the dimension that is summed over where both are matrices
-    (``_grouped_mm`` in torch/nn/functional.py).
-    """
-    if first.dim() == 3:
-        return int(second.shape[-1])
-    return int(first.shape[-1] if second.dim() == 2 else first.shape[0])
+def of_sparse(
+    values: Values, operator: Operator, args: Args, kwargs: Kwargs
+) -> torch.Tensor | None:
+    """Return what the CPU makes of sparse tensors and dense ones, ``None`` if it is unknown."""
+    known: list[Any] = []
+    for one in args:
+        if not isinstance(one, torch.Tensor) or not one.is_cuda:
+            known.append(one)
+            continue
+        parts = [values.known(part) for part in strided_of(one)]
+        found = [part.clone() for part in parts if part is not None]
+        if not found or len(found) < len(parts):
+            return None
+        if one.layout is torch.sparse_coo:
+            like: dict[str, Any] = {"is_coalesced": one.is_coalesced(), "check_invariants": False}
+            found = [torch.sparse_coo_tensor(found[0], found[1], one.shape, **like)]
+        known.append(found[0])
+    if kwargs.get("device") is not None or any(
+        each.is_cuda for each in tensors_in((known, kwargs))
+    ):
+        return None
+    made = values.run(operator, known, kwargs)
+    return made if isinstance(made, torch.Tensor) else None

@@ -10,7 +10,7 @@ import json
 import re
 import zlib
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
@@ -28,13 +28,8 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("uPlot.iife.min.js", "d3-hierarchy.min.js")
 DRAWING = (
-    "format.js",
-    "bars.js",
-    "grids.js",
-    "treemap.js",
-    "sampling.js",
-    "chart.js",
-    "segments.js",
+    *("format.js", "bars.js", "grids.js", "treemap.js"),
+    *("sampling.js", "chart.js", "segments.js"),
 )
 """Scripts that all pages use for drawing."""
 TESTS = (*DRAWING, "timeline.js", "trend.js", "usage.js", "detail.js", "table.js")
@@ -48,31 +43,33 @@ _UNUSUAL = re.compile(r'\\[^"]|\x7f')
 
 
 def render(
-    records: Sequence[TestRecord],
-    past: Past | None = None,
-    usage: Sequence[Mapping[str, Any]] = (),
+    records: Sequence[TestRecord], past: Past | None = None, usage: Sequence[Mapping[str, Any]] = ()
 ) -> str:
     """Return the page of ``records``, to be written as UTF-8; no name in them can break it."""
     ordered = sorted(records, key=lambda record: record.nodeid)
     overview = {**overview_of(ordered, TOGETHER, past), "usage": list(usage)}
-    return assembled("page.html", TESTS, overview, _packed(ordered))
-
-
-def render_recording(data: Any, packed: Iterable[str]) -> str:
-    """Return the page of the data of :func:`~pytest_gpumem.report.html.recording.recording_of`."""
-    return assembled("recording.html", RECORDING, shown(data), packed)
+    packed = []
+    for begin in range(0, len(ordered), TOGETHER):
+        text = compact(list(map(detail_of, ordered[begin : begin + TOGETHER])))
+        packed.append(b64encode(zlib.compress(text.encode("ascii"))).decode("ascii"))
+    return assembled("page.html", TESTS, overview, packed)
 
 
 def assembled(template: str, scripts: Sequence[str], data: Any, packed: Iterable[str]) -> str:
     """Return the page with ``scripts`` and ``data``, and ``packed`` texts for later use."""
     libraries = "\n".join(_file(f"vendor/{name}") for name in LIBRARIES)
     script = "\n".join(["'use strict';", *map(_file, scripts)])
+    digests = (sha256(one.encode()).digest() for one in (libraries, script))
+    hashes = " ".join(f"'sha256-{b64encode(digest).decode()}'" for digest in digests)
+    # Nothing in the JSON can end its script element.
+    text = compact(data).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     parts = {
-        "policy": _policy(libraries, script),
+        "policy": f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
+        "img-src data:",
         "style": "\n".join(map(_file, STYLES)),
         "libraries": libraries,
         "script": script,
-        "overview": embedded(data),
+        "overview": text,
         "details": "\n".join(
             f'<script type="text/plain" class="details">{text}</script>' for text in packed
         ),
@@ -81,12 +78,6 @@ def assembled(template: str, scripts: Sequence[str], data: Any, packed: Iterable
     page = _file(template).split("@@")
     page[1::2] = [parts[name] for name in page[1::2]]
     return "".join(page)
-
-
-def embedded(data: Any) -> str:
-    """Return ``data`` as JSON for a script element: nothing in it can end one."""
-    text = compact(data)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def compact(data: Any) -> str:
@@ -106,18 +97,6 @@ def shown(data: Any) -> Any:
     if isinstance(data, (list, tuple)):
         return [shown(value) for value in data]
     return data
-
-
-def _packed(records: Sequence[TestRecord]) -> Iterator[str]:
-    for begin in range(0, len(records), TOGETHER):
-        text = compact(list(map(detail_of, records[begin : begin + TOGETHER])))
-        yield b64encode(zlib.compress(text.encode("ascii"))).decode("ascii")
-
-
-def _policy(*scripts: str) -> str:
-    hashes = (b64encode(sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
-    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
 
 
 def _file(name: str) -> str:
@@ -158,4 +137,5 @@ def write_recording(
     from pytest_gpumem.report.html.recording import recording_of
 
     data, packed = recording_of(name, result, watchers, notes=notes, used_elsewhere=used_elsewhere)
-    return write_file(path, render_recording(data, packed).encode(), "--html")
+    page = assembled("recording.html", RECORDING, data, packed)
+    return write_file(path, page.encode(), "--html")

@@ -273,7 +273,11 @@ def _facts_of(trace: Sequence[Json]) -> dict[tuple[int, ...], StackFacts]:
         if (key := _key(event)) not in stacks:
             stacks[key] = frames_in(event)
     files = {name for frames in stacks.values() for name in python_files(frames)}
-    root = _root(files)
+    # Of the files of the program: on a simulated GPU, stacks have the plugin's own, too.
+    absolute = [PurePath(name) for name in files if not is_torchs(name)]
+    foreign = {"site-packages", "dist-packages", "lib", "pytest_gpumem"}
+    own = [one.parent for one in absolute if one.is_absolute() and foreign.isdisjoint(one.parts)]
+    root = os.path.commonpath(own) if own else ""
     paths = {name: shown_path(name, root) for name in files}
     return {key: stack_facts(one, paths) if one else UNKNOWN for key, one in stacks.items()}
 
@@ -282,19 +286,6 @@ def _key(event: Json) -> tuple[int, ...]:
     """Return the same for the same stack: a file holds each of its frames once."""
     frames = event.get("frames")
     return tuple(map(id, frames)) if isinstance(frames, list) else ()
-
-
-def _root(files: Iterable[str]) -> str:
-    """Return the folder that the files of the program have in common."""
-    paths = [PurePath(name) for name in files if not is_torchs(name)]
-    own = [path.parent for path in paths if path.is_absolute() and not _is_installed(path)]
-    return os.path.commonpath(own) if own else ""
-
-
-def _is_installed(path: PurePath) -> bool:
-    """Return whether a file is not the program's: on a simulated GPU, stacks have the plugin's
-    own."""
-    return not {"site-packages", "dist-packages", "lib", "pytest_gpumem"}.isdisjoint(path.parts)
 
 
 _WIDTHS = {1: "B", 2: "H", 4: "I"}

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytest_gpumem.attribution.history import CATEGORIES
-from pytest_gpumem.baseline.failure import failure_statements, main_verdict
-from pytest_gpumem.baseline.verdict import Verdict, update_command
-from pytest_gpumem.report.causes import causes_of, missing
-from pytest_gpumem.report.past import SMALL
+from pytest_gpumem.baseline.verdict import Verdict, failure_statements, main_verdict, update_command
+from pytest_gpumem.report.causes import causes_of
+from pytest_gpumem.report.past import SMALL, Past
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import test_status
 from pytest_gpumem.sizes import format_size
-
-if TYPE_CHECKING:
-    from pytest_gpumem.report.past import Past
 
 STATUSES = {
     "failed": "failed by its memory",
@@ -41,6 +37,7 @@ def overview_of(
     earlier runs and of this one.
     """
     trends = _trends(past)
+    places = {id(record): position for position, record in enumerate(records)}
     environments = list(dict.fromkeys(record.environment for record in records))
     return {
         "statuses": STATUSES,
@@ -52,7 +49,14 @@ def overview_of(
             _row(record, environments.index(record.environment)) | trends.get(record.key, {})
             for record in records
         ],
-        "causes": _causes(records),
+        "causes": [
+            {
+                "words": list(cause.words),
+                "tests": [places[id(record)] for record in cause.records],
+                "size": cause.size,
+            }
+            for cause in causes_of(records)
+        ],
     }
 
 
@@ -64,10 +68,13 @@ def detail_of(record: TestRecord) -> dict[str, Any]:
             measured["phases"]["call"]["sites"] = []  # those of the whole test
     if data["baseline"] is not None:  # of which the numbers are shown
         data["baseline"] = {k: data["baseline"].get(k) for k in ("peak_allocated", "composition")}
+    # The failed verdicts first, in the order of every report.
+    statements = failure_statements(record.broken)
+    broken = [verdict for one in statements for verdict in (one.verdict, *one.others)]
     data["verdicts"] = [
         verdict.to_dict()
         | {"text": verdict.short, "remedy": verdict.remedy(update_command(record.nodeid))}
-        for verdict in _ordered(record)
+        for verdict in (*broken, *(verdict for verdict in record.verdicts if verdict.passed))
     ]
     for shown, better in zip(data["improvements"], record.improvements, strict=True):
         shown["text"] = better.short
@@ -115,52 +122,24 @@ def _row(record: TestRecord, environment: int) -> dict[str, Any]:
         "baseline": next(compared, stored),
         "duration": record.duration,
         "waited": (record.sharing or {}).get("waited"),
-        "why": _why(record),
-        "over": _over(record),
+        **_failure(record),
     }
     return row | {key: value for key, value in known.items() if value is not None}
 
 
-def _causes(records: Sequence[TestRecord]) -> list[dict[str, Any]]:
-    """Return the causes of failures; ``tests`` are positions in ``records``."""
-    places = {id(record): position for position, record in enumerate(records)}
-    return [
-        {
-            "words": list(cause.words),
-            "tests": [places[id(record)] for record in cause.records],
-            "size": cause.size,
-        }
-        for cause in causes_of(records)
-    ]
+def _failure(record: TestRecord) -> dict[str, Any]:
+    """Return in a few words why a test failed, and by how many bytes where a number is the reason.
 
-
-def _over(record: TestRecord) -> int | None:
-    """Return the bytes by which a test failed, ``None`` where no number is the reason."""
-    if record.out_of_memory is not None and not record.broken:
-        return missing(record)
-    first = main_verdict(record.broken) if record.broken else None
-    compared = first is not None and (first.limit, first.reference) != (None, None)
-    return abs(first.excess) if first is not None and compared else None
-
-
-def _ordered(record: TestRecord) -> list[Verdict]:
-    """Return the verdicts of a test, the failed ones first, in the order of every report."""
-    broken = [
-        verdict
-        for one in failure_statements(record.broken)
-        for verdict in (one.verdict, *one.others)
-    ]
-    return [*broken, *(verdict for verdict in record.verdicts if verdict.passed)]
-
-
-def _why(record: TestRecord) -> str | None:
-    """Return in a few words how a test failed; the cards above the table contain the reason."""
+    The cards above the table contain the cause.
+    """
     if record.broken:
-        return main_verdict(record.broken).brief
+        first = main_verdict(record.broken)
+        compared = first.limit is not None or first.reference is not None
+        return {"why": first.brief, "over": abs(first.excess) if compared else None}
     if record.out_of_memory is None:
-        return None
-    lacked = missing(record)
-    return f"out of memory, {format_size(lacked)} too much" if lacked else "out of memory"
+        return {}
+    lacked = f", {format_size(record.missing)} too much" if record.missing else ""
+    return {"why": f"out of memory{lacked}", "over": record.missing}
 
 
 def _whole(record: TestRecord, kind: str) -> list[Verdict]:

@@ -8,13 +8,14 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any, NamedTuple, cast
+from types import CodeType, FrameType, TracebackType
+from typing import Any, NamedTuple
 
 import torch
+import torch._ops
 from torch._C._profiler import gather_traceback, symbolize_tracebacks
 
 from pytest_gpumem.allocator.trace import Contexts, Recording
@@ -114,8 +115,10 @@ class Provenance:
     def __init__(self, entries: list[tuple[CodeType, int]]) -> None:
         self._entries = entries
         self._frames: list[dict[str, Any]] | None = None
-        self.operator: Any = _allocating()
-        """The overload that ran, ``aten.mm.default``."""
+        self.operator: Any = running.operator
+        """The overload that ran, ``aten.mm.default``; of parts that only make room, the whole."""
+        if running.whole is not None and hasattr(self.operator, "_schema"):
+            self.operator = running.whole if _is_factory(self.operator) else self.operator
         self.purpose = running.purpose
         self.nbytes = 0
         """Bytes of the block, after rounding."""
@@ -135,13 +138,14 @@ class Provenance:
         self.recording: Recording | None = None
         """The arguments of ``_record_memory_history`` at that time."""
         self.script_frames: Sequence[dict[str, Any]] = ()
-        """Frames of TorchScript, which stand before Python's."""
+        """Frames of TorchScript's interpreter, which stand before Python's."""
 
     def record(self, recording: Recording) -> None:
         """Note the settings of the recording; if it records stacks, look up TorchScript's."""
         self.recording = recording
         if recording.on and recording.contexts is not Contexts.NEVER:
-            self.script_frames = _script_frames()
+            gathered = gather_traceback(False, True, False)
+            (self.script_frames,) = symbolize_tracebacks([gathered])
 
     @property
     def frames(self) -> list[dict[str, Any]]:
@@ -229,12 +233,6 @@ def provenance() -> Provenance:
     return found
 
 
-def _script_frames() -> Sequence[dict[str, Any]]:
-    """Return the frames of TorchScript's interpreter, which has none in Python."""
-    (frames,) = symbolize_tracebacks([gather_traceback(False, True, False)])
-    return cast(list[dict[str, Any]], frames)
-
-
 def user_line(innermost: FrameType | None = None) -> str:
     """``path:line`` of the innermost frame outside torch and this package, of this thread's."""
     frame = innermost or sys._getframe(1)
@@ -290,15 +288,6 @@ def shown_operator(name: str) -> str:
     return name
 
 
-def _allocating() -> Any:
-    """Return the operator that allocates: the one that is run in parts for what one of these only
-    makes room for."""
-    operator, whole = running.operator, running.whole
-    if whole is None or not hasattr(operator, "_schema"):
-        return operator
-    return whole if _is_factory(operator) else operator
-
-
 @cache
 def _is_factory(operator: Any) -> bool:
     schema = operator._schema
@@ -340,3 +329,16 @@ def _folder(package: str) -> str:
     """Return the folder of ``package``, ``"<"``, which matches none, if it is not imported."""
     file = getattr(sys.modules.get(package), "__file__", None)
     return str(Path(file).parent) + os.sep if file else "<"
+
+
+def let_go(traceback: TracebackType | None) -> None:
+    """Clear the frames of the simulation's code, and of operators it calls, that have ended.
+
+    In a handler of an error C++ holds no tensor of the call any more.
+    """
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if is_own(frame.f_code.co_filename) or frame.f_code.co_filename == torch._ops.__file__:
+            with suppress(RuntimeError):  # it is running
+                frame.clear()
+        traceback = traceback.tb_next

@@ -125,20 +125,16 @@ class LateImports(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Find a module of the package as Python does; return ``None`` for others."""
         of_stand_in = isinstance(sys.modules.get(fullname.rpartition(".")[0]), StandIn)
-        if not of_stand_in and (self._is_in_sight(fullname) or not self._is_of(fullname)):
+        in_sight = any(f"{fullname}.".startswith(f"{part}.") for part in self._but)
+        is_own = fullname.startswith(f"{self._package}.") and not self._itself
+        is_own = is_own or (fullname == self._package and self._itself)
+        if not of_stand_in and (in_sight or not is_own):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _UnpatchedLoader(
-                spec.loader, nullcontext if self._is_in_sight(fullname) else self._unpatched
-            )
+            context = nullcontext if in_sight else self._unpatched
+            spec.loader = _UnpatchedLoader(spec.loader, context)
         return spec
-
-    def _is_of(self, name: str) -> bool:
-        return name == self._package if self._itself else name.startswith(f"{self._package}.")
-
-    def _is_in_sight(self, name: str) -> bool:
-        return any(f"{name}.".startswith(f"{part}.") for part in self._but)
 
 
 class _UnpatchedLoader(Loader):

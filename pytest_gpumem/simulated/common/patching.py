@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +14,9 @@ import torch
 from pytest_gpumem.late_modules import when_imported
 
 _ABSENT = object()
+
+_Row = tuple[Any, str, Any]
+"""Owner, name and replacement."""
 
 
 @dataclass
@@ -25,6 +28,8 @@ class _Replaced:
 
     @property
     def present(self) -> Any:
+        if self.name == "__bases__":
+            return self.owner.__bases__
         # vars(), not getattr(): an inherited attribute must come back by deletion.
         return vars(self.owner).get(self.name, _ABSENT)
 
@@ -43,7 +48,10 @@ class Patches:
     """A list of attribute replacements that can be applied and undone any number of times."""
 
     def __init__(self) -> None:
-        self._added: list[tuple[Any, str, Any]] = []
+        self.added: list[_Row] = []
+        """Owner, name and replacement, in the order they were added."""
+        self.attributes: list[_Row] = []
+        """The attributes that are set for these; one may serve many names."""
         self._replaced: list[_Replaced] = []
         self._is_paused = False
         self._put_back: list[_Replaced] = []
@@ -51,28 +59,46 @@ class Patches:
 
     def add(self, owner: Any, name: str, value: Any) -> None:
         """Replace ``owner.name`` by ``value`` whenever the patches are applied."""
-        self._added.append((owner, name, value))
+        self.added.append((owner, name, value))
+        self.attributes.append((owner, name, value))
 
-    def join_missing(self, module: Any) -> None:
+    def wrap(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Replace ``owner.name`` by ``function``, which gets the original before its arguments."""
+        original = getattr(owner, name)
+
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        self.add(owner, name, call)
+
+    def join_missing(self, module: ModuleType) -> None:
         """Serve the names that ``module`` lacks by one ``__getattr__`` of the module."""
-        missing = {
-            name: value
-            for owner, name, value in self._added
-            if owner is module and name not in vars(module)
-        }
-        self._added = [row for row in self._added if row[0] is not module or row[1] not in missing]
+        missing = self._not_owned(module)
 
         def __getattr__(name: str) -> Any:  # noqa: N807  # Python's own hook, PEP 562
             if name in missing:
                 return missing[name]
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
-        self.add(module, "__getattr__", __getattr__)
+        self.attributes.append((module, "__getattr__", __getattr__))
 
-    @property
-    def added(self) -> Sequence[tuple[Any, str, Any]]:
-        """Owner, name and replacement, in the order they were added."""
-        return self._added
+    def join_inherited(self, kind: type) -> None:
+        """Serve the names that the class ``kind`` inherits by one class in front of its bases."""
+        inherited = {"__slots__": (), **self._not_owned(kind)}
+        base = type(f"Simulated{kind.__name__}", (), inherited)
+        self.attributes.append((kind, "__bases__", (base, *kind.__bases__)))
+
+    def _not_owned(self, owner: Any) -> dict[str, Any]:
+        """Return the replacements of names that ``owner`` itself does not have, to serve them."""
+        served, self.attributes, rows = {}, [], self.attributes
+        for row in rows:
+            each, name, value = row
+            if each is owner and name not in vars(owner):
+                served[name] = value
+            else:
+                self.attributes.append(row)
+        return served
 
     @property
     def are_applied(self) -> bool:
@@ -81,7 +107,7 @@ class Patches:
 
     def apply(self) -> None:
         """Make every replacement, remembering the old values."""
-        for owner, name, value in self._added:
+        for owner, name, value in self.attributes:
             replaced = _Replaced(owner, name, value, _ABSENT)
             self._replaced.append(replaced)
             replaced.replace()
@@ -90,6 +116,15 @@ class Patches:
         """Put everything back, last replacement first."""
         while self._replaced:
             self._replaced.pop().put_back()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Make every replacement inside."""
+        self.apply()
+        try:
+            yield
+        finally:
+            self.undo()
 
     @contextmanager
     def paused(self, but: Callable[[Any, str, Any], bool] | None = None) -> Iterator[None]:

@@ -60,10 +60,6 @@ def is_on_device(tensor: torch.Tensor) -> bool:
     return not _is_cpu(tensor)
 
 
-data: Any = _getters["data"]
-"""The getset descriptor of ``Tensor.data``."""
-
-
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device})
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import torch
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, exceptions_allowed_to_be_fallback
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_leaves
 
-from pytest_gpumem.simulated.compiled.fakes import indexed, name_gpu
+from pytest_gpumem.simulated.compiled.fakes import are_of_gpu, indexed, name_gpu
 from pytest_gpumem.simulated.compiled.refusals import not_followed
 from pytest_gpumem.simulated.compiled.tracing import Tracing
 from pytest_gpumem.simulated.compiled.triton import standing_in
@@ -57,11 +55,18 @@ class Backend:
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Compiled:
         """Return the function that runs in the place of ``graph``."""
         if self._settings is not None:
-            if not _is_of_gpu(graph, inputs):
+            nodes = graph.graph.nodes
+            if not are_of_gpu([*inputs, *(node.meta.get("example_value") for node in nodes)]):
                 return graph.forward  # the CPU runs it as it is
             self._tracing.say_tuned(self._settings)
         elif not _is_of_torch(self._given):
-            inputs = _as_placed(graph, inputs)
+            # A backend may inspect them while torch compiles, as fakes on a GPU.
+            placed = graph.graph.find_nodes(op="placeholder")
+            fakes = [node.meta.get("example_value") for node in placed]
+            inputs = [
+                fake if isinstance(fake, FakeTensor) else value
+                for value, fake in zip(inputs, fakes, strict=True)
+            ]
         name_gpu(graph, lambda value: indexed(self._machine, value))
         try:
             with standing_in():
@@ -75,25 +80,7 @@ class Backend:
             return graph.forward  # a graph of fullgraph=True has to run as a whole
 
 
-def _is_of_gpu(graph: GraphModule, inputs: Sequence[Any]) -> bool:
-    """Return whether there is a tensor on a GPU in ``graph``."""
-    values = [node.meta.get("example_value") for node in graph.graph.nodes]
-    return any(
-        isinstance(value, torch.Tensor) and value.is_cuda
-        for value in tree_leaves([*inputs, *values])
-    )
-
-
 def _is_of_torch(backend: Any) -> bool:
     called = getattr(backend, "compiler_fn", backend)
     module: str = getattr(called, "__module__", None) or type(called).__module__
     return module.partition(".")[0] == "torch"
-
-
-def _as_placed(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Return ``inputs`` as a backend may inspect them while torch compiles: fakes on a GPU."""
-    placed = [node.meta.get("example_value") for node in graph.graph.find_nodes(op="placeholder")]
-    return [
-        fake if isinstance(fake, FakeTensor) else value
-        for value, fake in zip(inputs, placed, strict=True)
-    ]

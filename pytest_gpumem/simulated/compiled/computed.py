@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.raw import CPU
+from pytest_gpumem.simulated.common.raw import CPU, tensors_in
 from pytest_gpumem.simulated.compiled.fakes import name_gpu
 from pytest_gpumem.simulated.compiled.settings import launched
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -46,9 +46,9 @@ class Computed:
 
     def __init__(self, machine: SimulatedMachine, graph: GraphModule) -> None:
         self._machine = machine
-        self.lacks = _copied_to_host(graph) or next(
-            filter(None, map(_lacking, _nodes(graph))), None
-        )
+        graphs = [each.graph for each in graph.modules() if isinstance(each, GraphModule)]
+        lacking = (_lacking(node) for each in graphs for node in each.nodes)
+        self.lacks = _copied_to_host(graph) or next(filter(None, lacking), None)
         """The first operation that cannot be computed; ``None`` where all can be."""
         self._written = _written(graph)
         self._graph = _copied(graph)  # Inductor rewrites its own
@@ -67,7 +67,8 @@ class Computed:
                 if capture is not None:
                     machine.kernel_wrote()  # into the graph, as if from its results
                     described = capture.described(tuple(self._copies_on_host(inputs)))
-                    results = _unfollowed(values, wrapper, inputs)
+                    with _unfollowed(values):
+                        results = wrapper(inputs)
                     whole = Operator.by(self._compute, tuple((at, "") for at in self._written))
                     capture.add(whole, described, {}, tuple(results))
                     return results
@@ -76,7 +77,8 @@ class Computed:
                 if given is None:
                     return wrapper(inputs)
                 keys = [storage_key(inputs[at]) for at in self._written]
-                results = _unfollowed(values, wrapper, inputs)
+                with _unfollowed(values):  # it empties its inputs to free them
+                    results = wrapper(inputs)
                 try:
                     values.know(results, self._compute(*given), given)
                 except _UncomputableError:
@@ -102,13 +104,11 @@ class Computed:
             return computing.run(*given, enable_io_processing=False)
 
 
-def _unfollowed(values: Values, wrapper: Wrapper, inputs: list[Any]) -> Any:
-    """Run ``wrapper``, which empties its inputs to free them, without following its values.
-
-    Writes of kernels are ignored: they are known from the graph.
-    """
-    with values.ignoring(), launched.reporting_to(lambda *_: None):
-        return wrapper(inputs)
+@contextmanager
+def _unfollowed(values: Values) -> Iterator[None]:
+    """Ignore operators and writes of kernels inside: their results are known from the graph."""
+    with values.ignoring(), mock.patch.object(launched, "wrote", None):
+        yield
 
 
 class _UncomputableError(Exception):
@@ -145,15 +145,12 @@ class _Computing(Interpreter):
             computed = self._values.run(_operator(target), args, kwargs)
         else:
             # A kernel of Triton's that is launched for the CPU would compute nothing.
-            with mock.patch.object(self._machine, "kernel_wrote", _refused):
+            launch = RuntimeError("a kernel for a GPU was launched on the CPU")
+            with mock.patch.object(self._machine, "kernel_wrote", side_effect=launch):
                 computed = self._values.run(_operator(target), args, kwargs)
         if computed is None:
             raise _UncomputableError
         return computed
-
-
-def _refused(*_: Any) -> NoReturn:
-    raise RuntimeError("a kernel for a GPU was launched on the CPU")
 
 
 @cache
@@ -216,7 +213,15 @@ def _lacking(node: Node) -> str | None:
 
 
 def _lacking_operator(operator: OpOverload) -> str | None:
-    known = _is_of_torch(operator) or _runs_anywhere(operator)
+    """Return ``operator`` if the CPU cannot compute it.
+
+    A custom one runs on any device by its registration: ``torch.library.custom_op`` registers it
+    for any where it gets no ``device_types``. No other kernel that is written for all devices
+    counts: collectives have one, too.
+    """
+    name = operator.name()
+    anywhere = operator._schema.name in OPDEFS and _has_kernel(name, "CompositeExplicitAutograd")
+    known = _is_of_torch(operator) or anywhere or _has_kernel(name, "CPU")
     known = known and not _OF_STORAGES.search(operator._schema.name)
     known = known and not Operator.of(operator).moves_views
     return None if known else str(operator)
@@ -226,22 +231,11 @@ def _is_of_torch(target: Any) -> bool:
     return not isinstance(target, OpOverload) or target.namespace in _COMPUTED
 
 
-def _runs_anywhere(operator: OpOverload) -> bool:
-    """Return whether a custom operator runs on the CPU, or on any device, by its registration.
-
-    ``torch.library.custom_op`` registers it for any where it gets no ``device_types``. No other
-    kernel that is written for all devices counts: collectives have one, too.
-    """
-    name = operator.name()
-    anywhere = operator._schema.name in OPDEFS and _has_kernel(name, "CompositeExplicitAutograd")
-    return anywhere or _has_kernel(name, "CPU")
-
-
 def _copied_to_host(graph: GraphModule) -> str | None:
     """Return the first copy from a GPU to the CPU in ``graph``: kernels there need its values."""
     of_gpu: set[Node] = set()
     for node in graph.graph.nodes:
-        found = [each for each in tree_leaves(node.meta.get("val")) if _is_tensor(each)]
+        found = list(tensors_in(node.meta.get("val")))
         if any(each.is_cuda for each in found):
             of_gpu.add(node)
         elif found and not of_gpu.isdisjoint(node.all_input_nodes):
@@ -249,29 +243,16 @@ def _copied_to_host(graph: GraphModule) -> str | None:
     return None
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _targets(node: Node) -> list[Node]:
-    """Return the nodes that ``node`` writes to."""
-    if not isinstance(node.target, OpOverload):
-        return []
-    places = [node.args[at] for at, _ in Operator.of(node.target).written if at < len(node.args)]
-    return [each for each in tree_leaves(places) if isinstance(each, Node)]
-
-
 def _written(graph: GraphModule) -> list[int]:
     """Return the positions of the inputs that ``graph`` writes to."""
-    inputs = list(graph.graph.find_nodes(op="placeholder"))
-    written = {target for node in graph.graph.nodes for target in _targets(node)}
+    written = set()
+    for node in graph.graph.nodes:
+        if isinstance(node.target, OpOverload):
+            places = [at for at, _ in Operator.of(node.target).written if at < len(node.args)]
+            leaves = tree_leaves([node.args[at] for at in places])
+            written |= {each for each in leaves if isinstance(each, Node)}
+    inputs = graph.graph.find_nodes(op="placeholder")
     return [at for at, each in enumerate(inputs) if each in written]
-
-
-def _nodes(graph: GraphModule) -> Iterator[Node]:
-    for module in graph.modules():
-        if isinstance(module, GraphModule):
-            yield from module.graph.nodes
 
 
 _SHAPES = "shapes"
@@ -281,13 +262,10 @@ def _copied(graph: GraphModule) -> GraphModule:
     copied = GraphModule(graph, copy.deepcopy(graph.graph))
     for node in copied.graph.nodes:
         value = node.meta.get("val")
-        sizes = [size for each in tree_leaves(value) if _is_tensor(each) for size in each.shape]
-        is_known = all(isinstance(size, int) for size in sizes)
-        node.meta = (
-            {_SHAPES: tree_map_only(torch.Tensor, lambda each: each.shape, value)}
-            if is_known
-            else {}
-        )
+        sizes = [size for each in tensors_in(value) for size in each.shape]
+        node.meta = {}
+        if all(isinstance(size, int) for size in sizes):
+            node.meta[_SHAPES] = tree_map_only(torch.Tensor, lambda each: each.shape, value)
     for name, inner in list(copied.named_children()):
         if isinstance(inner, GraphModule):
             setattr(copied, name, _copied(inner))

@@ -35,7 +35,6 @@ from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import gradients
 from pytest_gpumem.simulated.compiled.refusals import (
     CompiledCodeError,
-    another_lives,
     not_followed,
     note_at_line,
     streams_refused,
@@ -129,13 +128,13 @@ class Compilation:
             self._patches = self._new_patches()
         self.forget(own=False)
         with ExitStack() as self._inside:
-            self._inside.enter_context(launched.reporting_to(self._machine.kernel_wrote))
+            wrote = self._machine.kernel_wrote
+            self._inside.enter_context(mock.patch.object(launched, "wrote", wrote))
             self._inside.enter_context(traced_only_if_asked_for())
             self._inside.enter_context(self._steps.counted())
-            self._patches.apply()
-            self._inside.callback(self._patches.undo)
+            self._inside.enter_context(self._patches.applied())
             if self._tracing is not None:
-                self._begin(self._tracing)
+                self._inside.enter_context(self._tracing.keeping())
             else:
                 late = LateImports(_INDUCTOR, self._importing_inductor, itself=True)
                 self._inside.enter_context(late.watched())
@@ -167,39 +166,8 @@ class Compilation:
     def _new_patches(self) -> Patches:
         from torch._dynamo import compiled_autograd, convert_frame, eval_frame
 
-        patches = Patches()
-        patches.add(
-            eval_frame, "_callback_from_stance", self._asked(eval_frame._callback_from_stance)
-        )
-        patches.add(convert_frame, "_compile", self._compiling(convert_frame._compile))
-        patches.add(torch._dynamo, "reset", self._reset(torch._dynamo.reset))
-        counts = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
-        if counts is not None:
-            patches.add(eval_frame, "set_fullgraph_compiled_frame_count", self._counting(counts))
-        if torch.__version__ >= FOLLOWED_SINCE:
-            of_backend = eval_frame._create_wrapped_callback
-            patches.add(
-                eval_frame,
-                "_create_wrapped_callback",
-                lambda backend: self._callback(of_backend(backend)),
-            )
-            backward = compiled_autograd.AutogradCompilerInstance
-            patches.add(backward, "begin_capture", _refuse_backward)
-            gradients.add_patches(patches, self._tracer, self._code)
-        return patches
+        of_stance, reset = eval_frame._callback_from_stance, torch._dynamo.reset
 
-    def _reset(self, reset: Callable[[], None]) -> Callable[[], None]:
-        def forget() -> None:
-            if self._tracing is not None:  # else nothing was compiled here
-                reset()
-
-        return forget
-
-    def _counting(self, set_count: Callable[[int], int]) -> Callable[[int], int]:
-        # For a graph of fullgraph=True torch checks whether there was any.
-        return lambda value: set_count(value) or int(self._ran_eagerly)
-
-    def _asked(self, of_stance: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def callback_from_stance(callback: Any) -> Any:
             chosen = of_stance(callback)
             if chosen in (None, False) or isinstance(chosen, _WithBackend):
@@ -210,7 +178,29 @@ class Compilation:
             own = self._callback(callback)
             return None if own is None else of_stance(own)
 
-        return callback_from_stance
+        def forget() -> None:
+            if self._tracing is not None:  # else nothing was compiled here
+                reset()
+
+        patches = Patches()
+        patches.add(eval_frame, "_callback_from_stance", callback_from_stance)
+        patches.add(convert_frame, "_compile", self._compiling(convert_frame._compile))
+        patches.add(torch._dynamo, "reset", forget)
+        counting = "set_fullgraph_compiled_frame_count"
+        if (count := getattr(eval_frame, counting, None)) is not None:
+            # For a graph of fullgraph=True torch checks whether there was any.
+            patches.add(eval_frame, counting, lambda value: count(value) or int(self._ran_eagerly))
+        if torch.__version__ >= FOLLOWED_SINCE:
+            wrapped = eval_frame._create_wrapped_callback
+            patches.add(
+                eval_frame,
+                "_create_wrapped_callback",
+                lambda backend: self._callback(wrapped(backend)),
+            )
+            backward = compiled_autograd.AutogradCompilerInstance
+            patches.add(backward, "begin_capture", _refuse_backward)
+            gradients.add_patches(patches, self._tracer, self._code)
+        return patches
 
     def _callback(self, callback: Any) -> Any:
         """Return the compiler in the place of ``callback``; ``None`` to run eagerly."""
@@ -227,7 +217,12 @@ class Compilation:
         """Have exclusive use of torch inside."""
         with self._exclusive() as is_exclusive:
             if not is_exclusive:
-                raise another_lives()
+                # Replacements are the process's.
+                raise UnsupportedOperatorError(
+                    f"{OF_COMPILED_CODE} {user_line()} compiles while another thread lives that "
+                    "uses torch, which a simulated GPU cannot follow: run pytest "
+                    "--gpumem-device=dry, or --gpumem-sim-compile=eager"
+                )
             yield
 
     def _replaced(self, callback: Any) -> Any:
@@ -235,11 +230,22 @@ class Compilation:
         while (inner := _inner(backend)) is not None:
             backend = inner
         name = str(getattr(backend, "compiler_name", getattr(backend, "__name__", backend)))
+        reason = None
         if name == "eager":
             if torch.__version__ < FOLLOWED_SINCE or not _is_captured_by_torch():
                 return None
-        elif (reason := self._reason(name)) is not None:
-            self._say_eager(reason)
+        elif torch.__version__ < FOLLOWED_SINCE:
+            reason = f"which follows Inductor since torch {FOLLOWED_SINCE}"
+        elif self._how == EAGER:
+            reason = "as it was asked to"
+        elif name in _OF_OTHERS:
+            reason = f"where backend {name!r} is not followed"
+        if reason is not None:
+            self._ran_eagerly = True
+            what = f"{RUNS_EAGERLY} on a simulated GPU, {reason}"
+            if self._how == ALWAYS:
+                raise CompiledCodeError(f"torch.compile at {user_line()} {what}")
+            note_at_line(self._machine, f"{what}: compiled code allocates less")
             return None
         from pytest_gpumem.simulated.compiled.backend import Backend
 
@@ -250,23 +256,6 @@ class Compilation:
             callback.hooks, guard_filter_fn=_filtered(callback.hooks.guard_filter_fn)
         )
         return _WithBackend(type(callback)(_inner(callback)._clone_with_backend(own), hooks))
-
-    def _say_eager(self, reason: str) -> None:
-        self._ran_eagerly = True
-        what = f"{RUNS_EAGERLY} on a simulated GPU, {reason}"
-        if self._how == ALWAYS:
-            raise CompiledCodeError(f"torch.compile at {user_line()} {what}")
-        note_at_line(self._machine, f"{what}: compiled code allocates less")
-
-    def _reason(self, backend: str) -> str | None:
-        """Return why the result of ``backend`` is not followed; ``None`` if it is."""
-        if torch.__version__ < FOLLOWED_SINCE:
-            return f"which follows Inductor since torch {FOLLOWED_SINCE}"
-        if self._how == EAGER:
-            return "as it was asked to"
-        if backend in _OF_OTHERS:
-            return f"where backend {backend!r} is not followed"
-        return None
 
     def _tracer(self) -> Tracing:
         if self._tracing is None:
@@ -279,13 +268,8 @@ class Compilation:
                     self._tracing = Tracing(
                         self._machine, self._answering, self._code, self._exclusively
                     )
-            self._begin(self._tracing)
+            self._inside.enter_context(self._tracing.keeping())
         return self._tracing
-
-    def _begin(self, tracing: Tracing) -> None:
-        self._inside.enter_context(tracing.keeping())
-        # CUDA graphs are the process's for torch, and their pools this machine's.
-        self._inside.callback(tracing.forget_graphs)
 
     def _compiling(self, compile: Callable[..., Any]) -> Callable[..., Any]:
         def _compile(code: CodeType, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.patching import Patches
@@ -59,13 +59,12 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
             return described
         return dataclasses.replace(described, device=block.device.torch_device)
 
-    def as_python_says(value: Any) -> Any:
-        return place(machine, value) if isinstance(value, torch.device) else value
-
     def dispatch_trace(*args: Any, **options: Any) -> GraphModule:
         """Trace a graph that has ``cuda`` where C++ has reported ``meta``."""
         graph = trace(*args, **options)
-        name_gpu(graph, as_python_says)
+        name_gpu(
+            graph, lambda value: place(machine, value) if isinstance(value, torch.device) else value
+        )
         return graph
 
     for name, value in (
@@ -87,6 +86,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(base, "device", property(lambda each: place_of(each) or raw.device(each)))
     patches.add(base, "is_cuda", property(lambda each: each.device.type == "cuda"))
     patches.add(base, "is_meta", property(lambda each: each.device.type == "meta"))
+    patches.join_inherited(base)  # as the simulation's own, which come back while user code runs
     patches.add(FunctionalTensor, "cuda", _to_gpu(machine, FunctionalTensor.to))
     # Numbers are not moved to the device while they are traced, as where there is none.
     patches.add(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
@@ -118,6 +118,11 @@ def indexed(machine: SimulatedMachine, value: Any) -> Any:
     if value == "cuda" or (isinstance(value, torch.device) and value.type == "cuda"):
         return place(machine, value)
     return value
+
+
+def are_of_gpu(values: Any) -> bool:
+    """Return whether there is a tensor on a GPU in ``values``."""
+    return any(isinstance(each, torch.Tensor) and each.is_cuda for each in tree_leaves(values))
 
 
 def _convolution_format(input: torch.Tensor, weight: torch.Tensor, _: Any) -> torch.memory_format:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gpumem.simulated.common.late_imports import Unpatched
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.signatures import overload_of
 
 _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -36,13 +37,13 @@ def kept() -> Iterator[None]:
     """Decompose such operators inside, above autograd."""
     operators = _with_shapes_alone()
     for operator in operators:
-        _handles(operator)[DispatchKey.AutogradMeta] = operator.decompose
+        operator.py_kernels[DispatchKey.AutogradMeta] = operator.decompose
         operator._dispatch_cache.clear()
     try:
         yield
     finally:
         for operator in operators:
-            del _handles(operator)[DispatchKey.AutogradMeta]
+            del operator.py_kernels[DispatchKey.AutogradMeta]
             operator._dispatch_cache.clear()
 
 
@@ -51,28 +52,16 @@ def _with_shapes_alone() -> tuple[OpOverload, ...]:
     """Return ATen's operators that are built from others and have a Python ``meta`` kernel."""
     found = []
     for name in torch._C._dispatch_get_all_op_names():
-        namespace, _, name = name.partition("::")
-        packet, _, overload = name.partition(".")
-        if namespace == "aten":
-            operator = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
-            if operator is not None and _is_led_past(operator):
-                found.append(operator)
+        operator = overload_of(name.removeprefix("aten::")) if name.startswith("aten::") else None
+        # One with a kernel for meta in C++ has one for CUDA, too, and is not decomposed there.
+        if (
+            operator is not None
+            and DispatchKey.Meta in operator.py_kernels
+            and _has_kernel(operator.name(), "CompositeImplicitAutograd")
+            and not any(_has_kernel(name, key) for key in ("Meta", "Autograd", "AutogradMeta"))
+        ):
+            found.append(operator)
     return tuple(found)
-
-
-def _is_led_past(operator: OpOverload) -> bool:
-    # An operator with a kernel for meta in C++ has one for CUDA, too, and is not decomposed there.
-    name = operator.name()
-    return (
-        DispatchKey.Meta in _handles(operator)
-        and _has_kernel(name, "CompositeImplicitAutograd")
-        and not any(_has_kernel(name, key) for key in ("Meta", "Autograd", "AutogradMeta"))
-    )
-
-
-def _handles(operator: OpOverload) -> dict[Any, Any]:
-    kernels: dict[Any, Any] = operator.py_kernels
-    return kernels
 
 
 _MODULE = sys.modules["torch._higher_order_ops.flex_attention"]

@@ -16,20 +16,10 @@ from pytest_gpumem.simulated.common.compiled_notes import (
     ran_eagerly,
 )
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 
 class CompiledCodeError(RuntimeError):
     """An error for compiled code that cannot be followed, if all of it must be."""
-
-
-def another_lives() -> UnsupportedOperatorError:
-    """Return the error for another thread that lives: replacements are the process's."""
-    return UnsupportedOperatorError(
-        f"{OF_COMPILED_CODE} {user_line()} compiles while another thread lives that uses torch, "
-        "which a simulated GPU cannot follow: run pytest --gpumem-device=dry, or "
-        "--gpumem-sim-compile=eager"
-    )
 
 
 def note_at_line(machine: SimulatedMachine, predicate: str) -> None:

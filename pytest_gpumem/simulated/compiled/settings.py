@@ -101,25 +101,11 @@ def _exchanged(count: int) -> int:
     return before
 
 
-class Launched:
+class launched:  # noqa: N801  # one for the process, as a simulation replaces names of all of it
     """The receiver of launches; wrappers outlive the simulations that they were made in."""
 
-    def __init__(self) -> None:
-        self.wrote: Callable[..., None] | None = None
-        """Called with the tensors that a kernel wrote to; ``None`` while nothing is simulated."""
-
-    @contextmanager
-    def reporting_to(self, wrote: Callable[..., None]) -> Iterator[None]:
-        """Call ``wrote`` for writes inside."""
-        before, self.wrote = self.wrote, wrote
-        try:
-            yield
-        finally:
-            self.wrote = before
-
-
-launched = Launched()
-"""The only receiver, because a simulation replaces names of the whole process."""
+    wrote: Callable[..., None] | None = None
+    """Called with the tensors that a kernel wrote to; ``None`` while nothing is simulated."""
 
 
 _LOG = logging.getLogger("torch.__trace")

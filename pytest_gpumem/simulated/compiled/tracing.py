@@ -41,7 +41,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from pytest_gpumem.garbage import FramesLetGo, paused
 from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own
@@ -107,7 +107,7 @@ class Tracing:
         self._patches = Patches()
         fakes.add_patches(machine, self._patches)
         self._patches.add(OpOverload, "decompose", _as_on_cuda(machine, OpOverload.decompose))
-        wrapper.add_patches(machine, self._patches)
+        wrapper.add_patches(self._patches)
         self._answer_for_gpu()
         self._lasting = Patches()
         """Replacements for compiling that happens while compiled code runs: a graph's backward."""
@@ -128,29 +128,37 @@ class Tracing:
         add(triton, "triton_hash_with_backend", lambda: "simulated")
         add(scheduler, "get_gpu_dram_gbps", _no_clock)
         add(torch._inductor.utils, "get_gpu_dram_gbps", self._bandwidth)
-        unset = "unset_fake_temporarily"
-        add(proxy_tensor, unset, _unfaked(getattr(proxy_tensor, unset)))
-        add(ConstantFolder, "run", _on_host(ConstantFolder.run))
+        run, unset = ConstantFolder.run, vars(proxy_tensor)["unset_fake_temporarily"]
+
+        def fold(*args: Any, **kwargs: Any) -> Any:
+            with _OnHost():  # type: ignore[no-untyped-call]  # torch's own
+                return run(*args, **kwargs)
+
+        @contextmanager
+        def unset_fake_temporarily(*args: Any, **kwargs: Any) -> Iterator[None]:
+            with unset(*args, **kwargs), _OnHost():  # type: ignore[no-untyped-call]  # torch's own
+                yield
+
+        add(ConstantFolder, "run", fold)
+        add(proxy_tensor, "unset_fake_temporarily", unset_fake_temporarily)
         add(pad_mm, "_should_pad", self._pads(pad_mm._should_pad))
         add(partitioners, "estimate_runtime", self._estimating(partitioners.estimate_runtime))
         for guard in (torch.cuda.device, torch.cuda._DeviceGuard):
             add(guard, "__enter__", lambda guard: None)
             add(guard, "__exit__", lambda guard, *_: False)
         for owner, name in _MEASURED:
-            add(owner, name, _innermost(getattr(owner, name)))
+            function = getattr(owner, name)
+            while hasattr(function, "__wrapped__") and is_own(function.__code__.co_filename):
+                function = function.__wrapped__
+            add(owner, name, function)
         for owner, names in _COPIES.items():
-            for name, function in names.items():
-                add(owner, name, staticmethod(_asking(function)))
+            for name, copied in names.items():
+                add(owner, name, staticmethod(_asking(copied)))
 
     def _writing(self, write: Callable[..., Any]) -> Callable[..., Any]:
         def compile_fx_inner(graph: GraphModule, *args: Any, **options: Any) -> Any:
             self.say_tuned({})
-            with (
-                FramesLetGo(),
-                self.entered(),
-                standing_in(),
-                config.patch(settings.UNTUNED),
-            ):
+            with FramesLetGo(), self.entered(), standing_in(), config.patch(settings.UNTUNED):
                 if not self._machine.values.everything:
                     return write(graph, *args, **options)
                 computed = Computed(self._machine, graph)  # Inductor changes the graph
@@ -186,7 +194,7 @@ class Tracing:
         (get_device_tflops), analysis/device_info.py, torch 2.11 and 2.13; triton/testing.py (nvsmi,
         get_max_tensorcore_tflops) of 3.6; NVIDIA's data sheet of the L4.
         """
-        if self._machine.gpus[self._machine.current_index].model.name == "L4":
+        if self._machine.current.model.name == "L4":
             return 300.0
         return _no_clock()
 
@@ -205,8 +213,12 @@ class Tracing:
                 decided = decide(match, one, other, *args, **kwargs)
             if decided is not _MEASURES:
                 return bool(decided)
+            sizes: tuple[Any, ...] = *one.shape[-2:], other.shape[-1]
+            m, k, n = (size if isinstance(size, int) else size.node.hint for size in sizes)
+            # Multiplications per number that is read or written (is_mm_compute_bound).
+            intensity = m * k * n / (m * k + k * n + m * n)
             pads = one.dtype in HALVES or torch.backends.cuda.matmul.allow_tf32
-            pads = pads and _intensity(one, other) > _WAITS_FOR_MEMORY
+            pads = pads and intensity > _WAITS_FOR_MEMORY
             self._machine.note(
                 f"Inductor measures whether a product of {one.dtype} is faster with padded rows; "
                 f"it was taken for {'faster' if pads else 'slower'}"
@@ -251,7 +263,37 @@ class Tracing:
         self._patches.add(OptimizerVariable, "move_step_if_cpu", move_steps)
         self._patches.add(OptimizerVariable, "get_python_args", arguments_of_init)
 
-    def _decompositions(self) -> dict[Any, Callable[..., Any]]:
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keep wrappers apart, by model; a backward's may be made when it is first run."""
+        model = self._machine.gpus[0].model.name
+        folder = Path(cache_dir(), f"{WRAPPERS}{_version()}", model)
+        with ExitStack() as inside:
+            inside.enter_context(mock.patch.dict(os.environ, {_FOLDER: str(folder)}))
+            inside.enter_context(self._lasting.applied())
+            # CUDA graphs are the process's for torch, and their pools this machine's.
+            inside.callback(torch._inductor.cudagraph_trees.reset_cudagraph_trees)
+            yield
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Simulate tracing for the duration of the context."""
+        global _last
+        with self._exclusively(), ExitStack() as inside:
+            if not self.is_entered:
+                self.is_entered = True
+                inside.callback(setattr, self, "is_entered", False)
+                if _last is None or _last() is not self:
+                    # Another GPU answers from now on.
+                    _clear_caches(
+                        *(torch._inductor.utils, torch.utils._triton, DeviceProperties, CacheBase)
+                    )
+                    device_interface.caching_worker_device_properties.clear()
+                    _last = weakref.ref(self)
+                self._enter(inside)
+            yield
+
+    def _enter(self, inside: ExitStack) -> None:
         copy = select_decomp_table()[_TO_COPY]
 
         def to_copy(tensor: Any, *, device: torch.device | None = None, **options: Any) -> Any:
@@ -259,61 +301,23 @@ class Tracing:
                 device = fakes.place(self._machine, device)
             return copy(tensor, device=device, **options)
 
-        return {_TO_COPY: to_copy}
-
-    @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """Keep wrappers apart from those for real GPUs, and by model.
-
-        A graph's backward may be kept when it is first run, long after it was traced.
-        """
-        model = self._machine.gpus[0].model.name
-        folder = Path(cache_dir(), f"{WRAPPERS}{_version()}", model)
-        with ExitStack() as inside:
-            inside.enter_context(mock.patch.dict(os.environ, {_FOLDER: str(folder)}))
-            self._lasting.apply()
-            inside.callback(self._lasting.undo)
-            yield
-
-    def forget_graphs(self) -> None:
-        """Drop the CUDA graphs of compiled code."""
-        torch._inductor.cudagraph_trees.reset_cudagraph_trees()
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Simulate tracing for the duration of the context."""
-        with self._exclusively(), self._entered():
-            yield
-
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
-        if self.is_entered:
-            yield
-            return
-        self.is_entered = True
-        global _last
-        if _last is None or _last() is not self:
-            _forget_gpu()
-            _last = weakref.ref(self)
-        try:
-            with ExitStack() as inside:
-                inside.enter_context(self._answering())
-                _know_own_functions()
-                inside.enter_context(gradients.kept())
-                self._patches.apply()
-                inside.callback(self._patches.undo)
-                # User objects that a collection frees here would otherwise depend on cache hits.
-                inside.enter_context(paused())
-                inside.enter_context(config.patch(compile_threads=1))  # nothing is compiled
-                inside.enter_context(settings.apart_by_attention())
-                if self._machine.values.everything:
-                    # Its entries have no graph to compute values by.
-                    of_autograd: Any = torch._functorch.config
-                    inside.enter_context(of_autograd.patch(enable_autograd_cache=False))
-                inside.enter_context(mock.patch.dict(select_decomp_table(), self._decompositions()))
-                yield
-        finally:
-            self.is_entered = False
+        inside.enter_context(self._answering())
+        # Nothing is replaced here. Dynamo may have looked torch's functions up while names were:
+        # when a world of processes begins, it forgets them (``init_process_group``) and looks
+        # again at the next use.
+        if torch.zeros not in trace_rules.get_torch_obj_rule_map():
+            _clear_caches(trace_rules, TorchInGraphFunctionVariable)
+        inside.enter_context(gradients.kept())
+        inside.enter_context(self._patches.applied())
+        # User objects that a collection frees here would otherwise depend on cache hits.
+        inside.enter_context(paused())
+        inside.enter_context(config.patch(compile_threads=1))  # nothing is compiled
+        inside.enter_context(settings.apart_by_attention())
+        if self._machine.values.everything:
+            # Its entries have no graph to compute values by.
+            of_autograd: Any = torch._functorch.config
+            inside.enter_context(of_autograd.patch(enable_autograd_cache=False))
+        inside.enter_context(mock.patch.dict(select_decomp_table(), {_TO_COPY: to_copy}))
 
 
 class _OnHost(TorchDispatchMode):
@@ -326,36 +330,12 @@ class _OnHost(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _on_host(run: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _OnHost():  # type: ignore[no-untyped-call]  # torch's own
-            return run(*args, **kwargs)
-
-    return call
-
-
-def _unfaked(unset: Callable[..., Any]) -> Callable[..., Any]:
-    @contextmanager
-    def of_constants(*args: Any, **kwargs: Any) -> Iterator[None]:
-        with unset(*args, **kwargs), _OnHost():  # type: ignore[no-untyped-call]  # torch's own
-            yield
-
-    return of_constants
-
-
 @cache
 def _version() -> str:
     """Return a hash of all code that takes part in tracing, and so in wrappers: casts, too."""
     simulated = Path(__file__).parents[1]
     code = b"".join(path.read_bytes() for path in sorted(simulated.rglob("*.py")))
     return hashlib.sha256(code).hexdigest()[:12]
-
-
-def _intensity(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the multiplications per number that is read or written (is_mm_compute_bound)."""
-    sizes: tuple[Any, ...] = *one.shape[-2:], other.shape[-1]
-    rows, inner, columns = (size if isinstance(size, int) else size.node.hint for size in sizes)
-    return rows * inner * columns / (rows * inner + inner * columns + rows * columns)
 
 
 def _asking(name: str) -> Callable[..., Any]:
@@ -380,28 +360,6 @@ _MEASURED: tuple[tuple[Any, str], ...] = (
 """Functions that measuring wraps, which it must not while torch compiles."""
 
 
-def _innermost(function: Any) -> Any:
-    while hasattr(function, "__wrapped__") and is_own(function.__code__.co_filename):
-        function = function.__wrapped__
-    return function
-
-
-def _forget_gpu() -> None:
-    """Clear torch's cached properties of the GPU: another one answers from now on."""
-    _clear_caches(torch._inductor.utils, torch.utils._triton, DeviceProperties, CacheBase)
-    device_interface.caching_worker_device_properties.clear()
-
-
-def _know_own_functions() -> None:
-    """Make Dynamo look up torch's functions again; at this point nothing is replaced.
-
-    It may have looked them up while names were replaced: when a world of processes begins, it
-    forgets them (``init_process_group``) and looks again at the next use.
-    """
-    if torch.zeros not in trace_rules.get_torch_obj_rule_map():
-        _clear_caches(trace_rules, TorchInGraphFunctionVariable)
-
-
 def _clear_caches(*owners: Any) -> None:
     for owner in owners:
         for name in vars(owner):
@@ -422,12 +380,8 @@ def _as_on_cuda(machine: SimulatedMachine, decompose: Callable[..., Any]) -> Cal
 
     def call(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
         implementation = COMPOSITES.get(str(operator))
-        if implementation is None or not any(map(_is_of_gpu, tree_leaves((args, kwargs)))):
+        if implementation is None or not fakes.are_of_gpu((args, kwargs)):
             return decompose(operator, *args, **kwargs)
         return on_machine(implementation, operator, machine)(*args, **kwargs)
 
     return call
-
-
-def _is_of_gpu(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_cuda

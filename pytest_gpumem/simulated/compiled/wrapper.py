@@ -31,14 +31,17 @@ from pytest_gpumem.simulated.common.callsite import (
 )
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.settings import launched
-from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.values.operator_names import FUSED
 
 
-def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
+def add_patches(patches: Patches) -> None:
     """Plan the names that wrappers load, and changes to their source."""
     patches.add(torch._C._dynamo.guards, "_empty_strided_cuda", Memory())
-    patches.add(torch._C._dynamo.guards, "_empty_strided_cpu_pinned", _take_pinned)
+    patches.add(
+        torch._C._dynamo.guards,
+        "_empty_strided_cpu_pinned",
+        lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2], pin_memory=True),
+    )
     patches.add(AsyncCompile, "triton", lambda _, name, source, **__: Kernel(name, source))
     for name, write in (
         ("make_buffer_allocation", _with_origin),
@@ -68,11 +71,6 @@ class Memory:
             return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
         finally:
             running.purpose = None
-
-
-def _take_pinned(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate memory of the host that a copy to the GPU reads."""
-    return torch.empty_strided(size, stride, dtype=dtype, pin_memory=True)
 
 
 @cache
@@ -148,18 +146,15 @@ def origin_of(nodes: Iterable[torch.fx.Node]) -> tuple[tuple[str, ...], Place | 
     """
     order = sorted(nodes)
     operators = [node.meta.get("original_aten") or node.target for node in order]
-    views = [isinstance(each, OpOverload) and each.is_view for each in operators]
-    computing = [each for each, is_view in zip(operators, views, strict=True) if not is_view]
-    names = dict.fromkeys(filter(None, map(_name, computing or operators)))
+    computing = [each for each in operators if not getattr(each, "is_view", False)]
+    # Other targets compute sizes.
+    names = dict.fromkeys(
+        each._schema.name if isinstance(each, OpOverload) else each.name()
+        for each in computing or operators
+        if isinstance(each, (OpOverload, HigherOrderOperator))
+    )
     places = [place for node in order if (place := _place(node.stack_trace)) is not None]
     return (tuple(names), places[-1] if places else None) if names else None
-
-
-def _name(operator: Any) -> str | None:
-    """Return an operator's name by its schema; ``None`` for one that computes sizes."""
-    if isinstance(operator, OpOverload):
-        return operator._schema.name
-    return operator.name() if isinstance(operator, HigherOrderOperator) else None
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')

@@ -3,5 +3,5 @@
 May use: ``common``, ``gpu``, ``machine``, ``operators``, ``execution``,
 ``surface``, ``compiled``, ``stand_ins``. ``world`` holds rank, size and torchrun's variables,
 ``process_groups`` connects it with ranks that do not exist, ``collectives`` runs their operators,
-``refusals`` raises where a world is needed and none is given.
+``parts`` raises where a world is needed and none is given.
 """

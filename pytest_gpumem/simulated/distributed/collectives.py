@@ -12,10 +12,10 @@ Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (``collective``, ``allg
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -36,13 +36,12 @@ from pytest_gpumem.simulated.distributed.results import (
 )
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.gpu.releases import PART_BY_PART
-from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, named
 from pytest_gpumem.simulated.operators.rules import Scratch
 
-_Arguments = Mapping[str, Any]
-_BARRIER = 4
-"""Bytes of the tensor that a barrier reduces: one float."""
+_BARRIER_BYTES = 4
+"""The tensor that a barrier reduces: one float."""
 
 
 _group_named: Callable[[str], Any] = vars(c10d)["_resolve_process_group"]
@@ -52,48 +51,35 @@ _create_work: Callable[[DoneFuture], Work] = vars(c10d)["_create_work_from_futur
 class _Collective(NamedTuple):
     """The arguments that one operator of ``c10d`` writes and reads, by the names in its schema."""
 
-    written: tuple[str, ...] = ()
-    read: tuple[str, ...] = ()
-    flattened: str = ""
-    """The lists of tensors of one size that it copies from or to a tensor that holds them all."""
-    returned: str = ""
-    """The argument that it returns beside the work."""
-    is_awaited: bool = False
-    """Whether the host waits in ``wait()``."""
+    written: str = ""
+    read: str = ""
     alike: Callable[[Sent], None] | None = None
     """Function that writes the results if all ranks send the same; ``None`` if they are unknown."""
+    flattened: str = ""
+    """The lists of tensors of one size that it copies from or to a tensor that holds them all."""
 
 
+_BARRIER = "barrier"
 _COLLECTIVES: Mapping[str, _Collective] = {
-    "allreduce_": _Collective(written=("tensors",), returned="tensors", alike=reduced),
-    "allreduce_coalesced_": _Collective(written=("tensors",), alike=reduced),
-    "reduce_": _Collective(written=("tensors",), alike=reduced),
-    "broadcast_": _Collective(written=("tensors",), returned="tensors", alike=unchanged),
-    "allgather_": _Collective(
-        *(("output_tensors",), ("input_tensors",), "output_tensors"),
-        returned="output_tensors",
-        alike=gathered,
-    ),
-    "_allgather_base_": _Collective(
-        ("output_tensor",), ("input_tensor",), returned="output_tensor", alike=gathered
-    ),
-    "allgather_into_tensor_coalesced_": _Collective(("outputs",), ("inputs",), alike=gathered),
-    "allgather_coalesced_": _Collective(("output_lists",), ("input_list",)),
-    "reduce_scatter_": _Collective(
-        ("output_tensors",), ("input_tensors",), "input_tensors", returned="output_tensors"
-    ),
-    "_reduce_scatter_base_": _Collective(
-        ("output_tensor",), ("input_tensor",), returned="output_tensor"
-    ),
-    "reduce_scatter_tensor_coalesced_": _Collective(("outputs",), ("inputs",)),
-    "gather_": _Collective(("output_tensors",), ("input_tensors",)),
-    "scatter_": _Collective(("output_tensors",), ("input_tensors",), returned="output_tensors"),
-    "alltoall_": _Collective(("output_tensors",), ("input_tensors",), returned="output_tensors"),
-    "alltoall_base_": _Collective(("output",), ("input",), alike=exchanged),
-    "barrier": _Collective(is_awaited=True),
-    "send": _Collective(read=("tensors",)),
-    "recv_": _Collective(written=("tensors",)),
-    "recv_any_source_": _Collective(written=("tensors",)),
+    "allreduce_": _Collective("tensors", alike=reduced),
+    "allreduce_coalesced_": _Collective("tensors", alike=reduced),
+    "reduce_": _Collective("tensors", alike=reduced),
+    "broadcast_": _Collective("tensors", alike=unchanged),
+    "allgather_": _Collective("output_tensors", "input_tensors", gathered, "output_tensors"),
+    "_allgather_base_": _Collective("output_tensor", "input_tensor", gathered),
+    "allgather_into_tensor_coalesced_": _Collective("outputs", "inputs", gathered),
+    "allgather_coalesced_": _Collective("output_lists", "input_list"),
+    "reduce_scatter_": _Collective("output_tensors", "input_tensors", flattened="input_tensors"),
+    "_reduce_scatter_base_": _Collective("output_tensor", "input_tensor"),
+    "reduce_scatter_tensor_coalesced_": _Collective("outputs", "inputs"),
+    "gather_": _Collective("output_tensors", "input_tensors"),
+    "scatter_": _Collective("output_tensors", "input_tensors"),
+    "alltoall_": _Collective("output_tensors", "input_tensors"),
+    "alltoall_base_": _Collective("output", "input", exchanged),
+    _BARRIER: _Collective(),
+    "send": _Collective(read="tensors"),
+    "recv_": _Collective("tensors"),
+    "recv_any_source_": _Collective("tensors"),
 }
 
 _FUNCTIONAL = (
@@ -105,8 +91,8 @@ _IN_CPP = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 """Keys under which their one kernel for all devices is found."""
 
 
-def _made_in_view(
-    inputs: Sequence[torch.Tensor], group_size: int, group_name: str, *, gathers: bool
+def _all_gathered(
+    inputs: Sequence[torch.Tensor], group_size: int, group_name: str, *, gathers: bool = True
 ) -> list[torch.Tensor]:
     """Allocate the results of gathering, or of reducing and scattering, and run the collective."""
     given = [torch.view_as_real(one) if one.is_complex() else one for one in inputs]
@@ -123,12 +109,8 @@ def _made_in_view(
     return [torch.view_as_complex(one) if like.is_complex() else one for one, like in pairs]
 
 
-def _all_gathered(inputs: Sequence[torch.Tensor], *rest: Any) -> list[torch.Tensor]:
-    return _made_in_view(inputs, *rest, gathers=True)
-
-
 def _scattered(inputs: Sequence[torch.Tensor], reduce_op: str, *rest: Any) -> list[torch.Tensor]:
-    return _made_in_view(inputs, *rest, gathers=False)
+    return _all_gathered(inputs, *rest, gathers=False)
 
 
 _ALLOCATING: Mapping[str, Callable[..., Any]] = {
@@ -145,30 +127,21 @@ _TO_EACH = ("alltoall_", "alltoall_base_")
 
 
 class _Work(Work):
-    """An asynchronous collective, which keeps its tensors alive until ``wait()`` is called.
-
-    C++ waits, too, but does not keep Python objects alive: this object does until then.
-    """
+    """An asynchronous collective, which keeps its tensors alive until ``wait()`` is called."""
 
     def __init__(
         self,
-        tensors: Sequence[torch.Tensor],
         result: Sequence[torch.Tensor],
-        scratch: Scratch,
         waited: Callable[[_Work], None],
         machine: SimulatedMachine,
     ) -> None:
         super().__init__()
         self._machine = machine
-        self._tensors = tensors
         self._result = result
-        self._scratch = scratch
         self._waited = waited
 
     def wait(self, *_: Any) -> bool:
         """Order later work of the current stream after this one and drop the kept tensors."""
-        self._tensors = ()
-        self._scratch.free()
         self._waited(self)
         return True
 
@@ -224,7 +197,7 @@ class Collectives:
         earlier: set[_Work] = set()
 
         def allreduce(group: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._reducing(_operation((*args, *kwargs.values()))):
+            with mock.patch.object(self, "_operation", _operation((*args, *kwargs.values()))):
                 return reduce(group, *args, **kwargs)
 
         def start_coalescing(group: Any, *_: Any) -> None:
@@ -238,7 +211,7 @@ class Collectives:
                 for each in works:
                     each.wait()
 
-            return _Work((), (), Scratch(self._machine.current), waited, self._machine)
+            return _Work((), waited, self._machine)
 
         patches.add(ProcessGroup, "allreduce", allreduce)
         patches.add(ProcessGroup, "_start_coalescing", start_coalescing)
@@ -246,9 +219,9 @@ class Collectives:
 
     def bind(self) -> None:
         """Bind the operators to their handlers."""
-        for name, collective in _COLLECTIVES.items():
+        for name in _COLLECTIVES:
             func = getattr(torch.ops.c10d, name).default
-            self._execution.bind(func, self._handler(name, func, collective))
+            self._execution.bind(func, self._handler(name, func))
         for name in _FUNCTIONAL:
             func = getattr(torch.ops._c10d_functional, name).default
             self._execution.bind(func, self._functional(func, func.redispatch, (_IN_CPP,)))
@@ -259,134 +232,107 @@ class Collectives:
     def _functional(
         self, func: Any, kernel: Callable[..., Any], first: tuple[Any, ...] = ()
     ) -> Handler:
-        """Return a handler that runs ``func``'s C++ kernel: the one for ``meta`` only makes a
-        result."""
-        names = [argument.name for argument in func._schema.arguments]
+        """Return a handler that runs C++'s kernel: the one for ``meta`` only makes a result."""
+        change = mock.patch.multiple
 
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            with self._reducing(given.get("reduce_op", "").upper()), self._execution:
-                self._has_result = False
-                try:
-                    return kernel(*first, *args, **kwargs)
-                finally:
-                    self._has_result = True
+        def handle(args: Args, kwargs: Kwargs) -> Any:
+            operation = named(func, args, kwargs).get("reduce_op", "").upper()
+            with change(self, _operation=operation, _has_result=False), self._execution:
+                return kernel(*first, *args, **kwargs)
 
         return handle
 
-    @contextmanager
-    def _reducing(self, operation: str) -> Iterator[None]:
-        before, self._operation = self._operation, operation
-        try:
-            yield
-        finally:
-            self._operation = before
-
-    def _handler(self, name: str, func: Any, collective: _Collective) -> Handler:
-        names = [argument.name for argument in func._schema.arguments]
+    def _handler(self, name: str, func: Any) -> Handler:
+        collective = _COLLECTIVES[name]
         defaults = {
             argument.name: argument.default_value
             for argument in func._schema.arguments
             if argument.has_default_value()
         }
 
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-            written = list(tensors_in([given[one] for one in collective.written]))
-            read = list(tensors_in([given[one] for one in collective.read]))
+        def handle(args: Args, kwargs: Kwargs) -> Any:
+            given = defaults | named(func, args, kwargs)
+            written = list(tensors_in(given.get(collective.written)))
+            read = list(tensors_in(given.get(collective.read)))
+            group = ProcessGroup.unbox(given["process_group"])
             tensors = written + read  # a barrier has none
             if tensors and all(self._of(tensor) is None for tensor in tensors):
-                return self._on_host(func(*args, **kwargs), given, written, read)
-            self._communicate(name, given)
-            work = self._run(collective, given, written, read)
-            if not collective.returned:
-                return work.boxed()
-            return given[collective.returned], work.boxed()
+                result = func(*args, **kwargs)
+                # Between CPU tensors: every rank's values are taken to be these.
+                if group.size() == 1:
+                    kept(Sent(written, read, 0, 1, "", ()))
+                if any(map(self._machine.storages.is_on_host, read)):
+                    for tensor in written:
+                        self._machine.storages.adopt_on_host(tensor)
+                return result
+            known = self._communicators.get(group.group_name)
+            to_each = name in _TO_EACH or (known is not None and known.to_each)
+            self._communicators[group.group_name] = Communicator(group.size(), to_each)
+            work = self._run(name, group, given, written, read)
+            has_result = len(func._schema.returns) > 1
+            return (given[collective.written], work.boxed()) if has_result else work.boxed()
 
         return handle
 
-    def _communicate(self, name: str, given: _Arguments) -> None:
-        group = ProcessGroup.unbox(given["process_group"])
-        known = self._communicators.get(group.group_name)
-        to_each = name in _TO_EACH or (known is not None and known.to_each)
-        self._communicators[group.group_name] = Communicator(group.size(), to_each)
-
     def _run(
         self,
-        collective: _Collective,
-        given: _Arguments,
+        name: str,
+        group: ProcessGroup,
+        given: Mapping[str, Any],
         written: Sequence[torch.Tensor],
         read: Sequence[torch.Tensor],
     ) -> Any:
-        device = self._machine.device_of(written, read)
+        machine, collective = self._machine, _COLLECTIVES[name]
+        device = machine.device_of(written, read)
         scratch = Scratch(device)
         if collective.flattened and device.version < PART_BY_PART:
             for tensors in given[collective.flattened]:
                 if len({tensor.shape for tensor in tensors}) == 1:
                     scratch.take(sum(tensor.nbytes for tensor in tensors))
-        if collective.is_awaited:
-            scratch.take(_BARRIER)
-        self._know(collective, given, written, read)
-        if not given.get("async_op", True):
+        if name == _BARRIER:
+            scratch.take(_BARRIER_BYTES)
+        splits = given.get("input_split_sizes") or ()
+        sent = Sent(written, read, group.rank(), group.size(), self._operation, splits)
+        self._know(collective, sent, given.get("output_split_sizes") or ())
+
+        def end() -> None:
             scratch.free()
-            if collective.is_awaited:
-                self._machine.streams.host_waits(self._machine.current_index)
-            return _create_work(DoneFuture(self._machine, written))
-        waited = self._barred if collective.is_awaited else self._pending.discard
-        result = written if self._has_result else ()
-        work = _Work([*read, *written], result, scratch, waited, self._machine)
+            if name == _BARRIER:
+                machine.streams.host_waits(machine.current_index)
+
+        if not given.get("async_op", True):
+            end()
+            return _create_work(DoneFuture(machine, written))
+        kept_tensors = [*read, *written]
+
+        def waited(work: _Work) -> None:
+            kept_tensors.clear()
+            self._pending.discard(work)
+            end()
+
+        work = _Work(written if self._has_result else (), waited, machine)
         self._pending.add(work)
         return work
 
-    def _barred(self, work: _Work) -> None:
-        self._pending.discard(work)
-        self._machine.streams.host_waits(self._machine.current_index)
-
-    def _know(
-        self,
-        collective: _Collective,
-        given: _Arguments,
-        written: Sequence[torch.Tensor],
-        read: Sequence[torch.Tensor],
-    ) -> None:
+    def _know(self, collective: _Collective, sent: Sent, received: Sequence[int]) -> None:
         """Write the results that follow if every rank sends the same as this one."""
-        sent = read or written
+        tensors = sent.read or sent.written
         known = self._machine.values.of
-        group = ProcessGroup.unbox(given["process_group"])
-        alike = collective.alike if group.size() > 1 else kept
-        if alike is None or any(known(tensor) is None for tensor in sent) or not sent:
-            self._machine.kernel_wrote(*written)
-            return
-        splits = given.get("input_split_sizes") or ()
-        received = given.get("output_split_sizes") or ()
-        known_as = Sent(written, read, group.rank(), group.size(), self._operation, splits)
-        # It receives from each rank what it would send to it.
-        uneven = set(received) != {splits[group.rank()]} if splits and received else received
-        uneven = uneven and alike is not kept
-        if uneven or (alike is reduced and self._operation not in _KNOWN_REDUCTIONS):
-            self._machine.kernel_wrote(*written)
+        alike = collective.alike if sent.size > 1 else kept
+        is_unknown = alike is None or any(known(tensor) is None for tensor in tensors)
+        if received and alike is not kept:
+            # It receives from each rank what it would send to it.
+            is_unknown |= not sent.splits or set(received) != {sent.splits[sent.rank]}
+        is_unknown |= alike is reduced and sent.operation not in _KNOWN_REDUCTIONS
+        if is_unknown or alike is None or not tensors:
+            self._machine.kernel_wrote(*sent.written)
             return
         with self._execution:
-            alike(known_as)
+            alike(sent)
         if alike not in (unchanged, kept) and _is_users_own():
             self._machine.note(
                 f"a collective at {user_line()} takes what other ranks send for what this one does"
             )
-
-    def _on_host(
-        self,
-        result: Any,
-        given: _Arguments,
-        written: Sequence[torch.Tensor],
-        read: Sequence[torch.Tensor],
-    ) -> Any:
-        """Write the results between CPU tensors: every rank's values are taken to be these."""
-        if ProcessGroup.unbox(given["process_group"]).size() == 1:
-            kept(Sent(written, read, 0, 1, "", ()))
-        if any(map(self._machine.storages.is_on_host, read)):
-            for tensor in written:
-                self._machine.storages.adopt_on_host(tensor)
-        return result
 
 
 _KNOWN_REDUCTIONS = ("SUM", "AVG", "MAX", "MIN", "BAND", "BOR")

@@ -39,10 +39,7 @@ class MeetingError(RuntimeError):
 
 
 class Meeting:
-    """A rank's end of the exchange.
-
-    All ranks call the same methods in the same order. ``store`` is shared by all.
-    """
+    """A rank's end of the exchange; all ranks call the same methods in the same order."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = PrefixStore("pytest-gpumem", store)
@@ -51,7 +48,6 @@ class Meeting:
         self.rank, self.size = rank, size
         self._count = 0
         self._members: dict[int, tuple[str, Process]] = {}
-        self._came = time.monotonic()
         self._store.set(f"member/{rank}", _packed([socket.gethostname(), *this_process()]))
 
     def gather(self, topic: str, value: Any) -> Sequence[Any]:
@@ -59,7 +55,8 @@ class Meeting:
 
         ``value`` is JSON. Raises :class:`MeetingError`.
         """
-        key = self._next()
+        self._count += 1
+        key = f"{self._count}"
         self._set(f"{key}/{self.rank}", [topic, value])
         if self.rank:
             return [value]
@@ -70,7 +67,8 @@ class Meeting:
 
     def hear(self, topic: str, value: Any) -> Any:
         """Return rank 0's value of ``topic``; ``value`` is used on rank 0 only."""
-        key = f"{self._next()}/0"
+        self._count += 1
+        key = f"{self._count}/0"
         if self.rank == 0:
             self._set(key, [topic, value])
             return value
@@ -80,10 +78,6 @@ class Meeting:
         """Return the ranks of this host whose process has ended."""
         return [rank for rank in range(self.size) if self._is_gone(rank)]
 
-    def _next(self) -> str:
-        self._count += 1
-        return f"{self._count}"
-
     def _set(self, key: str, value: Any) -> None:
         try:
             self._store.set(key, _packed(value))
@@ -91,8 +85,13 @@ class Meeting:
             raise MeetingError(_cut_off(self.rank, error)) from None
 
     def _heard(self, key: str, rank: int, topic: str) -> Any:
-        data: bytes = self._waited(key, rank, topic)
-        theirs, value = _unpacked(data)
+        try:
+            self._wait(key, rank, topic)
+            theirs, value = _unpacked(self._store.get(key))
+        except MeetingError:
+            raise
+        except RuntimeError as error:
+            raise MeetingError(_cut_off(self.rank, error)) from None
         if theirs != topic:
             raise MeetingError(
                 f"rank {rank} is at {theirs} where rank {self.rank} is at {topic}: all ranks have "
@@ -100,37 +99,28 @@ class Meeting:
             )
         return value
 
-    def _waited(self, key: str, rank: int, topic: str) -> bytes:
+    def _wait(self, key: str, rank: int, topic: str) -> None:
         began = looked = time.monotonic()
         pause = 0.001
-        try:
-            while not self._store.check([key]):
-                time.sleep(pause)
-                pause = min(2 * pause, 0.1)
-                now = time.monotonic()
-                if now - looked < _LOOKED_EVERY:
-                    continue
-                looked = now
-                # It may have written it between the two checks.
-                if self._is_gone(rank) and not self._store.check([key]):
-                    raise MeetingError(gone(rank, topic))
-                self._limit(rank, topic, now - began)
-            return self._store.get(key)
-        except MeetingError:
-            raise
-        except RuntimeError as error:
-            raise MeetingError(_cut_off(self.rank, error)) from None
-
-    def _limit(self, rank: int, topic: str, waited: float) -> None:
-        if self._member(rank) is None and waited > JOINING.total_seconds():
-            raise MeetingError(
-                f"rank {rank} has not started within {JOINING.total_seconds():.0f} s: WORLD_SIZE "
-                f"says that there are {self.size} ranks"
-            )
-        if waited > WAITING.total_seconds():
-            raise MeetingError(
-                f"rank {rank} has said nothing of {topic} for {WAITING.total_seconds():.0f} s"
-            )
+        while not self._store.check([key]):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+            now = time.monotonic()
+            if now - looked < _LOOKED_EVERY:
+                continue
+            looked = now
+            # It may have written it between the two checks.
+            if self._is_gone(rank) and not self._store.check([key]):
+                raise MeetingError(f"rank {rank} has ended, and had said nothing of {topic}")
+            if self._member(rank) is None and now - began > JOINING.total_seconds():
+                raise MeetingError(
+                    f"rank {rank} has not started within {JOINING.total_seconds():.0f} s: "
+                    f"WORLD_SIZE says that there are {self.size} ranks"
+                )
+            if now - began > WAITING.total_seconds():
+                raise MeetingError(
+                    f"rank {rank} has said nothing of {topic} for {WAITING.total_seconds():.0f} s"
+                )
 
     def _member(self, rank: int) -> tuple[str, Process] | None:
         if rank not in self._members and self._store.check([f"member/{rank}"]):
@@ -143,11 +133,6 @@ class Meeting:
         if member is None or member[0] != socket.gethostname():
             return False  # it cannot be determined
         return not is_alive(member[1])
-
-
-def gone(rank: int, topic: str) -> str:
-    """Return the sentence that reports that a rank has ended."""
-    return f"rank {rank} has ended, and had said nothing of {topic}"
 
 
 def meeting_of(world: World, address: Address) -> Meeting:

@@ -1,18 +1,43 @@
-"""The replacements in ``torch.distributed``: another set where a process is a rank of several."""
+"""The replacements in ``torch.distributed``: of one rank of several, or of an unknown number.
+
+Where the number of ranks is not given, calls that need other ranks are refused. A script for
+torchrun is run as the only rank where there is one GPU. torch has found out how many ranks there
+are when it makes the default group, and that group is a fake one then.
+
+Source: torch/distributed/distributed_c10d.py (``init_process_group``,
+``_new_process_group_helper``), torch 2.6 to 2.15.
+"""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import os
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlparse
 
 import torch.distributed
+from torch import nn
 
+from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.distributed import refusals
 from pytest_gpumem.simulated.distributed.nccl import Communicator
-from pytest_gpumem.simulated.distributed.refusals import SingleRank
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.values.world import World
+from pytest_gpumem.values.errors import UnsupportedOperatorError
+from pytest_gpumem.values.world import NCCL_TIMEOUT, World
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.distributed.process_groups import Groups
+
+
+_Applies = Callable[..., bool]
+
+_OF_GPUS = ("none", "undefined", "nccl")
+"""Names in backends that connect GPUs: an empty backend selects each device's own."""
+_FOLLOWED = (*_OF_GPUS, "gloo")
+"""Backends of which a group of one rank is a fake one; all others are torch's own."""
 
 
 def add_patches(
@@ -30,26 +55,14 @@ def add_patches(
 
     def add_rank(world: World | None, patches: Patches) -> None:
         # Imported late: not needed to simulate one process.
-        from pytest_gpumem.simulated.distributed import (
-            checkpoints,
-            objects,
-            pipelines,
-            process_groups,
-            propagation,
-            purposes,
-            sharded,
-        )
+        from pytest_gpumem.simulated.distributed import objects, process_groups, sharded
         from pytest_gpumem.simulated.distributed.collectives import Collectives
 
         if world is None:
             process_groups.plan_groups(patches)
         else:
             process_groups.add_patches(world, patches)
-        propagation.add_patches(patches)
-        purposes.add_patches(patches)
         objects.add_patches(machine, patches)
-        pipelines.add_patches(machine, patches)
-        checkpoints.add_patches(machine, patches)
         sharded.add_patches(patches)
         sharded.bind(execution)
         collectives = Collectives(machine, execution, communicators)
@@ -58,7 +71,135 @@ def add_patches(
 
     single_rank = SingleRank(lambda late: add_rank(None, late))
     if world is None or not torch.distributed.is_available():
-        refusals.add_patches(single_rank, patches)
+        _add_refusals(single_rank, patches)
     else:
         add_rank(world, patches)
     return single_rank
+
+
+def _add_refusals(single_rank: SingleRank, patches: Patches) -> None:
+    """Refuse process groups of several GPUs and what is built on them, but in a ``single_rank``."""
+    refused: list[tuple[Any, str, str, _Applies]] = [
+        (nn.parallel.DistributedDataParallel, "__init__", "DistributedDataParallel", _on_gpu),
+    ]
+    if torch.distributed.is_available():
+        c10d = torch.distributed.distributed_c10d
+        # The first call of fully_shard and tensor parallelism.
+        mesh = torch.distributed.device_mesh.DeviceMesh
+        refused += [
+            (mesh, "__init__", "DeviceMesh of GPUs", _of_gpus),
+            (torch.distributed, "init_process_group", _INIT, _by_nccl),
+            (c10d, "init_process_group", _INIT, _by_nccl),
+        ]
+        # Builds without NCCL have none, and warn of it before they make the group.
+        patches.add(c10d, "default_pg_nccl_timeout", NCCL_TIMEOUT)
+        name = "_new_process_group_helper"
+        patches.add(c10d, name, _grouping(single_rank, getattr(c10d, name)))
+    for owner, name, called, applies in refused:
+        function = _refusing(called, getattr(owner, name), applies, single_rank)
+        patches.add(owner, name, function)
+
+
+def _on_gpu(this: Any, module: nn.Module, *_: Any, **__: Any) -> bool:
+    return any(parameter.is_cuda for parameter in module.parameters())
+
+
+def _of_gpus(this: Any, device_type: str, *_: Any, **__: Any) -> bool:
+    return device_type == "cuda"
+
+
+def _by_nccl(
+    backend: Any = None,
+    init_method: str | None = None,
+    timeout: Any = None,
+    world_size: int = -1,
+    *_: Any,
+    **__: Any,
+) -> bool:
+    if world_size <= 0:
+        # In the address, or in the environment: torch/distributed/rendezvous.py
+        # (``_query_to_dict``, ``_env_rendezvous_handler``).
+        query = parse_qs(urlparse(init_method or "env://").query)
+        text = query.get("world_size", [os.environ.get("WORLD_SIZE", "")])[0]
+        world_size = int(text) if text.isdecimal() else 0
+    return _names_any(backend, _OF_GPUS) and world_size != 1
+
+
+def _names_any(backend: Any, names: tuple[str, ...]) -> bool:
+    return any(name in str(backend).lower() for name in names)
+
+
+_INIT = 'torch.distributed.init_process_group("nccl")'
+
+
+def _grouping(single_rank: SingleRank, make: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the function that makes a group from final arguments; NCCL would end the process."""
+
+    @wraps(make)
+    def call(
+        group_size: int, group_rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not single_rank.has_begun:
+            if group_size == 1 and not ranks and _names_any(backend, _FOLLOWED):
+                single_rank.begin()
+            elif _names_any(backend, _OF_GPUS):
+                raise _for_several(_INIT)
+        return make(group_size, group_rank, ranks, backend, *args, **kwargs)
+
+    return call
+
+
+def _refusing(
+    name: str, function: Callable[..., Any], applies: _Applies, single_rank: SingleRank
+) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not single_rank.has_begun and applies(*args, **kwargs):
+            raise _for_several(name)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _for_several(name: str) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(
+        f"{name} at {user_line()} is for several ranks, and this is one of an unknown number: "
+        "mark the test with @pytest.mark.gpumem(ranks=8), or write simulate(..., world_size=8, "
+        "rank=0)"
+    )
+
+
+class SingleRank:
+    """The only rank of a machine's world; ``add_patches`` adds its replacements."""
+
+    def __init__(self, add_patches: Callable[[Patches], None]) -> None:
+        self._add_patches = add_patches
+        self.patches = Patches()
+        """Replacements in ``torch.distributed``, which few tests need."""
+        self._groups: Groups | None = None
+        self._inside = ExitStack()
+        self.has_begun = False
+        """Whether the process is in this world now."""
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Enter this world inside if it had begun before, and leave it afterwards."""
+        with ExitStack() as self._inside:
+            if self._groups is not None and self._groups.tables["_pg_names"]:
+                self.begin()
+            yield
+
+    def begin(self) -> None:
+        """Enter this world, until :meth:`kept` ends."""
+        if self.has_begun:
+            return
+        # Imported late: not needed without process groups.
+        from pytest_gpumem.simulated.distributed.process_groups import Groups
+
+        if not self.patches.added:
+            self._add_patches(self.patches)
+        self._inside.enter_context(self.patches.applied())
+        self._groups = self._groups or Groups()
+        self._inside.enter_context(self._groups.entered())
+        self.has_begun = True
+        self._inside.callback(setattr, self, "has_begun", False)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,15 +65,12 @@ class _Kind(type):
         return isinstance(instance, FakeProcessGroup)
 
     def __call__(cls, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> Any:
-        return _fake_group(rank, size)
+        make: Any = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)  # since 2.9
+        return make(rank, size)
 
 
-class _SimulatedGloo(metaclass=_Kind):
-    """``ProcessGroupGloo``."""
-
-
-class _SimulatedNccl(metaclass=_Kind):
-    """``ProcessGroupNCCL`` and its successors; the options are settings without a reader."""
+class _Simulated(metaclass=_Kind):
+    """``ProcessGroupGloo``, ``ProcessGroupNCCL`` and its successors; nothing reads the options."""
 
     class Options:
         """``ProcessGroupNCCL.Options``."""
@@ -84,13 +81,6 @@ class _SimulatedNccl(metaclass=_Kind):
             self.group_name = ""
             self._timeout = NCCL_TIMEOUT
             self.config = SimpleNamespace()  # NCCLConfig, which takes any setting
-
-
-def _fake_group(rank: int, size: int) -> Any:
-    fake: Any = FakeProcessGroup
-    if hasattr(fake, "_create_internal"):  # came with 2.9
-        return fake._create_internal(rank, size)
-    return fake(rank, size)
 
 
 def add_patches(world: World, patches: Patches) -> None:
@@ -109,9 +99,8 @@ def plan_groups(patches: Patches) -> None:
         for name in ("is_nccl_available", "is_gloo_available"):
             patches.add(owner, name, yes)
         patches.add(owner, "monitored_barrier", lambda *_, **__: None)
-        for name in _OF_NCCL:
-            patches.add(owner, name, _SimulatedNccl)
-        patches.add(owner, "ProcessGroupGloo", _SimulatedGloo)
+        for name in ("ProcessGroupGloo", *_OF_NCCL):
+            patches.add(owner, name, _Simulated)
     for owner in (dist, c10d, device_mesh):
         if hasattr(owner, "split_group"):
             patches.add(owner, "split_group", split_group)
@@ -161,10 +150,7 @@ def initializing(
     store: Callable[[], Any],
     known: Callable[[Any], Any] = lambda backend: backend,
 ) -> Callable[..., Any]:
-    """Return ``init`` for a rank whose others do not exist, by a ``store`` that needs none.
-
-    ``known`` returns the backend to be used in place of the one that was given.
-    """
+    """Return ``init`` for a rank that is alone: by a ``store`` that needs no other."""
 
     @functools.wraps(init)
     def init_process_group(
@@ -206,28 +192,16 @@ class Membership:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._groups = Groups.of_new_process()
+        self._groups = Groups()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Enter the rank, as under torchrun, with the default group initialised.
-
-        Groups, meshes and environment variables are restored afterwards.
-        """
-        hook = sys.excepthook
-        outer = Groups.of_process()
-        with environment_of(self._world), self._replaced():
-            self._groups.take_over(outer)
-            try:
-                if not dist.is_initialized():
-                    dist.init_process_group("cpu:gloo,cuda:nccl")
-                    setattr(c10d._world, OWN_GROUP, True)
-                yield
-            finally:
-                self._groups = Groups.of_process()
-                outer.take_over(self._groups)
-                sys.excepthook = hook
-                forget_meshes()
+        """Enter the rank inside, as under torchrun, with the default group initialised."""
+        with environment_of(self._world), self._replaced(), self._groups.entered():
+            if not dist.is_initialized():
+                dist.init_process_group("cpu:gloo,cuda:nccl")
+                setattr(c10d._world, OWN_GROUP, True)
+            yield
 
     @contextmanager
     def _replaced(self) -> Iterator[None]:
@@ -245,26 +219,32 @@ class Membership:
                     dist.destroy_process_group()
 
 
-class Groups(NamedTuple):
-    """Torch's record of process groups."""
+class Groups:
+    """Torch's record of process groups, at first of none; it can be entered repeatedly."""
 
-    tables: Mapping[str, dict[Any, Any]]
-    settings: tuple[Any, ...]
+    def __init__(self) -> None:
+        self.tables: Mapping[str, dict[Any, Any]] = {name: {} for name in _TABLES}
+        self._settings: tuple[Any, ...] = (c10d._World(), 0, None)
 
-    @classmethod
-    def of_new_process(cls) -> Groups:
-        """Return the record of a process that has no group yet."""
-        return cls({name: {} for name in _TABLES}, (c10d._World(), 0, None))
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have these groups inside, and what is added to them; restore the process's afterwards."""
+        hook, outer = sys.excepthook, Groups()
+        outer._read()
+        self._replace(outer)
+        try:
+            yield
+        finally:
+            self._read()
+            outer._replace(self)
+            sys.excepthook = hook
+            forget_meshes()
 
-    @classmethod
-    def of_process(cls) -> Groups:
-        """Return the present record."""
-        return cls(
-            {name: dict(getattr(c10d, name)) for name in _TABLES},
-            tuple(getattr(c10d, name) for name in _SETTINGS),
-        )
+    def _read(self) -> None:
+        self.tables = {name: dict(getattr(c10d, name)) for name in _TABLES}
+        self._settings = tuple(getattr(c10d, name) for name in _SETTINGS)
 
-    def take_over(self, present: Groups) -> None:
+    def _replace(self, present: Groups) -> None:
         """Install these groups in place of ``present``."""
         for name in present.tables["_pg_names"].values():
             _unregister_process_group(name)  # C++ registers groups by name, each of them once
@@ -272,7 +252,7 @@ class Groups(NamedTuple):
             table = getattr(c10d, name)
             table.clear()
             table.update(content)
-        vars(c10d).update(zip(_SETTINGS, self.settings, strict=True))
+        vars(c10d).update(zip(_SETTINGS, self._settings, strict=True))
         for group, name in self.tables["_pg_names"].items():
             _register_process_group(name, group)
 
@@ -320,7 +300,16 @@ def _add_spawned(world: World, patches: Patches) -> None:
         *_: Any,
         **__: Any,
     ) -> Any:
-        index = _index(world, nprocs)
+        if nprocs == world.size:
+            index = world.rank
+        elif nprocs == world.local_size:
+            index = world.local_rank
+        else:
+            raise UnsupportedOperatorError(
+                f"{nprocs} processes are spawned at {user_line()}, one of which would be rank "
+                f"{world.rank} of {world.size}: spawn {world.local_size}, as many as there are "
+                "GPUs (torch.cuda.device_count())"
+            )
         with Membership(world).for_good():
             try:
                 fn(index, *args)
@@ -337,15 +326,3 @@ def _add_spawned(world: World, patches: Patches) -> None:
     for owner in (mp, sys.modules["torch.multiprocessing.spawn"]):
         for name in ("spawn", "start_processes"):
             patches.add(owner, name, start_processes)
-
-
-def _index(world: World, count: int) -> int:
-    if count == world.size:
-        return world.rank
-    if count == world.local_size:
-        return world.local_rank
-    raise UnsupportedOperatorError(
-        f"{count} processes are spawned at {user_line()}, one of which would be rank {world.rank} "
-        f"of {world.size}: spawn {world.local_size}, as many as there are GPUs "
-        "(torch.cuda.device_count())"
-    )

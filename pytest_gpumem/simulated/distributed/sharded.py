@@ -1,7 +1,8 @@
-"""``fully_shard``: its own operators are decomposed as CUDA runs them.
+"""Sharded models: ``fully_shard``'s own operators are decomposed as CUDA runs them.
 
 To a dispatch mode they are operators of a library, whose shape-only kernels would hide the memory
-of the copies inside. The ``ShardedTensor`` of FSDP's state dictionaries is on the device of its
+of the copies inside. Allocations have the names of their purposes, and DTensor works equal
+shardings out once. The ``ShardedTensor`` of FSDP's state dictionaries is on the device of its
 shards; one that queries the shards of every rank is refused.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.6 to 2.15;
@@ -11,19 +12,29 @@ sharded_tensor/api.py (``_init_from_local_shards``), torch 2.6 to 2.15.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Reducer
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.fsdp import _flat_param, _runtime_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.nn.parallel import DistributedDataParallel
 
-from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.callsite import Purpose, running, user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.machine.dispatch import Handler
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.operators.chunks import numbers_of
 from pytest_gpumem.values.errors import UnknownValueError
 
@@ -44,7 +55,7 @@ def bind(execution: ShapeExecution) -> None:
     """Make ``execution`` run the kernels for CUDA, and each operator in them separately."""
 
     def in_view(kernel: Callable[..., Any]) -> Handler:
-        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def handle(args: Args, kwargs: Kwargs) -> Any:
             with execution:
                 return kernel(*args, **kwargs)
 
@@ -74,6 +85,8 @@ def _concatenated(
 
 def add_patches(patches: Patches) -> None:
     """Give these modules comparable host addresses, where values of the memory are unknown."""
+    _add_purposes(patches)
+    patches.add(ShardingPropagator, _NAME, _once_for_equal(vars(ShardingPropagator)[_NAME]))
     for owner in (torch.UntypedStorage, torch.Tensor):
         planned = [
             value for each, name, value in patches.added if each is owner and name == "data_ptr"
@@ -83,12 +96,9 @@ def add_patches(patches: Patches) -> None:
         patches.add(owner, "data_ptr", _compared(shown))
     patches.add(ShardedTensor, "device", property(_device))
     patches.add(ShardedTensor, "is_cuda", property(lambda this: _device(this).type == "cuda"))
-    init = _where_alone(vars(ShardedTensor)["_init_from_local_shards"].__func__)
-    patches.add(ShardedTensor, "_init_from_local_shards", classmethod(init))
+    init = vars(ShardedTensor)["_init_from_local_shards"].__func__
 
-
-def _where_alone(init: Callable[..., Any]) -> Callable[..., Any]:
-    def initialize(cls: Any, *args: Any, process_group: Any = None, **kwargs: Any) -> Any:
+    def initialize(cls: Any, /, *args: Any, process_group: Any = None, **kwargs: Any) -> Any:
         if dist.get_world_size(process_group) > 1:
             raise UnknownValueError(
                 f"init_from_local_shards at {user_line()}, which LOCAL_STATE_DICT comes to, asks "
@@ -96,7 +106,7 @@ def _where_alone(init: Callable[..., Any]) -> Callable[..., Any]:
             )
         return init(cls, *args, process_group=process_group, **kwargs)
 
-    return initialize
+    patches.add(ShardedTensor, "_init_from_local_shards", classmethod(initialize))
 
 
 def _device(tensor: ShardedTensor) -> torch.device:
@@ -116,3 +126,94 @@ def _compared(shown: Callable[..., int]) -> Callable[..., int]:
             return int(storage._cdata)  # as good a name for it as its address
 
     return data_ptr
+
+
+_BUFFER, _UNSHARDED = "buffer", "unsharded"
+
+
+_PURPOSES: tuple[tuple[Any, str, str, str], ...] = (
+    (FSDPParamGroup, "unshard", "all-gather of {}", _BUFFER),
+    (FSDPParamGroup, "wait_for_unshard", "unsharded parameters", _UNSHARDED),
+    (FSDPParamGroup, "post_backward", "reduce-scatter of {}", _BUFFER),
+    (_flat_param.FlatParamHandle, "pre_unshard", "shards to gather", _UNSHARDED),
+    (_flat_param.FlatParamHandle, "unshard", "unsharded parameters", _UNSHARDED),
+    (_runtime_utils, "_reduce_grad", "reduce-scatter", _BUFFER),
+    (DistributedDataParallel, "_ddp_init_helper", "gradient buckets", _BUFFER),
+    (Reducer, "_rebuild_buckets", "gradient buckets", _BUFFER),
+)
+"""Owner, function, name and kind of the purpose; the name may have the module's path."""
+
+
+def _add_purposes(patches: Patches) -> None:
+    """Attach its purpose to every allocation in these functions: operators are ``torch.empty``.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, _flat_param.py and
+    _runtime_utils.py of torch/distributed/fsdp, torch/nn/parallel/distributed.py, 2.6 to 2.13.
+    """
+    for owner, function, name, kind in _PURPOSES:
+        if hasattr(owner, function):
+            patches.add(owner, function, _doing(getattr(owner, function), name, kind))
+
+
+def _doing(function: Callable[..., Any], name: str, kind: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(first: Any, /, *args: Any, **kwargs: Any) -> Any:
+        path = getattr(first, "_module_fqn", None) or "the root"
+        with running.doing(Purpose(name.format(path), kind)):
+            return function(first, *args, **kwargs)
+
+    return call
+
+
+_NAME = "propagate_op_sharding_non_cached"
+_OF_LISTS = "aten::_foreach_"
+
+
+def _once_for_equal(propagate: Callable[..., Any]) -> Callable[..., Any]:
+    """Work out the sharding of a list's elements once for equal ones.
+
+    An optimizer's ``_foreach_`` operators take lists of all parameters. torch works the sharding
+    of each out by itself, in a time that grows with the square of their number; layers are alike.
+    Source: torch/distributed/tensor/_sharding_prop.py (``propagate_op_sharding_non_cached``, the
+    branch of ``TupleStrategy``), torch 2.13.
+    """
+
+    @functools.wraps(propagate)
+    def call(propagator: Any, schema: OpSchema) -> Any:
+        if not schema.op._schema.name.startswith(_OF_LISTS):
+            return propagate(propagator, schema)
+        lists: list[Any] = [arg for arg in schema.args_schema if _is_list(arg)]
+        of_tensors = [arg for arg in lists if arg and isinstance(arg[0], DTensorSpec)]
+        elements = list(zip(*of_tensors, strict=True))
+        kinds = {element: kind for kind, element in enumerate(dict.fromkeys(elements))}
+        if len(kinds) == len(elements):
+            return propagate(propagator, schema)
+        first = [elements.index(element) for element in kinds]
+        found = propagate(propagator, _with(schema, len(elements), first))
+        kind_of = [kinds[element] for element in elements]
+        output, redistributed = found.output_spec, found.redistribute_schema
+        if _is_list(output):
+            found = replace(found, output_spec=_chosen(output, kind_of))
+        if redistributed is not None:
+            again = _with(redistributed, len(kinds), kind_of)
+            found = replace(found, redistribute_schema=again)
+        return found
+
+    return call
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _with(schema: OpSchema, length: int, positions: Sequence[int]) -> OpSchema:
+    """Return the call with the elements at ``positions`` of its lists of this ``length``."""
+    args = tuple(
+        _chosen(arg, positions) if _is_list(arg) and len(arg) == length else arg  # type: ignore[arg-type]  # a list
+        for arg in schema.args_schema
+    )
+    return OpSchema(schema.op, args, schema.kwargs_schema, schema.schema_info)
+
+
+def _chosen(values: Any, positions: Sequence[int]) -> Any:
+    return type(values)([values[position] for position in positions])

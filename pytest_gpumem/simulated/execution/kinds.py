@@ -9,6 +9,7 @@ itself gets ``aten::is_pinned`` and ``aten::_pin_memory``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import (
     comparisons,
+    rnn,
     sparse,
     tables,
     transfers,
@@ -34,7 +36,7 @@ from pytest_gpumem.simulated.operators.sparse import is_sparse
 from pytest_gpumem.values.errors import UnknownValueError
 
 
-def is_pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> bool:
+def _is_pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> bool:
     """Return whether a tensor of the host has memory that is pinned."""
     if machine.storages.of(tensor) is not None:
         return False
@@ -44,15 +46,13 @@ def is_pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> bool:
         return False
 
 
-def pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a pinned copy of ``tensor``, or itself where it is pinned.
+def _pinned(machine: SimulatedMachine, tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """Return a pinned copy of ``tensor``.
 
     Raises ``RuntimeError`` in torch's words for a tensor on a GPU.
     """
     if machine.storages.of(tensor) is not None:
         raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
-    if is_pinned(machine, tensor):
-        return tensor
     if tensor.layout is not torch.strided or machine.storages.is_on_host(tensor):
         return machine.pinned.add(tensor.clone())
     return machine.pinned.copied(tensor)
@@ -269,6 +269,10 @@ def _name(func: Any) -> str:
 
 
 KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any], Handler]], ...] = (
+    (
+        lambda func: str(func) in rnn.FLATTENING,
+        lambda runner, func: of_parts(runner, rnn.FLATTENING[str(func)]),
+    ),
     (custom.is_composite, custom.composite),
     (lambda func: str(func) in tables.IN_VIEW, custom.in_view),
     # Inductor's primitive between separate parts of a graph is made of ``Tensor.to``
@@ -283,11 +287,11 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any], Handler]], ...
     # As the methods of a tensor do.
     (
         lambda func: _name(func) == "aten::is_pinned",
-        lambda runner, func: lambda args, kwargs: is_pinned(runner.machine, args[0]),
+        lambda runner, func: lambda args, kwargs: _is_pinned(runner.machine, args[0]),
     ),
     (
         lambda func: _name(func) == "aten::_pin_memory",
-        lambda runner, func: lambda args, kwargs: pinned(runner.machine, args[0]),
+        lambda runner, func: of_parts(runner, partial(_pinned, runner.machine)),
     ),
     (computing.is_factory, computing.factory),
     (lambda func: _name(func) == "aten::copy_", copy),

@@ -24,15 +24,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.callsite import running
-from pytest_gpumem.simulated.common.frames import let_go
+from pytest_gpumem.simulated.common.callsite import let_go, running
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.execution import custom
 from pytest_gpumem.simulated.execution.computing import is_factory
 from pytest_gpumem.simulated.execution.kinds import handler_of
 from pytest_gpumem.simulated.execution.runner import Runner
 from pytest_gpumem.simulated.execution.shapes import TORCHS_OWN
-from pytest_gpumem.simulated.machine import forks
+from pytest_gpumem.simulated.machine.checks import refuse_in_child
 from pytest_gpumem.simulated.machine.dispatch import Dispatch, Handler
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
@@ -111,7 +110,8 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
         if self.in_child:
 
             def without_gpu(args: Args, kwargs: Kwargs) -> Any:
-                forks.check(self._storages, args, kwargs, self._machine.thread_state.destination)
+                target = self._machine.thread_state.destination
+                refuse_in_child(self._storages, args, kwargs, target)
                 return func(*args, **kwargs)
 
             return without_gpu
@@ -164,12 +164,10 @@ def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) ->
     draws = _draws(func)
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
-        streams = machine.streams
-        if streams.captures and draws(args, kwargs):
-            gpu = machine.current
-            capture = streams.captures.get((gpu.index, gpu.stream))
-            if capture is not None and capture.graph is not None:
-                capture.graph.use_random_operator(gpu, kwargs.get("generator"))
+        if machine.streams.captures and draws(args, kwargs):
+            capture = machine.capture
+            if capture is not None and capture.draws is not None:
+                capture.draws(machine.current, kwargs.get("generator"))
         if unfilled is not None and machine.leaves_unfilled:
             left = unfilled(args, kwargs)
             if left is not None:

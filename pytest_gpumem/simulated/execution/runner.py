@@ -112,7 +112,7 @@ class Runner:
         func = operator.func
         result = self.on_host.run(operator, args, kwargs)
         if func in finite.QUESTIONS and self.storages.is_on_host(args[0]):
-            answer = finite.answer(self.values, func, args)
+            answer = self.values.if_finite(func, args)
             if answer is not None:
                 self.machine.note_finite()
                 return torch.full(result.shape, answer, device=CPU)

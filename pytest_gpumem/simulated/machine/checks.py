@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common.raw import tensors_in
-from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, named
+from pytest_gpumem.simulated.machine.storages import Storages
 
 NO_DATA = "Cannot copy out of meta tensor; no data!"
 """Source: aten/src/ATen/native/Copy.cpp (copy_impl), torch 2.6 to 2.15; a NotImplementedError."""
@@ -74,8 +75,7 @@ def placed(
     func: Any, args: Args, kwargs: Kwargs, place: Callable[[torch.Tensor], str]
 ) -> list[Placed]:
     """Return the tensors among the arguments of ``func``, in the order of its schema."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = [*zip(names, args, strict=False), *kwargs.items()]
+    given = named(func, args, kwargs).items()
     return [Placed(name, each, place(each)) for name, value in given for each in tensors_in(value)]
 
 
@@ -133,21 +133,15 @@ _SAME = {
 
 
 def refuse_types(func: Any, tensors: Sequence[Placed], others: Iterable[Any]) -> None:
-    """Raise an error if ``tensors`` among the arguments of ``func`` should have one type.
-
-    An ``out_dtype`` among the ``others`` says which types there are.
-    """
+    """Raise an error for types that differ, unless an ``out_dtype`` among ``others`` gives them."""
     name = func._schema.name.removeprefix("aten::")
     compared = _SAME.get(name, "").split()
     types = {each.name: each.tensor.dtype for each in tensors if each.name in compared}
     strided = all(each.tensor.layout is torch.strided for each in tensors)
-    if len(set(types.values())) > 1 and strided and not any(map(_is_type, others)):
+    has_type = any(isinstance(other, torch.dtype) for other in others)
+    if len(set(types.values())) > 1 and strided and not has_type:
         listed = ", ".join(f"{each} {types[each]}" for each in compared if each in types)
         raise RuntimeError(f"{name} expects tensors of the same dtype, but got {listed}")
-
-
-def _is_type(value: Any) -> bool:
-    return isinstance(value, torch.dtype)
 
 
 @functools.cache
@@ -174,3 +168,29 @@ def _compares_devices(func: Any) -> bool:
         return False
     is_cuda = r"^ +structured(?:_delegate)?: |^    (?:\w+, )*CUDA\b.*: "
     return re.search(is_cuda, entry[1], re.MULTILINE) is not None
+
+
+IN_CHILD = (
+    "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must "
+    "use the 'spawn' start method"
+)
+"""Source: torch/cuda/__init__.py (_lazy_init), torch 2.6 to 2.15."""
+_UNKNOWN = (
+    "a forked process, such as a worker of a DataLoader, read a CPU tensor that was copied from a "
+    "simulated GPU, which holds no values: read it in the process of the test (num_workers=0)"
+)
+
+
+def refuse_in_child(storages: Storages, args: Args, kwargs: Kwargs, target: Any) -> None:
+    """Raise torch's error for an operator of a GPU in a forked process, which has none.
+
+    The driver's state does not survive a fork. ``target`` is where ``Tensor.to`` moves a tensor.
+    """
+    device = target or kwargs.get("device")
+    if isinstance(device, torch.device) and device.type == "cuda":
+        raise RuntimeError(IN_CHILD)
+    for tensor in tensors_in((args, kwargs)):
+        if storages.of(tensor) is not None:
+            raise RuntimeError(IN_CHILD)
+        if storages.is_on_host(tensor):
+            raise RuntimeError(_UNKNOWN)

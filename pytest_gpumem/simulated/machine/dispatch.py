@@ -92,3 +92,5 @@ class ThreadState(threading.local):
     """Whether the thread runs ``x[i] = ...``, whose numbers stay on the host."""
     joined = False
     """Whether the thread has entered the simulation."""
+    pool: Any = None
+    """The pool of the innermost ``torch.cuda.MemPoolContext``."""

@@ -19,8 +19,14 @@ _by_address: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator]:
-    """``torch.Generator``, whose CUDA generators have states as long as a GPU's."""
-    states = _States()
+    """``torch.Generator``, whose CUDA generators have states as long as a GPU's.
+
+    Source: aten/src/ATen/cuda/CUDAGeneratorImpl.cpp (get_state, set_state): 16 bytes, seed and
+    offset, of which a state from elsewhere may lack the offset; a multiple of 4.
+    """
+    states: list[torch.Tensor] = []
+    offsets: dict[bytes, int] = {}
+    """Of :data:`states`, which are the CPU's and draw the numbers, by their bytes."""
 
     class Kind(type(real)):  # type: ignore[misc]  # stays a class for isinstance()
         def __instancecheck__(cls, value: object) -> bool:
@@ -56,14 +62,20 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
             return self._cuda_device
 
         def get_state(self) -> torch.Tensor:
-            return states.shorten(self._source.get_state(), self._source)
+            state = self._source.get_state()
+            offset = offsets.setdefault(bytes(state.numpy()), 4 * len(states))
+            if offset == 4 * len(states):
+                states.append(state)
+            return _bytes_of(self._source.initial_seed(), offset)
 
         def set_state(self, state: torch.Tensor) -> Any:
-            full = states.full(state)
-            if full is None:
-                return self.manual_seed(_numbers_of(state)[0])
-            self._source.set_state(full)
-            return self
+            seed, offset = _numbers_of(state)
+            if not offset % 4 and offset // 4 < len(states):
+                known = states[offset // 4]
+                if real().set_state(known).initial_seed() == seed:
+                    self._source.set_state(known)
+                    return self
+            return self.manual_seed(seed)  # a state of another process
 
         def manual_seed(self, seed: int) -> Any:
             self._source.manual_seed(seed)
@@ -120,39 +132,6 @@ def drawn_from(generator: torch.Generator) -> torch.Generator:
     return generator if made is None else made._source
 
 
-class _States:
-    """States of CUDA's generators, seed and offset, for those of the CPU's that draw the numbers.
-
-    Source: aten/src/ATen/cuda/CUDAGeneratorImpl.cpp (get_state, set_state): 16 bytes, of which a
-    state from elsewhere may lack the offset; a multiple of 4.
-    """
-
-    def __init__(self) -> None:
-        self._states: list[torch.Tensor] = []
-        self._offsets: dict[bytes, int] = {}
-
-    def shorten(self, state: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Return the 16 bytes that stand for ``state``."""
-        content = bytes(state.numpy())
-        offset = self._offsets.get(content)
-        if offset is None:
-            offset = self._offsets[content] = 4 * len(self._states)
-            self._states.append(state)
-        return _bytes_of(generator.initial_seed(), offset)
-
-    def full(self, state: torch.Tensor) -> torch.Tensor | None:
-        """Return the state behind these 16 bytes; ``None`` for a state of another process.
-
-        Raises torch's error for any other size.
-        """
-        seed, offset = _numbers_of(state)
-        if not offset % 4 and offset // 4 < len(self._states):
-            found = self._states[offset // 4]
-            if _seed_of(found) == seed:
-                return found
-        return None
-
-
 def _numbers_of(state: torch.Tensor) -> tuple[int, int]:
     if state.numel() not in (8, 16):
         raise RuntimeError("RNG state is wrong size")
@@ -163,12 +142,6 @@ def _numbers_of(state: torch.Tensor) -> tuple[int, int]:
 def _bytes_of(seed: int, offset: int) -> torch.Tensor:
     content = seed.to_bytes(8, "little") + offset.to_bytes(8, "little")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
-def _seed_of(state: torch.Tensor) -> int:
-    generator = torch.Generator()
-    generator.set_state(state)
-    return generator.initial_seed()
 
 
 RNG_BYTES = 8

@@ -19,11 +19,11 @@ from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.releases import CLEARS_WORKSPACES, LAZY_RNG, RNG_PER_CAPTURE
-from pytest_gpumem.simulated.machine.captures import Capture
 from pytest_gpumem.simulated.machine.generators import free_all, state_of, state_tensors
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.machine.replayed_values import Recording
-from pytest_gpumem.simulated.machine.streams import cuda_error
+from pytest_gpumem.simulated.machine.pool_contents import Recording
+from pytest_gpumem.simulated.machine.signatures import is_view
+from pytest_gpumem.simulated.machine.streams import Capture, cuda_error
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _EMPTY = (
@@ -71,10 +71,9 @@ class Graph:
         if machine.streams.is_capturing(gpu.index):
             raise cuda_error("the operation cannot be performed in the present state")
         chosen = SHARED_POOL if pool is None else (pool[0], pool[1])
-        identity = machine.pool_ids.of_graph() if chosen == SHARED_POOL else chosen
-        capture = Capture(
-            self, gpu, identity, machine.values, machine.pool_contents, machine.execution
-        )
+        identity = (next(machine.graph_pools), 0) if chosen == SHARED_POOL else chosen
+        recording = Recording(machine.values, machine.pool_contents.of(gpu, identity))
+        capture = Capture(gpu, identity, recording, self._use_random_operator)
         captures = machine.streams.captures
         try:
             gpu.allocator.begin_allocate_to_pool(
@@ -84,36 +83,25 @@ class Graph:
             raise RuntimeError(str(error)) from None
         gpu.allocator.is_capturing = lambda: machine.streams.is_capturing(gpu.index)
         gpu.allocator.mark_capture_begin()
-        captures[capture.key] = capture
+        captures[gpu.index, gpu.stream] = capture
         machine.execution.watch(_noting_nodes(machine))
-        machine.values.recording = self._recording
+        machine.values.recording = lambda: (
+            None if machine.capture is None else machine.capture.recording
+        )
         self._capture, self._memory = capture, gpu.allocator
         if RNG_PER_CAPTURE <= gpu.version < LAZY_RNG:
             for state in self._states:
                 self._random[state] = state_tensors(gpu, 0)
-
-    def _recording(self) -> Recording | None:
-        machine = self._machine
-        gpu = machine.current
-        capture = machine.streams.captures.get((gpu.index, gpu.stream))
-        return None if capture is None else capture.recording
 
     def capture_end(self) -> None:
         """End the capture; its allocations stay with the graph."""
         capture = self._capture
         if capture is None:
             raise RuntimeError("capture_end() called before capture_begin().")
-        streams = self._machine.streams
-        if streams.current(capture.gpu.index) != capture.stream:
+        if self._machine.streams.current(capture.gpu.index) != capture.stream:
             raise RuntimeError("Capture must end on the same stream it began on.")
-        self._capture, capture.graph, capture.under_way = None, None, False
-        for key in [key for key, other in streams.captures.items() if other is capture]:
-            del streams.captures[key]
-        if not streams.captures:
-            self._machine.execution.watch(None)
-            self._machine.values.recording = None
-        capture.memory.mark_capture_end()
-        capture.memory.end_allocate_to_pool(capture.pool)
+        self._capture = None
+        self._machine.end_capture(capture)
         if not capture.valid:
             capture.memory.pools.release(capture.pool)
             raise cuda_error("operation failed due to a previous error during capture")
@@ -131,14 +119,11 @@ class Graph:
             )
 
     def replay(self) -> None:
-        """Run the captured work again: nothing is allocated.
-
-        Where values are computed, they are computed here; else the graph's results are unknown.
-        """
+        """Compute the values of the captured work, or mark them as unknown; nothing is taken."""
         if self._captured is None:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
         with torch._C._DisableTorchDispatch(), torch.no_grad():
-            self._captured.recording.replay()
+            self._captured.recording.replay(computes=self._machine.values.everything)
         gpu = self._captured.gpu
         if gpu.version >= LAZY_RNG:
             # CUDAGeneratorCaptureState::setup_for_replay: a replay reads them on its own stream.
@@ -184,7 +169,7 @@ class Graph:
     raw_cuda_graph_exec = partialmethod(_refuse, "raw_cuda_graph_exec")
     get_graph_data = partialmethod(_refuse, "get_graph_data")
 
-    def use_random_operator(self, gpu: Device, generator: torch.Generator | None) -> None:
+    def _use_random_operator(self, gpu: Device, generator: torch.Generator | None) -> None:
         """Note a captured random operator: since 2.14 it allocates a state of the capture's own."""
         if gpu.version >= LAZY_RNG and (state := state_of(generator, gpu)) not in self._random:
             self._random[state] = state_tensors(gpu, 0)
@@ -214,18 +199,11 @@ def _noting_nodes(machine: SimulatedMachine) -> Callable[[Any], None]:
     """Note the operators that leave a node in a graph: not those that make views, or room."""
 
     def ran(func: Any) -> None:
-        gpu = machine.current
-        capture = machine.streams.captures.get((gpu.index, gpu.stream))
-        if capture is not None and capture.is_empty and _launches(func):
+        capture = machine.capture
+        schema = getattr(func, "_schema", None)
+        if capture is None or not capture.is_empty or schema is None:
+            return
+        if not is_view(schema) and not schema.name.startswith(("aten::empty", "aten::new_empty")):
             capture.is_empty = False
 
     return ran
-
-
-def _launches(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return False
-    aliases = [one.alias_info for one in schema.returns]
-    is_view = any(alias is not None and not alias.is_write for alias in aliases)
-    return not is_view and not schema.name.startswith(("aten::empty", "aten::new_empty"))

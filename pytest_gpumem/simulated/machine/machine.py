@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +25,6 @@ from pytest_gpumem.allocator.trace import TraceEntry
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.gpu.catalogue import Machine
 from pytest_gpumem.simulated.gpu.device import Device
-from pytest_gpumem.simulated.gpu.memory import Memory
-from pytest_gpumem.simulated.machine.captures import ActivePool, PoolIds
 from pytest_gpumem.simulated.machine.dispatch import Dispatch, ThreadState
 from pytest_gpumem.simulated.machine.generators import RandomState
 from pytest_gpumem.simulated.machine.notes import Notes
@@ -33,7 +32,13 @@ from pytest_gpumem.simulated.machine.pinned import Pinned
 from pytest_gpumem.simulated.machine.placement import Placement
 from pytest_gpumem.simulated.machine.pool_contents import EveryPoolContents
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage, Storages
-from pytest_gpumem.simulated.machine.streams import Streams
+from pytest_gpumem.simulated.machine.streams import (
+    OF_LEAVES,
+    Capture,
+    Streams,
+    nodes_behind,
+    roots_of,
+)
 from pytest_gpumem.simulated.machine.values.assumptions import drawn_seed
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat
@@ -67,7 +72,8 @@ class GPU(Device):
         )
 
     @cached_property
-    def _open_logs(self) -> list[SetupLog]:
+    def open_logs(self) -> list[SetupLog]:
+        """The contexts of :meth:`logging` that are open."""
         return []
 
     @property
@@ -84,20 +90,24 @@ class GPU(Device):
         """
         log = SetupLog()
         trace = self.allocator.trace
-        outer = self._open_logs[-1] if self._open_logs else None
+        outer = self.open_logs[-1] if self.open_logs else None
         if outer is not None:
             outer.events += trace[outer.position :]
         log.position = len(trace)
-        self._open_logs.append(log)
+        self.open_logs.append(log)
         try:
             yield log
         finally:
-            self._open_logs.pop()
+            self.open_logs.pop()
             log.events += trace[log.position :]
             if outer is not None:
                 outer.position = len(trace)
             addresses = {event.addr for event in log.events}
-            log.records = self.simulation.storages.at(addresses, self.allocator)
+            log.records = {
+                record.address: record
+                for record in list(self.simulation.storages.by_key.values())
+                if record.address in addresses and record.allocator is self.allocator
+            }
 
     def renew(self) -> None:
         """Continue with an empty allocator.
@@ -109,12 +119,31 @@ class GPU(Device):
 
     def repeat(self, log: SetupLog) -> Taken:
         """Repeat the events of ``log``; allocated storages that still live move over."""
-        return log.repeat(self.allocator)
-
-    @property
-    def is_logging(self) -> bool:
-        """Whether a context of :meth:`logging` is open."""
-        return bool(self._open_logs)
+        memory = self.allocator
+        allocated, reserved = memory.allocated, memory.reserved
+        peak_allocated, peak_reserved = allocated, reserved
+        addresses: dict[int, int] = {}
+        for event in log.events:
+            if event.action == "alloc":
+                address = memory.malloc(event.size, event.stream, event.context)
+                addresses[event.addr] = address
+                peak_allocated = max(peak_allocated, memory.allocated)
+                peak_reserved = max(peak_reserved, memory.reserved)
+            elif event.action == "free_completed" and event.addr in addresses:
+                memory.free(addresses.pop(event.addr))
+        for before, address in addresses.items():
+            record = log.records.get(before)
+            if record is None or record() is None:
+                memory.free(address)
+            else:
+                record.allocator, record.address = memory, address
+        memory.empty_cache()
+        return Taken(
+            memory.allocated - allocated,
+            memory.reserved - reserved,
+            peak_allocated - allocated,
+            peak_reserved - reserved,
+        )
 
     @property
     def left_behind(self) -> int:
@@ -124,10 +153,6 @@ class GPU(Device):
             for record in list(self.simulation.storages.by_key.values())
             if record.device is self and record.allocator is not self.allocator and record.address
         )
-
-    def memory_beside(self) -> Memory:
-        """Return an empty memory of this GPU whose addresses no other has."""
-        return self.empty_memory(self.index + len(self.simulation.gpus))
 
 
 class Taken(NamedTuple):
@@ -148,47 +173,16 @@ class SetupLog:
     """By address: the storages that were left in the end."""
     position: int = 0
 
-    def repeat(self, memory: Memory) -> Taken:
-        """Repeat the events in ``memory``, which takes over storages that still live."""
-        allocated, reserved = memory.allocated, memory.reserved
-        peak_allocated, peak_reserved = allocated, reserved
-        addresses: dict[int, int] = {}
-        for event in self.events:
-            if event.action == "alloc":
-                address = memory.malloc(event.size, event.stream, event.context)
-                addresses[event.addr] = address
-                peak_allocated = max(peak_allocated, memory.allocated)
-                peak_reserved = max(peak_reserved, memory.reserved)
-            elif event.action == "free_completed" and event.addr in addresses:
-                memory.free(addresses.pop(event.addr))
-        for before, address in addresses.items():
-            record = self.records.get(before)
-            if record is None or record() is None:
-                memory.free(address)
-            else:
-                record.allocator, record.address = memory, address
-        memory.empty_cache()
-        return Taken(
-            memory.allocated - allocated,
-            memory.reserved - reserved,
-            peak_allocated - allocated,
-            peak_reserved - reserved,
-        )
-
 
 class SimulatedMachine(Notes):
-    """State that ``gpus`` and the process that uses them share.
-
-    With ``real_values`` every operator is computed on the CPU beside its shapes.
-    """
+    """State that ``gpus`` and their process share; with ``real_values`` all values are computed."""
 
     def __init__(self, gpus: Sequence[GPU], *, real_values: bool = False) -> None:
         super().__init__()
         self.gpus = tuple(gpus)
         self.thread_state = ThreadState()
         self.storages = Storages()
-        self.values = Values(self.storages, self, self.thread_state, everything=real_values)
-        self.storages.died = self.values.died
+        self.values = Values(self.storages, self, everything=real_values)
         self.storages.regrown = self.values.resized
         self.has_real_meta = False
         """Whether the user made meta tensors of their own, which hold no CUDA memory."""
@@ -198,9 +192,10 @@ class SimulatedMachine(Notes):
         """The GPU that an operator runs on; ``None`` where there is only one."""
         self.streams = Streams(self.gpus[0].timeline)
         self.numbering = Numbering()
-        self.pool_ids = PoolIds()
+        self.user_pools, self.graph_pools = count(1), count(1)
+        """Numbers of private pools: (0, n) for users' pools, (n, 0) for graphs' own."""
         self.pool_contents = EveryPoolContents(self.values)
-        self.active_pools = ActivePool()
+        self.storages.died = self.pool_contents.died
         self.random_state = RandomState()
         self.pinned = Pinned(self.streams)
         self.execution = Dispatch(self.storages)
@@ -226,21 +221,16 @@ class SimulatedMachine(Notes):
         if index is None:
             return self.current
         if not 0 <= index < len(self.gpus):
-            count = len(self.gpus)
+            number = len(self.gpus)
             raise RuntimeError(
-                f"CUDA error: invalid device ordinal (cuda:{index} on a machine with {count} "
-                f"simulated GPU{'s' if count > 1 else ''})"
+                f"CUDA error: invalid device ordinal (cuda:{index} on a machine with {number} "
+                f"simulated GPU{'s' if number > 1 else ''})"
             )
         return self.gpus[index]
 
     def device_of(self, *values: Any) -> GPU:
         """Return the GPU that holds the first tensor among ``values``; else the current one."""
-        if len(self.gpus) > 1:
-            for tensor in tensors_in(values):
-                record = self.storages.of(tensor)
-                if record is not None:
-                    return self.gpus[record.device.index]
-        return self.current
+        return (self.placement and self.placement.first(values)) or self.current
 
     @contextmanager
     def making(self, destination: torch.device) -> Iterator[None]:
@@ -265,7 +255,8 @@ class SimulatedMachine(Notes):
             return drawn_seed(self.current_index)
         if self.values.everything:
             return None
-        self.note_number()
+        line = self.count_read("item()")
+        self.note(f"item() at {line} read a value that is not computed: it got 0.0")
         return NeutralFloat()
 
     def reads_neutral_integers(self, tensor: torch.Tensor, read: str) -> bool:
@@ -278,27 +269,44 @@ class SimulatedMachine(Notes):
             return False
         if dtype is torch.bool or tensor.layout is not torch.strided:
             return False
-        self.note_integers(read)
+        line = self.count_read(read)
+        self.note(f"{read} at {line} read integers that are not computed: each got 0")
         return True
 
     def kernel_wrote(self, *values: Any) -> None:
-        """Forget the values of tensors that a kernel may have written to, or made.
-
-        In a capture it writes when its graph is replayed.
-        """
+        """Forget the values of tensors that a kernel may write to, at each replay of a capture."""
         with self.execution.lock or nullcontext():
-            self._wrote(values)
-
-    def _wrote(self, values: Any) -> None:
-        found = ((each, self.storages.of(each)) for each in tensors_in(values))
-        written = [(each, record) for each, record in found if record is not None]
-        capture = self.streams.captures.get((self.current_index, self.current.stream))
-        if capture is not None:
+            found = ((each, self.storages.of(each)) for each in tensors_in(values))
+            written = [(each, record) for each, record in found if record is not None]
+            capture = self.capture
+            if capture is None:
+                for _, record in written:
+                    self.values.forget(record.key)
+                return
             capture.is_empty = False
-            capture.recording.wrote([tensor for tensor, _ in written])
-            return
-        for _, record in written:
-            self.values.forget(record.key)
+            capture.recording.wrote(tensor for tensor, _ in written)
+
+    @property
+    def capture(self) -> Capture | None:
+        """The capture that work of this thread goes to now."""
+        captures = self.streams.captures
+        return captures.get((self.current_index, self.current.stream)) if captures else None
+
+    def end_capture(self, capture: Capture) -> None:
+        """End ``capture``; what runs afterwards is not recorded."""
+        capture.end()
+        captures = self.streams.captures
+        for key in [key for key, other in captures.items() if other is capture]:
+            del captures[key]
+        if not captures:
+            self.execution.watch(None)
+            self.values.recording = None
+
+    def abandon_captures(self) -> None:
+        """End the captures that a test left open."""
+        for capture in set(self.streams.captures.values()):
+            self.end_capture(capture)
+            capture.memory.pools.release(capture.pool)
 
     def begin(self, *, has_real_meta: bool) -> None:
         """Begin a test; ``has_real_meta``: its fixtures made meta tensors."""
@@ -311,9 +319,6 @@ class SimulatedMachine(Notes):
         self.granted = False
         self.values.begin()
 
-
-OF_LEAVES = 2**64 - 1
-"""The number of the nodes that accumulate gradients into leaves."""
 
 _next: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
@@ -354,28 +359,13 @@ class Numbering:
 def renumber(results: Iterable[Any], began: int, number: Callable[[int], int]) -> None:
     """Give the nodes behind ``results`` that were made since ``began`` their ``number``."""
     # A node that is older than the pass leads to older ones only.
-    made = list(_nodes_behind(results, lambda node: node._sequence_nr() >= began))
-    for node, own in [(node, node._sequence_nr()) for node in made]:
+    for node in list(nodes_behind(roots_of(results), lambda node: node._sequence_nr() >= began)):
+        own = node._sequence_nr()
         if own != OF_LEAVES:
             node._set_sequence_nr(number(own))
 
 
 def leaves_of(outputs: Iterable[Any]) -> list[Any]:
     """Return the leaves that the graph of ``outputs`` leads to."""
-    found = [getattr(node, "variable", None) for node in _nodes_behind(outputs)]
+    found = [getattr(node, "variable", None) for node in nodes_behind(roots_of(outputs))]
     return [leaf for leaf in found if leaf is not None]
-
-
-def _nodes_behind(
-    outputs: Iterable[Any], is_followed: Callable[[Any], bool] = lambda _: True
-) -> Iterator[Any]:
-    """Yield the nodes of the graph of ``outputs``, those that ``is_followed`` and lead to more."""
-    waiting = [node for output in outputs if (node := getattr(output, "grad_fn", None)) is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if is_followed(node):
-            yield node
-            new = {following for following, _ in node.next_functions} - seen - {None}
-            seen |= new
-            waiting += new

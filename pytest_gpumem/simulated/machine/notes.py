@@ -23,10 +23,7 @@ class Notes:
         """Whether a condition on unknown values was answered by an assumption."""
 
     def note(self, sentence: str, *, always: bool = False) -> None:
-        """Remember a sentence that readers of the numbers have to know.
-
-        Of many the first are kept, and those that are ``always``.
-        """
+        """Remember a sentence for readers of the numbers; of many the first, and ``always``."""
         if always or len(self.notes) < MOST_NOTES:
             self.notes[sentence] = None
 
@@ -55,19 +52,3 @@ class Notes:
             f"{line} looks for infinities or NaN in numbers that are not computed: they were "
             f"taken for finite"
         )
-
-    def note_integers(self, read: str) -> None:
-        """Note that ``read``, of all of a tensor, yields neutral integers.
-
-        Raises :class:`UnknownValueError` where one line does so without end.
-        """
-        line = self.count_read(read)
-        self.note(f"{read} at {line} read integers that are not computed: each got 0")
-
-    def note_number(self) -> None:
-        """Note that ``item()`` yields a neutral number.
-
-        Raises :class:`UnknownValueError` where one line does so without end.
-        """
-        line = self.count_read("item()")
-        self.note(f"item() at {line} read a value that is not computed: it got 0.0")

@@ -15,6 +15,7 @@ from pytest_gpumem.allocator.host_memory import HostAllocator, block_size
 from pytest_gpumem.allocator.trace import StreamKey
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.streams import Streams
+from pytest_gpumem.simulated.machine.values.views import layout_of
 
 _data_ptr = torch.UntypedStorage.data_ptr
 
@@ -79,24 +80,33 @@ class Pinned:
 
         def died(_: weakref.ref[torch.UntypedStorage]) -> None:
             del self._by_key[key]
-            self._give_back(self._blocks.pop(key))
+            block = self._blocks.pop(key)
+            ends = [self._streams.clock.end(each) for each in block.streams]
+            block.streams.clear()
+            if ends:
+                block.free_from = max(ends)
+                self._busy.append(block)
+            else:
+                self._reuse(block)
 
         self._by_key[key] = weakref.ref(storage, died)
         return tensor
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a pinned CPU copy with the same strides (``_pin_memory``, native/Memory.cpp)."""
-        reach = sum(
-            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        nbytes = (reach + 1) * tensor.element_size() if tensor.numel() else 0
-        if not nbytes:
+        if not tensor.numel():
             return self.add(tensor.clone())
-        block = self._take(block_size(nbytes))
-        memory = block.tensor(nbytes)
-        pinned = torch.empty(0, dtype=tensor.dtype).set_(
-            memory.untyped_storage(), 0, tensor.shape, tensor.stride()
-        )
+        nbytes = layout_of(tensor)._replace(offset=0).end
+        self._process_events()
+        size = block_size(nbytes)
+        block = next((each for each in reversed(self._cached) if each.size == size), None)
+        if block is None:
+            block = Block(size)
+        else:
+            self._cached.remove(block)
+        memory = block.tensor(nbytes).untyped_storage()
+        pinned = torch.empty(0, dtype=tensor.dtype)
+        pinned.set_(memory, 0, tensor.shape, tensor.stride())
         self.add(pinned, block)
         return pinned.copy_(tensor)
 
@@ -104,7 +114,8 @@ class Pinned:
         """Return whether ``storage`` is pinned."""
         if self._by_key and storage._cdata in self._by_key:
             return True
-        return bool(self._registered) and self._is_registered(_data_ptr(storage))
+        address = _data_ptr(storage) if self._registered else 0
+        return any(begin <= address < begin + size for begin, size in self._registered.items())
 
     def used_by(self, tensor: torch.Tensor, device: int) -> None:
         """Note that a GPU's current stream copies from or to ``tensor`` without blocking."""
@@ -133,25 +144,6 @@ class Pinned:
         self._process_events()
         self._cached.clear()
         self.memory.empty_cache()
-
-    def _is_registered(self, address: int) -> bool:
-        return any(begin <= address < begin + length for begin, length in self._registered.items())
-
-    def _take(self, size: int) -> Block:
-        self._process_events()
-        for index in reversed(range(len(self._cached))):
-            if self._cached[index].size == size:
-                return self._cached.pop(index)
-        return Block(size)
-
-    def _give_back(self, block: Block) -> None:
-        ends = [self._streams.clock.end(each) for each in block.streams]
-        block.streams.clear()
-        if ends:
-            block.free_from = max(ends)
-            self._busy.append(block)
-        else:
-            self._reuse(block)
 
     def _process_events(self) -> None:
         """``process_events``: blocks whose copies are over can be used again."""

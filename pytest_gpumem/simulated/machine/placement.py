@@ -38,10 +38,7 @@ class Placement(Generic[_D]):
         """The GPU that the last operator ran on."""
 
     def of(self, name: str, args: Args, kwargs: Kwargs) -> _D:
-        """Return the GPU that the operator ``name`` runs on: that of its tensors.
-
-        Raises torch's error for tensors of two GPUs.
-        """
+        """Return the GPU of an operator's tensors; raise torch's error for tensors of two GPUs."""
         found = None
         for tensor in tensors_in((args, kwargs)):
             record = self._storages.of(tensor)
@@ -50,7 +47,10 @@ class Placement(Generic[_D]):
             if found is None:
                 found = record.device
             elif name not in _ANYWHERE:
-                raise RuntimeError(_two_devices(name, found, record.device))
+                first, second = str(found.torch_device), str(record.device.torch_device)
+                mixed = two_devices(first, second)
+                sentence = indices_elsewhere(first) if name in INDEXING else mixed
+                raise RuntimeError(f"{sentence} (at {user_line()})")
         if found is not None:
             self.latest = self._gpus[found.index]
         return self.latest
@@ -66,11 +66,12 @@ class Placement(Generic[_D]):
 
     def follow(self, *values: Any) -> None:
         """Note the device of the first tensor among ``values``."""
-        for tensor in tensors_in(values):
-            record = self._storages.of(tensor)
-            if record is not None:
-                self.latest = self._gpus[record.device.index]
-                return
+        self.latest = self.first(values) or self.latest
+
+    def first(self, values: Any) -> _D | None:
+        """Return the GPU that holds the first tensor among ``values`` that is on one."""
+        found = filter(None, map(self._storages.of, tensors_in(values)))
+        return next((self._gpus[record.device.index] for record in found), None)
 
     def each(self, handler: Handler) -> Handler:
         """Run a ``_foreach_`` operator device by device, as CUDA's slow path does."""
@@ -79,9 +80,7 @@ class Placement(Generic[_D]):
             positions: dict[Device | None, list[int]] = {}
             tensors = next(value for value in args if isinstance(value, (list, tuple)))
             for position, tensor in enumerate(tensors):
-                record = self._storages.of(tensor)
-                device = None if record is None else record.device
-                positions.setdefault(device, []).append(position)
+                positions.setdefault(self.first(tensor), []).append(position)
             if len(positions) < 2:
                 return handler(args, kwargs)
             count = len(tensors)
@@ -126,12 +125,6 @@ def source_of_node() -> Device | None:
         return None
     node: Any = torch._C._current_autograd_node()
     return None if node is None else node.metadata.get(SOURCE)
-
-
-def _two_devices(name: str, one: Device, other: Device) -> str:
-    first, second = str(one.torch_device), str(other.torch_device)
-    sentence = indices_elsewhere(first) if name in INDEXING else two_devices(first, second)
-    return f"{sentence} (at {user_line()})"
 
 
 def _chosen(value: Any, count: int, positions: Sequence[int]) -> Any:

@@ -7,15 +7,22 @@ and another graph may use the same memory: a write of either is read by both.
 from __future__ import annotations
 
 import weakref
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from pytest_gpumem.allocator.blocks import PoolId
+from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.gpu.memory import Memory
+from pytest_gpumem.simulated.machine.generators import shared_state
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values.known import Values
+from pytest_gpumem.simulated.machine.values.operator import Operator
+from pytest_gpumem.simulated.machine.values.recording import Recorder, View
+from pytest_gpumem.simulated.machine.values.views import view_of
 
 
 class Place:
@@ -26,8 +33,12 @@ class Place:
         self.reference = weakref.ref(storage)
         self.key: int = storage_key(tensor)
         self.nbytes = storage.nbytes()
+        self.contents = contents
         self.address = contents.address_of(self.key)
         """The address in a graph's pool; 0 for other memory, which dies with its storage."""
+        if self.address:
+            contents.owners[self.address] = self
+            contents.places[self.key] = self
 
     @property
     def lives(self) -> bool:
@@ -38,44 +49,33 @@ class Place:
 class PoolContents:
     """The known values in all graphs' pools of one GPU, by address."""
 
-    def __init__(self, values: Values, memory: Memory) -> None:
+    def __init__(
+        self, values: Values, memory: Memory, places: WeakValueDictionary[int, Place]
+    ) -> None:
         self._values = values
         self.memory = memory
+        self.places = places
+        """By key: the places of storages that live in pools of any GPU."""
         self.pools: set[PoolId] = set()
         """The pools that captures have taken memory from."""
-        self._owners: dict[int, Place] = {}
+        self.owners: dict[int, Place] = {}
         """By address: the storage that was there last, of those that captures have seen."""
-        self._held: dict[int, torch.Tensor] = {}
+        self.held: dict[int, torch.Tensor] = {}
         """By address: the bytes that were written there last, flat."""
-        self._by_key: dict[int, int] = {}
-        """Addresses of the storages that live."""
 
     def address_of(self, key: int) -> int:
         """Return the address of a storage, if it is in one of the pools; else 0."""
-        record = self._values.record(key)
+        record = self._values.storages.by_key.get(key)
         if record is None or record.allocator is not self.memory or not record.address:
             return 0
         return record.address if self.memory.pool_of(record.address) in self.pools else 0
 
-    def add(self, place: Place) -> None:
-        """Register a storage that lives at its address."""
-        if place.address:
-            self._owners[place.address] = place
-            self._by_key[place.key] = place.address
-            self._values.pooled[place.key] = self
-
-    def died(self, key: int, base: torch.Tensor | None) -> None:
-        """Keep the values that a storage leaves behind, where they are known."""
-        address = self._by_key.pop(key)
-        if base is not None and self._owners[address].key == key:
-            self._held[address] = base
-
     def behind(self, address: int, nbytes: int) -> torch.Tensor | None:
         """Return all elements at ``address``; ``None`` if fewer than ``nbytes`` are known."""
-        owner = self._owners.get(address)
+        owner = self.owners.get(address)
         # The storage that lives there may have been written to outside of graphs.
         base = self._values.base(owner.key) if owner is not None and owner.lives else None
-        base = self._held.get(address) if base is None else base
+        base = self.held.get(address) if base is None else base
         return None if base is None or base.nbytes < nbytes else base
 
     def at(self, place: Place) -> torch.Tensor | None:
@@ -83,7 +83,7 @@ class PoolContents:
         if not place.address:
             return self._values.base(place.key) if place.lives else None
         base = self.behind(place.address, place.nbytes)
-        owner = self._owners[place.address]
+        owner = self.owners[place.address]
         if base is None or (owner.lives and self._values.base(owner.key) is base):
             return base
         if base.nbytes > place.nbytes:
@@ -98,8 +98,8 @@ class PoolContents:
         """Set the contents at ``place`` to ``base``."""
         owner = place
         if place.address:
-            self._held[place.address] = base
-            owner = self._owners[place.address]
+            self.held[place.address] = base
+            owner = self.owners[place.address]
         if not owner.lives:
             return
         if base.nbytes == owner.nbytes:
@@ -110,7 +110,7 @@ class PoolContents:
     def overwritten(self, place: Place) -> None:
         """Forget the contents of other addresses in the memory of ``place``."""
         start, end = place.address, place.address + place.nbytes
-        for address, base in list(self._held.items()) if start else ():
+        for address, base in list(self.held.items()) if start else ():
             if address != start and address < end and address + base.nbytes > start:
                 self._forget_at(address)
 
@@ -122,8 +122,8 @@ class PoolContents:
             self._values.forget(place.key)
 
     def _forget_at(self, address: int) -> None:
-        self._held.pop(address, None)
-        owner = self._owners[address]
+        self.held.pop(address, None)
+        owner = self.owners[address]
         if owner.lives:
             self._values.forget(owner.key)
 
@@ -134,15 +134,25 @@ class EveryPoolContents:
     def __init__(self, values: Values) -> None:
         self._values = values
         self._by_index: WeakValueDictionary[int, PoolContents] = WeakValueDictionary()
+        self._places: WeakValueDictionary[int, Place] = WeakValueDictionary()
 
     def of(self, gpu: Device, pool: PoolId) -> PoolContents:
         """Return the contents of a GPU's pools, ``pool`` among them from now on."""
         found = self._by_index.get(gpu.index)
         if found is None or found.memory is not gpu.allocator:
-            found = PoolContents(self._values, gpu.allocator)
+            found = PoolContents(self._values, gpu.allocator, self._places)
             self._by_index[gpu.index] = found
         found.pools.add(pool)
         return found
+
+    def died(self, key: int) -> None:
+        """Drop the values of a storage that has died, but for what it leaves in a pool."""
+        place = self._places.pop(key, None) if self._places else None
+        if place is not None:
+            base = self._values.base(key)
+            if base is not None and place.contents.owners[place.address] is place:
+                place.contents.held[place.address] = base
+        self._values.forget(key)
 
     def behind(self, address: int, nbytes: int) -> torch.Tensor | None:
         """Return all elements that a pool has at ``address``; ``None`` if they are unknown."""
@@ -151,3 +161,61 @@ class EveryPoolContents:
             if base is not None:
                 return base
         return None
+
+
+class Recording(Recorder[Place]):
+    """The operators of one capture."""
+
+    def __init__(self, values: Values, contents: PoolContents) -> None:
+        super().__init__()
+        self._values = values
+        self._contents = contents
+        self._places: dict[int, Place] = {}
+        self._blank: set[Place] = set()
+        """Memory made for a write: its earlier contents do not matter."""
+
+    def place_of(self, tensor: torch.Tensor) -> Place:
+        """Return the place of the storage of ``tensor``, with its address in a pool."""
+        key = storage_key(tensor)
+        place = self._places.get(key)
+        if place is None or not place.lives:
+            place = self._places[key] = Place(tensor, self._contents)
+        return place
+
+    def generator_of(self, kwargs: Kwargs) -> torch.Generator | None:
+        """Return a generator with the present state of the one that is given, if any."""
+        given = kwargs.get("generator")
+        return None if given is None else shared_state(given)
+
+    def memory(self, view: View[Place], *, is_read: bool) -> torch.Tensor | None:
+        """Return ``view`` as a CPU tensor; ``None`` if it is unknown and read."""
+        place = view.place
+        base = self._contents.at(place)
+        if base is None:
+            if is_read and place not in self._blank:
+                return None
+            dtype = view.layout.dtype
+            base = torch.empty(place.nbytes // dtype.itemsize, dtype=dtype, device=CPU)
+            self._contents.put(place, base)
+        return view_of(base, view.layout)
+
+    def run(
+        self, operator: Operator, args: Args, kwargs: Kwargs, generator: torch.Generator | None
+    ) -> Any:
+        """Return the result of a call, whose generator has the state of the capture."""
+        if generator is not None:
+            kwargs = {**kwargs, "generator": generator}
+        return self._values.run(operator, args, kwargs)
+
+    def blank(self, view: View[Place]) -> None:
+        """Note that ``view`` is memory that any write may be to."""
+        self._blank.add(view.place)
+
+    def know(self, view: View[Place]) -> None:
+        """Forget the contents of other addresses in the memory of ``view``."""
+        self._contents.overwritten(view.place)
+
+    def forget(self, view: View[Place]) -> None:
+        """Forget the contents of the place."""
+        self._blank.discard(view.place)
+        self._contents.forget(view.place)

@@ -19,10 +19,7 @@ Handler = Callable[[Args, Kwargs], Any]
 
 
 class Signature:
-    """The arguments of one overload by the names in its schema, and two names more.
-
-    ``gpu`` is where a call runs, and ``result`` is its result.
-    """
+    """The arguments of one overload by name, ``gpu``, where a call runs, and its ``result``."""
 
     def __init__(self, schema: torch.FunctionSchema) -> None:
         self._schema = schema
@@ -65,6 +62,18 @@ class Signature:
         """``function``, called as the operator is."""
         taken = self.taking(function)
         return lambda *args, **kwargs: taken(self.given(None, args, kwargs))
+
+
+def named(func: Any, args: Args, kwargs: Kwargs) -> Kwargs:
+    """Return the arguments of a call by the names in the schema of ``func``, in its order."""
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def is_view(schema: torch.FunctionSchema) -> bool:
+    """Return whether the result of an operator is a view of an argument."""
+    aliases = [each.alias_info for each in schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def overload_of(name: str) -> OpOverload | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import RLock
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.callsite import Provenance, provenance
+from pytest_gpumem.simulated.common.callsite import provenance
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.gpu.memory import Memory
 
@@ -101,10 +101,10 @@ class Storages:
         try:
             return self.by_key.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
-            inner = values_of_sparse(tensor)
-            if inner is None and is_functorch_wrapped_tensor(tensor):
-                inner = get_unwrapped(tensor)  # of vmap, grad and their relatives
-            return None if inner is None else self.of(inner)
+            parts = parts_of_sparse(tensor)
+            if not parts and is_functorch_wrapped_tensor(tensor):
+                parts = [get_unwrapped(tensor)]  # of vmap, grad and their relatives
+            return self.of(parts[-1]) if parts else None
         except ValueError:
             return self.by_key.get(storage_key(tensor))
 
@@ -185,22 +185,20 @@ class Storages:
             return
         if storage._cdata in self.by_key:
             return
-        nbytes, allocator = storage.nbytes(), device.allocator
-        address = allocator.malloc(nbytes, device.stream, _holding(tensor)) if nbytes else 0
-        self._record(storage, address, device, allocator)
+        nbytes, allocator, address = storage.nbytes(), device.allocator, 0
+        if nbytes:
+            holding = provenance()
+            holding.shape, holding.dtype = tensor.shape, tensor.dtype
+            address = allocator.malloc(nbytes, device.stream, holding)
+        self.refer(storage, address, device, allocator)
 
     def refer(
-        self, storage: torch.UntypedStorage, address: int, device: Device
+        self, storage: torch.UntypedStorage, address: int, device: Device, owner: Memory = BORROWED
     ) -> SimulatedStorage:
-        """Make ``storage`` refer to memory at ``address``, which it does not free."""
-        return self._record(storage, address, device, BORROWED)
-
-    def _record(
-        self, storage: torch.UntypedStorage, address: int, device: Device, allocator: Memory
-    ) -> SimulatedStorage:
+        """Make ``storage`` refer to memory at ``address``, which it gives back to its ``owner``."""
         record = SimulatedStorage(storage, self._died)
         record.key = storage._cdata
-        record.allocator = allocator
+        record.allocator = owner
         record.address = address
         record.nbytes = storage.nbytes()
         record.device = device
@@ -233,14 +231,6 @@ class Storages:
         words = self.taken_back.get(key)
         if words is not None:
             raise RuntimeError(words)
-
-    def at(self, addresses: Collection[int], allocator: Memory) -> dict[int, SimulatedStorage]:
-        """Return the live storages whose blocks ``allocator`` has at ``addresses``, by address."""
-        return {
-            record.address: record
-            for record in list(self.by_key.values())
-            if record.address in addresses and record.allocator is allocator
-        }
 
     def _forget(self, record: _Reference) -> None:
         assert isinstance(record, SimulatedStorage)
@@ -293,12 +283,6 @@ def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [getattr(tensor, name)() for name in (*names, "values")] if names else []
 
 
-def values_of_sparse(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the values of a sparse tensor; ``None`` for other tensors."""
-    parts = parts_of_sparse(tensor)
-    return parts[-1] if parts else None
-
-
 def poison(tensor: torch.Tensor) -> None:
     """Fill ``tensor``, a CPU tensor, with NaN, the least integer, or bytes that are no number."""
     dtype = tensor.dtype
@@ -312,12 +296,6 @@ def poison(tensor: torch.Tensor) -> None:
 
 _NO_NUMBER = 0xFF
 """The bits of a byte that are no number in any format of 8 bits, and -1 or 255 among integers."""
-
-
-def _holding(tensor: torch.Tensor) -> Provenance:
-    found = provenance()
-    found.shape, found.dtype = tensor.shape, tensor.dtype
-    return found
 
 
 def _ignore(_: Any) -> None: ...

@@ -21,16 +21,17 @@ import time
 import warnings
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.autograd.graph
 
+from pytest_gpumem.allocator.blocks import PoolId
 from pytest_gpumem.allocator.trace import Marks, StreamKey, Timeline
-from pytest_gpumem.simulated.machine.captures import Capture
+from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.machine.pool_contents import Recording
 
 STREAMS_PER_POOL = 32
 """kStreamsPerPool of c10/cuda/CUDAStream.cpp: after these the first stream is returned again."""
@@ -42,13 +43,34 @@ _SYNCHRONIZES = "called a synchronizing CUDA operation"
 """warn_or_error_on_sync of c10/cuda/CUDAFunctions.cpp."""
 
 
-class Recorded(Protocol):
-    """An event that was recorded."""
+class Capture:
+    """A capture under way, on the stream it began on and those that wait for it."""
 
-    marks: Marks
-    moment: float
-    """The time when the work before it is done, on the clock of the streams."""
-    capture: Capture | None
+    def __init__(
+        self,
+        gpu: Device,
+        pool: PoolId,
+        recording: Recording,
+        draws: Callable[[Device, torch.Generator | None], None],
+    ) -> None:
+        self.gpu = gpu
+        self.pool = pool
+        self.stream = gpu.stream
+        self.memory = gpu.allocator
+        self.recording = recording
+        self.draws: Callable[[Device, torch.Generator | None], None] | None = draws
+        """Called for each random operator until the capture ends: it refers to the graph."""
+        self.under_way = True
+        self.is_empty = True
+        """Whether nothing was captured yet that a graph has a node for."""
+        self.valid = True
+        """Whether every operation so far is allowed in a capture."""
+
+    def end(self) -> None:
+        """End the capture, whose memory stays in its pool."""
+        self.under_way, self.draws = False, None
+        self.memory.mark_capture_end()
+        self.memory.end_allocate_to_pool(self.pool)
 
 
 class _ThreadStreams(threading.local):
@@ -107,12 +129,6 @@ class Streams:
         numbers.append(torch._C._autograd._get_sequence_nr())
         streams.append(stream)
 
-    def abandon_captures(self) -> None:
-        """End the captures that a test left open."""
-        for capture in set(self.captures.values()):
-            capture.abandon()
-        self.captures.clear()
-
     @property
     def are_there(self) -> bool:
         """Whether the program has made or used a stream of its own."""
@@ -145,7 +161,7 @@ class Streams:
             warnings.warn(_SYNCHRONIZES, stacklevel=3)
         elif self.sync_debug_mode == _ERROR:
             raise RuntimeError(_SYNCHRONIZES)
-        if self.used or self.clock.is_running:
+        if self.used or self.clock.ends:
             key = (device, self.current(device))
             self.refuse_in_capture(key)
             self.clock.wait_for(self.clock.end(key))
@@ -155,13 +171,15 @@ class Streams:
         """Keep the current stream busy for ``cycles`` (``torch.cuda._sleep``)."""
         key = (device, self.current(device))
         if key not in self.captures:
-            self.clock.sleep(key, cycles)
+            self.clock.delay(key, self.clock.end(key) + cycles / CYCLES_PER_SECOND)
 
     def synchronize(self, device: int) -> None:
         """Make the host wait for every stream of ``device``."""
         for key in self.captures:
             self.refuse_in_capture(key)
-        self.clock.wait_for_device(device)
+        for key, moment in self.clock.ends.items():
+            if key[0] == device:
+                self.clock.wait_for(moment)
         if self.used:
             self.timeline.finish_device(device)
 
@@ -172,11 +190,10 @@ class Streams:
             capture.valid = False
             raise cuda_error("operation not permitted when stream is capturing")
 
-    def waits(self, key: StreamKey, event: Recorded) -> None:
-        """Delay later work of a stream until an event; with it the stream joins a capture."""
-        self.timeline.wait(key, event.marks)
-        self.clock.delay(key, event.moment)
-        capture = event.capture
+    def waits(self, key: StreamKey, marks: Marks, moment: float, capture: Capture | None) -> None:
+        """Delay a stream until ``moment``, that of an event, with which it joins a ``capture``."""
+        self.timeline.wait(key, marks)
+        self.clock.delay(key, moment)
         if capture is not None and capture.under_way:
             self.captures.setdefault(key, capture)
 
@@ -186,27 +203,21 @@ class Streams:
         chosen = thread.in_node.get(device)
         if chosen is not None and chosen[:2] == (task, number):
             return chosen[2]
-        if number == NO_SEQUENCE:
+        if number == OF_LEAVES:
             # A leaf's node has the stream on which the leaf was first used.
             user = thread.leaves.first_use(task)
             stream = thread.of_last_node.get(device, 0) if user is None else self._at(device, user)
         else:
             stream = self._at(device, number)
             thread.of_last_node[device] = stream
-        self._joins(device, stream)
-        return stream
-
-    def _joins(self, device: int, stream: int) -> None:
-        """Make a node's stream take part in the capture of the stream that backward began on.
-
-        The engine makes the stream of each node wait for those of its inputs
-        (torch/csrc/autograd/input_buffer.cpp), and of the roots for the current stream. The default
-        stream takes part in none.
-        """
+        # The engine makes the stream of each node wait for those of its inputs
+        # (torch/csrc/autograd/input_buffer.cpp), and of the roots for the current stream. So it
+        # takes part in the capture of that one; the default stream takes part in none.
         if self.captures and stream:
-            capture = self.captures.get((device, self._thread.current.get(device, 0)))
+            capture = self.captures.get((device, thread.current.get(device, 0)))
             if capture is not None:
                 self.captures.setdefault((device, stream), capture)
+        return stream
 
     def _at(self, device: int, number: int) -> int:
         """Return the current stream of ``device`` when autograd's node ``number`` was made."""
@@ -220,15 +231,19 @@ class Streams:
 
         @functools.wraps(hook)
         def call(gradient: Any) -> Any:
-            with self._thread.leaves.hooks_of(reference()):
+            leaves = self._thread.leaves
+            before, leaves.hooked = leaves.hooked, reference()
+            try:
                 return hook(gradient)
+            finally:
+                leaves.hooked = before
 
         return call
 
 
 def _node_sequence() -> int:
     node = torch._C._current_autograd_node()
-    return NO_SEQUENCE if node is None else int(node._sequence_nr())
+    return OF_LEAVES if node is None else int(node._sequence_nr())
 
 
 def cuda_error(text: str) -> RuntimeError:
@@ -251,31 +266,23 @@ class Clock:
     """The times until which streams sleep, in seconds on a clock of their own."""
 
     def __init__(self) -> None:
-        self._ends: dict[StreamKey, float] = {}
+        self.ends: dict[StreamKey, float] = {}
+        """By stream that ever slept."""
         self._skipped = 0.0
-
-    @property
-    def is_running(self) -> bool:
-        """Whether any stream ever slept."""
-        return bool(self._ends)
 
     @property
     def now(self) -> float:
         """The time in seconds, on this clock."""
         return time.perf_counter() + self._skipped
 
-    def sleep(self, stream: StreamKey, cycles: int) -> None:
-        """Keep a stream busy for ``cycles`` once its work so far is done."""
-        self._ends[stream] = self.end(stream) + cycles / CYCLES_PER_SECOND
-
     def end(self, stream: StreamKey) -> float:
         """Return the time when the work of a stream is done: now, or when it wakes up."""
-        return max(self.now, self._ends.get(stream, 0.0))
+        return max(self.now, self.ends.get(stream, 0.0))
 
     def delay(self, stream: StreamKey, moment: float) -> None:
         """Delay later work of a stream until ``moment``."""
         if not self.is_over(moment):
-            self._ends[stream] = max(self.end(stream), moment)
+            self.ends[stream] = max(self.end(stream), moment)
 
     def is_over(self, moment: float) -> bool:
         """Return whether ``moment`` has passed."""
@@ -285,14 +292,8 @@ class Clock:
         """Make the host wait for ``moment``."""
         self._skipped += max(0.0, moment - self.now)
 
-    def wait_for_device(self, device: int) -> None:
-        """Make the host wait for every stream of a device."""
-        for stream, moment in self._ends.items():
-            if stream[0] == device:
-                self.wait_for(moment)
 
-
-NO_SEQUENCE = 2**64 - 1
+OF_LEAVES = 2**64 - 1
 """Sequence number of the nodes that accumulate gradients into leaves."""
 _ENGINE_RUNS = torch.autograd.graph._engine_run_backward.__code__
 
@@ -301,29 +302,28 @@ class Leaves:
     """The leaves of the graph that runs backward on this thread."""
 
     def __init__(self) -> None:
-        self._hooked: torch.Tensor | None = None
+        self.hooked: torch.Tensor | None = None
+        """The leaf of which a hook runs: autograd has no current node then."""
         self._task = -1
         self._first: dict[int, int] = {}
         """By leaf: the sequence number of the node that used it first."""
 
-    @contextmanager
-    def hooks_of(self, leaf: torch.Tensor | None) -> Iterator[None]:
-        """Mark that a hook of ``leaf`` runs: autograd has no current node then."""
-        before, self._hooked = self._hooked, leaf
-        try:
-            yield
-        finally:
-            self._hooked = before
-
     def first_use(self, task: int) -> int | None:
         """Return the number of the node that first used the present leaf; ``None`` if unknown."""
-        leaf = self._hooked
+        leaf = self.hooked
         if leaf is None:
             leaf = getattr(torch._C._current_autograd_node(), "variable", None)
         if leaf is None:
             return None
         if task != self._task:
-            self._task, self._first = task, _first_uses(_roots())
+            self._task, self._first = task, {}
+            for node in nodes_behind(_roots()):
+                number = node._sequence_nr()
+                for following, _ in node.next_functions:
+                    used = getattr(following, "variable", None)
+                    if used is not None:
+                        first = self._first.get(used._cdata, OF_LEAVES)
+                        self._first[used._cdata] = min(number, first)
         return self._first.get(leaf._cdata)
 
 
@@ -332,24 +332,25 @@ def _roots() -> list[Any]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _ENGINE_RUNS:
         frame = frame.f_back
-    if frame is None:
-        return []
-    outputs = frame.f_locals["t_outputs"]
-    return [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
+    return [] if frame is None else roots_of(frame.f_locals["t_outputs"])
 
 
-def _first_uses(roots: list[Any]) -> dict[int, int]:
-    first: dict[int, int] = {}
-    waiting = [root for root in roots if root is not None]
+def roots_of(outputs: Iterable[Any]) -> list[Any]:
+    """Return the nodes that have made ``outputs``, tensors or autograd's edges."""
+    found = [getattr(each, "grad_fn", None) or getattr(each, "node", None) for each in outputs]
+    return [node for node in found if node is not None]
+
+
+def nodes_behind(
+    roots: list[Any], is_followed: Callable[[Any], bool] = lambda _: True
+) -> Iterator[Any]:
+    """Yield the nodes of the graph of ``roots``, those that ``is_followed`` and lead to more."""
+    waiting = list(dict.fromkeys(roots))
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        number = node._sequence_nr()
-        for following, _ in node.next_functions:
-            leaf = getattr(following, "variable", None)
-            if leaf is not None:
-                first[leaf._cdata] = min(number, first.get(leaf._cdata, NO_SEQUENCE))
-            elif following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return first
+        if is_followed(node):
+            yield node
+            new = {following for following, _ in node.next_functions} - seen - {None}
+            seen |= new
+            waiting += new

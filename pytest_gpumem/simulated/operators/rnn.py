@@ -39,7 +39,7 @@ def is_acceptable(tensor: Tensor, dtypes: Set[torch.dtype] = _DTYPES) -> bool:
     return bool(is_enabled and tensor.numel() > 0 and tensor.dtype in dtypes)
 
 
-def flatten_weight(weights: list[Tensor], per_layer: int, *args: Any) -> Tensor:
+def _flatten_weight(weights: list[Tensor], per_layer: int, *args: Any) -> Tensor:
     """``torch._cudnn_rnn_flatten_weight``: the parameters become views of one new buffer."""
     elements = _buffer_elements(weights, per_layer)
     buffer = torch.zeros(elements, dtype=weights[0].dtype, device=weights[0].device)
@@ -50,12 +50,17 @@ def flatten_weight(weights: list[Tensor], per_layer: int, *args: Any) -> Tensor:
     return buffer
 
 
+FLATTENING: dict[str, Callable[..., Any]] = {
+    "aten._use_cudnn_rnn_flatten_weight.default": lambda: True,
+    "aten._cudnn_rnn_flatten_weight.default": _flatten_weight,
+}
+"""By overload: operators of ``nn.RNNBase.flatten_parameters`` that need no gradient."""
+
+
 def add_patches(patches: Patches) -> None:
     """Plan replacements of answers that differ in a build without cuDNN."""
     patches.add(torch.backends.cudnn, "is_acceptable", is_acceptable)
     patches.add(cudnn_rnn, "get_cudnn_mode", lambda mode: _MODES[mode.lower()])
-    patches.add(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
-    patches.add(torch, "_cudnn_rnn_flatten_weight", flatten_weight)
 
 
 _WITHOUT_BIASES = (2, 3)

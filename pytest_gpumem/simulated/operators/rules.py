@@ -14,8 +14,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from pytest_gpumem.simulated.common.callsite import provenance
-from pytest_gpumem.simulated.common.frames import let_go
+from pytest_gpumem.simulated.common.callsite import let_go, provenance
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, Signature

@@ -14,7 +14,6 @@ torch/_dynamo/variables/ctx_manager.py (``AutocastModeVariable``), torch 2.6 to 
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 import torch
@@ -26,33 +25,26 @@ from pytest_gpumem.simulated.operators.autocast import CastCache
 
 def add_patches(cache: CastCache, patches: Patches) -> None:
     """Install autocast for CUDA at its first use; drop cached casts when torch drops its own."""
-    set_enabled = torch.set_autocast_enabled
-    clear = torch.clear_autocast_cache
+    open_on_engine = 0
 
-    def set_autocast_enabled(*args: Any) -> None:
+    def set_enabled(set_enabled: Any, *args: Any) -> None:
         set_enabled(*args)
         enabled, device = (args[1], args[0]) if len(args) == 2 else (args[0], "cuda")
         if enabled and device == "cuda":
             cache.install()
 
-    def clear_autocast_cache() -> None:
+    def clear(clear: Any) -> None:
         cache.clear()
         clear()
 
-    open_on_engine = 0
-    enter: Any = autocast.__enter__
-    leave: Any = autocast.__exit__
-
-    @wraps(enter)
-    def __enter__(context: Any) -> Any:  # noqa: N807  # the method that it stands for
+    def enter(enter: Any, context: Any) -> Any:
         nonlocal open_on_engine
         if context._enabled and context.device == "cuda":
             cache.install()
         open_on_engine += _is_on_engine()
         return enter(context)
 
-    @wraps(leave)
-    def __exit__(context: Any, *error: Any) -> Any:  # noqa: N807  # the same
+    def leave(leave: Any, context: Any, *error: Any) -> Any:
         nonlocal open_on_engine
         result = leave(context, *error)
         open_on_engine -= _is_on_engine()
@@ -60,12 +52,12 @@ def add_patches(cache: CastCache, patches: Patches) -> None:
             cache.clear()
         return result
 
-    patches.add(autocast, "__enter__", __enter__)
-    patches.add(autocast, "__exit__", __exit__)
-    patches.add(torch, "set_autocast_enabled", set_autocast_enabled)
-    patches.add(torch, "clear_autocast_cache", clear_autocast_cache)
+    patches.wrap(autocast, "__enter__", enter)
+    patches.wrap(autocast, "__exit__", leave)
+    patches.wrap(torch, "set_autocast_enabled", set_enabled)
+    patches.wrap(torch, "clear_autocast_cache", clear)
     if hasattr(torch, "set_autocast_gpu_enabled"):
-        patches.add(torch, "set_autocast_gpu_enabled", set_autocast_enabled)
+        patches.wrap(torch, "set_autocast_gpu_enabled", set_enabled)
 
 
 def _is_on_engine() -> bool:

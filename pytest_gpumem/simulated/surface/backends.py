@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -31,18 +33,17 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         "_can_use_mem_efficient_attention": "efficient",
         "_can_use_cudnn_attention": "cudnn",
     }.items():
-        patches.add(torch._C, name, _asking(machine, kernel))
-    linalg = _Preferred(torch._C._get_linalg_preferred_backend())
-    patches.add(torch._C, "_get_linalg_preferred_backend", linalg.get)
-    patches.add(torch._C, "_set_linalg_preferred_backend", linalg.set)
-    blas = _Preferred(torch._C._get_blas_preferred_backend())
-    patches.add(torch._C, "_get_blas_preferred_backend", blas.get)
-    patches.add(torch._C, "_set_blas_preferred_backend", blas.set)
-    limit = _Preferred(10)  # Context::benchmark_limit_cudnn
-    patches.add(torch._C, "_cuda_get_cudnn_benchmark_limit", limit.get)
-    patches.add(torch._C, "_cuda_set_cudnn_benchmark_limit", limit.set)
+        patches.add(torch._C, name, partial(_can_use, machine, kernel))
+    for name, value in {
+        "_{}_linalg_preferred_backend": torch._C._get_linalg_preferred_backend(),
+        "_{}_blas_preferred_backend": torch._C._get_blas_preferred_backend(),
+        "_cuda_{}_cudnn_benchmark_limit": 10,  # Context::benchmark_limit_cudnn
+    }.items():
+        setting = _Preferred(value)
+        patches.add(torch._C, name.format("get"), setting.get)
+        patches.add(torch._C, name.format("set"), setting.set)
     patches.add(torch.backends.cuda, "cufft_plan_cache", _PlanCaches())
-    _add_fast_paths(machine, patches)
+    patches.wrap(torch.backends.mha, "get_fastpath_enabled", partial(_takes_fast_path, machine))
     # A build with CUDA has them, whatever release is simulated.
     if version >= STATIC_SIZE or hasattr(torch._C, "_cuda_getCublasWorkspaceSize"):
         for name, library in {"Cublas": "cublas", "CublasLt": "cublaslt"}.items():
@@ -80,20 +81,17 @@ class _WorkspaceSize:
             gpu.workspaces.settings.chosen.pop(self._library, None)
 
 
-def _asking(machine: SimulatedMachine, kernel: str) -> Any:
-    def can_use(params: Any, debug: bool = False) -> bool:
-        return kernel in usable_kernels(
-            machine.current,
-            params.query,
-            params.key,
-            params.value,
-            params.attn_mask,
-            params.dropout,
-            params.is_causal,
-            params.enable_gqa,
-        )
-
-    return can_use
+def _can_use(machine: SimulatedMachine, kernel: str, params: Any, debug: bool = False) -> bool:
+    return kernel in usable_kernels(
+        machine.current,
+        params.query,
+        params.key,
+        params.value,
+        params.attn_mask,
+        params.dropout,
+        params.is_causal,
+        params.enable_gqa,
+    )
 
 
 class _Preferred:
@@ -132,31 +130,21 @@ class _PlanCaches(_PlanCache):
         return self._by_device.setdefault(index, _PlanCache())
 
 
-def _add_fast_paths(machine: SimulatedMachine, patches: Patches) -> None:
+def _takes_fast_path(machine: SimulatedMachine, enabled: Callable[[], bool]) -> bool:
     """Disable fast paths of transformer encoders that are not followed."""
-    enabled = torch.backends.mha.get_fastpath_enabled
-
-    def fast_path_enabled() -> bool:
-        if not enabled():
-            return False
-        asking = sys._getframe(1).f_locals
-        if not isinstance(asking.get("self"), torch.nn.Module) or not _is_on_gpu(asking):
-            return True
-        if _is_followed(asking):
-            return True
-        if not torch.is_grad_enabled():
-            machine.note(
-                "nn.TransformerEncoderLayer and nn.MultiheadAttention take their fast path on a "
-                "GPU without gradients, with nested tensors for padding; it is simulated "
-                "operator by operator"
-            )
+    if not enabled():
         return False
-
-    patches.add(torch.backends.mha, "get_fastpath_enabled", fast_path_enabled)
-
-
-def _is_on_gpu(asking: dict[str, Any]) -> bool:
-    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in asking.values())
+    asking = sys._getframe(2).f_locals
+    on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in asking.values())
+    if not isinstance(asking.get("self"), torch.nn.Module) or not on_gpu or _is_followed(asking):
+        return True
+    if not torch.is_grad_enabled():
+        machine.note(
+            "nn.TransformerEncoderLayer and nn.MultiheadAttention take their fast path on a "
+            "GPU without gradients, with nested tensors for padding; it is simulated "
+            "operator by operator"
+        )
+    return False
 
 
 def _is_followed(asking: dict[str, Any]) -> bool:
@@ -181,7 +169,7 @@ def _is_padded(asking: dict[str, Any]) -> bool:
 def _is_nested_there() -> bool:
     """Return whether the layer that asks is called by an encoder whose input is padded."""
     encoding = torch.nn.TransformerEncoder.forward.__code__
-    frame: FrameType | None = sys._getframe(3)
+    frame: FrameType | None = sys._getframe(4)
     while frame is not None and frame.f_code is not encoding:
         frame = frame.f_back
     if frame is None:

@@ -92,7 +92,6 @@ torch.serialization.add_safe_globals([saved_storage, restore_unknown])
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace how tensors of unknown values are pickled and copied."""
-    reduce: Callable[..., Any] = Tensor._reduce_ex_internal
     kept: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
     """By key: the stand-in for a storage, for as long as a pickler refers to it."""
 
@@ -103,7 +102,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
             return False
         return machine.storages.of(tensor) is not None and machine.values.of(tensor) is None
 
-    def reduce_tensor(tensor: Tensor, proto: int) -> Any:
+    def reduce_tensor(reduce: Callable[..., Any], tensor: Tensor, proto: int) -> Any:
         if not is_unknown(tensor):
             return reduce(tensor, proto)
         machine.note(
@@ -124,9 +123,9 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         copied.__dict__.update(tensor.__dict__)
         return copied
 
-    patches.add(Tensor, "_reduce_ex_internal", reduce_tensor)
+    patches.wrap(Tensor, "_reduce_ex_internal", reduce_tensor)
     patches.add(Tensor, "__copy__", copy_tensor)
-    patches.add(torch.TypedStorage, "__reduce__", _reduced(torch.TypedStorage.__reduce__))
+    patches.wrap(torch.TypedStorage, "__reduce__", _reduce)
 
 
 def load_storage(content: bytes, location: str) -> Any:
@@ -140,18 +139,15 @@ def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStor
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def _reduced(reduce: Callable[..., Any]) -> Callable[..., Any]:
-    def call(storage: Any) -> Any:
-        device = storage._untyped_storage.device
-        if device.type != "cuda":
-            return reduce(storage)
-        # In C++ pickle would read the memory behind the storage.
-        content = io.BytesIO()
-        on_cpu = _typed(storage._untyped_storage.cpu(), storage.dtype)
-        torch.save(on_cpu, content, _use_new_zipfile_serialization=False)
-        return load_storage, (content.getvalue(), str(device))
-
-    return call
+def _reduce(reduce: Callable[..., Any], storage: Any) -> Any:
+    device = storage._untyped_storage.device
+    if device.type != "cuda":
+        return reduce(storage)
+    # In C++ pickle would read the memory behind the storage.
+    content = io.BytesIO()
+    on_cpu = _typed(storage._untyped_storage.cpu(), storage.dtype)
+    torch.save(on_cpu, content, _use_new_zipfile_serialization=False)
+    return load_storage, (content.getvalue(), str(device))
 
 
 def _destination(location: str) -> str:

@@ -66,9 +66,10 @@ def kept_out(unpatched: Unpatched, present: Unpatched) -> Iterator[None]:
         inside.enter_context(LateImports("torch", unpatched, but=_OF_TESTS).watched())
         if _DYNAMO in sys.modules:  # finders of single modules come before the one of all torch
             inside.enter_context(present())
-        stand_in(_SYMPY, _of_sympy, unpatched)
-        stand_in(_FUNCTIONS, _of_functions, unpatched)
-        stand_in(_SHAPES, _of_symbolic_shapes, unpatched, _there())
+        stand_in(_SYMPY, _for_kernels("Basic", _NoExpression), unpatched)
+        stand_in(_FUNCTIONS, _for_kernels("Max", max), unpatched)
+        no_symbols = _of_numbers("free_unbacked_symbols", lambda value: ())
+        stand_in(_SHAPES, _for_kernels("free_unbacked_symbols", no_symbols), unpatched, _there())
         stand_in(_DYNAMO, not_compiled.of_dynamo, importing_dynamo)
         yield
 
@@ -107,17 +108,8 @@ def _graph_break(*_: Any, **__: Any) -> None:
     """Do nothing, as the real one does in code that is not compiled."""
 
 
-def _of_sympy(name: str, asking: FrameType) -> Any:
-    """Return a stand-in for ``Basic``: no kernel gets an expression before ``sympy`` is there."""
-    return _NoExpression if name == "Basic" and _is_kernel(asking) else None
-
-
 class _NoExpression:
-    pass
-
-
-def _of_functions(name: str, asking: FrameType) -> Any:
-    return max if name == "Max" and _is_kernel(asking) else None
+    """A stand-in for ``Basic``: no kernel gets an expression before ``sympy`` is there."""
 
 
 _KERNELS = (
@@ -133,14 +125,15 @@ _KERNELS = (
 """Modules whose functions import these names for one call; elsewhere they might be kept."""
 
 
-def _is_kernel(asking: FrameType) -> bool:
-    is_function = asking.f_code.co_flags & inspect.CO_OPTIMIZED
-    return bool(is_function) and asking.f_globals.get("__name__") in _KERNELS
+def _for_kernels(known: str, answer: Any) -> Answers:
+    """Answer ``known`` for kernels alone: others expect a value of torch's."""
 
+    def answers(name: str, asking: FrameType) -> Any:
+        is_function = asking.f_code.co_flags & inspect.CO_OPTIMIZED
+        is_kernel = is_function and asking.f_globals.get("__name__") in _KERNELS
+        return answer if name == known and is_kernel else None
 
-def _of_symbolic_shapes(name: str, asking: FrameType) -> Any:
-    """Return a stand-in for kernels: numbers hold no symbols; others expect a set of torch's."""
-    return _no_symbols if name == "free_unbacked_symbols" and _is_kernel(asking) else None
+    return answers
 
 
 _PLAIN = frozenset({bool, int})
@@ -191,6 +184,3 @@ def _there() -> Mapping[str, Callable[..., Any]]:
         for name, value in _VALUES.items()
         if f"\ndef {name}(" in source
     }
-
-
-_no_symbols = _of_numbers("free_unbacked_symbols", lambda value: ())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 
+from pytest_gpumem.allocator.snapshot import frames_of
+from pytest_gpumem.allocator.trace import Contexts, Recording
 from pytest_gpumem.simulated.common.patching import Patches, add_functions
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.machine.generators import generator_type
@@ -24,18 +27,13 @@ FLATTENS_POOL_IDS = "2.13"
 ``torch.__version__`` compares itself by releases.
 """
 _PRIVATE = "reserved_bytes_by_private_pools"
-
-
-@cache
-def _joins_pool_ids(release: str) -> bool:
-    """Return whether this release has strings for keys; each comparison parses the release."""
-    return release < FLATTENS_POOL_IDS
+_JOINS_POOL_IDS = torch.__version__ < FLATTENS_POOL_IDS
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace ``torch._C._cuda_*`` and the state that ``torch.cuda`` keeps."""
     functions = _functions(machine)
-    add_functions(functions, patches)
+    add_functions(functions | _recording(machine), patches)
     cuda = torch.cuda
     count = len(machine.gpus)
     generator = generator_type(torch.Generator)
@@ -59,7 +57,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         patches.add(module, "memory_snapshot", partial(_memory_snapshot, machine))
     patches.add(torch._C, "_has_cuda", True)
     patches.add(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
-    patches.add(torch, "get_device_module", _device_module(torch.get_device_module))
+    patches.wrap(torch, "get_device_module", _device_module)
     patches.add(torch, "Generator", generator)
     # A type that can neither be changed nor inherited from.
     patches.add(torch, "device", device)
@@ -83,12 +81,9 @@ def answers_for_gpu(owner: Any, name: str, value: Any) -> bool:
     return owner in below or (owner is torch.cuda and name in _STATE)
 
 
-def _device_module(find: Callable[..., Any]) -> Callable[..., Any]:
-    def get_device_module(device: torch.device | str | None = None) -> Any:
-        # The original remembers its answers, also beyond the simulation.
-        return torch.cuda if device is None else find(device)
-
-    return get_device_module
+def _device_module(find: Callable[..., Any], device: torch.device | str | None = None) -> Any:
+    # The original remembers its answers, also beyond the simulation.
+    return torch.cuda if device is None else find(device)
 
 
 def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
@@ -111,7 +106,7 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
 
     def memory_stats(device: Any) -> dict[str, Any]:
         stats = memory(device).stats()
-        if _PRIVATE in stats and _joins_pool_ids(torch.__version__):
+        if _PRIVATE in stats and _JOINS_POOL_IDS:
             stats[_PRIVATE] = {f"{a}_{b}": value for (a, b), value in stats[_PRIVATE].items()}
         return stats
 
@@ -168,6 +163,98 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         "_accelerator_resetPeakStats": lambda index: memory(index).reset_peak_stats(),
         "_accelerator_resetAccumulatedStats": lambda index: memory(index).reset_accumulated_stats(),
         "_accelerator_getMemoryInfo": free_and_total,
+    }
+
+
+_CONTEXTS = {
+    None: Contexts.NEVER,
+    "state": Contexts.STATE,
+    "alloc": Contexts.ALLOC,
+    "all": Contexts.ALL,
+}
+_KEPT_WITHOUT_TRACE = 1
+"""Events kept with ``enabled="state"``."""
+
+
+def _recording(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
+    """Return the functions of the history in snapshots (torch/csrc/cuda/memory_snapshot.cpp).
+
+    Both that record take more arguments in later releases: 2.6 ends before ``clear_history``,
+    ``skip_actions`` is the last one since 2.10, and the last two are of 2.15. Without
+    ``record_cuda`` the recording of the device allocator is off (seen with torch 2.15.0+cu132);
+    the history of pinned memory of the host, ``record_pinned_host_memory``, is not recorded.
+    """
+
+    def record(recording: Recording, clear: bool) -> None:
+        for gpu in machine.gpus:
+            gpu.allocator.record_history(recording, clear=clear)
+
+    def record_history(
+        enabled: str | None,
+        context: str | None = "all",
+        stacks: str = "all",
+        max_entries: int = sys.maxsize,
+        clear_history: bool = False,
+        compile_context: bool = False,
+        global_record_annotations: bool = False,
+        skip_actions: Any = (),
+        record_pinned_host_memory: bool = False,
+        record_cuda: bool = True,
+    ) -> None:
+        if enabled not in (None, "state", "all"):
+            raise RuntimeError("expected state to be 'state', 'all', or None")
+        if context not in _CONTEXTS:
+            raise RuntimeError("expected context to be 'state', 'alloc', 'all', or None")
+        if stacks not in ("python", "all"):
+            raise RuntimeError("expected stacks to be 'python', or 'all'")
+        recording = Recording(
+            on=enabled is not None and record_cuda,
+            contexts=_CONTEXTS[context],
+            with_cpp=stacks == "all",
+            max_entries=max_entries if enabled == "all" else _KEPT_WITHOUT_TRACE,
+            skipped=frozenset(skip_actions),
+        )
+        record(recording, clear_history)
+
+    def record_history_legacy(
+        enabled: bool,
+        record_context: bool = True,
+        trace_alloc_max_entries: int = 1,
+        trace_alloc_record_context: bool = False,
+        record_context_cpp: bool = False,
+        clear_history: bool = False,
+        compile_context: bool = False,
+        global_record_annotations: bool = False,
+        skip_actions: Any = (),
+        record_pinned_host_memory: bool = False,
+        record_cuda: bool = True,
+    ) -> None:
+        contexts = Contexts.STATE if record_context else Contexts.NEVER
+        recording = Recording(
+            on=enabled and record_cuda,
+            contexts=Contexts.ALLOC if trace_alloc_record_context else contexts,
+            with_cpp=record_context_cpp,
+            max_entries=trace_alloc_max_entries,
+            skipped=frozenset(skip_actions),
+        )
+        record(recording, clear_history)
+
+    def is_enabled() -> bool:
+        recording = machine.current.allocator.trace.recording
+        return recording is None or recording.on
+
+    def allocation_traceback(data_ptr: int) -> list[dict[str, Any]] | None:
+        for gpu in machine.gpus:
+            context = gpu.allocator.live_contexts().get(data_ptr)
+            if context is not None:
+                return frames_of(context, gpu.allocator.trace) or None
+        return None
+
+    return {
+        "_cuda_record_memory_history": record_history,
+        "_cuda_record_memory_history_legacy": record_history_legacy,
+        "_cuda_isHistoryEnabled": is_enabled,
+        "_cuda_allocationTraceback": allocation_traceback,
     }
 
 

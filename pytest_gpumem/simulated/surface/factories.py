@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
 from typing import Any
 
 import torch
-import torch.jit._builtins
-import torch.jit._recursive
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
+from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.surface.sequences import numbers_in
 
 _FACTORIES = (
     *("arange", "asarray", "bartlett_window", "blackman_window", "empty", "empty_like"),
     *("empty_permuted", "empty_strided", "eye", "full", "full_like", "hamming_window"),
     *("hann_window", "kaiser_window", "linspace", "logspace", "normal", "ones", "ones_like"),
     *("rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "range"),
-    *("scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like"),
+    *("scalar_tensor", "sparse_coo_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
+    "zeros_like",
 )
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 
@@ -32,36 +31,27 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Watch for ``device="meta"``, which otherwise stands for CUDA inside a simulation."""
     _device_constructors()  # torch caches this set of functions: it must hold the real ones.
     for name in _FACTORIES:
-        replaced = getattr(torch, name)
-        factory = _UNSEEN[name](replaced) if name in _UNSEEN else replaced
-        patches.add(torch, name, _watching(machine, factory, replaced))
+        factory = getattr(torch, name)
+        seen = partial(_UNSEEN[name], factory) if name in _UNSEEN else factory
+        patches.add(torch, name, _watching(machine, seen, factory))
     for name in ("fftfreq", "rfftfreq"):
         factory = getattr(torch.fft, name)
         patches.add(torch.fft, name, _watching(machine, factory, factory))
-    sparse = torch.sparse_coo_tensor
-    patches.add(torch, "sparse_coo_tensor", _watching(machine, _sparse(sparse), sparse))
     for name in _NEW:
-        patches.add(torch.Tensor, name, _new(machine, getattr(torch.Tensor, name)))
-    find: Callable[[Any], Any] = torch.jit._builtins._find_builtin
-    for module in (torch.jit._builtins, torch.jit._recursive):
-        # TorchScript compares torch's functions by identity.
-        patches.add(module, "_find_builtin", lambda fn: find(getattr(fn, "__wrapped__", fn)))
-    as_tensor = _as_tensor(machine, torch.as_tensor)
-    through = _context(machine, DeviceContext.__torch_function__, torch.as_tensor, as_tensor)
-    patches.add(DeviceContext, "__torch_function__", through)
-    patches.add(torch, "as_tensor", as_tensor)
-    patches.add(torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to))
+        patches.wrap(torch.Tensor, name, partial(_new, machine))
+    as_tensor = torch.as_tensor
+    patches.wrap(torch, "as_tensor", partial(_as_tensor, machine))
+    through = partial(_context, machine, as_tensor)
+    patches.wrap(DeviceContext, "__torch_function__", through)
+    patches.wrap(torch._C._nn, "_parse_to", _parse_to)
 
 
-def _parse_to(parse_to: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (_numbered(args[0]), *args[1:])
-        if "device" in kwargs:
-            kwargs["device"] = _numbered(kwargs["device"])
-        return parse_to(*args, **kwargs)
-
-    return call
+def _parse_to(parse_to: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if args:
+        args = (_numbered(args[0]), *args[1:])
+    if "device" in kwargs:
+        kwargs["device"] = _numbered(kwargs["device"])
+    return parse_to(*args, **kwargs)
 
 
 def _is_meta(device: Any) -> bool:
@@ -73,15 +63,12 @@ def _numbered(device: Any) -> Any:
     return torch.device("cuda", device) if type(device) is int else device
 
 
-def _new(machine: SimulatedMachine, method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs:
-            kwargs["device"] = _numbered(kwargs["device"])
-            if _is_meta(kwargs["device"]) and not machine.execution.inside_here:
-                return asked_for_meta(machine, method, (tensor, *args), kwargs)
-        return method(tensor, *args, **kwargs)
-
-    return call
+def _new(machine: SimulatedMachine, new: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if "device" in kwargs:
+        kwargs["device"] = _numbered(kwargs["device"])
+        if _is_meta(kwargs["device"]) and not machine.execution.inside_here:
+            return asked_for_meta(machine, new, args, kwargs)
+    return new(*args, **kwargs)
 
 
 def _is_cuda(device: Any) -> bool:
@@ -91,79 +78,70 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, str) and device.partition(":")[0] == "cuda"
 
 
-def _is_faking() -> bool:
-    """Return whether a fake mode of the user's own takes the place of the simulation."""
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return isinstance(mode, FakeTensorMode)
-
-
-def _from_arrays(factory: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device")
-        if kwargs.get("pin_memory") and not _is_cuda(device):
-            # In C++ the pinned memory is allocated out of sight of any dispatch mode.
-            requires_grad = kwargs.get("requires_grad", False)
-            plain = {**kwargs, "pin_memory": False, "requires_grad": False}
-            made = call(*args, **plain).pin_memory()
-            return made.requires_grad_() if requires_grad else made
-        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
-        numbers = numbers_in(data, kwargs.get("dtype"))
-        if numbers is not None:
-            return factory(numbers[0], *args[1:], **_without_data(kwargs), dtype=numbers[1])
-        if not _is_cuda(device):
-            return factory(*args, **kwargs)
-        if _is_faking():
-            # It keeps the values of constants, and would copy them to a real device.
-            made = factory(*args, **{**kwargs, "device": "cpu"})
-            made.constant = None
-            return made.to(device)
-        if not hasattr(data, "__array__") or isinstance(data, torch.Tensor):
-            return factory(*args, **kwargs)
-        # In C++ an array is copied to the device out of sight of any dispatch mode.
-        requires_grad = kwargs.pop("requires_grad", False)
-        made = factory(*args, **{**kwargs, "device": "cpu"}).to(device)
+def _from_arrays(factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    device = kwargs.get("device")
+    if kwargs.get("pin_memory") and not _is_cuda(device):
+        # In C++ the pinned memory is allocated out of sight of any dispatch mode.
+        requires_grad = kwargs.get("requires_grad", False)
+        plain = {**kwargs, "pin_memory": False, "requires_grad": False}
+        made = _from_arrays(factory, *args, **plain).pin_memory()
         return made.requires_grad_() if requires_grad else made
-
-    return call
+    data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+    numbers = numbers_in(data, kwargs.get("dtype"))
+    if numbers is not None:
+        return factory(numbers[0], *args[1:], **_without_data(kwargs), dtype=numbers[1])
+    if not _is_cuda(device):
+        return factory(*args, **kwargs)
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    if isinstance(mode, FakeTensorMode):  # of the user's own, in place of the simulation
+        # It keeps the values of constants, and would copy them to a real device.
+        made = factory(*args, **{**kwargs, "device": "cpu"})
+        made.constant = None
+        return made.to(device)
+    if not hasattr(data, "__array__") or isinstance(data, torch.Tensor):
+        return factory(*args, **kwargs)
+    # In C++ an array is copied to the device out of sight of any dispatch mode.
+    requires_grad = kwargs.pop("requires_grad", False)
+    made = factory(*args, **{**kwargs, "device": "cpu"}).to(device)
+    return made.requires_grad_() if requires_grad else made
 
 
 def _without_data(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in ("data", "obj", "dtype")}
 
 
-def _range(factory: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        device: Any = kwargs.get("device")
-        if not _is_cuda(device):
-            return factory(*args, **kwargs)
-        # In C++ it looks for the device before any dispatch mode sees the operator.
-        requires_grad = kwargs.pop("requires_grad", False)
-        named = (kwargs.pop(name, None) for name in ("start", "end", "step"))
-        numbers = [*args, *(number for number in named if number is not None)]
-        made = torch.ops.aten.range.step(*numbers, **{**kwargs, "device": torch.device(device)})
-        return made.requires_grad_() if requires_grad else made
-
-    return call
+def _range(factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    device: Any = kwargs.get("device")
+    if not _is_cuda(device):
+        return factory(*args, **kwargs)
+    # In C++ it looks for the device before any dispatch mode sees the operator.
+    requires_grad = kwargs.pop("requires_grad", False)
+    named = (kwargs.pop(name, None) for name in ("start", "end", "step"))
+    numbers = [*args, *(number for number in named if number is not None)]
+    made = torch.ops.aten.range.step(*numbers, **{**kwargs, "device": torch.device(device)})
+    return made.requires_grad_() if requires_grad else made
 
 
-def _sparse(factory: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device") or _default_device()
-        given = dict(zip(("indices", "values"), args, strict=False)) | kwargs
-        if not _is_cuda(device) or "values" not in given:
-            return factory(*args, **kwargs)
-        # In C++ both are copied to the device out of sight of any dispatch mode, values first.
-        dtype = given.pop("dtype", None)
-        values = torch.as_tensor(given.pop("values"), dtype=dtype, device=device)
-        indices = torch.as_tensor(given.pop("indices"), dtype=torch.int64, device=device)
-        given.pop("device", None)
-        with torch._C.DisableTorchFunction():
-            return factory(indices, values, *args[2:], **given)
-
-    return call
+def _sparse(factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    device = kwargs.get("device") or _default_device()
+    given = dict(zip(("indices", "values"), args, strict=False)) | kwargs
+    if not _is_cuda(device) or "values" not in given:
+        return factory(*args, **kwargs)
+    # In C++ both are copied to the device out of sight of any dispatch mode, values first.
+    dtype = given.pop("dtype", None)
+    values = torch.as_tensor(given.pop("values"), dtype=dtype, device=device)
+    indices = torch.as_tensor(given.pop("indices"), dtype=torch.int64, device=device)
+    given.pop("device", None)
+    with torch._C.DisableTorchFunction():
+        return factory(indices, values, *args[2:], **given)
 
 
-_UNSEEN = {"asarray": _from_arrays, "range": _range, "tensor": _from_arrays}
+_UNSEEN: dict[str, Callable[..., Any]] = {
+    "asarray": _from_arrays,
+    "range": _range,
+    "sparse_coo_tensor": _sparse,
+    "tensor": _from_arrays,
+}
 """Factories whose C++ code uses a device before a dispatch mode sees it: how to call them."""
 
 
@@ -203,7 +181,7 @@ def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 def _watching(
     machine: SimulatedMachine, factory: Callable[..., Any], replaced: Callable[..., Any]
 ) -> Callable[..., Any]:
-    @functools.wraps(replaced)
+    @wraps(replaced)
     def call(*args: Any, **kwargs: Any) -> Any:
         if type(kwargs.get("device")) is int:
             kwargs["device"] = _numbered(kwargs["device"])
@@ -222,31 +200,26 @@ def _watching(
 
 def _context(
     machine: SimulatedMachine,
-    torch_function: Callable[..., Any],
-    real_as_tensor: Callable[..., Any],
     as_tensor: Callable[..., Any],
-) -> Callable[..., Any]:
-    def call(
-        context: Any,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        given = kwargs or {}
-        if given.get("device"):
-            return torch_function(context, func, types, args, given)
-        if func is real_as_tensor:
-            return as_tensor(*args, **{**given, "device": context.device})
-        if func in _device_constructors():
-            if _is_meta(context.device):
-                arguments = context, func, types, args, given
-                return asked_for_meta(machine, torch_function, arguments, {})
-            if machine.current_index and str(context.device) == "cuda":
-                given = {**given, "device": machine.current.torch_device}
+    torch_function: Callable[..., Any],
+    context: Any,
+    func: Callable[..., Any],
+    types: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    given = kwargs or {}
+    if given.get("device"):
         return torch_function(context, func, types, args, given)
-
-    return call
+    if func is as_tensor:
+        return _as_tensor(machine, as_tensor, *args, **{**given, "device": context.device})
+    if func in _device_constructors():
+        if _is_meta(context.device):
+            arguments = context, func, types, args, given
+            return asked_for_meta(machine, torch_function, arguments, {})
+        if machine.current_index and str(context.device) == "cuda":
+            given = {**given, "device": machine.current.torch_device}
+    return torch_function(context, func, types, args, given)
 
 
 def asked_for_meta(
@@ -256,26 +229,117 @@ def asked_for_meta(
     kwargs: dict[str, Any],
 ) -> Any:
     """Call ``factory``, whose ``meta`` tensors are real ones and hold no CUDA memory."""
-    with machine.making(META):
+    with machine.making(raw.META):
         return factory(*args, **kwargs)
 
 
-def _as_tensor(machine: SimulatedMachine, as_tensor: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(as_tensor)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # In C++ as_tensor copies to the device out of sight of any dispatch mode.
-        device = _numbered(kwargs.get("device"))
-        data, dtype = args[0] if args else kwargs.get("data"), kwargs.get("dtype")
-        numbers = numbers_in(data, dtype)
-        if numbers is not None:
-            args, kwargs = numbers[:1], {**_without_data(kwargs), "dtype": numbers[1]}
-        if _is_meta(device):
-            return asked_for_meta(machine, as_tensor, args, kwargs)
-        if not _is_cuda(device):
-            return as_tensor(*args, **kwargs)
-        data, dtype = args[0] if args else kwargs["data"], kwargs.get("dtype")
-        if isinstance(data, torch.Tensor):
-            return data.to(device, dtype)
-        return as_tensor(data, dtype=dtype, device="cpu").to(device)
+def _as_tensor(
+    machine: SimulatedMachine, as_tensor: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    # In C++ as_tensor copies to the device out of sight of any dispatch mode.
+    device = _numbered(kwargs.get("device"))
+    data, dtype = args[0] if args else kwargs.get("data"), kwargs.get("dtype")
+    numbers = numbers_in(data, dtype)
+    if numbers is not None:
+        args, kwargs = numbers[:1], {**_without_data(kwargs), "dtype": numbers[1]}
+    if _is_meta(device):
+        return asked_for_meta(machine, as_tensor, args, kwargs)
+    if not _is_cuda(device):
+        return as_tensor(*args, **kwargs)
+    data, dtype = args[0] if args else kwargs["data"], kwargs.get("dtype")
+    if isinstance(data, torch.Tensor):
+        return data.to(device, dtype)
+    return as_tensor(data, dtype=dtype, device="cpu").to(device)
 
-    return call
+
+# Tensors in nested lists: ``torch.tensor([loss, other])``. For Python's C interface a tensor is no
+# sequence, by which torch sees that a tensor without dimensions is a number there. A class whose
+# ``__getitem__`` is replaced would be one, and stay one.
+
+_is_sequence = ctypes.pythonapi.PySequence_Check
+_is_sequence.argtypes = [ctypes.py_object]
+_is_sequence.restype = ctypes.c_int
+
+_POINTER = ctypes.sizeof(ctypes.c_void_p)
+_AS_SEQUENCE = object.__basicsize__ + 11 * _POINTER
+"""Offset of ``tp_as_sequence`` in a type: ten fields after its size (Include/cpython)."""
+_ITEM = 3 * _POINTER
+"""Offset of ``sq_item`` among the functions there."""
+
+
+def is_sequence(tensor: torch.Tensor) -> bool:
+    """Return whether C code takes ``tensor`` for a sequence."""
+    return bool(_is_sequence(tensor))
+
+
+def be_no_sequences() -> None:
+    """Make tensors no sequences again, after ``Tensor.__getitem__`` was replaced."""
+    if is_sequence(_NUMBER):
+        for kind in _without_own_items(torch.Tensor):
+            functions = ctypes.c_void_p.from_address(id(kind) + _AS_SEQUENCE).value
+            assert functions is not None
+            ctypes.c_void_p.from_address(functions + _ITEM).value = None
+
+
+def _without_own_items(kind: type) -> Iterator[type]:
+    yield kind
+    found: list[type] = type.__subclasses__(kind)
+    for derived in found:
+        if "__getitem__" not in vars(derived):
+            yield from _without_own_items(derived)
+
+
+_NUMBER = torch.empty((), device="cpu")
+
+
+def numbers_in(data: Any, dtype: torch.dtype | None) -> tuple[Any, torch.dtype | None] | None:
+    """``data``, a nested list, with numbers for the CUDA tensors in it, and the type of all.
+
+    ``None`` where there are none. Each is read as by ``item()``, which in C++ is out of sight.
+    Source: torch/csrc/utils/tensor_new.cpp (infer_scalar_type, recursive_store).
+    """
+    if not isinstance(data, (list, tuple)) or not _has_gpu_tensors(data):
+        return None
+    if dtype is None:
+        types = [_type_of(leaf) for leaf in _leaves(data)]
+        dtype = types[0]
+        for other in types[1:]:
+            dtype = torch.promote_types(dtype, other)
+    return _read(data), dtype
+
+
+def _has_gpu_tensors(data: list[Any] | tuple[Any, ...]) -> bool:
+    # Most lists hold numbers alone, perhaps millions of them.
+    kinds = set(map(type, data))
+    if any(issubclass(kind, torch.Tensor) for kind in kinds) and any(map(_is_on_gpu, data)):
+        return True
+    nested = any(issubclass(kind, (list, tuple)) for kind in kinds)
+    return nested and any(
+        _has_gpu_tensors(part) for part in data if isinstance(part, (list, tuple))
+    )
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    if isinstance(data, (list, tuple)):
+        for item in data:
+            yield from _leaves(item)
+    else:
+        yield data
+
+
+def _is_on_gpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and raw.is_meta(value) and value.is_cuda
+
+
+def _type_of(leaf: Any) -> torch.dtype:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype
+    return torch.tensor(leaf).dtype
+
+
+def _read(data: Any) -> Any:
+    if isinstance(data, (list, tuple)):
+        return [_read(item) for item in data]
+    if not _is_on_gpu(data):
+        return data
+    return data.tolist() if data.dim() else data.item()

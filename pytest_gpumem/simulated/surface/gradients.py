@@ -5,10 +5,9 @@ torch compares the device of ``Tensor.grad`` in C++, where a simulated GPU is ``
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -30,8 +29,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """
 
     def assign(tensor: torch.Tensor, gradient: Any) -> None:
-        if gradient is not None and isinstance(gradient, torch.Tensor):
-            _check_devices(tensor, gradient)
+        if isinstance(gradient, torch.Tensor) and tensor.dtype is gradient.dtype:
+            _check_devices(tensor.device, gradient.device)
         _grad.__set__(tensor, gradient)
 
     replaced = property(_grad.__get__, assign, _grad.__delete__)
@@ -39,15 +38,14 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     nowrap = frozenset({*torch.overrides.get_default_nowrap_functions(), replaced.__get__})
     patches.add(torch._tensor, "get_default_nowrap_functions", lambda: nowrap)
     patches.add(torch.Tensor, "grad", replaced)
-    _add_saved(machine, patches)
+    patches.wrap(save_on_cpu, "__init__", _save_pageable)
     _add_double_backward(machine, patches)
     _add_control_flow(machine, patches)
     _add_grouping(patches)
 
 
-def _check_devices(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
-    here, there = tensor.device, gradient.device
-    if here == there or tensor.dtype is not gradient.dtype:
+def _check_devices(here: torch.device, there: torch.device) -> None:
+    if here == there:
         return
     if here.type != there.type:
         what = f"with device type '{there.type}' to a tensor with device type '{here.type}'"
@@ -62,23 +60,19 @@ def _check_devices(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
     )
 
 
-def _add_saved(machine: SimulatedMachine, patches: Patches) -> None:
+def _save_pageable(
+    initialize: Any, hooks: save_on_cpu, pin_memory: bool = False, *args: Any, **options: Any
+) -> None:
     """Make ``save_on_cpu(pin_memory=True)`` copy to pageable memory: the same for the device.
 
     Source: torch/autograd/graph.py (save_on_cpu), which otherwise fills a CPU tensor of its own.
     That tensor is contiguous, so the device first copies one that is not
     (aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries).
     """
-    initialize: Any = save_on_cpu.__init__
-
-    @functools.wraps(initialize)
-    def pageable(hooks: save_on_cpu, pin_memory: bool = False, device_type: str = "cuda") -> None:
-        initialize(hooks, False, device_type)
-        if pin_memory:
-            packed: Any = hooks.pack_hook
-            hooks.pack_hook = lambda tensor: packed(tensor.contiguous())
-
-    patches.add(save_on_cpu, "__init__", pageable)
+    initialize(hooks, False, *args, **options)
+    if pin_memory:
+        packed: Any = hooks.pack_hook
+        hooks.pack_hook = lambda tensor: packed(tensor.contiguous())
 
 
 _next = torch._C._autograd._get_sequence_nr
@@ -90,10 +84,8 @@ def _add_double_backward(machine: SimulatedMachine, patches: Patches) -> None:
 
     With streams of the user's own the numbers stay: they show on which stream a node was made.
     """
-    engine = torch.autograd.graph._engine_run_backward
 
-    @functools.wraps(engine)
-    def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(engine: Callable[..., Any], t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if _graph_task() != -1:
             return engine(t_outputs, *args, **kwargs)
         began, results = _next(), None
@@ -103,20 +95,16 @@ def _add_double_backward(machine: SimulatedMachine, patches: Patches) -> None:
         finally:
             if _next() != began and any(getattr(each, "is_cuda", False) for each in t_outputs):
                 number = machine.numbering.ended(began)
-                if _creates_graph(args) and not machine.streams.used:
+                # (grad_tensors, retain_graph, create_graph, ...), torch/autograd/__init__.py
+                if len(args) > 2 and args[2] and not machine.streams.used:
                     renumber(_made(t_outputs, args, results), began, number)
 
     for owner in (torch.autograd, torch.autograd.graph):
-        patches.add(owner, "_engine_run_backward", run)
-
-
-def _creates_graph(args: tuple[Any, ...]) -> bool:
-    """``(grad_tensors, retain_graph, create_graph, inputs, ...)`` of torch/autograd/__init__.py."""
-    return len(args) > 2 and bool(args[2])
+        patches.wrap(owner, "_engine_run_backward", run)
 
 
 def _made(outputs: Any, args: tuple[Any, ...], results: Any) -> list[Any]:
-    """Return the gradients of a pass: its results, or the leaves' present gradients."""
+    """Return the gradients of a pass: its results, or the present ones of its inputs or leaves."""
     found = [each for each in results or () if isinstance(each, torch.Tensor)]
     if found:
         return found
@@ -131,19 +119,18 @@ def _add_control_flow(machine: SimulatedMachine, patches: Patches) -> None:
     memory like all others. Source: torch/_higher_order_ops/utils.py (``materialize_as_graph``),
     torch 2.11 to 2.15.
     """
-    set_aside = _python_dispatch._disable_current_modes
 
     @contextmanager
-    def all_others() -> Iterator[Any]:
+    def all_others(disabled: AbstractContextManager[Any]) -> Iterator[Any]:
         mode: Any = machine.execution
-        with set_aside() as modes, mode:
+        with disabled as modes, mode:
             yield modes
 
-    def disable_current_modes() -> Any:
-        traces = sys._getframe(1).f_code.co_name == "_materialize_as_graph_inner"
-        return all_others() if traces else set_aside()
+    def disable(disable: Callable[[], Any]) -> Any:
+        traces = sys._getframe(2).f_code.co_name == "_materialize_as_graph_inner"
+        return all_others(disable()) if traces else disable()
 
-    patches.add(_python_dispatch, "_disable_current_modes", disable_current_modes)
+    patches.wrap(_python_dispatch, "_disable_current_modes", disable)
 
 
 _Lists = list[list[torch.Tensor | None]]
@@ -153,9 +140,10 @@ _Group = tuple[list[list[torch.Tensor | None]], list[int]]
 
 def _add_grouping(patches: Patches) -> None:
     """Group the tensors of ``torch.optim`` and ``clip_grad_norm_`` by the device they report."""
-    group = torch._C._group_tensors_by_device_and_dtype
 
-    def group_tensors(lists: _Lists, with_indices: bool = False) -> dict[_Key, _Group]:
+    def group_tensors(
+        group: Callable[..., Any], lists: _Lists, with_indices: bool = False
+    ) -> dict[_Key, _Group]:
         groups: dict[_Key, _Group] = group(lists, True)
         result: dict[_Key, _Group] = {}
         for (device, dtype), (members, indices) in groups.items():
@@ -167,7 +155,7 @@ def _add_grouping(patches: Patches) -> None:
                 result[seen, dtype] = split, [indices[i] for i in at] if with_indices else []
         return result
 
-    patches.add(torch._C, "_group_tensors_by_device_and_dtype", group_tensors)
+    patches.wrap(torch._C, "_group_tensors_by_device_and_dtype", group_tensors)
 
 
 def _by_device(tensors: Sequence[torch.Tensor | None]) -> dict[torch.device, list[int]]:

@@ -13,7 +13,6 @@ starts it; ``CUDAExtension()`` needs the libraries below CUDA_HOME (torch/utils/
 from __future__ import annotations
 
 import ctypes
-import functools
 import inspect
 import mmap
 import os
@@ -24,7 +23,7 @@ from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -66,11 +65,7 @@ class Extensions:
 
     def compiled(self, module: Any, path: str) -> None:
         """Keep them from ``module`` too, which the function of this ``path`` has compiled."""
-        found = [
-            (module, attribute, _Guarded(value, f"{module.__name__}.{attribute}", path))
-            for attribute, value in vars(module).items()
-            if _takes_tensors(value)
-        ]
+        found = _guards(module, module.__name__, path)
         self._found += found
         if self._open is not None:
             _replace(found, self._open)
@@ -88,12 +83,18 @@ class Extensions:
                 continue
             module = sys.modules[name]
             loader = getattr(getattr(module, "__spec__", None), "loader", None)
-            if not isinstance(loader, ExtensionFileLoader):
-                continue
-            for attribute, value in vars(module).items():
-                if _takes_tensors(value):
-                    guard = _Guarded(value, f"{name}.{attribute}")
-                    self._found.append((module, attribute, guard))
+            if isinstance(loader, ExtensionFileLoader):
+                self._found += _guards(module, name)
+
+
+def _guards(
+    module: Any, name: str, described_as: str | None = None
+) -> list[tuple[Any, str, _Guarded]]:
+    return [
+        (module, attribute, _Guarded(value, f"{name}.{attribute}", described_as))
+        for attribute, value in vars(module).items()
+        if _takes_tensors(value)
+    ]
 
 
 def _replace(found: Iterable[tuple[Any, str, _Guarded]], until: ExitStack) -> None:
@@ -123,16 +124,13 @@ class _Guarded:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if any(tensor.is_cuda for tensor in tensors_in((args, options))):
-            self._refuse()
+            raise UndescribedKernelError(
+                f"{self._path} at {callers_line()} is a function of a compiled extension, which a "
+                f"simulated GPU cannot run: say what it allocates with "
+                f'pytest_gpumem.simulate_operator("{self._described_as}"), {OR_DRY}',
+                self._path,
+            )
         return self._function(*args, **options)
-
-    def _refuse(self) -> NoReturn:
-        raise UndescribedKernelError(
-            f"{self._path} at {callers_line()} is a function of a compiled extension, which a "
-            f"simulated GPU cannot run: say what it allocates with "
-            f'pytest_gpumem.simulate_operator("{self._described_as}"), {OR_DRY}',
-            self._path,
-        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._function, name)
@@ -141,70 +139,51 @@ class _Guarded:
 EXTENSIONS = Extensions()
 
 
-_MODULE = "torch.utils.cpp_extension"
+COMPILES = "torch.utils.cpp_extension"
+"""A module that few tests import, as that takes long."""
 _LOADERS = ("load", "load_inline")
 _HAS_CUDA = torch.version.cuda is not None
 """Whether this torch, and not the simulated one, is built with CUDA."""
 
 
-class Compiling:
-    """Replacements in ``torch.utils.cpp_extension``, once that is imported."""
+def plan_compiling(patches: Patches, module: Any) -> None:
+    """Plan refusals in ``torch.utils.cpp_extension``, once that is imported."""
+    signature = inspect.signature(module._jit_compile)
 
-    def __init__(self) -> None:
-        self._patches: Patches | None = None
+    def can_compile() -> bool:
+        return _HAS_CUDA and module.CUDA_HOME is not None
 
-    def look(self) -> None:
-        """Replace it once it is imported: few tests compile, and its import takes long."""
-        module: Any = sys.modules.get(_MODULE)
-        if self._patches is not None or not hasattr(module, "_join_cuda_home"):
-            return
-        self._patches = Patches()
-        compile, join = module._jit_compile, module._join_cuda_home
-        signature = inspect.signature(compile)
+    def jit_compile(compile: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        given = signature.bind(*args, **options).arguments
+        name, sources, with_cuda = given["name"], given["sources"], given["with_cuda"]
+        caller = sys._getframe(2).f_code.co_name
+        loader = caller if caller in _LOADERS else _LOADERS[0]
+        if with_cuda is None:
+            with_cuda = any(map(module._is_cuda_file, sources))
+        if with_cuda and not can_compile():
+            call = f'{loader}(name="{name}", ...)'
+            raise UndescribedKernelError(
+                f"{call} at {callers_line()} compiles for CUDA, whose compiler is not here: "
+                "say what the functions of the module allocate with "
+                f'pytest_gpumem.simulate_operator("{COMPILES}.{loader}")',
+                call,
+            )
+        made = compile(*args, **options)
+        if inspect.ismodule(made):
+            EXTENSIONS.compiled(made, f"{COMPILES}.{loader}")
+        return made
 
-        def can_compile() -> bool:
-            return _HAS_CUDA and module.CUDA_HOME is not None
+    def join_cuda_home(join: Callable[..., Any], *paths: Any) -> Any:
+        if not can_compile():
+            raise UnsupportedOperatorError(
+                f"{COMPILES} at {callers_line()} asks for CUDA's compiler, which is not here: "
+                "build the extension elsewhere, or say what its functions allocate with "
+                'pytest_gpumem.simulate_operator("module.function")'
+            )
+        return join(*paths)
 
-        @functools.wraps(compile)
-        def jit_compile(*args: Any, **options: Any) -> Any:
-            given = signature.bind(*args, **options).arguments
-            name, sources, with_cuda = given["name"], given["sources"], given["with_cuda"]
-            caller = sys._getframe(1).f_code.co_name
-            loader = caller if caller in _LOADERS else _LOADERS[0]
-            if with_cuda is None:
-                with_cuda = any(map(module._is_cuda_file, sources))
-            if with_cuda and not can_compile():
-                call = f'{loader}(name="{name}", ...)'
-                raise UndescribedKernelError(
-                    f"{call} at {callers_line()} compiles for CUDA, whose compiler is not here: "
-                    "say what the functions of the module allocate with "
-                    f'pytest_gpumem.simulate_operator("{_MODULE}.{loader}")',
-                    call,
-                )
-            made = compile(*args, **options)
-            if inspect.ismodule(made):
-                EXTENSIONS.compiled(made, f"{_MODULE}.{loader}")
-            return made
-
-        @functools.wraps(join)
-        def join_cuda_home(*paths: Any) -> Any:
-            if not can_compile():
-                raise UnsupportedOperatorError(
-                    f"{_MODULE} at {callers_line()} asks for CUDA's compiler, which is not here: "
-                    "build the extension elsewhere, or say what its functions allocate with "
-                    'pytest_gpumem.simulate_operator("module.function")'
-                )
-            return join(*paths)
-
-        self._patches.add(module, "_jit_compile", jit_compile)
-        self._patches.add(module, "_join_cuda_home", join_cuda_home)
-        self._patches.apply()
-
-    def undo(self) -> None:
-        """Restore the original functions."""
-        if self._patches is not None:
-            self._patches.undo()
-            self._patches = None
+    patches.wrap(module, "_jit_compile", jit_compile)
+    patches.wrap(module, "_join_cuda_home", join_cuda_home)
 
 
 _NEEDS = (b"libcudart.so", b"libcuda.so", b"libcublas.so", b"cudart64_", b"nvcuda.dll")
@@ -219,21 +198,13 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     Their kernels look for a driver: bitsandbytes's own library calls ``exit(1)`` where CUDA answers
     with an error (csrc/pythonInterface.cpp, csrc/ops.cuh: CUDA_CHECK_RETURN).
     """
-    patches.add(ctypes.CDLL, "__init__", _loading(ctypes.CDLL.__init__))
+    patches.wrap(ctypes.CDLL, "__init__", _load)
 
 
-def _is_simulated() -> bool:
-    """Return whether any simulation is active: a library outlives the one that loaded it."""
-    return ctypes.CDLL.__init__.__module__ == __name__
-
-
-def _loading(load: Callable[..., None]) -> Callable[..., None]:
-    def call(library: Any, name: Any, *args: Any, **options: Any) -> None:
-        load(library, name, *args, **options)
-        if name is not None and _has_kernels(os.fspath(name)):
-            library._FuncPtr = _refusing_class(library._FuncPtr, Path(os.fsdecode(name)).name)
-
-    return call
+def _load(load: Callable[..., None], library: Any, name: Any, *args: Any, **options: Any) -> None:
+    load(library, name, *args, **options)
+    if name is not None and _has_kernels(os.fspath(name)):
+        library._FuncPtr = _refusing_class(library._FuncPtr, Path(os.fsdecode(name)).name)
 
 
 @cache
@@ -257,7 +228,9 @@ def _refusing_class(kind: Any, library: str) -> Any:
 
         def __call__(self, *args: Any) -> Any:
             name = getattr(self, "__name__", "a function")
-            if not _is_simulated() or "cpu" in name.lower():
+            # Inside a simulation, of any kind: a library outlives the one that loaded it.
+            simulated = hasattr(ctypes.CDLL.__init__, "__wrapped__")
+            if not simulated or "cpu" in name.lower():
                 return super().__call__(*args)
             raise UnsupportedOperatorError(
                 f"{name} of {library}, called at {callers_line()}, is native code that needs a GPU "

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.jit._builtins
 from torch.jit._script import RecursiveScriptModule
 
 from pytest_gpumem.simulated.common.patching import Patches
@@ -33,13 +34,18 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         kind = _CudaType(name, (), {"dtype": dtype, "__module__": "torch.cuda"})
         patches.add(torch.cuda, name, kind)
     for name, made in (("new", _new), ("new_tensor", new_tensor)):
-        method = _on_gpu(machine, made, getattr(torch.Tensor, name))
-        patches.add(torch.Tensor, name, method)
-    set_type = torch.set_default_tensor_type
-    patches.add(torch, "set_default_tensor_type", _setting_default(set_type))
+        patches.wrap(torch.Tensor, name, functools.partial(_make, machine, made))
+    patches.wrap(torch, "set_default_tensor_type", _set_default)
     # Scripted modules are moved and loaded in Python, where C++ would need a device.
     patches.add(RecursiveScriptModule, "_apply", _apply)
-    patches.add(torch.jit, "load", _load(torch.jit.load))
+    patches.wrap(torch.jit, "load", _load)
+    # TorchScript finds the operator of a function of torch's by the function's identity.
+    builtins = dict(torch.jit._builtins._get_builtin_table())
+    for _, _, value in patches.added:
+        operator = builtins.get(id(getattr(value, "__wrapped__", None)))
+        if operator is not None:
+            builtins[id(value)] = operator
+    patches.add(torch.jit._builtins, "_builtin_table", builtins)
 
 
 class _CudaType(type):
@@ -74,21 +80,21 @@ def _legacy(args: tuple[Any, ...], dtype: torch.dtype, device: Any) -> torch.Ten
     return torch.empty(size, dtype=dtype, device=device)
 
 
-def _on_gpu(
-    machine: SimulatedMachine, made: Callable[..., Any], on_cpu: Callable[..., Any]
-) -> Callable[..., Any]:
-    def call(tensor: torch.Tensor, /, *args: Any, **options: Any) -> Any:
-        device = options.get("device")
-        if tensor.is_meta and device is None:
-            return asked_for_meta(machine, on_cpu, (tensor, *args), options)
-        elsewhere = tensor.is_cuda if device is None else tensor.is_cuda or not _is_on_cpu(device)
-        return (made if elsewhere else on_cpu)(tensor, *args, **options)
-
-    return call
-
-
-def _is_on_cpu(device: Any) -> bool:
-    return isinstance(device, (str, torch.device)) and str(device).partition(":")[0] == "cpu"
+def _make(
+    machine: SimulatedMachine,
+    made: Callable[..., Any],
+    on_cpu: Callable[..., Any],
+    tensor: torch.Tensor,
+    /,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Call ``made`` where a GPU takes part, else ``on_cpu``."""
+    device = options.get("device")
+    if tensor.is_meta and device is None:
+        return asked_for_meta(machine, on_cpu, (tensor, *args), options)
+    on_gpu = tensor.is_cuda or not (device is None or str(device).partition(":")[0] == "cpu")
+    return (made if on_gpu else on_cpu)(tensor, *args, **options)
 
 
 def _new(tensor: torch.Tensor, *args: Any, device: Any = None) -> torch.Tensor:
@@ -123,27 +129,21 @@ def new_tensor(
     )
 
 
-def _setting_default(set_type: Callable[[Any], None]) -> Callable[[Any], None]:
-    by_name = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-    @functools.wraps(set_type)
-    def call(*args: Any, **kwargs: Any) -> None:
-        kind = args[0] if len(args) == 1 and not kwargs else None
-        module, _, name = kind.rpartition(".") if isinstance(kind, str) else _parts(kind)
-        if module != "torch.cuda":
-            set_type(*args, **kwargs)
-            torch.set_default_device(None)
-        elif name not in by_name or not by_name[name].is_floating_point:
-            raise TypeError(f"only floating-point types are supported as the default type: {kind}")
-        else:
-            torch.set_default_dtype(by_name[name])
-            torch.set_default_device("cuda")
-
-    return call
-
-
-def _parts(kind: Any) -> tuple[str, str, str]:
-    return getattr(kind, "__module__", ""), ".", getattr(kind, "__name__", "")
+def _set_default(set_type: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    kind = args[0] if len(args) == 1 and not kwargs else None
+    if isinstance(kind, str):
+        module, _, name = kind.rpartition(".")
+    else:
+        module, name = (getattr(kind, part, "") for part in ("__module__", "__name__"))
+    if module != "torch.cuda":
+        set_type(*args, **kwargs)
+        torch.set_default_device(None)
+        return
+    dtype = next((each for each, found in DTYPE_NAMES.items() if found == name), torch.bool)
+    if not dtype.is_floating_point:
+        raise TypeError(f"only floating-point types are supported as the default type: {kind}")
+    torch.set_default_dtype(dtype)
+    torch.set_default_device("cuda")
 
 
 def _apply(
@@ -163,10 +163,9 @@ def _apply(
     return module
 
 
-def _load(load: Callable[..., Any]) -> Callable[..., Any]:
-    def call(file: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
-        if map_location is None or torch.device(map_location).type != "cuda":
-            return load(file, map_location, *args, **options)
-        return load(file, "cpu", *args, **options).to(map_location)
-
-    return call
+def _load(
+    load: Callable[..., Any], file: Any, map_location: Any = None, *args: Any, **options: Any
+) -> Any:
+    if map_location is None or torch.device(map_location).type != "cuda":
+        return load(file, map_location, *args, **options)
+    return load(file, "cpu", *args, **options).to(map_location)

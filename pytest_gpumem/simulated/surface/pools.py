@@ -1,4 +1,4 @@
-"""``torch.cuda.MemPool``, and other functions of the caching allocator for user code."""
+"""``torch.cuda.MemPool``, checkpoints of pools, and the caching allocator for user code."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
 from pytest_gpumem.allocator import AllocatorError, SettingsError
 from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.allocator.releases import GENERIC_CONFIG
-from pytest_gpumem.allocator.snapshot import snapshot
+from pytest_gpumem.allocator.snapshot import PoolState, snapshot
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.patching import Patches, add_functions
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.releases import OPTIONS_SINCE, THREAD_POOLS
-from pytest_gpumem.simulated.machine.captures import Pool
 from pytest_gpumem.simulated.machine.graphs import Graph
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.machine.storages import BORROWED, storage_key
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 
@@ -33,12 +34,12 @@ class SimulatedMemPool:
         self, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False, **_: Any
     ) -> None:
         if allocator is not None:
-            raise _needs_a_driver("torch.cuda.MemPool with an allocator of its own")
+            _refuse("torch.cuda.MemPool with an allocator of its own")
         gpu = self._machine.current
         for option, given in (("use_on_oom", use_on_oom), ("no_split", no_split)):
             if given and gpu.version < OPTIONS_SINCE[option]:
                 raise TypeError(f"MemPool.__init__() got an unexpected keyword argument '{option}'")
-        self.id: PoolId = self._machine.pool_ids.of_user()
+        self.id: PoolId = (0, next(self._machine.user_pools))
         self.allocator = None
         self.device = gpu.index
         self._memory: Memory = gpu.allocator
@@ -70,7 +71,7 @@ class SimulatedMemPoolContext:
     _machine: ClassVar[SimulatedMachine]
 
     def __init__(self, pool: SimulatedMemPool) -> None:
-        self._active = self._machine.active_pools
+        self._active = self._machine.thread_state
         self._previous = self._active.pool
         self._active.pool = pool
 
@@ -78,16 +79,17 @@ class SimulatedMemPoolContext:
         self._active.pool = self._previous
 
     @classmethod
-    def active_pool(cls) -> Pool | None:
+    def active_pool(cls) -> SimulatedMemPool | None:
         """Return the pool that is active in this thread."""
-        return cls._machine.active_pools.pool
+        active: SimulatedMemPool | None = cls._machine.thread_state.pool
+        return active
 
 
 def chosen_pool(machine: SimulatedMachine, pool: Sequence[Any] | None) -> PoolId:
     """Return the pool a snapshot or ``empty_cache`` is about: all there are is ``SHARED_POOL``."""
     if pool is not None:
         return pool[0], pool[1]
-    active = machine.active_pools.pool
+    active: SimulatedMemPool | None = machine.thread_state.pool
     if active is None or machine.current.version >= THREAD_POOLS:
         return SHARED_POOL
     return active.id
@@ -105,7 +107,7 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
             memory(device).begin_allocate_to_pool((pool[0], pool[1]), accepts)
 
     def begin_of_all(device: int, pool: PoolId) -> None:
-        active = machine.active_pools.pool
+        active = machine.thread_state.pool
         if active is not None and active.id == (pool[0], pool[1]):
             # use_mem_pool of a torch up to 2.7, whichever release is simulated.
             begin_of_thread(device, pool)
@@ -180,7 +182,7 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         "_cuda_beginAllocateCurrentStreamToPool": begin_of_stream,
         "_cuda_endAllocateToPool": end,
         "_cuda_endAllocateCurrentStreamToPool": end,
-        "_graph_pool_handle": machine.pool_ids.of_user,
+        "_graph_pool_handle": lambda: (0, next(machine.user_pools)),
         "_cuda_releasePool": release,
         "_cuda_checkPoolLiveAllocations": check_live,
         "_cuda_attach_out_of_memory_observer": attach_observer,
@@ -202,11 +204,6 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
     }
 
 
-class _PluggableAllocator:
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise _needs_a_driver("torch.cuda.memory.CUDAPluggableAllocator")
-
-
 @contextmanager
 def _torch_errors() -> Iterator[None]:
     try:
@@ -220,8 +217,8 @@ def _thread_on_gpu() -> tuple[int, bool]:
     return threading.get_ident(), torch._C._current_graph_task_id() != -1
 
 
-def _needs_a_driver(name: str) -> UnsupportedOperatorError:
-    return UnsupportedOperatorError(
+def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedOperatorError(
         f"{name} at {user_line()} takes memory past the simulated allocator, so it cannot run on a "
         f"simulated GPU"
     )
@@ -232,16 +229,100 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     pool = type("MemPool", (SimulatedMemPool,), {"_machine": machine})
     context = type("MemPoolContext", (SimulatedMemPoolContext,), {"_machine": machine})
     for module in (torch.cuda, torch.cuda.memory):
-        for name, value in {
-            "MemPool": pool,
-            "MemPoolContext": context,
-            "CUDAPluggableAllocator": _PluggableAllocator,
-        }.items():
-            if name in vars(module):
-                patches.add(module, name, value)
+        patches.add(module, "MemPool", pool)
+        if hasattr(module, "MemPoolContext"):
+            patches.add(module, "MemPoolContext", context)
+    refuse = partial(_refuse, "torch.cuda.memory.CUDAPluggableAllocator")
+    patches.add(torch.cuda.memory.CUDAPluggableAllocator, "__init__", refuse)
     add_functions(_functions(machine), patches)
+    _add_states(machine, patches)
     graph = type("CUDAGraph", (Graph,), {"_machine": machine})
     for module in (torch.cuda, torch.cuda.graphs):
         patches.add(module, "CUDAGraph", graph)
     # torch keeps one capture stream for the whole process.
     patches.add(torch.cuda.graphs.graph, "default_capture_stream", None)
+
+
+def _add_states(machine: SimulatedMachine, patches: Patches) -> None:
+    """Replace the functions about checkpoints of pools, and about memory of other storages.
+
+    Source: torch/csrc/cuda/Module.cpp (_cuda_setCheckpointPoolState, removeStorageDeleterFns,
+    addStorageDeleterFns, _construct_storage_from_data_pointer, _has_Standard_Deleter,
+    _free_And_Remove_DeleterFn, _set_storage_access_error_msg,
+    _tensors_data_ptrs_at_indices_equal), torch 2.6 to 2.15.
+    """
+    storages = machine.storages
+
+    def pool_state(device: int, pool: PoolId) -> PoolState:
+        with _torch_errors():
+            return machine.device(device).allocator.pool_state((pool[0], pool[1]))
+
+    def set_pool_state(
+        device: int,
+        state: PoolState,
+        stale_storages: Sequence[int],
+        storages_to_own: Sequence[int] = (),
+    ) -> None:
+        """Set a pool's state; both lists hold the addresses of storages (``_cdata``)."""
+        memory = machine.device(device).allocator
+        with _torch_errors():
+            freed, live = memory.set_pool_state(state)
+        if len(set(stale_storages)) < len(freed - live):
+            raise RuntimeError(
+                "Any stale tensors which are being manually freed must be passed to set checkpoint"
+            )
+        records = storages.by_key
+        for key in stale_storages:
+            if key in records and records[key].address in freed:
+                records[key].allocator = BORROWED
+        for key in storages_to_own:
+            if key in records and records[key].address in live:
+                records[key].allocator = memory
+
+    def storage_at(pointer: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
+        """Return a storage at ``pointer``, which frees nothing."""
+        storage = torch.UntypedStorage(nbytes, device="meta")
+        record = storages.refer(storage, pointer, machine.device(torch.device(device).index))
+        left = machine.pool_contents.behind(pointer, nbytes)
+        if left is not None:
+            machine.values.put(record.key, left)
+        return storage
+
+    def tensor_on(metadata: dict[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:
+        made = torch.empty(0, dtype=metadata["dtype"], device="cuda")
+        return made.set_(storage, metadata["storage_offset"], metadata["size"], metadata["stride"])
+
+    def frees_memory(key: int) -> bool:
+        record = storages.by_key.get(key)
+        return record is not None and record.allocator is not BORROWED
+
+    def release(key: int) -> None:
+        """Free the memory of the storage at ``key`` now, and not when it dies."""
+        record = storages.by_key[key]
+        record.allocator.free(record.address)
+        record.allocator = BORROWED
+
+    def take_back(key: int, words: str) -> None:
+        """Raise an error with ``words`` at each read of the storage at ``key`` from now on."""
+        storages.taken_back[key] = words
+
+    for name, function in {
+        "_cuda_getCheckpointState": pool_state,
+        "_cuda_setCheckpointPoolState": set_pool_state,
+        "_construct_storage_from_data_pointer": storage_at,
+        "_construct_CUDA_Tensor_From_Storage_And_Metadata": tensor_on,
+        "_has_Standard_Deleter": frees_memory,
+        "_free_And_Remove_DeleterFn": release,
+        "_tensors_data_ptrs_at_indices_equal": lambda tensors, addresses, indices: all(
+            tensors[index].data_ptr() == addresses[index] for index in indices
+        ),
+        # torch takes its storage from the tensor; here tensors that share the storage raise, too.
+        "_set_storage_access_error_msg": lambda tensor, words: take_back(
+            storage_key(tensor), words
+        ),
+        "_set_storage_data_ptr_access_error_msg": take_back,
+        "_clear_storage_data_ptr_access_error_msg": lambda key: storages.taken_back.pop(key, None),
+        "_cuda_get_conv_benchmark_empty_cache": lambda: True,
+        "_cudnn_set_conv_benchmark_empty_cache": lambda *_: None,
+    }.items():
+        patches.add(torch._C, name, function)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -25,48 +26,25 @@ from pytest_gpumem.values.errors import UnsupportedOperatorError
 _MEASURED = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
 """Readings of ``torch.cuda`` without a model here; all but the first two exist since 2.1."""
 
+_index_of = torch.cuda._utils._get_device_index
 _CUDA = torch.profiler.ProfilerActivity.CUDA
 _CPU = torch.profiler.ProfilerActivity.CPU
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace functions by answers, refusals or no-ops."""
-    index_of = torch.cuda._utils._get_device_index
-
-    def sensor(name: str) -> Callable[..., int]:
-        def read(device: Any = None) -> int:
-            index_of(device, optional=True)
-            line = machine.count_read(f"torch.cuda.{name}()")
-            machine.note(
-                f"torch.cuda.{name}() at {line} read a sensor that a simulated GPU does not have: "
-                f"it got 0"
-            )
-            return 0
-
-        return read
-
-    def device_memory_used(device: Any = None) -> int:
-        """Return the bytes that this process holds of the device, without a CUDA context."""
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free
-
-    def list_gpu_processes(device: Any = None) -> str:
-        """Return this process only, in torch's format."""
-        index = index_of(device, optional=True)
-        used = device_memory_used(index) / (1024 * 1024)
-        return f"GPU:{index}\nprocess {os.getpid():>10d} uses {used:>12.3f} MB GPU memory"
-
     for name in _MEASURED:
-        patches.add(torch.cuda, name, sensor(name))
-    patches.add(torch.cuda, "device_memory_used", device_memory_used)
+        patches.add(torch.cuda, name, partial(_read, machine, name))
+    patches.add(torch.cuda, "device_memory_used", _memory_used)
     for module in (torch.cuda, torch.cuda.memory):
-        patches.add(module, "list_gpu_processes", list_gpu_processes)
+        patches.add(module, "list_gpu_processes", _list_gpu_processes)
     patches.add(torch.cuda, "_cudart", Runtime(machine))
     patches.add(torch.cuda.nvtx, "_nvtx", _Ranges())
     patches.add(torch.autograd.profiler, "emit_nvtx", lambda *_, **__: nullcontext())
-    begin: Any = torch.profiler.profile.__init__
 
-    def profiling(profile: Any, *args: Any, activities: Any = None, **options: Any) -> None:
+    def profiling(
+        begin: Any, profile: Any, *args: Any, activities: Any = None, **options: Any
+    ) -> None:
         wanted = [_CPU] if activities is None else list(activities)
         if _CUDA in wanted:
             machine.note(
@@ -75,9 +53,32 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
             wanted = [_CPU, *(each for each in wanted if each not in (_CUDA, _CPU))]
         begin(profile, *args, activities=wanted, **options)
 
-    patches.add(torch.profiler.profile, "__init__", profiling)
+    patches.wrap(torch.profiler.profile, "__init__", profiling)
     # The timeline's exports and torch.cuda._memory_viz begin with it.
     patches.add(torch.profiler.profile, "_memory_profile", _refuse_timeline)
+
+
+def _read(machine: SimulatedMachine, name: str, device: Any = None) -> int:
+    """Read 0 from a sensor."""
+    _index_of(device, optional=True)
+    line = machine.count_read(f"torch.cuda.{name}()")
+    machine.note(
+        f"torch.cuda.{name}() at {line} read a sensor that a simulated GPU does not have: it got 0"
+    )
+    return 0
+
+
+def _memory_used(device: Any = None) -> int:
+    """Return the bytes that this process holds of the device, without a CUDA context."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def _list_gpu_processes(device: Any = None) -> str:
+    """Return this process only, in torch's format."""
+    index = _index_of(device, optional=True)
+    used = _memory_used(index) / (1024 * 1024)
+    return f"GPU:{index}\nprocess {os.getpid():>10d} uses {used:>12.3f} MB GPU memory"
 
 
 class _Error(int):
@@ -139,11 +140,7 @@ class _Ranges:
 
 
 def _refuse_timeline(profile: Any) -> NoReturn:
-    """Refuse the profiler's memory timeline.
-
-    The profiler joins allocations and tensors by the address of a storage, and a simulated tensor
-    has none. Source: ``calculateUniqueTensorIDs`` in torch/csrc/profiler/data_flow.cpp.
-    """
+    """Refuse what the profiler finds by addresses (csrc/profiler/data_flow.cpp)."""
     raise UnsupportedOperatorError(
         f"the memory timeline of torch.profiler at {user_line()} follows tensors by their "
         "addresses, which a simulated GPU does not have: run pytest --gpumem-device=dry, or take "

@@ -38,16 +38,16 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         refuse = functools.partial(_refuse, f"torch.nn.parallel.comm.{name[1:]}")
         patches.add(torch._C, name, refuse)
     for name in ("reduce_add", "reduce_add_coalesced"):  # in Python, but for NCCL's
-        patches.add(comm, name, _reducing(name, getattr(comm, name)))
-    initialize: Any = nn.DataParallel.__init__
+        patches.wrap(comm, name, functools.partial(_reduce, name))
 
-    @functools.wraps(initialize)
-    def begin(this: Any, module: nn.Module, device_ids: Any = None, *args: Any, **kw: Any) -> None:
+    def begin(
+        initialize: Any, this: Any, module: Any, device_ids: Any = None, *args: Any, **options: Any
+    ) -> None:
         if len(machine.gpus if device_ids is None else device_ids) > 1:
             _refuse("nn.DataParallel over several GPUs")
-        initialize(this, module, device_ids, *args, **kw)
+        initialize(this, module, device_ids, *args, **options)
 
-    patches.add(nn.DataParallel, "__init__", begin)
+    patches.wrap(nn.DataParallel, "__init__", begin)
     # With one device it only calls its module.
     patches.add(nn.DataParallel, "forward", lambda this, *args, **kw: this.module(*args, **kw))
     placement = machine.placement
@@ -55,25 +55,18 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         return
     patches.add(torch.Tensor, "copy_", _copying(machine))
 
-    def followed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            placement.follow(args, kwargs)
-            return function(*args, **kwargs)
-
-        return call
+    def followed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        placement.follow(args, kwargs)
+        return function(*args, **kwargs)
 
     for owner, name in _BEGIN_WITH_A_FACTORY:
-        patches.add(owner, name, followed(getattr(owner, name)))
+        patches.wrap(owner, name, followed)
 
 
-def _reducing(name: str, reduce: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(reduce)
-    def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(raw.is_on_device(tensor) for tensor in raw.tensors_in(inputs)):
-            _refuse(f"torch.nn.parallel.comm.{name}")
-        return reduce(inputs, *args, **kwargs)
-
-    return call
+def _reduce(name: str, reduce: Callable[..., Any], inputs: Any, *args: Any, **options: Any) -> Any:
+    if any(raw.is_on_device(tensor) for tensor in raw.tensors_in(inputs)):
+        _refuse(f"torch.nn.parallel.comm.{name}")
+    return reduce(inputs, *args, **options)
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:

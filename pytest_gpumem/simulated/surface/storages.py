@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from functools import partial
+from typing import Any
 
 import torch
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.execution import kinds
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.surface.wrappers import is_wrapper
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _device: Any = vars(torch._C.StorageBase)["device"]
@@ -65,8 +63,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(storage, "resize_", resize_)
     patches.add(storage, "copy_", copy_)
     for name in ("_share_cuda_", "share_memory_", "is_shared", "__getitem__"):
-        patches.add(storage, name, _guarded(machine, name, getattr(storage, name)))
-    _add_pinning(machine, patches)
+        patches.wrap(storage, name, partial(_guarded, machine, name))
 
 
 def _made(kind: type, /, *args: Any, device: Any = None, **options: Any) -> Any:
@@ -94,48 +91,15 @@ _WHY = {
 
 
 def _guarded(
-    machine: SimulatedMachine, name: str, method: Callable[..., Any]
-) -> Callable[..., Any]:
-    def refuse() -> NoReturn:
-        raise UnsupportedOperatorError(f"torch.UntypedStorage.{name} at {user_line()} {_WHY[name]}")
-
-    def call(storage: torch.UntypedStorage, *args: Any, **options: Any) -> Any:
-        if storage._cdata in machine.storages.on_host and name != "is_shared":
-            return refuse()
-        if storage._cdata not in machine.storages.by_key:
-            return method(storage, *args, **options)
-        if name == "__getitem__":  # tolist() reads by it
-            known = machine.values.of_storage(storage)
-            if known is not None:
-                return method(known, *args, **options)
+    machine: SimulatedMachine, name: str, method: Any, storage: Any, *args: Any, **options: Any
+) -> Any:
+    if storage._cdata in machine.storages.by_key:
         # CUDA memory is shared in any case: share_memory_() does nothing to it.
-        if name == "is_shared":
-            return True
-        return storage if name == "share_memory_" else refuse()
-
-    return call
-
-
-def _add_pinning(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace ``pin_memory`` and ``is_pinned``."""
-    aten = torch.ops.aten
-
-    def is_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
-        if is_wrapper(tensor):
-            return bool(aten.is_pinned.default(tensor))
-        return kinds.is_pinned(machine, tensor)
-
-    def pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-        if not is_wrapper(tensor):
-            return kinds.pinned(machine, tensor)
-        if is_pinned(tensor):
-            return tensor
-        return cast(torch.Tensor, aten._pin_memory.default(tensor))
-
-    patches.add(torch.Tensor, "is_pinned", is_pinned)
-    patches.add(torch.Tensor, "pin_memory", pin_memory)
-    patches.add(
-        torch.UntypedStorage,
-        "is_pinned",
-        lambda storage, device=None: machine.pinned.has(storage),
-    )
+        if name in ("is_shared", "share_memory_"):
+            return True if name == "is_shared" else storage
+        known = machine.values.of_storage(storage)
+        if known is not None and name == "__getitem__":  # tolist() reads by it
+            return method(known, *args, **options)
+    elif name == "is_shared" or storage._cdata not in machine.storages.on_host:
+        return method(storage, *args, **options)
+    raise UnsupportedOperatorError(f"torch.UntypedStorage.{name} at {user_line()} {_WHY[name]}")

@@ -14,24 +14,35 @@ import torch
 
 from pytest_gpumem.allocator.trace import Marks, StreamKey
 from pytest_gpumem.simulated.common.patching import Patches, add_functions
-from pytest_gpumem.simulated.machine.captures import Capture
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.machine.streams import HIGHEST_PRIORITY, cuda_error, priority_of
+from pytest_gpumem.simulated.machine.streams import (
+    HIGHEST_PRIORITY,
+    Capture,
+    cuda_error,
+    priority_of,
+)
 
 _TorchEvent = torch.Event
 _TorchStream = torch.Stream
 
 
 class SimulatedEvent:
-    """An event of a simulated GPU: complete as soon as the work before it is; times are the host's.
+    """``torch.Event`` of a simulated GPU; other devices have their own.
 
-    ``torch.Event`` for a CUDA device and ``torch.cuda.Event`` are kinds of it.
+    It is complete as soon as the work before it is; times are the host's.
     """
 
     _machine: ClassVar[SimulatedMachine]
 
+    def __new__(cls, device: Any = None, **options: Any) -> Any:
+        if device is not None and torch.device(device).type != "cuda":
+            return _TorchEvent(device, **options)
+        return super().__new__(cls)
+
     def __init__(
         self,
+        device: Any = None,
+        *,
         enable_timing: bool = False,
         blocking: bool = False,
         interprocess: bool = False,
@@ -47,7 +58,6 @@ class SimulatedEvent:
 
     @property
     def device(self) -> torch.device | None:
-        """The device it was recorded on."""
         return None if self._device is None else torch.device("cuda", self._device)
 
     @property
@@ -58,7 +68,6 @@ class SimulatedEvent:
     event_id = cuda_event
 
     def record(self, stream: Any = None) -> None:
-        """Record the event."""
         streams = self._machine.streams
         key = self._key(stream)
         if self._device not in (None, key[0]):
@@ -79,12 +88,11 @@ class SimulatedEvent:
         return True
 
     def wait(self, stream: Any = None) -> None:
-        """Delay later work of a stream until the event is complete."""
         if self._is_recorded:
-            self._machine.streams.waits(self._key(stream), self)
+            key = self._key(stream)
+            self._machine.streams.waits(key, self.marks, self.moment, self.capture)
 
     def synchronize(self) -> None:
-        """Wait for the event."""
         streams = self._machine.streams
         if self.capture is not None and self.capture.under_way:
             self.capture.valid = False
@@ -108,18 +116,6 @@ class SimulatedEvent:
         index = self._machine.current_index
         return index, self._machine.streams.current(index)
 
-
-class _AnyEvent(SimulatedEvent):
-    """``torch.Event``, whose first argument is the device; other devices have their own."""
-
-    def __new__(cls, device: Any = None, **options: Any) -> Any:
-        if device is not None and torch.device(device).type != "cuda":
-            return _TorchEvent(device, **options)
-        return super().__new__(cls)
-
-    def __init__(self, device: Any = None, **options: Any) -> None:
-        super().__init__(**options)
-
     def __repr__(self) -> str:
         # torch/csrc/Event.cpp (THPEvent_repr)
         index = self._machine.current_index if self._device is None else self._device
@@ -133,10 +129,17 @@ class _AnyEvent(SimulatedEvent):
 class _CudaEvent(SimulatedEvent):
     """``torch.cuda.Event``, whose first argument is whether it measures time."""
 
-    __init__ = SimulatedEvent.__init__
-
     def __new__(cls, *_: Any, **__: Any) -> Any:
         return object.__new__(cls)
+
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> None:
+        super().__init__(enable_timing=enable_timing)
 
     @classmethod
     def from_ipc_handle(cls, device: Any, handle: Any) -> NoReturn:
@@ -144,7 +147,6 @@ class _CudaEvent(SimulatedEvent):
         raise cuda_error("operation not supported")
 
     def ipc_handle(self) -> bytes:
-        """Return a handle for other processes: they cannot see a simulated GPU."""
         raise cuda_error("operation not supported")
 
     def __repr__(self) -> str:
@@ -154,10 +156,15 @@ class _CudaEvent(SimulatedEvent):
 
 
 class SimulatedStream:
-    """``torch.cuda.Stream`` of a simulated GPU."""
+    """``torch.Stream`` of a simulated GPU; other devices have their own."""
 
     _machine: ClassVar[SimulatedMachine]
     _event_type: ClassVar[type[SimulatedEvent]]
+
+    def __new__(cls, device: Any = None, *args: Any, **options: Any) -> Any:
+        if isinstance(device, (str, torch.device)) and torch.device(device).type != "cuda":
+            return _TorchStream(device, *args, **options)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -186,7 +193,6 @@ class SimulatedStream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Return the lowest and the highest priority."""
         return 0, HIGHEST_PRIORITY
 
     @property
@@ -195,18 +201,13 @@ class SimulatedStream:
 
     @property
     def device(self) -> torch.device:
-        """The device this stream belongs to."""
         return torch.device("cuda", self.device_index)
 
     @property
     def cuda_stream(self) -> int:
-        """The raw handle."""
         return self.stream_id
 
-    @property
-    def native_handle(self) -> int:
-        """The raw handle."""
-        return self.stream_id
+    native_handle = cuda_stream
 
     @property
     def _as_parameter_(self) -> ctypes.c_void_p:
@@ -221,26 +222,21 @@ class SimulatedStream:
         return True
 
     def is_capturing(self) -> bool:
-        """Return whether a CUDA graph is being captured."""
         return self._key in self._machine.streams.captures
 
     def synchronize(self) -> None:
-        """Wait for all work."""
         streams = self._machine.streams
         streams.refuse_in_capture(self._key)
         streams.clock.wait_for(streams.clock.end(self._key))
         streams.timeline.finish_stream(self._key)
 
     def wait_stream(self, stream: Any) -> None:
-        """Delay later work until the present work of ``stream`` is done."""
         self.wait_event(stream.record_event())
 
     def wait_event(self, event: Any) -> None:
-        """Delay later work until an event is complete."""
         event.wait(self)
 
     def record_event(self, event: Any = None) -> SimulatedEvent:
-        """Record an event, by default a new one."""
         event = self._event_type() if event is None else event
         event.record(self)
         return event  # type: ignore[no-any-return]  # the caller's own event
@@ -265,18 +261,6 @@ class SimulatedStream:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.stream_id:#x}>"
-
-
-class _AnyStream(SimulatedStream):
-    """``torch.Stream``, of which ``torch.cuda.Stream`` is one; other devices have their own."""
-
-    def __new__(cls, device: Any = None, *args: Any, **options: Any) -> Any:
-        if isinstance(device, (str, torch.device)) and torch.device(device).type != "cuda":
-            return _TorchStream(device, *args, **options)
-        return super().__new__(cls)
-
-    def __repr__(self) -> str:
         # torch/csrc/Stream.cpp (THPStream_repr)
         return (
             f"torch.Stream device_type=cuda, device_index={self.device_index}, "
@@ -290,7 +274,8 @@ class _CudaStream(SimulatedStream):
     def __new__(cls, *_: Any, **__: Any) -> Any:
         return object.__new__(cls)
 
-    __repr__ = SimulatedStream.__repr__
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.stream_id:#x}>"
 
 
 class _External(SimulatedStream):
@@ -300,10 +285,9 @@ class _External(SimulatedStream):
         super().__init__(device, stream_ptr=stream_ptr)
 
 
-def _functions(
-    machine: SimulatedMachine, stream_type: type[SimulatedStream]
-) -> dict[str, Callable[..., Any]]:
-    """Return the functions of ``torch._C`` about streams."""
+def _add_functions(
+    machine: SimulatedMachine, patches: Patches, stream_type: type[SimulatedStream]
+) -> None:
     streams = machine.streams
 
     def set_stream(stream_id: int = 0, device_index: int = 0, device_type: int = 1) -> None:
@@ -313,7 +297,7 @@ def _functions(
     def set_debug_mode(mode: int) -> None:
         streams.sync_debug_mode = mode
 
-    return {
+    functions: dict[str, Callable[..., Any]] = {
         "_cuda_getCurrentStream": lambda index: (streams.current(index), index, 1),
         "_cuda_getDefaultStream": lambda index: (0, index, 1),
         "_cuda_getCurrentRawStream": streams.current,
@@ -332,6 +316,7 @@ def _functions(
             machine.device(index).index
         ),
     }
+    add_functions(functions, patches)
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
@@ -352,10 +337,10 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         if record.address:
             record.allocator.record_stream(record.address, stream.stream_id, stream.device_index)
 
-    generic_event = type("Event", (_AnyEvent,), {"_machine": machine, "__module__": "torch"})
+    generic_event = type("Event", (SimulatedEvent,), {"_machine": machine, "__module__": "torch"})
     event = type("Event", (_CudaEvent, generic_event), {"__module__": "torch.cuda"})
     bound = {"_machine": machine, "_event_type": event, "__module__": "torch"}
-    generic = type("Stream", (_AnyStream, SimulatedStream), bound)
+    generic = type("Stream", (SimulatedStream,), bound)
     stream = type("Stream", (_CudaStream, generic), {**bound, "__module__": "torch.cuda"})
     for module in (torch.cuda, torch.cuda.streams):
         patches.add(module, "Event", event)
@@ -363,6 +348,6 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         patches.add(module, "ExternalStream", type("ExternalStream", (_External, stream), {}))
     patches.add(torch, "Event", generic_event)
     patches.add(torch, "Stream", generic)
-    add_functions(_functions(machine, stream), patches)
+    _add_functions(machine, patches, stream)
     patches.add(torch.Tensor, "register_hook", register_hook)
     patches.add(torch.Tensor, "record_stream", record_stream)

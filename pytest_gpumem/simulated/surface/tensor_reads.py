@@ -1,4 +1,4 @@
-"""Reads of a tensor's values, and its items."""
+"""A tensor's properties, reads of its values, and its items."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.callsite import callers_line, is_own, user_line
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.machine.storages import SimulatedStorage
 from pytest_gpumem.simulated.machine.values.assumptions import taken_for_granted
 from pytest_gpumem.simulated.machine.values.neutral import (
     NeutralFloat,
@@ -19,9 +21,11 @@ from pytest_gpumem.simulated.machine.values.neutral import (
 from pytest_gpumem.simulated.operators import transfers
 from pytest_gpumem.simulated.surface.factories import asked_for_meta
 from pytest_gpumem.simulated.surface.several import brought
-from pytest_gpumem.simulated.surface.tensor_facts import TensorFacts
+from pytest_gpumem.simulated.surface.wrappers import place_of
 from pytest_gpumem.values.errors import UnknownValueError
 
+_get_device = raw.base("get_device")
+_data_ptr = raw.base("data_ptr")
 _bool = raw.base("__bool__")
 _tolist = raw.base("tolist")
 _item = raw.base("item")
@@ -33,12 +37,108 @@ _Truth = bool
 """``bool`` is a method below."""
 
 
-class TensorReads(TensorFacts):
-    """``item``, ``tolist``, ``numpy``, conditions and indexing."""
+class TensorReads:
+    """Attributes, addresses and values of the tensors of one machine."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
-        super().__init__(machine)
+        self._machine = machine
+        self._storages = machine.storages
+        self._values = machine.values
+        self._repr: Any = torch.Tensor.__repr__
         self._array: Any = torch.Tensor.__array__
+
+    def _block(self, tensor: torch.Tensor) -> SimulatedStorage | None:
+        if not raw.is_meta(tensor) or self._machine.execution.inside_here:
+            return None
+        return self._storages.of(tensor)
+
+    def device(self, tensor: torch.Tensor) -> torch.device:
+        if not raw.is_meta(tensor) or self._machine.execution.inside_here:
+            return raw.device(tensor)
+        block = self._storages.of(tensor)
+        if block is not None:
+            return block.device.torch_device
+        return place_of(tensor) or raw.device(tensor)
+
+    def is_cuda(self, tensor: torch.Tensor) -> _Truth:
+        if self._block(tensor) is not None:
+            return True
+        # A wrapper: it has no storage, and a fake tensor reports its own device.
+        return tensor.__class__ not in raw.PLAIN and tensor.device.type == "cuda"
+
+    def is_cpu(self, tensor: torch.Tensor) -> _Truth:
+        return self.device(tensor).type == "cpu"
+
+    def is_meta(self, tensor: torch.Tensor) -> _Truth:
+        device = self.device(tensor) if tensor.__class__ in raw.PLAIN else tensor.device
+        return device.type == "meta"
+
+    def get_device(self, tensor: torch.Tensor) -> int:
+        block = self._block(tensor)
+        return int(_get_device(tensor)) if block is None else block.device.index
+
+    def data_ptr(self, tensor: torch.Tensor) -> int:
+        block = self._block(tensor)
+        if block is None:
+            if self._storages.is_on_host(tensor) and _is_asked_to_save():
+                offset = int(tensor.storage_offset()) * tensor.element_size()
+                return self._without_values(tensor.untyped_storage()) + offset
+            self._refuse_on_host(tensor, "data_ptr()")
+            return int(_data_ptr(tensor))
+        self._storages.refuse_taken_back(block.key)
+        return block.pointer + int(tensor.storage_offset()) * tensor.element_size()
+
+    def storage_data_ptr(self, address: Any, storage: torch.UntypedStorage) -> int:
+        block = self._storages.by_key.get(storage._cdata)
+        if block is not None:
+            self._storages.refuse_taken_back(block.key)
+            return block.pointer
+        if storage._cdata in self._storages.on_host:
+            if _is_asked_to_save():
+                return self._without_values(storage)
+            # There is nothing to be read there: ctypes would take it for empty.
+            raise UnknownValueError(self._unknown("data_ptr()"))
+        return int(address(storage))
+
+    def _without_values(self, storage: torch.UntypedStorage) -> int:
+        self._machine.note(
+            f"safetensors at {callers_line()} wrote the shapes of tensors and no values: what it "
+            f"wrote is no number"
+        )
+        return self._storages.address_without_values(storage)
+
+    def repr(self, tensor: torch.Tensor, **kwargs: Any) -> str:
+        device = self.device(tensor)
+        is_real = not raw.is_meta(tensor) and not self._storages.is_on_host(tensor)
+        if is_real or device.type == "meta":
+            return str(self._repr(tensor, **kwargs))
+        known = self._known(tensor)
+        if known is not None:
+            contents = str(torch._tensor_str._tensor_str(known, len("tensor(")))
+            return str(self._repr(tensor, **{"tensor_contents": contents, **kwargs}))
+        return (
+            f"tensor(..., device='{device}', size={tuple(tensor.shape)}, "
+            f"dtype={tensor.dtype}{_gradient(tensor)})"
+        )
+
+    def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        block = self._block(tensor)
+        if block is None:
+            return None
+        self._machine.streams.host_waits(block.device.index)
+        return self._values.known(tensor)
+
+    def _is_unknown(self, tensor: torch.Tensor) -> _Truth:
+        if self._storages.is_on_host(tensor):
+            return True
+        return self._block(tensor) is not None and self._values.of(tensor) is None
+
+    def _refuse_on_host(self, tensor: torch.Tensor, read: str) -> None:
+        if self._storages.is_on_host(tensor):
+            raise UnknownValueError(self._unknown(read))
+
+    def _unknown(self, read: str) -> str:
+        return self._values.refusal(f"{read} at {user_line()} depends on")
 
     def bool(self, tensor: torch.Tensor) -> bool:
         asking = sys._getframe(2)
@@ -52,7 +152,8 @@ class TensorReads(TensorFacts):
         known = self._known(tensor)
         if known is not None:
             return bool(_bool(known))
-        self._refuse(tensor, _condition_of(asking))
+        module = str(asking.f_globals.get("__name__", ""))
+        self._refuse(tensor, f"bool() in {module}" if module.startswith("torch.") else "bool()")
         return bool(_bool(tensor))
 
     def getitem(self, tensor: torch.Tensor, index: Any) -> Any:
@@ -107,17 +208,31 @@ class TensorReads(TensorFacts):
         return _tolist(tensor)
 
     def numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
-        if self._storages.is_on_host(tensor) and self._has_neutral_integers(tensor, "numpy()"):
-            return _neutral_array(tuple(tensor.shape))
-        self._refuse_numpy(tensor)
-        return _numpy(tensor, **kwargs)
+        array = self._neutral_array(tensor, of_any_type=True)
+        return _numpy(tensor, **kwargs) if array is None else array
 
     def array(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        plain = not args and kwargs.get("dtype") is None and self._storages.is_on_host(tensor)
-        if plain and self._has_neutral_integers(tensor, "numpy()"):
-            return _neutral_array(tuple(tensor.shape))
-        self._refuse_numpy(tensor)
-        return self._array(tensor, *args, **kwargs)
+        array = self._neutral_array(tensor, not args and kwargs.get("dtype") is None)
+        return self._array(tensor, *args, **kwargs) if array is None else array
+
+    def _neutral_array(self, tensor: torch.Tensor, of_any_type: _Truth) -> Any:
+        """Return an array for unknown integers of the host, ``None`` for known values."""
+        on_host = self._storages.is_on_host(tensor)
+        if of_any_type and on_host and self._has_neutral_integers(tensor, "numpy()"):
+            import numpy as np
+
+            # One of numbers could not show that they are unknown.
+            array = np.empty(tuple(tensor.shape), dtype=object)
+            array.fill(NeutralInt())
+            return array
+        self._refuse_on_host(tensor, "numpy()")
+        block = self._block(tensor)
+        if block is not None:
+            raise TypeError(
+                f"can't convert {block.device.torch_device} device type tensor to numpy. Use "
+                f"Tensor.cpu() to copy the tensor to host memory first."
+            )
+        return None
 
     def _has_neutral_integers(self, tensor: torch.Tensor, read: str) -> _Truth:
         """Return whether reading all of ``tensor`` yields neutral integers, which is then noted."""
@@ -137,18 +252,6 @@ class TensorReads(TensorFacts):
             return False
         return self._values.of(tensor) is None or self._values.facts.is_assumed((tensor,))
 
-    def _is_known(self, tensor: torch.Tensor) -> _Truth:
-        return self._block(tensor) is not None and self._values.of(tensor) is not None
-
-    def _refuse_numpy(self, tensor: torch.Tensor) -> None:
-        self._refuse_on_host(tensor, "numpy()")
-        block = self._block(tensor)
-        if block is not None:
-            raise TypeError(
-                f"can't convert {block.device.torch_device} device type tensor to numpy. Use "
-                f"Tensor.cpu() to copy the tensor to host memory first."
-            )
-
     def _refuse(self, tensor: torch.Tensor, read: str) -> None:
         self._refuse_on_host(tensor, read)
         block = self._block(tensor)
@@ -157,16 +260,21 @@ class TensorReads(TensorFacts):
             raise UnknownValueError(self._unknown(read))
 
 
-def _condition_of(frame: FrameType) -> str:
-    """Name the read of a condition, and torch's module if the condition is there."""
-    module = str(frame.f_globals.get("__name__", ""))
-    return f"bool() in {module}" if module.startswith("torch.") else "bool()"
+def _is_asked_to_save() -> bool:
+    """Return whether safetensors calls: it writes memory at an address (safetensors/torch.py)."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    asking = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+    return asking.partition(".")[0] == "safetensors"
 
 
-def _neutral_array(shape: tuple[int, ...]) -> Any:
-    """Return an array of objects: one of numbers could not show that they are unknown."""
-    import numpy as np
-
-    array = np.empty(shape, dtype=object)
-    array.fill(NeutralInt())
-    return array
+def _gradient(tensor: torch.Tensor) -> str:
+    """Return the autograd part of a printed tensor (``_str_intern`` in torch/_tensor_str.py)."""
+    try:
+        node = tensor.grad_fn
+    except RuntimeError:  # a view whose base was overwritten in a way that has no graph
+        return ", grad_fn=<Invalid>"
+    if node is not None:
+        return f", grad_fn=<{type(node).__name__}>"
+    return ", requires_grad=True" if tensor.requires_grad else ""

@@ -1,8 +1,18 @@
-"""``torch.Tensor``: device, moves between devices, and reads."""
+"""``torch.Tensor``: reads, and moves between host and GPU, between GPUs and in place of another.
+
+``tensor.data = other`` across devices: the tensor stays, with its gradient and its graph.
+
+torch lets CPU and CUDA take each other's place, but not CPU and ``meta``. It calls its dispatcher
+for that first, which answers here as for a GPU; the copying is then the same.
+
+Source: torch/csrc/autograd/variable.cpp (VariableHooks::set_data), c10/core/TensorImpl.h
+(has_compatible_shallow_copy_type, shallow_copy_from), torch 2.6 to 2.15.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,26 +20,153 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.frames import let_go
+from pytest_gpumem.simulated.common.callsite import let_go, user_line
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.checks import NO_DATA
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.surface.tensor_moves import TensorMoves
+from pytest_gpumem.simulated.machine.placement import return_gradient
+from pytest_gpumem.simulated.surface.legacy import DTYPE_NAMES
 from pytest_gpumem.simulated.surface.tensor_reads import TensorReads
+from pytest_gpumem.simulated.surface.wrappers import is_wrapper
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
+_to: Callable[..., torch.Tensor] = raw.base("to")
+_type = raw.base("type")
 _LAZY: Any = vars(torch.nn.parameter)["UninitializedTensorMixin"]
 
 
-class _Tensors(TensorMoves, TensorReads):
-    """All replacements of tensors."""
+class Tensors(TensorReads):
+    """Reads of a tensor, ``to`` and other methods that move it."""
+
+    def __init__(self, machine: SimulatedMachine) -> None:
+        super().__init__(machine)
+        self._deepcopy: Any = torch.Tensor.__deepcopy__
+
+    def to(self, tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._machine.execution.inside_here:
+            return _to(tensor, *args, **kwargs)
+        position = 0 if args else None
+        target = args[0] if args else kwargs.get("device", kwargs.get("tensor"))
+        if isinstance(target, torch.Tensor):
+            # In C++ the other tensor would only be on meta.
+            kwargs.pop("tensor", None)
+            return self.to(tensor, target.device, target.dtype, *args[1:], **kwargs)
+        if not isinstance(target, (torch.device, str, int)):
+            return _to(tensor, *args, **kwargs)
+        device = torch.device("cuda", target) if isinstance(target, int) else torch.device(target)
+        if device.type == "cuda":
+            self._machine.device(device.index)
+        elif not raw.is_meta(tensor) and device.type != "meta":
+            return _to(tensor, *args, **kwargs)
+        if is_wrapper(tensor):
+            return self._wrapper_to(tensor, device, args, kwargs)
+        block = self._block(tensor)
+        if block is not None and is_lazy(tensor) and device.type == "cpu":
+            raise UnsupportedOperatorError(
+                f"a lazy module moves back to the host at {user_line()} before it has a shape, "
+                f"which it cannot on a simulated GPU: run it once first"
+            )
+        is_sparse = tensor.layout is torch.sparse_coo and not raw.is_meta(tensor)
+        if device.type == "cuda" and is_sparse and not tensor.requires_grad:
+            return _uploaded(tensor, device, args, kwargs)
+        if device.type != "meta" and self.device(tensor).type == "meta":
+            raise NotImplementedError(NO_DATA)
+        crosses = device.type != "meta" and (block is None) != (device.type == "cpu")
+        if crosses and not (args[2] if len(args) > 2 else kwargs.get("non_blocking")):
+            index = device.index if block is None else block.device.index
+            self._machine.streams.host_waits(self._machine.device(index).index)
+        if device.type == "cpu":
+            copied = _to(tensor, *args, **kwargs)
+            if block is not None and self._machine.placement is not None:
+                return_gradient(copied, block.device)
+            return copied
+        stays = device.type == "cuda" and self._machine.device(device.index)
+        leaves = block is not None and block.device is not stays
+        if leaves or self.device(tensor).type != device.type:
+            # Both ends may be meta to torch, which would then hand back the same tensor.
+            kwargs = {**kwargs, "copy": True}
+        with self._machine.making(device):
+            if position is None:
+                moved = _to(tensor, **{**kwargs, "device": "meta"})
+            else:
+                moved = _to(tensor, "meta", *args[1:], **kwargs)
+        if leaves and block is not None and device.type == "cuda":
+            return_gradient(moved, block.device)
+        return moved
+
+    def _wrapper_to(
+        self, tensor: torch.Tensor, device: torch.device, args: tuple[Any, ...], kwargs: Any
+    ) -> torch.Tensor:
+        """Move a wrapper's tensors, with the device that the caller named."""
+        if device.type == "cuda":
+            device = self._machine.device(device.index).torch_device
+        kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+        if self.device(tensor) == device:
+            # The device adds nothing, so the type is first: None is this tensor's own.
+            first = [tensor.dtype if one is None else one for one in args[1:2]]
+            return _to(tensor, *first, *args[2:], **kwargs)
+        return _to(tensor, device, *args[1:], **kwargs)
+
+    def cpu(
+        self, tensor: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format
+    ) -> torch.Tensor:
+        return self.to(tensor, "cpu", memory_format=memory_format)
+
+    def cuda(
+        self,
+        tensor: torch.Tensor,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+    ) -> torch.Tensor:
+        target = torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
+        if torch.device(target).type != "cuda":
+            raise RuntimeError("Invalid device, must be cuda device")
+        return self.to(tensor, target, non_blocking=non_blocking, memory_format=memory_format)
+
+    def type(
+        self, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any
+    ) -> Any:
+        if dtype is None:
+            if self._block(tensor) is None:
+                return _type(tensor)
+            return f"torch.cuda.{DTYPE_NAMES.get(tensor.dtype, 'Tensor')}"
+        name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", "")
+        for kind, suffix in DTYPE_NAMES.items():
+            if name.endswith(suffix) and "cuda" in f"{name}{getattr(dtype, '__module__', '')}":
+                return self.to(tensor, "cuda", kind)
+        return _type(tensor, dtype, non_blocking, **kwargs)
+
+    def type_as(self, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        # In C++ the other tensor would only be on meta, without the GPU.
+        return tensor.to(other)
+
+    def deepcopy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+        unknown = self._storages.is_on_host(tensor)
+        if (self._block(tensor) is None and not unknown) or not tensor.is_leaf:
+            return self._deepcopy(tensor, memo)
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        with torch.no_grad():
+            copied = tensor.clone()
+        if isinstance(tensor, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, tensor.requires_grad)
+        else:
+            copied.requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            copied.grad = self.deepcopy(tensor.grad, memo)
+        copied.__dict__.update(tensor.__dict__)
+        memo[id(tensor)] = copied
+        return copied
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace properties of tensors, and how they move."""
-    surface = _Tensors(machine)
+    surface = Tensors(machine)
     tensor = torch.Tensor
     for name in ("device", "is_cuda", "is_cpu", "is_meta"):
-        patches.add(tensor, name, _attribute(name, getattr(surface, name)))
-    patches.add(tensor, "data", _attribute("data", surface.get_data, surface.set_data))
+        own: Any = vars(torch._C.TensorBase)[name]
+        patches.add(tensor, name, property(getattr(surface, name), own.__set__, own.__delete__))
     for name in (
         *("to", "cuda", "cpu", "get_device", "data_ptr", "type", "type_as", "numpy", "tolist"),
         *("item", "__getitem__", "__setitem__", "__array__", "__bool__", "__deepcopy__"),
@@ -39,14 +176,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         method = getattr(surface, name.strip("_"))
         patches.add(tensor, name, _as_function(method, getattr(tensor, name)))
     patches.add(tensor, "__new__", staticmethod(_new))
-    patches.add(torch, "_has_compatible_shallow_copy_type", surface.shallow_copies)
-    address = torch.UntypedStorage.data_ptr
-    patches.add(torch.UntypedStorage, "data_ptr", _as_function(surface.storage_data_ptr, address))
-
-
-def _attribute(name: str, get: Callable[..., Any], write: Any = None) -> property:
-    own: Any = vars(torch._C.TensorBase)[name]
-    return property(get, write or own.__set__, own.__delete__)
+    patches.wrap(torch.UntypedStorage, "data_ptr", surface.storage_data_ptr)
 
 
 def _new(kind: type, /, *args: Any, **kwargs: Any) -> Any:
@@ -86,3 +216,51 @@ def _of_lazy(method: Any, replaced: Any, tensor: Any, args: tuple[Any, ...], kwa
     kind = type(tensor)
     run = super(_LAZY, kind).__torch_function__
     return run(method, (kind,), (tensor, *args), kwargs)
+
+
+def _uploaded(
+    tensor: torch.Tensor, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Return a copy of indices and values on ``device``: shapes would not show how many.
+
+    Source: aten/src/ATen/native/sparse/SparseTensor.cpp (copy_sparse_), ATen/SparseTensorUtils.h
+    (copy_into_sparse).
+    """
+    dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None)
+    copied = torch.sparse_coo_tensor(
+        tensor._indices(),
+        tensor._values(),
+        tensor.shape,
+        dtype=dtype if isinstance(dtype, torch.dtype) else None,
+        device=device,
+    )
+    return copied._coalesced_(tensor.is_coalesced())
+
+
+_QUESTION = "_has_compatible_shallow_copy_type"
+_CPU = torch._C.DispatchKey.CPU
+
+
+@contextmanager
+def answering(machine: SimulatedMachine) -> Iterator[None]:
+    """Install the answer inside: before autograd, and in the execution for inference mode."""
+    device = TensorReads(machine).device
+
+    def may_take_place(one: torch.Tensor, other: torch.Tensor) -> bool:
+        types = {device(one).type, device(other).type}
+        dense = one.layout is other.layout is torch.strided
+        if len(types) > 1:
+            return dense and types == {"cpu", "cuda"}
+        keys, others = (torch._C._dispatch_keys(tensor) for tensor in (one, other))
+        on_cpu = keys.has(_CPU) and others.has(_CPU)
+        return keys.raw_repr() == others.raw_repr() or (dense and on_cpu)
+
+    library = torch.library.Library("aten", "IMPL")
+    for key in ("AutogradCPU", "AutogradMeta"):
+        library.impl(_QUESTION, may_take_place, key)
+    operator = getattr(torch.ops.aten, _QUESTION).default
+    machine.execution.bind(operator, lambda args, _: may_take_place(*args))
+    try:
+        yield
+    finally:
+        library._destroy()

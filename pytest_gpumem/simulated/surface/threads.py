@@ -16,16 +16,16 @@ compiling thread holds.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.thread import _worker
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from threading import get_ident
 from time import monotonic, sleep
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -77,10 +77,8 @@ class Threads:
 
     def add_patches(self, patches: Patches) -> None:
         """Include every thread that starts from now on, and every task of an executor."""
-        start, join = threading.Thread.start, threading.Thread.join
-        submit: Callable[..., Future[Any]] = ThreadPoolExecutor.submit
 
-        def start_thread(thread: threading.Thread) -> None:
+        def start_thread(start: Any, thread: threading.Thread) -> None:
             # A worker of an executor outlives the simulation: it joins task by task.
             if getattr(thread, "_target", None) is not _worker:
                 task = Task(thread.name, self._starter)
@@ -88,14 +86,13 @@ class Threads:
                 self._share()
             start(thread)
 
-        def join_thread(thread: threading.Thread, timeout: float | None = None) -> None:
+        def join_thread(join: Any, thread: threading.Thread, timeout: float | None = None) -> None:
             join(thread, timeout)
             failure = None if thread.is_alive() else self._failures.pop(thread, None)
             if failure is not None:
                 raise failure
 
-        @functools.wraps(submit)
-        def submit_task(executor: ThreadPoolExecutor, /, *args: Any, **options: Any) -> Future[Any]:
+        def submit(submit: Any, executor: Any, /, *args: Any, **options: Any) -> Any:
             if not args:
                 return submit(executor, *args, **options)
             self._share()
@@ -104,9 +101,9 @@ class Threads:
             task = Task(name, self._starter)
             return submit(executor, self._run, task, function, *rest, **options)
 
-        patches.add(threading.Thread, "start", start_thread)
-        patches.add(threading.Thread, "join", join_thread)
-        patches.add(ThreadPoolExecutor, "submit", submit_task)
+        patches.wrap(threading.Thread, "start", start_thread)
+        patches.wrap(threading.Thread, "join", join_thread)
+        patches.wrap(ThreadPoolExecutor, "submit", submit)
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -206,7 +203,7 @@ class Threads:
 
     def _separate_memory(self) -> None:
         for gpu in self._machine.gpus:
-            separate_memory(gpu, self._leftovers, self._note)
+            _separate_memory(gpu, self._leftovers, self._note)
 
     def _note(self, thread: int) -> None:
         task = self._leftovers[thread]
@@ -257,16 +254,13 @@ class SharedGPU(GPU):
         vars(self)["workspaces"] = workspaces
 
 
-def separate_memory(gpu: GPU, leftovers: Collection[int], met: Callable[[int], None]) -> None:
-    """Give ``leftovers`` a memory of their own on ``gpu`` for as long as there are any.
-
-    ``met`` is called with each that uses the GPU.
-    """
+def _separate_memory(gpu: GPU, leftovers: Collection[int], met: Callable[[int], None]) -> None:
+    """Give ``leftovers`` a memory of their own on ``gpu`` for as long as there are any."""
     shared: Any = gpu
     if not leftovers:
         shared.__class__ = getattr(gpu, "own_class", type(gpu))
     elif not isinstance(gpu, SharedGPU):
-        memory = gpu.memory_beside()
+        memory = gpu.empty_memory(gpu.index + len(gpu.simulation.gpus))  # no address of another
         shared.beside = memory, gpu.workspaces_in(memory)
         shared.leftovers, shared.met = leftovers, met
         kind: Any = type(gpu)
@@ -297,13 +291,12 @@ class Exclusive:
         self._holder: int | None = None
         self.patches = Patches()
         """The replacement that stays while names are put back."""
-        pin: Callable[..., Any] = loaders.pin_memory
 
-        def pin_memory(*args: Any, **options: Any) -> Any:
+        def pin_memory(pin: Callable[..., Any], *args: Any, **options: Any) -> Any:
             with execution.lock or nullcontext():
                 return pin(*args, **options)
 
-        self.patches.add(loaders, "pin_memory", pin_memory)
+        self.patches.wrap(loaders, "pin_memory", pin_memory)
 
     @property
     def is_mine(self) -> bool:
@@ -328,24 +321,14 @@ class Exclusive:
 
     def _is_alone(self) -> bool:
         until = monotonic() + self.patience
-        while self._others_live():
-            if monotonic() > until:
-                return False
+        while monotonic() <= until:
+            frames = sys._current_frames()
+            others = (self._execution.users & frames.keys() & {*self._threads()}) - {get_ident()}
+            if all(_is_loaders(frames[thread]) for thread in others):
+                return True
             sleep(0.02)
-        return True
-
-    def _others_live(self) -> bool:
-        frames = sys._current_frames()
-        return any(
-            thread in self._execution.users and not _is_loaders(frames[thread])
-            for thread in self._threads()
-            if thread in frames and thread != get_ident()
-        )
+        return False
 
 
-def _is_loaders(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_name == _LOADERS_LOOP:
-            return True
-        frame = frame.f_back
-    return False
+def _is_loaders(frame: FrameType) -> bool:
+    return any(each.f_code.co_name == _LOADERS_LOOP for each, _ in walk_stack(frame))

@@ -168,13 +168,9 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-class _Simulated:
-    """A marker of simulated drivers, to tell them from Triton's own."""
-
-
-def answers_for_gpu(owner: Any, name: str, value: Any) -> bool:
+def is_driver(owner: Any, name: str, value: Any) -> bool:
     """Return whether a replacement is the driver, by which Inductor finds the GPU of kernels."""
-    return isinstance(value, _Simulated)
+    return name in ("active", "_active")
 
 
 def _driver(kind: type, machine: SimulatedMachine) -> Any:
@@ -188,7 +184,7 @@ def _driver(kind: type, machine: SimulatedMachine) -> Any:
         self.get_current_device = lambda: torch.cuda.current_device()
         self.set_current_device = lambda index: torch.cuda.set_device(index)
 
-    return type("SimulatedDriver", (_Simulated, kind), {"__init__": __init__})()
+    return type("SimulatedDriver", (kind,), {"__init__": __init__})()
 
 
 class _Properties(dict[str, int]):

@@ -67,10 +67,10 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     _refuse_layouts(patches)
     dlpack = torch.utils.dlpack
     for owner, name in ((torch.Tensor, "__dlpack__"), (dlpack, "to_dlpack")):
-        patches.add(owner, name, _of_gpu(machine, name, getattr(owner, name)))
-    interface: Any = vars(torch.Tensor)["__cuda_array_interface__"]
-    described = _of_gpu(machine, "__cuda_array_interface__", interface.__get__)
-    patches.add(torch.Tensor, "__cuda_array_interface__", property(described))
+        patches.wrap(owner, name, _of_gpu(machine, name))
+    name = "__cuda_array_interface__"
+    described = functools.partial(_of_gpu(machine, name), vars(torch.Tensor)[name].__get__)
+    patches.add(torch.Tensor, name, property(described))
     if torch.__version__ < FOLLOWED_SINCE:
         # Called for gradients only: it traces the score function with a mode that has a device.
         with_gradients = _refusing(
@@ -80,11 +80,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         )
         patches.add(_FLEX, "create_fw_bw_graph", with_gradients)
     if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):  # 2.6 has only rules
-        patches.add(
-            HigherOrderOperator,
-            "dispatch",
-            _with_rule(type(machine.execution), HigherOrderOperator.dispatch),
-        )
+        with_rule = functools.partial(_with_rule, type(machine.execution))
+        patches.wrap(HigherOrderOperator, "dispatch", with_rule)
     _refuse_driver_functions(patches)
 
 
@@ -102,15 +99,12 @@ def _refuse_driver_functions(patches: Patches) -> None:
             patches.add(torch._C, name, _refusing(f"torch._C.{name}", _NEEDS_DEVICE))
 
 
-def _with_rule(mode: type, dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    def call(operator: Any, dispatch_key: Any, /, *args: Any, **kwargs: Any) -> Any:
-        def rule(active: Any, *args: Any, **kwargs: Any) -> Any:
-            return active.__torch_dispatch__(operator, (), args, kwargs)
+def _with_rule(mode: type, dispatch: Any, operator: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def rule(active: Any, *args: Any, **kwargs: Any) -> Any:
+        return active.__torch_dispatch__(operator, (), args, kwargs)
 
-        operator.python_key_table.setdefault(mode, rule)
-        return dispatch(operator, dispatch_key, *args, **kwargs)
-
-    return call
+    operator.python_key_table.setdefault(mode, rule)
+    return dispatch(operator, *args, **kwargs)
 
 
 def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
@@ -125,18 +119,16 @@ def _refuse_layouts(patches: Patches) -> None:
     for name in ("csr", "csc", "bsr", "bsc", "compressed"):
         name = f"sparse_{name}_tensor"
         why = "makes indices in C++ that a simulated GPU does not see: use sparse_coo_tensor"
-        patches.add(torch, name, _elsewhere(name, why, getattr(torch, name)))
+        patches.wrap(torch, name, _elsewhere(name, why))
     why = "is strided, which no simulated GPU is: use layout=torch.jagged"
     for name in ("nested_tensor", "as_nested_tensor"):
-        make = _elsewhere(f"nested.{name}", why, getattr(torch.nested, name))
-        patches.add(torch.nested, name, make)
+        patches.wrap(torch.nested, name, _elsewhere(f"nested.{name}", why))
 
 
-def _elsewhere(name: str, why: str, make: Callable[..., Any]) -> Callable[..., Any]:
+def _elsewhere(name: str, why: str) -> Callable[..., Any]:
     refuse = _refusing(f"torch.{name}", f"on a GPU {why}")
 
-    @functools.wraps(make)
-    def call(*args: Any, **options: Any) -> Any:
+    def call(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if options.get("layout") is not torch.jagged and _is_on_gpu((args, options)):
             refuse()
         return make(*args, **options)
@@ -153,11 +145,11 @@ def _is_on_gpu(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(map(_is_on_gpu, value[:MOST_LOOKED_AT]))
 
 
-def _of_gpu(machine: SimulatedMachine, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _of_gpu(machine: SimulatedMachine, name: str) -> Callable[..., Any]:
     refuse = _refusing(f"Tensor.{name}", _NEEDS_MEMORY)
     is_on_host = machine.storages.is_on_host
 
-    def call(tensor: torch.Tensor, /, *args: Any, **options: Any) -> Any:
+    def call(method: Any, tensor: torch.Tensor, /, *args: Any, **options: Any) -> Any:
         if tensor.is_cuda or is_on_host(tensor):
             refuse()
         return method(tensor, *args, **options)

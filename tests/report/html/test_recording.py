@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.allocator import Allocator
-from pytest_gpumem.report.html.page import render_recording
+from pytest_gpumem.report.html.page import RECORDING, assembled
 from pytest_gpumem.report.html.recording import Watchers, recording_of
 from pytest_gpumem.simulated.gpu.replay import replay
 from tests.report.html.parsed import Page
@@ -174,8 +174,10 @@ def test_a_hostile_line_is_text() -> None:
         watchers = Watchers()
         result = replay(allocator.snapshot(), observed=watchers)
         return Page(
-            render_recording(
-                *recording_of("a</script>.pickle", result, watchers, notes=[], used_elsewhere=0)
+            assembled(
+                "recording.html",
+                RECORDING,
+                *recording_of("a</script>.pickle", result, watchers, notes=[], used_elsewhere=0),
             )
         )
 

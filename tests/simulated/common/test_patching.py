@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -50,3 +51,40 @@ def test_what_is_set_in_a_pause_comes_back(owner: SimpleNamespace, patches: Patc
     assert owner.name == "ours"
     patches.undo()
     assert vars(owner) == {"name": "torch's compiler's"}
+
+
+class Base:
+    __slots__ = ()  # as a class written in C, it has no dictionary
+
+    def inherited(self) -> str:
+        return "torch's"
+
+
+class Owner(Base):
+    def own(self) -> str:
+        return "torch's"
+
+
+class Derived(Owner):
+    def inherited(self) -> str:
+        return f"the user's, then {super().inherited()}"
+
+
+def test_names_that_a_class_inherits_are_replaced_by_one_class() -> None:
+    patches = Patches()
+    for name in ("inherited", "own", "new"):
+        patches.add(Owner, name, lambda _: "ours")
+    patches.join_inherited(Owner)
+    assert [name for _, name, _ in patches.attributes] == ["own", "__bases__"]
+    assert [name for _, name, _ in patches.added] == ["inherited", "own", "new"]
+    before = vars(Owner).keys()
+    patches.apply()
+    made: Any = Owner()
+    assert (made.inherited(), made.own(), made.new()) == ("ours",) * 3
+    assert Derived().inherited() == "the user's, then ours"
+    with patches.paused():
+        assert (made.inherited(), hasattr(made, "new")) == ("torch's", False)
+    assert made.inherited() == "ours"
+    patches.undo()
+    assert (made.inherited(), made.own()) == ("torch's", "torch's")
+    assert (Owner.__bases__, vars(Owner).keys()) == ((Base,), before)

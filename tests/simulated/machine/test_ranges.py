@@ -71,6 +71,26 @@ def test_what_is_written_or_computed_may_be_anything(change: Callable[[Tensor], 
             (x < 0).any().item()
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.index_put_((torch.tensor([0], device="cuda"),), torch.tensor(False).cuda()),
+        lambda x: x.scatter_(0, torch.tensor([0], device="cuda"), False),
+        lambda x: x.logical_and_(torch.rand(LARGE, device="cuda") < 0.5),
+        lambda x: x.masked_fill_(torch.rand(LARGE, device="cuda") < 0.5, False),
+    ],
+)
+def test_the_result_of_a_comparison_is_known_until_it_is_written_to(
+    write: Callable[[Tensor], Tensor],
+) -> None:
+    with simulate("T4"):
+        mask = torch.randint(10, (LARGE,), device="cuda") >= 0
+        assert mask.all()
+        write(mask)
+        with pytest.raises(UnknownValueError):
+            mask.all().item()
+
+
 def test_what_it_can_be_is_not_taken_for_granted() -> None:
     with simulate("T4"):
         x = torch.randint(10, (LARGE,), device="cuda")

@@ -550,7 +550,7 @@ FUNCTIONS: dict[str, list[Call]] = {
         lambda: _inside(untyped.device("meta"), lambda: untyped.zeros(3, device="cpu")),
         lambda: _inside(untyped.device("meta"), lambda: nn.Linear(3, 3).weight.device),
     ],
-    "_find_builtin": [lambda: untyped.jit.script(_scripted)(untyped.ones(2))],
+    "_builtin_table": [lambda: untyped.jit.script(_scripted)(untyped.ones(2))],
     "load": [lambda: _reloaded("cpu"), lambda: _reloaded(None)],
     "save_on_cpu": [
         lambda: _inside(untyped.autograd.graph.save_on_cpu(), lambda: _gradient(untyped.ones(3))),
@@ -719,6 +719,7 @@ NOT_OF_THE_CPU = frozenset(
         "_new_process_group_helper",  # connects GPUs, or one with itself
         "init_process_group",
         "DeviceMesh.__init__",
+        "CUDAPluggableAllocator.__init__",
         "DataParallel.__init__",
         "DataParallel.forward",
         "DistributedDataParallel.__init__",
@@ -829,7 +830,7 @@ def test_nothing_that_is_replaced_is_left_out() -> None:
     (gpu, *_) = SimulatedGPU.machine("T4*2")
     known = {*FACTORIES, *METHODS, *FUNCTIONS, *NOT_OF_THE_CPU}
     left_out = []
-    for owner, name, _ in gpu.simulation._patches._added:
+    for owner, name, _ in gpu.simulation._patches.added:
         kind = getattr(owner, "__name__", str(owner))
         if kind.startswith(_OF_CUDA) or (kind == "torch._C" and name not in METHODS):
             continue

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.surface.sequences import is_sequence
+from pytest_gpumem.simulated.surface.factories import is_sequence
 
 
 def on_cpu() -> torch.Tensor:

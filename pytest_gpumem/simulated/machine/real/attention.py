@@ -22,81 +22,88 @@ from torch import Tensor
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 
+_FROM_TOP_LEFT, _FROM_BOTTOM_RIGHT = 1, 2
+"""``custom_mask_type``; flash attention of packed sequences has only the second."""
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
+
+def _probabilities(
+    query: Tensor, key: Tensor, bias: Tensor | None, mask: int, dropout: float, factor: float,
     seed: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    """Return probabilities, the same after dropout, log-sum-exp, values and the scale."""
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    factor = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return probabilities, the same after dropout, and the logarithm of each row's sum."""
     scores = query.float() @ key.float().transpose(-2, -1) * factor
     if bias is not None:
         scores += bias
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").tril().logical_not_()
-        scores.masked_fill_(hidden, -math.inf)
+    if mask:
+        rows, columns = scores.shape[-2:]
+        diagonal = 1 + (columns - rows if mask == _FROM_BOTTOM_RIGHT else 0)
+        scores += torch.full((rows, columns), -math.inf, device="cpu").triu(diagonal)
     total = scores.logsumexp(-1)
     # A row that sees nothing attends to nothing.
     weights = (scores - total[..., None]).exp_().nan_to_num_(0.0)
-    dropped = weights
-    if dropout:
-        generator = torch.Generator().manual_seed(seed)
-        kept = torch.rand(weights.shape, generator=generator, device="cpu") >= dropout
-        dropped = weights * kept / (1 - dropout)
-    return weights, dropped, total, value.float(), factor
+    if not dropout:
+        return weights, weights, total
+    generator = torch.Generator().manual_seed(seed)
+    kept = torch.rand(weights.shape, generator=generator, device="cpu") >= dropout
+    return weights, weights * kept / (1 - dropout), total
 
 
-def _seed_for(dropout: float) -> int:
-    """Draw a seed for dropout; 0 without dropout."""
-    return int(torch.randint(2**31, (), device="cpu")) if dropout else 0
+def _wide(tensor: Tensor, query: Tensor) -> Tensor:
+    """Return keys or values with as many heads as ``query`` has."""
+    groups = query.shape[1] // tensor.shape[1]
+    return tensor.repeat_interleave(groups, 1) if groups > 1 else tensor
+
+
+def _factor(query: Tensor, scale: float | None) -> float:
+    return scale if scale is not None else 1 / math.sqrt(query.shape[-1])
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: int, dropout: float,
+    scale: float | None, seed: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the output, and the logarithm of each row's sum."""
+    given = query, _wide(key, query), bias, mask, dropout, _factor(query, scale), seed
+    _, dropped, total = _probabilities(*given)
+    return (dropped @ _wide(value, query).float()).to(query.dtype), total
+
+
+def _gradients(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: int,
+    dropout: float, scale: float | None, seed: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients by queries, keys, values and bias."""
+    chosen, factor = int(seed.flatten()[0]) if dropout else 0, _factor(query, scale)
+    wide_key, gradient = _wide(key, query), gradient.float()
+    weights, dropped, _ = _probabilities(query, wide_key, bias, mask, dropout, factor, chosen)
+    by_weight = dropped * (gradient @ _wide(value, query).float().transpose(-2, -1))
+    scores = by_weight - weights * by_weight.sum(-1, keepdim=True)
+    by_query = scores @ wide_key.float() * factor
+    by_key = scores.transpose(-2, -1) @ query.float() * factor
+    by_value = dropped.transpose(-2, -1) @ gradient
+    by_key, by_value = (each.unflatten(1, (key.shape[1], -1)).sum(2) for each in (by_key, by_value))
+    by_bias = scores if bias is None else scores.to(bias.dtype)
+    return by_query.to(query.dtype), by_key.to(key.dtype), by_value.to(value.dtype), by_bias
 
 
 def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    dropout: float,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, int]:
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float,
+    is_causal: bool, scale: float | None,
+) -> tuple[Tensor, Tensor, int]:  # fmt: skip
     """Return the output, the logarithm of each row's sum, and the dropout's seed."""
-    seed = _seed_for(dropout)
-    _, dropped, total, values, _ = attention(
-        query, key, value, bias, dropout, is_causal, scale, seed
-    )
-    return (dropped @ values).to(query.dtype), total, seed
+    seed = int(torch.randint(2**31, (), device="cpu")) if dropout else 0
+    mask = _FROM_TOP_LEFT if is_causal else 0
+    return *_attention(query, key, value, bias, mask, dropout, scale, seed), seed
 
 
-def _flash(
+def _fused(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
-) -> Any:
-    out, total, seed = _forward(query, key, value, None, dropout_p, is_causal, scale)
-    return out, total, None, None, None, None, seed, UNREAD, UNREAD
-
-
-def _cudnn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
+    attn_bias: Tensor | None = None,
 ) -> Any:
     out, total, seed = _forward(query, key, value, attn_bias, dropout_p, is_causal, scale)
     return out, total[..., None], None, None, None, None, seed, UNREAD, UNREAD
@@ -117,39 +124,6 @@ def _efficient(
     return out, padded if compute_log_sumexp else UNREAD, seed, UNREAD
 
 
-def attention_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    seed: Tensor,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients by queries, keys, values and bias."""
-    chosen = int(seed.flatten()[0]) if dropout else 0
-    weights, dropped, _, values, factor = attention(
-        query, key, value, bias, dropout, causal, scale, chosen
-    )
-    gradient = gradient.float()
-    by_weight = gradient @ values.transpose(-2, -1)
-    scores = dropped * by_weight - weights * (dropped * by_weight).sum(-1, keepdim=True)
-    heads = key.shape[1]
-    wide_key = key.repeat_interleave(query.shape[1] // heads, 1).float()
-    by_query = scores @ wide_key * factor
-    by_key = _per_head(scores.transpose(-2, -1) @ query.float() * factor, heads)
-    by_value = _per_head(dropped.transpose(-2, -1) @ gradient, heads)
-    by_bias = scores if bias is None else scores.to(bias.dtype)
-    return by_query.to(query.dtype), by_key.to(key.dtype), by_value.to(value.dtype), by_bias
-
-
-def _per_head(gradient: Tensor, heads: int) -> Tensor:
-    per_head: Tensor = gradient.unflatten(1, (heads, -1)).sum(2)
-    return per_head
-
-
 def _backward(
     query: Tensor,
     key: Tensor,
@@ -164,15 +138,13 @@ def _backward(
 ) -> Any:
     gradient = grad_out_ if grad_out is None else grad_out
     assert gradient is not None
-    given = query, key, value, attn_bias, philox_seed, dropout_p, is_causal, scale
-    found = attention_backward(gradient, *given)
+    mask = _FROM_TOP_LEFT if is_causal else 0
+    given = query, key, value, attn_bias, mask, dropout_p, scale, philox_seed
+    found = _gradients(gradient, *given)
     return found if grad_out is None else found[:3]
 
 
 # Packed sequences, and attention as xformers calls it: (batch, positions, heads, head size).
-
-_FROM_TOP_LEFT, _FROM_BOTTOM_RIGHT = 1, 2
-"""``custom_mask_type``; flash attention has only the second."""
 
 
 def _packed_forward(
@@ -180,14 +152,12 @@ def _packed_forward(
     dropout: float, mask: int, scale: float | None, bias: Tensor | None,
 ) -> tuple[Tensor, list[Tensor], int]:  # fmt: skip
     """Return the output, the logarithm of each row's sum by sequence, and the dropout's seed."""
-    seed = _seed_for(dropout)
+    seed = int(torch.randint(2**31, (), device="cpu")) if dropout else 0
     out = torch.zeros_like(query[..., :1]).expand(*query.shape[:-1], value.shape[-1]).clone()
     totals = []
     for q, k, v, o in _sequences(lengths, query, key, value, out):
-        _, dropped, total, values, _ = attention(
-            q, k, v, _hidden(q, k, mask, bias), dropout, False, scale, seed
-        )
-        o.copy_(dropped @ values)
+        computed, total = _attention(q, k, v, bias, mask, dropout, scale, seed)
+        o.copy_(computed)
         totals.append(total)
     return out, totals, seed
 
@@ -198,15 +168,12 @@ def _packed_backward(
     scale: float | None, bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     results = [torch.zeros_like(one) for one in (query, key, value)]
-    by_bias = torch.zeros(0, device="cpu")
+    by_bias: Any = UNREAD
     parts = _sequences(lengths, query, key, value, results[0], results[1], results[2], gradient)
     for q, k, v, by_q, by_k, by_v, g in parts:
-        found = attention_backward(
-            g, q, k, v, _hidden(q, k, mask, bias), seed, dropout, False, scale
-        )
-        for target, computed in zip((by_q, by_k, by_v), found, strict=False):
+        *found, by_bias = _gradients(g, q, k, v, bias, mask, dropout, scale, seed)
+        for target, computed in zip((by_q, by_k, by_v), found, strict=True):
             target.copy_(computed)
-        by_bias = found[3]
     return results[0], results[1], results[2], by_bias
 
 
@@ -219,30 +186,16 @@ def _sequences(
         yield [tensor.transpose(1, 2) for tensor in tensors]
         return
     packed = [tensor.squeeze(0) if tensor.dim() == 4 else tensor for tensor in tensors]
-    of_queries, of_keys = _parts(by_query), _parts(by_key)
+    of_queries, of_keys = pairwise(by_query.tolist()), pairwise(by_key.tolist())
     for mine, theirs in zip(of_queries, of_keys, strict=True):
         yield [
-            tensor[theirs if at in _OF_KEYS[len(tensors)] else mine].transpose(0, 1)[None]
+            tensor[slice(*(theirs if at in _OF_KEYS[len(tensors)] else mine))].transpose(0, 1)[None]
             for at, tensor in enumerate(packed)
         ]
 
 
 _OF_KEYS = {4: (1, 2), 7: (1, 2, 4, 5)}
 """Positions of the tensors of a forward or a backward that have the keys' lengths."""
-
-
-def _parts(ends: Tensor) -> list[slice]:
-    places: list[int] = ends.tolist()
-    return [slice(*pair) for pair in pairwise(places)]
-
-
-def _hidden(query: Tensor, key: Tensor, mask: int, bias: Tensor | None) -> Tensor | None:
-    if not mask:
-        return bias
-    rows, columns = query.shape[2], key.shape[2]
-    diagonal = 1 + (columns - rows if mask == _FROM_BOTTOM_RIGHT else 0)
-    hidden = torch.full((rows, columns), -math.inf, device="cpu").triu(diagonal)
-    return hidden if bias is None else bias + hidden
 
 
 def _only(**unknown: Any) -> None:
@@ -330,11 +283,11 @@ def _packed_efficient_backward(
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    "aten::_scaled_dot_product_flash_attention": _flash,
+    "aten::_scaled_dot_product_flash_attention": _fused,
     "aten::_scaled_dot_product_flash_attention_backward": _backward,
     "aten::_scaled_dot_product_efficient_attention": _efficient,
     "aten::_scaled_dot_product_efficient_attention_backward": _backward,
-    "aten::_scaled_dot_product_cudnn_attention": _cudnn,
+    "aten::_scaled_dot_product_cudnn_attention": _fused,
     "aten::_scaled_dot_product_cudnn_attention_backward": _backward,
     "aten::_flash_attention_forward": _packed_flash,
     "aten::_flash_attention_backward": _packed_flash_backward,

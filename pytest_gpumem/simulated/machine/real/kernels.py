@@ -12,12 +12,13 @@ _max: which bag each index is in, and how many indices of a bag are no padding) 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from pytest_gpumem.simulated.machine.real import attention, normalization, products, recurrent
 from pytest_gpumem.simulated.machine.real.normalization import HALVES
@@ -29,7 +30,7 @@ _MAX = 2
 
 
 def in_float32(
-    compute: Callable[..., Any], args: list[Any], kwargs: Kwargs, *, writes: bool
+    compute: Callable[..., Any], args: Sequence[Any], kwargs: Kwargs, *, writes: bool
 ) -> Any:
     """Compute in float32 if the CPU has no half-precision kernel."""
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -38,12 +39,10 @@ def in_float32(
         if isinstance(value, torch.Tensor) and value.dtype in HALVES:
             pairs.append((value, value.float()))
             return pairs[-1][1]
-        if isinstance(value, (list, tuple)):
-            return type(value)([widened(item) for item in value])
         return torch.float32 if isinstance(value, torch.dtype) and value in HALVES else value
 
-    wide = [widened(value) for value in args]
-    computed = compute(*wide, **{name: widened(value) for name, value in kwargs.items()})
+    wide, named = tree_map(widened, (args, kwargs))
+    computed = compute(*wide, **named)
     if writes:
         for narrow, result in pairs:
             narrow.copy_(result)

@@ -18,35 +18,14 @@ _aten = torch.ops.aten
 HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
-def _batch_norm(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    exponential_average_factor: float,
-    epsilon: float,
-) -> Any:
-    running = running_mean, running_var, training, exponential_average_factor, epsilon
-    return *_aten.native_batch_norm(input, weight, bias, *running), UNREAD
+def _batch_norm(*args: Any) -> Any:
+    return *_aten.native_batch_norm(*args), UNREAD
 
 
-def _batch_norm_backward(
-    input: Tensor,
-    grad_output: Tensor,
-    weight: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    save_mean: Tensor | None,
-    save_var: Tensor | None,
-    epsilon: float,
-) -> Any:
-    kept = running_mean, running_var, save_mean, save_var
-    wanted = [True, True, True]
-    return _aten.native_batch_norm_backward(
-        grad_output, input, weight, *kept, True, epsilon, wanted
-    )
+def _batch_norm_backward(*args: Any) -> Any:
+    input, gradient, weight, *kept, epsilon, _ = args
+    given = gradient, input, weight, *kept, True, epsilon
+    return _aten.native_batch_norm_backward(*given, [True, True, True])
 
 
 def _over_channels(input: Tensor) -> tuple[Tensor, list[int]]:

@@ -6,7 +6,6 @@ the special ones, nor negative.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -16,10 +15,9 @@ import torch
 
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.signatures import Args
-from pytest_gpumem.simulated.machine.values import finite
 
 
-class Known(finite.Numbers, Protocol):
+class Known(Protocol):
     """The known values that assumptions are made from, and the notes they go to."""
 
     notes: Notes
@@ -29,9 +27,6 @@ class Known(finite.Numbers, Protocol):
 
     def keep(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         """Remember the values of ``source``, a CPU tensor of the same shape, for ``tensor``."""
-
-    def assume(self, tensor: torch.Tensor, value: bool) -> None:
-        """Assume ``value`` for every element of ``tensor``."""
 
 
 Assumption = Callable[[Known, tuple[Any, ...], Any], "torch.Tensor | None"]
@@ -82,7 +77,7 @@ torch/nn/init.py since 2.13.
 
 def taken_for_granted(frame: FrameType) -> tuple[bool, str] | None:
     """Return the answer to a condition in torch's function ``frame``, and a note, if it has one."""
-    module = str(frame.f_globals.get("__name__", ""))
+    module = _module_of(frame)
     if not module.startswith("torch."):
         return None
     return _CONDITIONS.get((module.removeprefix("torch."), frame.f_code.co_name))
@@ -98,54 +93,47 @@ def drawn_seed(device: int) -> int | None:
     With ``cuda`` as the default device seeds are drawn there, which here is the GPU of the index
     ``device``. It comes from the same generator.
     """
-    if _caller()[0] not in _SEEDING:
+    if _caller(_OWN)[0] not in _SEEDING:
         return None
     generator = torch.cuda.default_generators[device]
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
 
 
-_COMPARING = tuple(
-    os.path.join("transformers", *part)  # noqa: PTH118 - parts of paths, as frames write them
-    for part in (("generation", ""), ("modeling_utils.py",))
-)
+_COMPARING = ("transformers.generation.", "transformers.modeling_utils")
 
 
 def _is_special_token(answer: bool) -> Assumption:
     def assume(values: Known, args: Args, result: Any) -> None:
-        if args[0].dtype.is_floating_point or not _called_by_transformers():
+        if args[0].dtype.is_floating_point or "transformers" not in sys.modules:
             return
-        values.notes.granted = True
-        values.notes.note(GENERATION)
-        values.keep(result, torch.full(result.shape, answer, device="cpu"))
+        if _caller(_OWN, "torch.")[0].startswith(_COMPARING):
+            values.notes.granted = True
+            values.notes.note(GENERATION)
+            values.keep(result, torch.full(result.shape, answer, device="cpu"))
 
     return assume
 
 
-def _called_by_transformers() -> bool:
-    if "transformers" not in sys.modules:
-        return False
-    torch_folder = os.path.dirname(torch.__file__)  # noqa: PTH120 - as frames write it
-    own = __file__.partition(os.path.join("machine", "values"))[0]  # noqa: PTH118
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((torch_folder, own)):
-        frame = frame.f_back
-    return any(part in frame.f_code.co_filename for part in _COMPARING)
-
-
 def _has_input(values: Known, args: Args, result: Any) -> None:
-    if _caller() != ("torch.nn.modules._functions", "forward"):
+    if _caller(_OWN) != ("torch.nn.modules._functions", "forward"):
         return
     values.notes.note(_EVERY_RANK)
     values.keep(result, torch.ones(result.shape, dtype=torch.bool, device="cpu"))
 
 
-def _caller() -> tuple[str, str]:
-    """Return module and function of the innermost frame outside this package."""
+_OWN = __name__.partition(".machine.")[0]
+
+
+def _caller(*others: str) -> tuple[str, str]:
+    """Return module and function of the innermost frame that is in no module of ``others``."""
     frame = sys._getframe(1)
-    own = __name__.partition(".machine.")[0]
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(own):
+    while frame.f_back is not None and _module_of(frame).startswith(others):
         frame = frame.f_back
-    return str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
+    return _module_of(frame), frame.f_code.co_name
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _no_infinity(values: Known, args: Args, result: Any) -> torch.Tensor | None:
@@ -154,19 +142,6 @@ def _no_infinity(values: Known, args: Args, result: Any) -> torch.Tensor | None:
         return None
     values.notes.note(FINITE)
     return found
-
-
-def _also(func: Any, other: Assumption | None) -> Assumption:
-    """Assume that unknown numbers are finite where ``func`` checks that, else apply ``other``."""
-
-    def assume(values: Known, args: Args, result: Any) -> torch.Tensor | None:
-        answer = finite.answer(values, func, args)
-        if answer is not None:
-            values.assume(result, answer)
-            return None
-        return None if other is None else other(values, args, result)
-
-    return assume
 
 
 _aten = torch.ops.aten
@@ -182,7 +157,6 @@ ASSUMPTIONS: dict[Any, Assumption] = {
     _aten.ge.Scalar: _has_input,
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _no_infinity,
 }
-ASSUMPTIONS.update({func: _also(func, ASSUMPTIONS.get(func)) for func in finite.QUESTIONS})
 """By overload.
 
 Sources: transformers/generation (stopping_criteria.py, utils.py) and modeling_utils.py

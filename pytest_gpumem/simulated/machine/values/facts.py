@@ -6,7 +6,7 @@ element, nor kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -17,7 +17,7 @@ from pytest_gpumem.simulated.common.raw import META, tensors_in
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values import finite
-from pytest_gpumem.simulated.machine.values.finite import Infinity, Numbers
+from pytest_gpumem.simulated.machine.values.finite import Infinity
 from pytest_gpumem.simulated.machine.values.operator import Operator
 
 _ELEMENTWISE = frozenset(
@@ -48,8 +48,14 @@ class Fact:
 class Facts:
     """The facts of one simulation, by the address of the storage they belong to."""
 
-    def __init__(self, values: Numbers, by_key: dict[int, Fact]) -> None:
-        self._values = values
+    def __init__(
+        self,
+        single: finite.Read,
+        is_unknown_on_host: Callable[[torch.Tensor], bool],
+        by_key: dict[int, Fact],
+    ) -> None:
+        self._single = single
+        self._is_unknown_on_host = is_unknown_on_host
         self.by_key = by_key
 
     def of(self, tensor: torch.Tensor) -> Fact | None:
@@ -82,7 +88,12 @@ class Facts:
         read = given[1:] if operator.overwrites else given
         found = list(map(self.infinity, tensors_in(read)))
         infinite = max(infinite, finite.passed_on(operator.name, found))
-        value = None if infinite else self._computed(operator, args, kwargs)
+        name = operator.name.removeprefix("aten::").removesuffix("_")
+        value = None
+        if not infinite and name in _ELEMENTWISE:
+            value = self._elementwise(operator, args)
+        elif not infinite and (name in _SAME or name in _COUNTING):
+            value = self._of_equal(args[0])
         assumed = self.is_assumed(given)
         return Fact(value, assumed, infinite) if assumed or infinite or value is not None else None
 
@@ -90,31 +101,20 @@ class Facts:
         """Return the kind of infinity that a number, or few numbers from the host, bring in."""
         infinite = Infinity.NONE
         if operator.fills:
-            infinite = finite.brought(self._values, operator.name, args, kwargs)
+            infinite = finite.brought(self._single, operator.name, args, kwargs)
         at = _SOURCES.get(operator.name)
-        if infinite or at is None or self._values.is_unknown_on_host(args[at]):
+        if infinite or at is None or self._is_unknown_on_host(args[at]):
             return infinite
         return finite.held(args[at])
 
     def counted(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return ``nonzero`` of a mask whose elements are all equal: without its values.
-
-        The result is empty where no element is set.
-        """
+        """Return ``nonzero`` of a mask whose elements are all equal: without its values."""
         value = self.uniform(tensor)
         if value is None:
             return None
         count = tensor.numel() if value else 0
         device = META if count else torch.device("cpu")
         return torch.empty((count, tensor.dim()), dtype=torch.int64, device=device)
-
-    def _computed(self, operator: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
-        name = operator.name.removeprefix("aten::").removesuffix("_")
-        if name in _ELEMENTWISE:
-            return self._elementwise(operator, args)
-        if name in _SAME or name in _COUNTING:
-            return self._of_equal(args[0])
-        return None
 
     def _of_equal(self, given: Any) -> torch.Tensor | None:
         """Return the one value of a tensor, or of all tensors of a list."""
@@ -144,7 +144,7 @@ class Facts:
         uniform = self.uniform(value)
         if uniform is not None:
             return [uniform]
-        if (single := self._values.single(value)) is not None:
+        if (single := self._single(value)) is not None:
             return [torch.tensor(single, dtype=value.dtype, device="cpu")]
         if value.dtype is torch.bool:
             return [torch.tensor(choice, device="cpu") for choice in (False, True)]

@@ -10,13 +10,14 @@ import math
 import operator as comparing
 from collections.abc import Callable, Iterable
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import storage_key
+from pytest_gpumem.simulated.machine.values.views import layout_of
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "eq": comparing.eq,
@@ -40,28 +41,20 @@ QUESTIONS = frozenset(
 Source: aten/src/ATen/native/TensorCompare.cpp (isfinite, isinf, isnan), torch 2.6 to 2.15.
 """
 
-FILLING = frozenset(
-    f"aten::{name}{suffix}"
-    for name in (
-        "fill full new_full full_like masked_fill where index_fill index_put scatter "
-        "masked_scatter constant_pad_nd copy add sub mul div"
-    ).split()
-    for suffix in ("", "_")
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}{suffix}" for name in text.split() for suffix in ("", "_"))
+
+
+FILLING = _names(
+    "fill full new_full full_like masked_fill where index_fill index_put scatter masked_scatter "
+    "constant_pad_nd copy add sub mul div"
 )
 """Operators by which a program writes an infinity or NaN: ``x.masked_fill(mask, -inf)``."""
 
 
-class Numbers(Protocol):
-    """The known values, as this module reads them."""
-
-    def single(self, tensor: torch.Tensor) -> Any:
-        """Return the one number that ``tensor`` holds; ``None`` if that is not known."""
-
-    def infinity(self, tensor: torch.Tensor) -> Infinity:
-        """Return the kind of infinity or NaN that the program has put into ``tensor``."""
-
-    def is_unknown_on_host(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is a CPU tensor of unknown values."""
+Read = Callable[[torch.Tensor], Any]
+"""A function that returns the one number that a tensor holds; ``None`` if that is not known."""
 
 
 class Infinity(IntEnum):
@@ -71,10 +64,6 @@ class Infinity(IntEnum):
     NEGATIVE = 1
     """Minus infinity and no other, as masks and running maxima begin."""
     ANY = 2
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(f"aten::{name}{suffix}" for name in text.split() for suffix in ("", "_"))
 
 
 _BOUNDING = _names(
@@ -104,13 +93,15 @@ _SUBTRACTING = _names("sub")
 """Operators that pass minus infinity in their first argument on as it is."""
 
 
-def answer(values: Numbers, func: Any, args: Args) -> bool | None:
-    """Return the result of ``func`` for all finite numbers; ``None`` if it depends on the number.
-
-    ``None``, too, where the program has put an infinity or NaN among them.
-    """
+def answer(
+    single: Read, infinity: Callable[[torch.Tensor], Infinity], func: Any, args: Args
+) -> bool | None:
+    """Return the result of ``func`` for finite numbers; ``None`` if it depends on the number."""
     tensor = args[0]
-    if not _is_unknown_number(values, tensor):
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return None
+    is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    if not is_number or infinity(tensor):
         return None
     name = func._schema.name.removeprefix("aten::")
     if name in _SEARCHES:
@@ -118,40 +109,21 @@ def answer(values: Numbers, func: Any, args: Args) -> bool | None:
     compare = _COMPARISONS[name]
     other = args[1]
     if isinstance(other, torch.Tensor):
-        if _is_same(tensor, other):
-            return compare(0.0, 0.0)
-        other = values.single(other)
+        if tensor is other or (
+            storage_key(tensor) == storage_key(other) and layout_of(tensor) == layout_of(other)
+        ):
+            return compare(0.0, 0.0)  # each element with itself
+        other = single(other)
     if isinstance(other, float) and math.isinf(other):
         return compare(0.0, other)
     return None
 
 
-def _is_unknown_number(values: Numbers, tensor: Any) -> bool:
-    if not isinstance(tensor, torch.Tensor):
-        return False
-    return (
-        (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-        and tensor.layout is torch.strided
-        and not values.infinity(tensor)
-    )
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether each element is compared with itself."""
-    return one is other or (
-        one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.storage_offset() == other.storage_offset()
-        and one.dtype == other.dtype
-        and storage_key(one) == storage_key(other)
-    )
-
-
-def brought(values: Numbers, name: str, args: Args, kwargs: Kwargs) -> Infinity:
+def brought(single: Read, name: str, args: Args, kwargs: Kwargs) -> Infinity:
     """Return the kind of infinity among the numbers in the arguments of a filling operator."""
     numbers = []
     for value in (*args[1:], *kwargs.values()):
-        number = values.single(value) if isinstance(value, torch.Tensor) else value
+        number = single(value) if isinstance(value, torch.Tensor) else value
         if number.__class__ is float and not math.isfinite(number):
             numbers.append(number)
     return _kind(numbers, keeps_sign=name in _KEEPING)

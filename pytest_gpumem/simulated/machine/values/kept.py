@@ -21,7 +21,7 @@ from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values.facts import Fact
-from pytest_gpumem.simulated.machine.values.views import covers, elements, view_of
+from pytest_gpumem.simulated.machine.values.views import covers, layout_of, view_of
 from pytest_gpumem.values.errors import HostMemoryError
 
 MOST_INTEGERS = 65_536
@@ -31,21 +31,19 @@ MOST_REPEATED = 1 << 20
 """Elements of a view that are computed with: ``expand`` makes billions of one, as backward does of
 the gradient of a sum."""
 
-_empty = torch.empty
-
 
 class Kept:
     """The elements of storages whose values are known, and which of all tensors those are."""
 
     def __init__(self, storages: Storages, *, everything: bool) -> None:
-        self._storages = storages
+        self.storages = storages
         self.everything = everything
         """Whether values of any size are computed, and random numbers drawn."""
         self._bases: dict[int, torch.Tensor] = {}
         """By key: all elements of the storage, flat, on the CPU."""
         self._stated: dict[int, Fact] = {}
         """Other facts about a storage, by key."""
-        self.ranges = Ranges()
+        self.ranges = Ranges(self._watch)
         self._loose: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages without a block, whose values must not outlive them either."""
         self._blank: set[int] = set()
@@ -87,48 +85,31 @@ class Kept:
         key = storage_key(tensor)
         self.ranges.wrote([tensor])
         base = self._bases.get(key)
-        if base is None:
-            return
-        size = self._elements(tensor, base.dtype)
-        if size <= base.numel():
+        size = 0 if base is None else self._elements(tensor, base.dtype)
+        if base is None or size <= base.numel():
             return
         if not self.everything:
             self.forget(key)
             return
-        grown = _empty(size, dtype=base.dtype, device=CPU)
+        grown = raw.empty(size, dtype=base.dtype, device=CPU)
         grown[: base.numel()] = base
         self._bases[key] = grown
         self._hold((size - base.numel()) * base.element_size())
 
-    def is_unknown_on_host(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is a CPU tensor of unknown values."""
-        return self._storages.is_on_host(tensor)
-
     def _known(self, args: Args, kwargs: Kwargs) -> bool:
-        first = self._unknown_among(args)
-        if first is True:
-            return False
-        second = self._unknown_among(kwargs.values()) if kwargs else None
-        return second is not True and (first is False or second is False)
+        """Return whether all tensors are known, and one at least has kept values."""
+        return self._unknown_among((args, kwargs)) is False
 
-    def _unknown_among(self, values: Iterable[Any]) -> bool | None:
+    def _unknown_among(self, values: Any) -> bool | None:
         """Return whether a tensor among ``values`` is unknown; ``None`` if none has kept values."""
-        bases = self._bases
-        is_on_host = self._storages.is_on_host
         answer = None
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                if storage_key(value) in bases:
-                    if value.numel() > MOST_REPEATED and not self.everything:
-                        return True
-                    answer = False
-                elif raw.is_on_device(value) or is_on_host(value):
+        for tensor in tensors_in(values):
+            if storage_key(tensor) in self._bases:
+                if tensor.numel() > MOST_REPEATED and not self.everything:
                     return True
-            elif isinstance(value, (list, tuple)):
-                inner = self._unknown_among(value)
-                if inner:
-                    return True
-                answer = answer if inner is None else inner
+                answer = False
+            elif raw.is_on_device(tensor) or self.storages.is_on_host(tensor):
+                return True
         return answer
 
     def _keeps(self, tensor: torch.Tensor) -> bool:
@@ -155,20 +136,20 @@ class Kept:
             computed = torch.full(result.shape, filling, dtype=result.dtype, device=CPU)
         if not isinstance(computed, torch.Tensor) or computed.layout is not torch.strided:
             return
-        if computed.shape == (*result.shape, 1):
-            # What cuDNN's attention sums had no last dimension yet in 2.6.
-            computed = computed.squeeze(-1)
         if computed.shape != result.shape:
-            return
+            # What cuDNN's attention sums has no last dimension in 2.6.
+            if computed.squeeze(-1).shape != result.squeeze(-1).shape:
+                return
+            computed = computed.view(result.shape)
         base = self._bases.get(storage_key(result))
         if base is None:
             self._keep(result, computed, computed.untyped_storage()._cdata in used)
             used.add(computed.untyped_storage()._cdata)
         elif parts:
-            view_of(base, result).copy_(computed)
+            view_of(base, layout_of(result)).copy_(computed)
 
     def _keep(self, tensor: torch.Tensor, source: torch.Tensor, shared: bool) -> None:
-        if not self._keeps(tensor) or tensor.layout is not torch.strided:
+        if not self._keeps(tensor):
             return
         if (
             not shared
@@ -179,8 +160,8 @@ class Kept:
         ):
             self._put(tensor, source.view(-1))
             return
-        base = _empty(self._elements(tensor), dtype=tensor.dtype, device=CPU)
-        view_of(base, tensor).copy_(source)
+        base = raw.empty(self._elements(tensor), dtype=tensor.dtype, device=CPU)
+        view_of(base, layout_of(tensor)).copy_(source)
         self._put(tensor, base)
 
     def _put(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
@@ -188,11 +169,13 @@ class Kept:
         self._watch(tensor)
 
     def _put_blank(self, tensor: torch.Tensor) -> None:
-        self._put(tensor, _empty(self._elements(tensor), dtype=tensor.dtype, device=CPU))
+        self._put(tensor, raw.empty(self._elements(tensor), dtype=tensor.dtype, device=CPU))
 
     def _elements(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
         """Return the elements of ``dtype`` in the whole storage; on the dry device in its block."""
-        return elements(tensor, dtype)
+        size: int = (dtype or tensor.dtype).itemsize
+        nbytes: int = tensor.untyped_storage().nbytes()
+        return nbytes // size
 
     def _covers(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is all of its storage."""
@@ -201,7 +184,7 @@ class Kept:
     def _watch(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._storages.by_key or key in self._loose:
+        if key in self.storages.by_key or key in self._loose:
             return
 
         def died(reference: weakref.ref[torch.UntypedStorage]) -> None:
@@ -240,7 +223,9 @@ _ORDER: dict[str, Callable[[int, Any], bool]] = {
 class Ranges:
     """The ranges of one simulation, by the address of the storage they belong to."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[torch.Tensor], None]) -> None:
+        """Call ``watch`` for each tensor whose range is to end with its storage."""
+        self._watch = watch
         self.by_key: dict[int, tuple[torch.dtype, Range]] = {}
 
     def made(self, name: str, args: Args, result: Any) -> None:
@@ -248,12 +233,12 @@ class Ranges:
         found = _drawn(args) if name == _DRAWN else self._copied(name, args)
         if found is None or not isinstance(result, torch.Tensor) or not is_on_device(result):
             return
-        if _fits(found, result.dtype):
-            self.remember(result, found)
-
-    def remember(self, tensor: torch.Tensor, found: Range) -> None:
-        """Set the range of ``tensor``."""
-        self.by_key[storage_key(tensor)] = tensor.dtype, found
+        dtype = result.dtype
+        if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+            return
+        if torch.iinfo(dtype).min <= found[0] and found[1] <= torch.iinfo(dtype).max:
+            self.by_key[storage_key(result)] = dtype, found
+            self._watch(result)
 
     def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
         """Forget the ranges of ``tensors``."""
@@ -285,12 +270,6 @@ class Ranges:
     def _of(self, tensor: torch.Tensor) -> Range | None:
         dtype, found = self.by_key.get(storage_key(tensor), (None, None))
         return found if dtype is tensor.dtype else None
-
-
-def _fits(found: Range, dtype: torch.dtype) -> bool:
-    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
-        return False
-    return torch.iinfo(dtype).min <= found[0] and found[1] <= torch.iinfo(dtype).max
 
 
 def _drawn(args: Args) -> Range | None:

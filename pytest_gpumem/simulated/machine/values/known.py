@@ -10,52 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU, tensors_in
-from pytest_gpumem.simulated.machine.dispatch import ThreadState
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
-from pytest_gpumem.simulated.machine.storages import SimulatedStorage, Storages, storage_key
+from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.facts import Fact, of_result
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.reading import Reading
-from pytest_gpumem.simulated.machine.values.views import blank, device_tensors
-
-
-class PoolValues(Protocol):
-    """A keeper of the values of storages that have died, such as a graph's pool."""
-
-    def died(self, key: int, base: torch.Tensor | None) -> None:
-        """Keep the values of the storage ``key``, where they are known."""
-
-
-class Captured(Protocol):
-    """A recorder of operators for later, such as a capture."""
-
-    def add(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
-        """Remember a call, without computing it now."""
-
-    def described(self, value: Any) -> Any:
-        """Return ``value`` without references to its tensors, for a call to be added."""
+from pytest_gpumem.simulated.machine.values.recording import Recorder
+from pytest_gpumem.simulated.machine.values.views import blank, on_device
 
 
 class Values(Reading):
     """The known values of one simulation, by the address of the storage they belong to."""
 
-    def __init__(
-        self, storages: Storages, notes: Notes, thread: ThreadState, *, everything: bool
-    ) -> None:
-        super().__init__(storages, notes, thread, everything=everything)
+    def __init__(self, storages: Storages, notes: Notes, *, everything: bool) -> None:
+        super().__init__(storages, notes, everything=everything)
         self._ignoring = False
-        self.pooled: WeakValueDictionary[int, PoolValues] = WeakValueDictionary()
-        """By key: where values go when a storage in a graph's pool dies."""
-        self.recording: Callable[[], Captured | None] | None = None
+        self.recording: Callable[[], Recorder[Any] | None] | None = None
         """Returns the recorder of a capture's operators, while there is a capture."""
 
     def follow(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
@@ -70,10 +48,9 @@ class Values(Reading):
             self._derive(operator, args, kwargs, result)
         elif answer is not None:
             self._set_fact(result, Fact(torch.tensor(answer, device=CPU)))
-        elif operator.assumption is not None and self.assumes:
-            operator.assumption(self, args, result)
-        if fact is not None:
-            self._state(fact, operator, args, kwargs, result)
+        elif self.assumes:
+            self._assume(operator, args, result)
+        self._state(fact, operator, args, kwargs, result)
 
     def records(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> bool:
         """Add the call to a capture under way on this thread, if any, for when its graph runs."""
@@ -100,11 +77,10 @@ class Values(Reading):
         self._by_range(operator, args, kwargs, result)
         if operator.targets(args, kwargs):
             self._write(operator, args, kwargs, result)
-            if fact is not None:
-                self._state(fact, operator, args, kwargs, result)
+            self._state(fact, operator, args, kwargs, result)
             return
-        given = {storage_key(tensor) for tensor in device_tensors((*args, *kwargs.values()), [])}
-        made = [tensor for tensor in device_tensors(result, []) if storage_key(tensor) not in given]
+        given = set(map(storage_key, on_device((args, kwargs))))
+        made = [tensor for tensor in on_device(result) if storage_key(tensor) not in given]
         computed = None
         if self._bases and self._known(args, kwargs) and self._is_computable(operator, made):
             self.work.expect(operator.func, args, kwargs, result)
@@ -113,22 +89,18 @@ class Values(Reading):
             self.forget(storage_key(tensor))
         if computed is not None:
             self._keep_all(result, computed, set(), parts=True)
-        elif operator.assumption is not None and made and self.assumes:
-            operator.assumption(self, args, result)
-        if fact is not None:
-            self._state(fact, operator, args, kwargs, made)
+        elif made and self.assumes:
+            self._assume(operator, args, result)
+        self._state(fact, operator, args, kwargs, made)
 
     def assign(self, result: Any, function: Callable[..., Any], *args: Any) -> None:
-        """Set the values of ``result`` to those that ``function`` returns on the CPU.
-
-        For composite operators whose parts have the right shapes and not the right values.
-        """
+        """Set the values of a composite's ``result`` to those that ``function`` returns."""
         if self._ignoring:
             return
         with torch._C._DisableTorchDispatch():
             self.replace(Operator.by(function), args, {}, result)
 
-    def capture(self) -> Captured | None:
+    def capture(self) -> Recorder[Any] | None:
         """Return the recorder of operators, while a capture is under way on this thread."""
         return None if self.recording is None else self.recording()
 
@@ -147,7 +119,7 @@ class Values(Reading):
                     real = blank(value)
                 elif raw.is_on_device(value):
                     real = self.of(value)
-                if real is None or self.is_unknown_on_host(value):
+                if real is None or self.storages.is_on_host(value):
                     return None
             found.append(real)
         return found
@@ -159,27 +131,23 @@ class Values(Reading):
         """
         used = {tensor.untyped_storage()._cdata for tensor in tensors_in(given)}
         for result, value in zip(results, computed, strict=True):
-            if isinstance(result, torch.Tensor) and not self._shares(result, value):
-                self._keep_all(result, value, used, parts=True)
-
-    def _shares(self, tensor: torch.Tensor, value: Any) -> bool:
-        """Return whether ``value`` shares memory with the kept values of ``tensor``."""
-        base = self._bases.get(storage_key(tensor))
-        if base is None or not isinstance(value, torch.Tensor):
-            return False
-        return storage_key(value) == storage_key(base)
+            if isinstance(result, torch.Tensor):
+                base = self._bases.get(storage_key(result))
+                key = None if base is None else storage_key(base)
+                if not isinstance(value, torch.Tensor) or storage_key(value) != key:
+                    self._keep_all(result, value, used, parts=True)
 
     def make(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Set the values of a tensor that a factory, or a copy between devices, has just made."""
         if self._ignoring or self.records(operator, args, kwargs, result):
             return
-        fact = self._fact(operator, args, kwargs, uploads=not _all_on_device(args[:1]))
+        uploads = len(on_device(args[:1])) < len(list(tensors_in(args[:1])))
+        fact = self._fact(operator, args, kwargs, uploads=uploads)
         if self.everything or not operator.undefined:
             self._make(operator, args, kwargs, result)
         if not self.everything:
             self.ranges.made(operator.name, args, result)
-        if fact is not None:
-            self._state(fact, operator, args, kwargs, result)
+        self._state(fact, operator, args, kwargs, result)
 
     def _by_range(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> bool | None:
         """Return the result of a comparison of random integers for every element, else ``None``."""
@@ -204,21 +172,16 @@ class Values(Reading):
         elif self._unknown_among(args) is not True:
             self._derive(operator, args, kwargs, result)
 
-    def died(self, key: int) -> None:
-        """Drop the values of a storage that has died; a graph's pool keeps its contents."""
-        contents = self.pooled.pop(key, None) if self.pooled else None
-        if contents is not None:
-            contents.died(key, self._bases.get(key))
-        self.forget(key)
+    def _assume(self, operator: Operator, args: Args, result: Any) -> torch.Tensor | None:
+        """Assume that unknown numbers are finite where ``operator`` asks, or what else applies.
 
-    def record(self, key: int) -> SimulatedStorage | None:
-        """Return the block of a storage."""
-        return self._storages.by_key.get(key)
-
-    def assume(self, tensor: torch.Tensor, value: bool) -> None:
-        """Assume ``value`` for every element of ``tensor``; reading it adds a note."""
-        uniform = torch.tensor(value, device=CPU)
-        self._set_fact(tensor, Fact(uniform, assumed=True))
+        Reading such a result adds a note. Returns the target that is assumed to stay as it was.
+        """
+        answer = self.if_finite(operator.func, args) if operator.asks else None
+        if answer is not None:
+            self._set_fact(result, Fact(torch.tensor(answer, device=CPU), assumed=True))
+            return None
+        return None if operator.assumption is None else operator.assumption(self, args, result)
 
     def follow_on_host(self, func: Any, args: Args, result: Any) -> None:
         """Remember which copies in host memory, of unknown values, hold infinities."""
@@ -243,11 +206,17 @@ class Values(Reading):
         return self.facts.of_results(operator, args, kwargs) if matters and self.assumes else None
 
     def _state(
-        self, fact: Fact, operator: Operator, args: Args, kwargs: Kwargs, result: Any
+        self, fact: Fact | None, operator: Operator, args: Args, kwargs: Kwargs, result: Any
     ) -> None:
         """Set ``fact`` for the tensors that an operator has just made, or written to."""
+        if fact is None and (not self._stated or operator.moves_views):
+            return
         targets = operator.targets(args, kwargs)
-        for tensor in targets or device_tensors(result, []):
+        if fact is None:
+            for tensor in targets:
+                self._stated.pop(storage_key(tensor), None)
+            return
+        for tensor in targets or on_device(result):
             stated = of_result(operator, fact, args[0], tensor)
             if targets or self.facts.of(tensor) is None:
                 if targets and not self._covers(tensor):
@@ -263,7 +232,7 @@ class Values(Reading):
             return
         targets = operator.targets(args, kwargs)
         if not targets:  # running statistics may be left out
-            if device_tensors(result, []) and self._known(args, kwargs):
+            if on_device(result) and self._known(args, kwargs):
                 self._derive(operator, args, kwargs, result)
             return
         for target in targets:
@@ -275,8 +244,7 @@ class Values(Reading):
         elif not any(storage_key(target) in bases for target in targets):
             return
         elif not self._known(args, kwargs):
-            assume = operator.assumption
-            spared = assume(self, args, result) if assume else None
+            spared = self._assume(operator, args, result)
             for target in targets:
                 if target is not spared:
                     self.forget(storage_key(target))
@@ -314,14 +282,10 @@ class Values(Reading):
     ) -> None:
         used: list[torch.Tensor] = []
         computed = None
-        if self._is_computable(operator, device_tensors(result, [])):
+        if self._is_computable(operator, result):
             self.work.expect(operator.func, args, kwargs, result)
             computed = self._compute(operator, args, kwargs, used)
         if computed is None:
             for target in targets:
                 self.forget(storage_key(target))
         self._keep_all(result, computed, {tensor.untyped_storage()._cdata for tensor in used})
-
-
-def _all_on_device(values: tuple[Any, ...]) -> bool:
-    return all(raw.is_on_device(value) for value in values if isinstance(value, torch.Tensor))

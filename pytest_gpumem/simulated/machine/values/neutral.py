@@ -81,30 +81,34 @@ def _refusal(shown: str, read: str) -> UnknownValueError:
     )
 
 
-def _refusing(name: str, shown: str) -> Callable[..., Any]:
-    compare = getattr(float, name)
+def _define(kind: type, name: str, function: Callable[..., Any]) -> None:
+    function.__name__ = name
+    setattr(kind, name, function)
 
-    def refuse(*operands: Any) -> Any:
-        if sys._getframe(1).f_globals.get("__name__") in _HARMLESS:
+
+def _refuse(name: str, shown: str) -> None:
+    """Make both types refuse the method ``name``, as far as :class:`float` has it."""
+    compare = getattr(float, name, None)
+
+    def of_float(*operands: Any) -> Any:
+        if compare is not None and sys._getframe(1).f_globals.get("__name__") in _HARMLESS:
             return compare(*operands)
         raise _refusal(shown, "an item()")
 
-    refuse.__name__ = name
-    return refuse
-
-
-def _refusing_integer(name: str, shown: str) -> Callable[..., Any]:
-    def refuse(*operands: Any) -> Any:
+    def of_integer(*operands: Any) -> Any:
         raise _refusal(shown, "an integer of a tensor")
 
-    refuse.__name__ = name
-    return refuse
+    if name not in ("__hash__", "__float__"):
+        _define(NeutralFloat, name, of_float)
+    if name not in ("__trunc__", "__floor__", "__ceil__"):
+        _define(NeutralInt, name, of_integer)
 
 
-def _staying(name: str) -> Callable[..., Any]:
+def _stay(name: str) -> None:
+    """Make the results of the operation ``name`` neutral, too."""
     operation = getattr(float, name)
 
-    def compute(*operands: Any) -> Any:
+    def of_float(*operands: Any) -> Any:
         try:
             result = operation(*operands)
         except ZeroDivisionError:
@@ -113,23 +117,18 @@ def _staying(name: str) -> Callable[..., Any]:
             return NeutralInt()
         return NeutralFloat(result) if isinstance(result, float) else result
 
-    compute.__name__ = name
-    return compute
-
-
-def _staying_integer(name: str) -> Callable[..., Any]:
-    def compute(number: NeutralInt, *others: Any) -> Any:
+    def of_integer(number: NeutralInt, *others: Any) -> Any:
         if not all(isinstance(other, (int, float, NeutralInt)) for other in others):
             return NotImplemented
         divides = name in ("__truediv__", "__rtruediv__")
         is_float = divides or any(isinstance(other, float) for other in others)
         return NeutralFloat() if is_float else number
 
-    compute.__name__ = name
-    return compute
+    _define(NeutralFloat, name, of_float)
+    _define(NeutralInt, name, of_integer)
 
 
-_CONDITIONS = {
+_REFUSED = {
     "__bool__": "bool()",
     "__eq__": "==",
     "__ne__": "!=",
@@ -137,21 +136,18 @@ _CONDITIONS = {
     "__le__": "<=",
     "__gt__": ">",
     "__ge__": ">=",
-}
-for _name, _shown in _CONDITIONS.items():
-    setattr(NeutralFloat, _name, _refusing(_name, _shown))
-    setattr(NeutralInt, _name, _refusing_integer(_name, _shown))
-for _name in ("__int__", "__trunc__", "__floor__", "__ceil__"):
+    "__hash__": "hash()",
+    "__float__": "float()",
     # Python's integers cannot show that they are made up.
-    setattr(NeutralFloat, _name, _refusing(_name, f"{_name.strip('_')}()"))
-for _name, _shown in {"__hash__": "hash()", "__int__": "int()", "__float__": "float()"}.items():
-    setattr(NeutralInt, _name, _refusing_integer(_name, _shown))
+    **{f"__{name}__": f"{name}()" for name in ("int", "trunc", "floor", "ceil")},
+}
+for _name, _shown in _REFUSED.items():
+    _refuse(_name, _shown)
 for _name in (
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ "
     "__rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __pos__ __abs__ __round__"
 ).split():
-    setattr(NeutralFloat, _name, _staying(_name))
-    setattr(NeutralInt, _name, _staying_integer(_name))
+    _stay(_name)
 
 
 def neutral_integers(shape: Sequence[int]) -> list[Any]:

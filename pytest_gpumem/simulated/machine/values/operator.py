@@ -12,7 +12,7 @@ from pytest_gpumem.simulated.machine.real.kernels import kernel_of
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.assumptions import ASSUMPTIONS, Assumption
-from pytest_gpumem.simulated.machine.values.views import device_tensors
+from pytest_gpumem.simulated.machine.values.views import on_device
 
 _WRITES_UNDECLARED: dict[str, tuple[int, ...]] = {
     "aten::native_batch_norm": (3, 4),
@@ -60,6 +60,10 @@ class Operator:
     """The assumption that applies where an argument is unknown."""
     fills: bool = False
     """Whether programs write infinities and NaN by it."""
+    makes: bool = False
+    """Whether it is a factory, or copies between devices."""
+    asks: bool = False
+    """Whether it can check that numbers are finite."""
 
     @classmethod
     def of(cls, func: Any) -> Operator:
@@ -86,6 +90,8 @@ class Operator:
             compute=kernel_of(func),
             assumption=ASSUMPTIONS.get(func),
             fills=name in finite.FILLING,
+            makes=any(argument.name == "device" for argument in schema.arguments),
+            asks=func in finite.QUESTIONS,
         )
 
     @classmethod
@@ -96,7 +102,6 @@ class Operator:
 
     def targets(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         """Return the tensors of a GPU among ``args`` and ``kwargs`` that it writes to."""
-        found: list[torch.Tensor] = []
-        for at, name in self.written:
-            device_tensors(args[at] if at < len(args) else kwargs.get(name), found)
-        return found
+        return on_device(
+            [args[at] if at < len(args) else kwargs.get(name) for at, name in self.written]
+        )

@@ -13,17 +13,16 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
-from pytest_gpumem.simulated.machine.dispatch import ThreadState
 from pytest_gpumem.simulated.machine.generators import drawn_from
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.real.kernels import in_float32
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
+from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.facts import Facts
-from pytest_gpumem.simulated.machine.values.finite import Infinity
 from pytest_gpumem.simulated.machine.values.kept import Kept
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.machine.values.views import blank, view_of
+from pytest_gpumem.simulated.machine.values.views import blank, layout_of, on_device, view_of
 from pytest_gpumem.simulated.machine.values.work import Work
 
 _as_strided = torch.as_strided
@@ -32,14 +31,14 @@ _as_strided = torch.as_strided
 class Reading(Kept):
     """Known values for readers: by tensor, and by an operator that is applied to tensors."""
 
-    def __init__(
-        self, storages: Storages, notes: Notes, thread: ThreadState, *, everything: bool
-    ) -> None:
+    lacking = "which a simulated GPU does not have: only shapes are computed"
+    """The reason why values are unknown where not everything is computed."""
+
+    def __init__(self, storages: Storages, notes: Notes, *, everything: bool) -> None:
         super().__init__(storages, everything=everything)
         self.notes = notes
         """The notes that assumptions go to."""
-        self._thread = thread
-        self.facts = Facts(self, self._stated)
+        self.facts = Facts(self.single, storages.is_on_host, self._stated)
         self.work = Work()
         self.uncomputed: str | None = None
         """The first operator or kernel that the CPU cannot compute, where all is computed."""
@@ -58,18 +57,22 @@ class Reading(Kept):
             return None
         base = self._bases.get(storage_key(tensor))
         if base is not None:
-            return view_of(base, tensor)
+            return view_of(base, layout_of(tensor))
         uniform = self.facts.uniform(tensor)
         return None if uniform is None else uniform.expand(tensor.shape)
 
     def single(self, tensor: torch.Tensor) -> Any:
         """Return the one number that ``tensor`` holds, once or repeated; ``None`` if not known."""
         repeated = tensor.numel() == 1 or not any(tensor.stride())
-        if not repeated or not tensor.numel() or self.is_unknown_on_host(tensor):
+        if not repeated or not tensor.numel() or self.storages.is_on_host(tensor):
             return None
         with torch._C._DisableTorchDispatch():
             real = self.of(tensor) if raw.is_on_device(tensor) else tensor
             return None if real is None else _as_strided(real, (), ()).item()
+
+    def if_finite(self, func: Any, args: Args) -> bool | None:
+        """Return the result of ``func`` where unknown numbers are finite, if that decides."""
+        return finite.answer(self.single, self.facts.infinity, func, args)
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a CPU copy of the values of ``tensor``; ``None`` if they are unknown."""
@@ -79,7 +82,7 @@ class Reading(Kept):
             view = self.of(tensor)
             known = None if view is None else view.clone()
         if known is not None:
-            self._note_read((tensor,))
+            self.note_read((tensor,))
         return known
 
     def of_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
@@ -89,11 +92,18 @@ class Reading(Kept):
 
     def computed(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Return the result of ``operator`` on the CPU; ``None`` if an argument is unknown."""
-        computed = self._by_fact(operator, args, kwargs) if self.facts.by_key else None
+        computed = None
+        if self.facts.by_key and operator.name == "aten::nonzero":
+            computed = self.facts.counted(args[0])
+        elif self.facts.by_key and operator.name == "aten::_to_copy":
+            uniform = self.facts.uniform(args[0])
+            if uniform is not None:
+                whole = uniform.expand(args[0].shape)
+                computed = self._compute(operator, (whole, *args[1:]), kwargs, [])
         if computed is None and self._known(args, kwargs):
             computed = self._compute(operator, args, kwargs, [])
         if computed is not None:
-            self._note_read(args)
+            self.note_read(args)
         return computed
 
     def on_host(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
@@ -112,35 +122,23 @@ class Reading(Kept):
 
     def refusal(self, read: str) -> str:
         """Return the error text for ``read``, such as ``bool() at test.py:3 reads``."""
+        value = f"{read} a value of a CUDA tensor"
         if self.uncomputed is not None:
-            return (
-                f"{read} a value of a CUDA tensor that is not known, because {self.uncomputed} "
-                f"cannot be computed on the CPU"
-            )
+            because = f"because {self.uncomputed} cannot be computed on the CPU"
+            return f"{value} that is not known, {because}"
         if self.everything:
-            return f"{read} a value of a CUDA tensor that is not known: nothing has written it"
-        return (
-            f"{read} a value of a CUDA tensor, which a simulated GPU does not have: only shapes "
-            f"are computed"
-        )
+            return f"{value} that is not known: nothing has written it"
+        return f"{value}, {self.lacking}"
 
-    def _by_fact(self, operator: Operator, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
-        """Return the result of ``operator`` that reads a tensor of equal elements."""
-        if operator.name == "aten::nonzero":
-            return self.facts.counted(args[0])
-        uniform = self.facts.uniform(args[0]) if operator.name == "aten::_to_copy" else None
-        if uniform is None:
-            return None
-        whole = uniform.expand(args[0].shape)
-        computed: torch.Tensor | None = self._compute(operator, (whole, *args[1:]), kwargs, [])
-        return computed
-
-    def _note_read(self, values: Iterable[Any]) -> None:
+    def note_read(self, values: Iterable[Any]) -> None:
+        """Note the assumptions on ``values``, which are read."""
         if self.facts.by_key and self.facts.is_assumed(values):
             self.notes.note_finite()
 
-    def _is_computable(self, operator: Operator, results: Iterable[torch.Tensor]) -> bool:
-        return self.everything or (not operator.undefined and all(map(self._keeps, results)))
+    def _is_computable(self, operator: Operator, result: Any) -> bool:
+        if self.everything or operator.undefined:
+            return self.everything
+        return all(map(self._keeps, on_device(result)))
 
     def _compute(
         self, operator: Operator, args: Args, kwargs: Kwargs, used: list[torch.Tensor]
@@ -148,6 +146,15 @@ class Reading(Kept):
         on_cpu = [self._on_cpu(value, used) for value in args]
         named = {name: self._on_cpu(value, used) for name, value in kwargs.items()}
         return self.run(operator, on_cpu, named)
+
+    def _on_cpu(self, value: Any, used: list[torch.Tensor]) -> Any:
+        if isinstance(value, torch.Tensor):
+            base = self._bases.get(storage_key(value))
+            used.append(value if base is None else view_of(base, layout_of(value)))
+            return used[-1]
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._on_cpu(item, used) for item in value])
+        return CPU if isinstance(value, torch.device) else value
 
     def run(self, operator: Operator, args: Sequence[Any], kwargs: Kwargs) -> Any:
         """Return the result of ``operator`` on CPU tensors; ``None`` if the CPU has no kernel."""
@@ -170,37 +177,22 @@ class Reading(Kept):
     def _run(self, operator: Operator, args: Sequence[Any], kwargs: Kwargs) -> Any:
         try:
             if operator.random and kwargs.get("generator") is None:
-                default = torch.cuda.default_generators[self._thread.current_index]
-                with _drawing(self.source_of(default)):
+                with _drawing(self.source_of(self.generator_of(None))):
                     return operator.compute(*args, **kwargs)
             return operator.compute(*args, **kwargs)
         except Exception as error:
-            if not self.everything or not _lacks_half(error):
+            lacks_half = isinstance(error, RuntimeError) and "not implemented for" in str(error)
+            if not self.everything or not lacks_half:
                 raise
-        writes = bool(operator.written)
-        return in_float32(operator.compute, list(args), kwargs, writes=writes)
+        return in_float32(operator.compute, args, kwargs, writes=bool(operator.written))
+
+    def generator_of(self, given: torch.Generator | None) -> torch.Generator:
+        """Return ``given``, or the current device's own generator."""
+        return given or torch.cuda.default_generators[torch.cuda.current_device()]
 
     def source_of(self, generator: torch.Generator) -> torch.Generator:
         """Return the CPU's generator that draws the numbers of ``generator``, one of a GPU."""
         return drawn_from(generator)
-
-    def _on_cpu(self, value: Any, used: list[torch.Tensor]) -> Any:
-        if isinstance(value, torch.Tensor):
-            base = self._bases.get(storage_key(value))
-            real = value if base is None else view_of(base, value)
-            used.append(real)
-            return real
-        if isinstance(value, (list, tuple)):
-            return type(value)([self._on_cpu(item, used) for item in value])
-        return CPU if isinstance(value, torch.device) else value
-
-    def infinity(self, tensor: torch.Tensor) -> Infinity:
-        """Return the kind of infinity or NaN that the program has put into ``tensor``."""
-        return self.facts.infinity(tensor)
-
-
-def _lacks_half(error: Exception) -> bool:
-    return isinstance(error, RuntimeError) and "not implemented for" in str(error)
 
 
 @contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -13,82 +11,47 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 
-_empty = torch.empty
 _empty_strided = torch.empty_strided
 _as_strided = torch.as_strided
 
 
-L = TypeVar("L", bound="Layout")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A tensor as a view of its storage, without hold on it: :func:`view_of` takes either."""
+class Layout(NamedTuple):
+    """A tensor as a view of its storage, without hold on it."""
 
     shape: torch.Size
-    strides: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements, as the offset."""
     offset: int
     dtype: torch.dtype
-    conjugate: bool
-    negative: bool
+    is_conj: bool
+    is_neg: bool
 
-    def stride(self) -> tuple[int, ...]:
-        """Return the strides, in elements."""
-        return self.strides
-
-    def storage_offset(self) -> int:
-        """Return the first element."""
-        return self.offset
-
-    def is_conj(self) -> bool:
-        """Return whether elements are the conjugates of what the storage has."""
-        return self.conjugate
-
-    def is_neg(self) -> bool:
-        """Return whether elements are the negatives of what the storage has."""
-        return self.negative
+    @property
+    def end(self) -> int:
+        """The byte behind the last element, from the beginning of the storage."""
+        pairs = zip(self.shape, self.stride, strict=True)
+        reach = sum(max(size - 1, 0) * step for size, step in pairs)
+        return (self.offset + reach + 1) * self.dtype.itemsize
 
 
-def layout_of(
-    tensor: torch.Tensor,
-) -> tuple[torch.Size, tuple[int, ...], int, torch.dtype, bool, bool]:
-    """Return the fields of the :class:`Layout` of ``tensor``."""
-    return (
-        tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype,
-        tensor.is_conj(), tensor.is_neg(),
-    )  # fmt: skip
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Return the layout of ``tensor``."""
+    # A lazy module's buffer has no shape otherwise.
+    shape = tensor.size() if is_lazy(tensor) else tensor.shape
+    offset = int(tensor.storage_offset())
+    return Layout(shape, tensor.stride(), offset, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
-def view_of(base: torch.Tensor, tensor: Any) -> torch.Tensor:
-    """Return the view of ``base``, all elements of a storage, that ``tensor`` is of it."""
-    offset = tensor.storage_offset()
-    if base.dtype == tensor.dtype:
-        # A lazy module's buffer has no shape otherwise.
-        shape = tensor.size() if is_lazy(tensor) else tensor.shape
-        view = _as_strided(base, shape, tensor.stride(), offset)
+def view_of(base: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return the view of ``base``, all elements of a storage, that has ``layout``."""
+    shape, stride, offset, dtype, is_conj, is_neg = layout
+    if base.dtype == dtype:
+        view = _as_strided(base, shape, stride, offset)
     else:
-        view = _empty(0, dtype=tensor.dtype, device=CPU)
-        view.set_(base.untyped_storage(), offset, tensor.shape, tensor.stride())
-    if tensor.is_conj():
-        view = view.conj()
-    return torch._neg_view(view) if tensor.is_neg() else view
-
-
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return ``value`` with each part changed that is no list, tuple or dictionary."""
-    if isinstance(value, (list, tuple)):
-        return type(value)([mapped(item, change) for item in value])
-    if isinstance(value, dict):
-        return {name: mapped(item, change) for name, item in value.items()}
-    return change(value)
-
-
-def layouts_in(value: Any, kind: type[L]) -> list[L]:
-    """Return the layouts in ``value``, itself one or a list or tuple of them."""
-    if isinstance(value, kind):
-        return [value]
-    items = value if isinstance(value, (list, tuple)) else ()
-    return [found for item in items for found in layouts_in(item, kind)]
+        view = raw.empty(0, dtype=dtype, device=CPU)
+        view.set_(base.untyped_storage(), offset, shape, stride)
+    view = view.conj() if is_conj else view
+    return torch._neg_view(view) if is_neg else view
 
 
 def is_written(memory: torch.Tensor, computed: Any) -> bool:
@@ -102,16 +65,10 @@ def is_written(memory: torch.Tensor, computed: Any) -> bool:
     return False
 
 
-def elements(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
-    """Return the number of elements of ``dtype`` in the whole storage."""
-    size: int = (dtype or tensor.dtype).itemsize
-    nbytes: int = tensor.untyped_storage().nbytes()
-    return nbytes // size
-
-
 def covers(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is all of its storage."""
-    return tensor.is_contiguous() and tensor.numel() == elements(tensor)
+    nbytes: int = tensor.untyped_storage().nbytes()
+    return tensor.is_contiguous() and tensor.numel() == nbytes // tensor.dtype.itemsize
 
 
 def blank(value: Any) -> Any:
@@ -121,12 +78,6 @@ def blank(value: Any) -> Any:
     return _empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CPU)
 
 
-def device_tensors(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Append the tensors of a GPU in ``value`` to ``found``."""
-    if isinstance(value, torch.Tensor):
-        if raw.is_on_device(value):
-            found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            device_tensors(item, found)
-    return found
+def on_device(values: Any) -> list[torch.Tensor]:
+    """Return the tensors of a GPU in ``values``."""
+    return [tensor for tensor in raw.tensors_in(values) if raw.is_on_device(tensor)]

@@ -8,14 +8,14 @@ takes too long is stopped.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
@@ -54,12 +54,17 @@ _now = time.thread_time if _is_fine else time.perf_counter
 """The time that this thread has computed, which other processes do not change."""
 
 
+_Call = tuple[Any, Any, Any, Any]
+"""Operator, arguments, named arguments and result, with shapes in the place of tensors."""
+
+
 class Work:
     """Floating-point operations that a run has needed, and their limit."""
 
     def __init__(self) -> None:
-        self._calls: dict[Any, _Calls] = {}
-        """By operator and shapes."""
+        self._calls: dict[Any, _Call] = {}
+        """By operator and shapes, which are all that is kept of calls."""
+        self._times: Counter[Any] = Counter()
         self._limit: float | None = None
         self._spent = 0.0
         self._shown = 0.0
@@ -68,6 +73,7 @@ class Work:
     def begin(self) -> None:
         """Reset the counts, without a limit."""
         self._calls.clear()
+        self._times.clear()
         self._limit = self._show = None
 
     def bound(self, seconds: float, show: Callable[[float], None] | None = None) -> None:
@@ -78,25 +84,27 @@ class Work:
     @property
     def seconds(self) -> float:
         """The least time that this machine's CPU takes for the counted operations."""
-        counted: defaultdict[torch.dtype, int] = defaultdict(int)
-        for calls in self._calls.values():
-            counted[calls.dtype] += calls.times * calls.operations
+        counted: Counter[torch.dtype] = Counter()
+        for key, call in self._calls.items():
+            counted[key[1]] += self._times[key] * _operations(*call)
         return sum(count / speed(dtype) for dtype, count in counted.items())
 
     def counting(self, func: Any, handler: Handler) -> Handler:
         """Wrap ``handler`` of ``func`` to count it, where torch has a formula for ``func``."""
         if not _has_formula(func):
             return handler
-        known = self._calls
+        known, times = self._calls, self._times
 
         def handle(args: Args, kwargs: Kwargs) -> Any:
             result = handler(args, kwargs)
-            dtype = args[1].dtype
-            key = func, dtype, getattr(result, "shape", None), *map(_shape, args[:4])
-            calls = known.get(key)
-            if calls is None:
-                calls = known[key] = _Calls(func, dtype, *map(_shapes, (args, kwargs, result)))
-            calls.times += 1
+            shapes = (getattr(value, "shape", None) for value in (result, *args[:4]))
+            key = func, args[1].dtype, *shapes
+            if key not in known:
+                given = tree_map_only(
+                    torch.Tensor, lambda tensor: tensor.shape, (args, kwargs, result)
+                )
+                known[key] = func, *given
+            times[key] += 1
             return result
 
         return handle
@@ -132,23 +140,6 @@ class Work:
         )
 
 
-@dataclass
-class _Calls:
-    """Calls of one operator with the same shapes, which is all that is kept of them."""
-
-    func: Any
-    dtype: torch.dtype
-    args: Any
-    kwargs: Any
-    result: Any
-    times: int = 0
-
-    @cached_property
-    def operations(self) -> int:
-        """The floating-point operations of one call."""
-        return _operations(self.func, self.args, self.kwargs, self.result)
-
-
 def _has_formula(func: Any) -> bool:
     schema = getattr(func, "_schema", None)  # a Python function stands for an operator of parts
     return schema is not None and schema.name in _WITH_FORMULA and "out" not in schema.overload_name
@@ -174,21 +165,6 @@ def _operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return int(found(*args, **kwargs, out_val=result))
 
 
-def _shape(value: Any) -> Any:
-    return value.shape if isinstance(value, torch.Tensor) else None
-
-
-def _shapes(value: Any) -> Any:
-    """Return ``value`` with the shapes of its tensors in their places."""
-    if isinstance(value, torch.Tensor):
-        return value.shape
-    if isinstance(value, dict):
-        return {name: _shapes(each) for name, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_shapes, value))
-    return value
-
-
 @cache
 def speed(dtype: torch.dtype) -> float:
     """Return the CPU's floating-point operations per second, in products of ``dtype``.
@@ -199,25 +175,18 @@ def speed(dtype: torch.dtype) -> float:
     if dtype not in _PROBES:  # as products of 8 bits are computed: in float32
         return speed(torch.float32)
     size = _PROBES[dtype]
-    with torch._C._DisableTorchDispatch(), torch.no_grad(), _one_thread() as threads:
-        matrix = torch.ones((size, size), device="cpu").to(dtype)
-        times = []
-        for _ in range(_TRIES):
-            start = _now()
-            try:
-                torch.mm(matrix, matrix)
-            except RuntimeError:  # no kernel: it is computed in float32
-                return speed(torch.float32)
-            times.append(_now() - start)
-    return threads * 2 * size**3 / max(min(times), 1e-9)
-
-
-@contextmanager
-def _one_thread() -> Iterator[int]:
-    """Compute on one thread inside; yield the usual number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield threads
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            matrix = torch.ones((size, size), device="cpu").to(dtype)
+            times = []
+            for _ in range(_TRIES):
+                start = _now()
+                torch.mm(matrix, matrix)
+                times.append(_now() - start)
+    except RuntimeError:  # no kernel: it is computed in float32
+        return speed(torch.float32)
     finally:
         torch.set_num_threads(threads)
+    return threads * 2 * size**3 / max(min(times), 1e-9)
