@@ -39,7 +39,7 @@ from pytest_gpumem.simulated.machine.streams import (
     nodes_behind,
     roots_of,
 )
-from pytest_gpumem.simulated.machine.values.assumptions import drawn_seed
+from pytest_gpumem.simulated.machine.values.assumptions import drawn_seed, is_printing
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat
 from pytest_gpumem.values.environment import Environment
@@ -251,6 +251,8 @@ class SimulatedMachine(Notes):
 
         Raises :class:`UnknownValueError` where one line reads such numbers without end.
         """
+        if is_printing():
+            return NeutralFloat() if tensor.dtype.is_floating_point else 0
         if not tensor.dtype.is_floating_point:
             return drawn_seed(self.current_index)
         if self.values.everything:
