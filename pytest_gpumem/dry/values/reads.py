@@ -24,10 +24,16 @@ from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.machine.values.assumptions import (
     FINITE,
+    drawn_seed,
     is_printing,
     taken_for_granted,
 )
-from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat, dots, neutral_integers
+from pytest_gpumem.simulated.machine.values.neutral import (
+    NeutralFloat,
+    NeutralInt,
+    dots,
+    neutral_integers,
+)
 from pytest_gpumem.values.errors import UnknownValueError
 
 MOST_DECIDED_BY = 1 << 20
@@ -166,13 +172,22 @@ class Reads:
         self.decided = self.decided or sentence
         raise UnknownValueError(sentence)
 
-    def neutral(self, tensor: torch.Tensor, value: Any, read: str) -> Any:
-        """Return the result of ``read`` of an unknown number; raises :class:`UnknownValueError`."""
+    def neutral(self, tensor: torch.Tensor, value: Any, *, in_python: bool = False) -> Any:
+        """Return the result of ``item()`` of an unknown number, called ``in_python`` or by C++.
+
+        C++ reads integers as sizes: raises :class:`UnknownValueError` then.
+        """
         self.made_up = True
-        if self._everything or not tensor.dtype.is_floating_point:
-            self.refuse(read)
-        self._note_first(read)
-        return value
+        seed = None if tensor.dtype.is_floating_point else drawn_seed(torch.cuda.current_device())
+        if seed is not None:
+            return seed
+        is_integer = in_python and raw.is_integer(tensor.dtype)
+        if self._everything or not (tensor.dtype.is_floating_point or is_integer):
+            self.refuse("item()")
+        self._note_first("item()")
+        if is_integer:
+            return NeutralInt()
+        return NeutralFloat(value) if in_python else value
 
     def _note_first(self, read: str) -> None:
         line = self._notes.count_read(read)
@@ -198,8 +213,13 @@ class Reads:
             self.made_up = True
             self._notes.note(FINITE)
             return value
-        value = self.neutral(tensor, value, name)
-        return NeutralFloat(value) if isinstance(value, float) and name == "item()" else value
+        if name == "item()":
+            return self.neutral(tensor, value, in_python=True)
+        self.made_up = True
+        if self._everything or not tensor.dtype.is_floating_point:
+            self.refuse(name)
+        self._note_first(name)
+        return value
 
     def _number(self, name: str) -> Callable[[torch.Tensor], Any]:
         read = base(name)
@@ -224,8 +244,7 @@ class Reads:
         if (is_known and not self._storages.is_on_host(tensor)) or is_printing():
             return found
         self.made_up = True
-        dtype = tensor.dtype
-        if self._everything or dtype is torch.bool or dtype.is_floating_point or dtype.is_complex:
+        if self._everything or not raw.is_integer(tensor.dtype):
             self.refuse("tolist()")
         self._note_first("tolist()")
         return neutral_integers(tensor.shape) if tensor.dim() else self.refuse("tolist()")

@@ -194,10 +194,17 @@ class TensorReads:
         return torch.tensor(index, device=block.device.torch_device)
 
     def item(self, tensor: torch.Tensor) -> Any:
-        value = _item(tensor)
+        here = self._machine.thread_state
+        before, here.reads_item = here.reads_item, True
+        try:
+            value = _item(tensor)
+        finally:
+            here.reads_item = before
         # In C++ it has become a plain number.
-        if isinstance(value, float) and self._is_unknown(tensor):
-            return NeutralFloat(value)
+        if self._is_unknown(tensor):
+            if isinstance(value, float):
+                return NeutralFloat(value)
+            return NeutralInt() if value == 0 and raw.is_integer(tensor.dtype) else value
         return value
 
     def tolist(self, tensor: torch.Tensor) -> Any:
