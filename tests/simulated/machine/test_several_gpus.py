@@ -372,6 +372,7 @@ def test_data_parallel_on_one_of_them_calls_its_module() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.filterwarnings("ignore:Using -1 to represent CPU tensor")
 def test_data_parallel_moves_what_it_is_given_to_its_gpu() -> None:
     """On a stream for copies, with memory of its own, as torch does."""
     model = nn.DataParallel(nn.ReLU(), device_ids=[1])
