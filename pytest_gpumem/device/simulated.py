@@ -68,6 +68,7 @@ class SimulatedDevice(ComputingDevice):
             machine, world=world, real_values=real_values, stand_ins=stand_ins, compile=compile
         )
         self._simulation = self._gpus[0].simulation
+        self._simulation.runs_again = True
         self.index = self._simulation.first_index
         self._own = self._gpus[self.index]
         self._set_up: dict[object, _SetUp] = {}

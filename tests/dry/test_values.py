@@ -23,6 +23,19 @@ def test_prints_a_loss():
         print(loss.item())  # line 10
         print(float(loss))
 
+def test_counts_hits():
+    hits = 0
+    for _ in range(2):
+        found = torch.rand(64, 10, device="cuda").argmax(1)
+        hits += (found == torch.arange(64, device="cuda")).sum().item()  # line 17
+    print(f"{100 * hits / 128:.1f} %", found)
+
+def test_prints_tensors():
+    numbers = torch.randn(10, device="cuda")
+    print(numbers, numbers.view(2, 5), numbers > 0, numbers.long())
+    assert str(numbers) == "tensor(..., device='cuda:0', size=(10,), dtype=torch.float32)"
+    assert str(torch.tensor([1.5, 2.0]).cuda()) == "tensor([1.5000, 2.0000], device='cuda:0')"
+
 def test_decides_by_a_mask():
     # 1,000 numbers of which 300 are chosen: their places are 2,400 bytes.
     mask = torch.arange(1000, device="cuda") < 300
@@ -321,6 +334,24 @@ def test_a_number_that_is_printed_reads_as_zero_with_one_note(tests: Any) -> Non
     assert note.startswith("item() at test_values.py:10 read a number that no copy has brought")
 
 
+def test_integers_are_counted_and_printed_in_one_run(tests: Any) -> None:
+    (note,) = tests["test_counts_hits"]["measurement"]["notes"]
+
+    assert note.startswith("item() at test_values.py:17 read a number that no copy has brought")
+
+
+def test_a_printed_tensor_is_formatted_on_its_device(tests: Any) -> None:
+    """Nine blocks: the three tensors, and six that _Formatter of torch/_tensor_str.py makes.
+
+    These are the numbers that are not zero, their amounts, the least and the largest of these, the
+    ratio, and whether that is above 1,000.
+    """
+    test = tests["test_prints_tensors"]
+
+    assert (test["outcome"], test["measurement"]["notes"]) == ("passed", [])
+    assert test["measurement"]["peak_allocated"] == 9 * 512
+
+
 def test_groups_of_unknown_length_are_not_empty(tests: Any) -> None:
     # tokens, weights and products, 32,768 + 262,144 + 131,072 bytes, and cuBLAS's workspace.
     measured = tests["test_multiplies_groups_of_unknown_length"]["measurement"]
@@ -340,7 +371,7 @@ def test_values_that_must_not_be_computed_are_named(project: Path) -> None:
     short = pytest_in(project, "--gpumem-sim-values-limit=0.001", "-rs", "-k", "trains")
 
     assert "1 passed, 1 skipped" in never.stdout
-    assert "bool() at test_values.py:55 depends on a value of a CUDA tensor" in never.stdout
+    assert "bool() at test_values.py:68 depends on a value of a CUDA tensor" in never.stdout
     assert "0.001 s that --gpumem-sim-values-limit" in " ".join(short.stdout.split())
 
 

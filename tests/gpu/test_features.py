@@ -37,6 +37,23 @@ def measured(project: CudaProject, source: str, *arguments: str) -> dict[str, An
     return project.records(*arguments)
 
 
+@pytest.mark.skipif(is_dry(), reason="kernels compute nothing, and no device follows values")
+def test_a_printed_tensor_is_formatted_on_its_device(cuda: CudaProject) -> None:
+    record = measured(
+        cuda,
+        """
+    @pytest.mark.gpumem
+    def test_prints():
+        print(torch.randn(10, device="cuda"))
+    """,
+    )["test_prints"]
+
+    # Seven blocks (_Formatter of torch/_tensor_str.py): the numbers, those that are not zero, their
+    # amounts, the least and the largest of these, the ratio, and whether that is above 1,000.
+    assert record["measurement"]["peak_allocated"] == 7 * 512
+    assert not [note for note in record["measurement"]["notes"] if "again" in note or "NaN" in note]
+
+
 def test_warm_up_and_repeats_count_the_last_run(cuda: CudaProject) -> None:
     records = measured(
         cuda,

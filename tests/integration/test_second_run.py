@@ -218,6 +218,42 @@ def test_a_neutral_number_may_be_recorded(project: Project) -> None:
     project.run_apart("-n1").assert_outcomes(passed=1)
 
 
+def test_integers_are_counted_and_printed_in_one_run(project: Project) -> None:
+    body = """
+        @pytest.mark.gpumem
+        def test_counts():
+            hits = 0
+            for _ in range(2):
+                found = torch.rand(64, 10, device="cuda").argmax(1)
+                hits += (found == torch.arange(64, device="cuda")).sum().item()
+            print(f"{100 * hits / 128:.1f} %", found)
+
+        @pytest.mark.gpumem
+        @pytest.mark.parametrize("use", ["size", "index", "comparison", "conversion"])
+        def test_decides(use):
+            place = torch.rand(64, device="cuda").argmax().item()
+            match use:
+                case "size":
+                    torch.empty(1024 * (1 + place), device="cuda")
+                case "index":
+                    assert len(range(64)[place:]) == 64 - place
+                case "comparison":
+                    assert 0 <= place < 64
+                case "conversion":
+                    assert str(float(place)).endswith(".0")
+    """
+    project.write(test_integers=body)
+
+    notes = {name: test["measurement"]["notes"] for name, test in project.report().items()}
+
+    again = {name.partition("::")[2] for name, found in notes.items() if "again" in str(found)}
+    uses = ("size", "index", "comparison", "conversion")
+    assert again == {f"test_decides[{use}]" for use in uses}
+    (note,) = notes["test_integers.py::test_counts"]
+    assert note.startswith("item() at test_integers.py:")
+    assert note.endswith("read a value that is not computed: it got 0")
+
+
 def test_second_runs_in_workers(project: Project) -> None:
     project.write(test_values=TESTS.replace("def test_runs", "def not_a_test"))
 

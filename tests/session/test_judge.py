@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from pytest_gpumem.marker import Expectation
-from pytest_gpumem.session.item import CHECKED_ON_A_GPU, Judge
+from pytest_gpumem.session.judge import CHECKED_ON_A_GPU, Judge
 from pytest_gpumem.session.run import Prepared
 from pytest_gpumem.sizes import MIB, parse_tolerance
 from pytest_gpumem.values.environment import Environment

@@ -48,9 +48,13 @@ _NAMELESS = frozenset({"prim", "prims", "profiler"})
 
 
 @contextmanager
-def followed(follow: Follow) -> Iterator[None]:
-    """Call ``follow`` for every operator inside, of this thread and those that it starts."""
-    _register()
+def followed(follow: Follow, *, of_torch: bool = False) -> Iterator[None]:
+    """Call ``follow`` for every operator inside, of this thread and those that it starts.
+
+    Or for those ``of_torch`` alone: libraries that have been loaded since may be left out.
+    """
+    if not (of_torch and _registered):  # reading all schemas takes 40 ms
+        _register()
     patches = Patches()
     patches.add(threading.Thread, "start", _start_followed)
     patches.add(_Followed, "by", staticmethod(follow))

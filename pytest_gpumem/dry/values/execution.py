@@ -234,7 +234,7 @@ class Execution:
             return value
         if compares:
             reads.refuse(f"{shown_operator(operator.name)}()")
-        return reads.neutral(args[0], value, "item()")
+        return reads.neutral(args[0], value)
 
     def _copy(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run ``copy_`` or ``_to_copy``: between host and GPU, and on each."""

@@ -142,6 +142,8 @@ class Follower:
             self._storages,
             self.notes,
             lambda read: self.values.refusal(read),
+            lambda tensor: self.values.holds(tensor),
+            lambda: self.following(of_torch=True),
             followed=follows,
             everything=everything,
         )
@@ -175,9 +177,12 @@ class Follower:
             self._memory.end()
             self._depth -= 1
 
-    def following(self) -> AbstractContextManager[None]:
-        """Return a context in which values are followed, even where the test's are not."""
-        return nullcontext() if self._follows else followed(self._execution)
+    def following(self, *, of_torch: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which values are followed, even where the test's are not.
+
+        Operators ``of_torch`` alone take less time to begin with.
+        """
+        return nullcontext() if self._follows else followed(self._execution, of_torch=of_torch)
 
     def begin(self) -> None:
         """Begin a test."""

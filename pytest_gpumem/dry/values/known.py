@@ -61,6 +61,11 @@ class DryValues(Values):
             if self._memory.knows((start, end if _is_nearly(end, size) else all_but_end)):
                 self._hold_at(tensor, (start, size))
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether the values of ``tensor`` are known."""
+        self.adopt([tensor])
+        return self.of(tensor) is not None
+
     def end(self) -> None:
         """Forget dead storages, and those whose death is not reported."""
         self.forget_dead()

@@ -11,18 +11,29 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
 
+from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import base
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.storages import Storages
-from pytest_gpumem.simulated.machine.values.assumptions import FINITE, taken_for_granted
-from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat, neutral_integers
+from pytest_gpumem.simulated.machine.values.assumptions import (
+    FINITE,
+    drawn_seed,
+    is_printing,
+    taken_for_granted,
+)
+from pytest_gpumem.simulated.machine.values.neutral import (
+    NeutralFloat,
+    NeutralInt,
+    dots,
+    neutral_integers,
+)
 from pytest_gpumem.values.errors import UnknownValueError
 
 MOST_DECIDED_BY = 1 << 20
@@ -30,6 +41,7 @@ MOST_DECIDED_BY = 1 << 20
 
 _item, _bool, _tolist, _numpy = (base(n) for n in ("item", "__bool__", "tolist", "numpy"))
 _array: Any = torch.Tensor.__array__
+_repr: Any = torch.Tensor.__repr__
 _NUMBERS = ("__float__", "__int__", "__index__", "__complex__")
 _OWN = os.path.join("dry", "values", "dispatch.py")  # noqa: PTH118 - as frames write it
 _SCALER = "torch.amp.grad_scaler"
@@ -64,11 +76,17 @@ class Reads:
         storages: Storages,
         notes: Notes,
         refusal: Callable[[str], str],
+        holds: Callable[[torch.Tensor], bool],
+        following: Callable[[], AbstractContextManager[None]],
         *,
         followed: bool,
         everything: bool,
     ) -> None:
-        """Keep ``refusal``, which returns the error for a read: :meth:`DryValues.refusal`."""
+        """Keep ``refusal``, which returns the error for a read: :meth:`DryValues.refusal`.
+
+        ``holds`` returns whether the values of a tensor are known, and ``following`` a context in
+        which operators are followed.
+        """
         self.thread = ThreadReads()
         self.decided: str | None = None
         """The reason why the present run is invalid: it decides by an unknown value."""
@@ -77,6 +95,8 @@ class Reads:
         self._storages = storages
         self._notes = notes
         self._refusal = refusal
+        self._holds = holds
+        self._following = following
         self._followed = followed
         self._everything = everything
         self._interrupted: dict[int, type[BaseException]] = {}
@@ -88,6 +108,7 @@ class Reads:
             "tolist": lambda tensor: self._list(tensor),
             "numpy": self._unless_lost(_numpy),
             "__array__": self._unless_lost(_array),
+            "__repr__": lambda tensor, **kwargs: self._printed(tensor, **kwargs),
             **{name: self._number(name) for name in _NUMBERS},
         }
         if not followed:
@@ -151,13 +172,22 @@ class Reads:
         self.decided = self.decided or sentence
         raise UnknownValueError(sentence)
 
-    def neutral(self, tensor: torch.Tensor, value: Any, read: str) -> Any:
-        """Return the result of ``read`` of an unknown number; raises :class:`UnknownValueError`."""
+    def neutral(self, tensor: torch.Tensor, value: Any, *, in_python: bool = False) -> Any:
+        """Return the result of ``item()`` of an unknown number, called ``in_python`` or by C++.
+
+        C++ reads integers as sizes: raises :class:`UnknownValueError` then.
+        """
         self.made_up = True
-        if self._everything or not tensor.dtype.is_floating_point:
-            self.refuse(read)
-        self._note_first(read)
-        return value
+        seed = None if tensor.dtype.is_floating_point else drawn_seed(torch.cuda.current_device())
+        if seed is not None:
+            return seed
+        is_integer = in_python and raw.is_integer(tensor.dtype)
+        if self._everything or not (tensor.dtype.is_floating_point or is_integer):
+            self.refuse("item()")
+        self._note_first("item()")
+        if is_integer:
+            return NeutralInt()
+        return NeutralFloat(value) if in_python else value
 
     def _note_first(self, read: str) -> None:
         line = self._notes.count_read(read)
@@ -177,14 +207,19 @@ class Reads:
 
     def _read(self, read: Callable[..., Any], tensor: torch.Tensor, name: str) -> Any:
         value, is_known = self._known(read, tensor)
-        if is_known:
+        if is_known or is_printing():
             return value
         if sys._getframe(2).f_globals.get("__name__") == _SCALER:
             self.made_up = True
             self._notes.note(FINITE)
             return value
-        value = self.neutral(tensor, value, name)
-        return NeutralFloat(value) if isinstance(value, float) and name == "item()" else value
+        if name == "item()":
+            return self.neutral(tensor, value, in_python=True)
+        self.made_up = True
+        if self._everything or not tensor.dtype.is_floating_point:
+            self.refuse(name)
+        self._note_first(name)
+        return value
 
     def _number(self, name: str) -> Callable[[torch.Tensor], Any]:
         read = base(name)
@@ -193,7 +228,7 @@ class Reads:
 
     def _condition(self, tensor: torch.Tensor) -> _Truth:
         answer, is_known = self._known(_bool, tensor)
-        if is_known:
+        if is_known or is_printing():
             return _Truth(answer)
         self.made_up = True
         asking = sys._getframe(2)
@@ -206,14 +241,25 @@ class Reads:
 
     def _list(self, tensor: torch.Tensor) -> Any:
         found, is_known = self._known(_tolist, tensor)
-        if is_known and not self._storages.is_on_host(tensor):
+        if (is_known and not self._storages.is_on_host(tensor)) or is_printing():
             return found
         self.made_up = True
-        dtype = tensor.dtype
-        if self._everything or dtype is torch.bool or dtype.is_floating_point or dtype.is_complex:
+        if self._everything or not raw.is_integer(tensor.dtype):
             self.refuse("tolist()")
         self._note_first("tolist()")
         return neutral_integers(tensor.shape) if tensor.dim() else self.refuse("tolist()")
+
+    def _printed(self, tensor: torch.Tensor, **kwargs: Any) -> str:
+        """Format ``tensor`` by operators of its device, as torch does; unknown numbers are dots.
+
+        Nothing depends on them, so the test goes on without values.
+        """
+        if tensor.__class__ not in raw.PLAIN or not tensor.is_cuda:
+            return str(_repr(tensor, **kwargs))
+        with self._following():
+            text = str(_repr(tensor, **kwargs))
+        is_known = self._everything or (self._holds(tensor) and not self._is_outdated(tensor))
+        return text if is_known else dots(tensor, tensor.device)
 
     def _unless_lost(self, read: Callable[..., Any]) -> Callable[..., Any]:
         def array(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ import torch
 
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
+from pytest_gpumem.simulated.machine.values.assumptions import is_printing
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.operator import Operator
 
@@ -70,9 +71,9 @@ def _counted(values: Values, masks: Sequence[Any]) -> Sequence[int] | None:
         if not isinstance(mask, torch.Tensor) or mask.dtype not in _MASKS or not mask.is_cuda:
             continue
         known = values.known(mask)
-        if known is None:
+        if known is None and not is_printing():
             return None
-        counts.append(int(known.count_nonzero()))
+        counts.append(mask.numel() if known is None else int(known.count_nonzero()))
     return counts
 
 

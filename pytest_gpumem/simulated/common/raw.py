@@ -79,3 +79,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif value.__class__ not in _PLAIN and isinstance(value, Sequence):
         for item in value:
             yield from tensors_in(item)
+
+
+def is_integer(dtype: torch.dtype) -> bool:
+    """Return whether numbers of ``dtype`` are integers, and no truth values."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)

@@ -90,6 +90,8 @@ class ThreadState(threading.local):
     """Whether the last operator was on meta tensors of the user's own."""
     sets_items = False
     """Whether the thread runs ``x[i] = ...``, whose numbers stay on the host."""
+    reads_item = False
+    """Whether the thread runs ``item()`` of Python, whose result can show that it is unknown."""
     joined = False
     """Whether the thread has entered the simulation."""
     pool: Any = None

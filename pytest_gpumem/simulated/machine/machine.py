@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_gpumem.allocator.trace import TraceEntry
+from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.gpu.catalogue import Machine
 from pytest_gpumem.simulated.gpu.device import Device
@@ -39,7 +40,7 @@ from pytest_gpumem.simulated.machine.streams import (
     nodes_behind,
     roots_of,
 )
-from pytest_gpumem.simulated.machine.values.assumptions import drawn_seed
+from pytest_gpumem.simulated.machine.values.assumptions import drawn_seed, is_printing
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat
 from pytest_gpumem.values.environment import Environment
@@ -186,6 +187,8 @@ class SimulatedMachine(Notes):
         self.storages.regrown = self.values.resized
         self.has_real_meta = False
         """Whether the user made meta tensors of their own, which hold no CUDA memory."""
+        self.runs_again = False
+        """Whether a program that fails by an unknown value runs again, with values."""
         self.leaves_unfilled = False
         """Whether large random tensors on the CPU stay as the system gave them."""
         self.placement = Placement(self.storages, self.gpus) if len(self.gpus) > 1 else None
@@ -244,30 +247,37 @@ class SimulatedMachine(Notes):
             self.thread_state.destination = before
 
     def neutral_value(self, tensor: torch.Tensor) -> NeutralFloat | int | None:
-        """Return the result of reading an unknown number: 0.0 for floating point, else ``None``.
+        """Return the result of reading an unknown number: 0, or ``None`` where none may be made up.
 
-        ``None``, too, where every value is computed: none is made up there. An integer that torch
-        reads for a seed is drawn.
+        It may not where every value is computed. Integers may in ``item()``, not in C++, which
+        reads sizes; and only where the program runs again with values if it fails by one. An
+        integer that torch reads for a seed is drawn.
 
         Raises :class:`UnknownValueError` where one line reads such numbers without end.
         """
-        if not tensor.dtype.is_floating_point:
-            return drawn_seed(self.current_index)
-        if self.values.everything:
+        is_floating = tensor.dtype.is_floating_point
+        if is_printing():
+            return NeutralFloat() if is_floating else 0
+        seed = None if is_floating else drawn_seed(self.current_index)
+        if seed is not None:
+            return seed
+        is_integer = self.runs_again and raw.is_integer(tensor.dtype)
+        may_be_made_up = is_floating or (is_integer and self.thread_state.reads_item)
+        if self.values.everything or not may_be_made_up:
             return None
         line = self.count_read("item()")
-        self.note(f"item() at {line} read a value that is not computed: it got 0.0")
-        return NeutralFloat()
+        value = NeutralFloat() if is_floating else 0
+        self.note(f"item() at {line} read a value that is not computed: it got {value}")
+        return value
 
     def reads_neutral_integers(self, tensor: torch.Tensor, read: str) -> bool:
         """Note and return whether ``read`` of all of an unknown ``tensor`` yields neutral integers.
 
         Raises :class:`UnknownValueError` as :meth:`neutral_value` does.
         """
-        dtype = tensor.dtype
-        if self.values.everything or dtype.is_floating_point or dtype.is_complex:
+        if self.values.everything or not raw.is_integer(tensor.dtype):
             return False
-        if dtype is torch.bool or tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided:
             return False
         line = self.count_read(read)
         self.note(f"{read} at {line} read integers that are not computed: each got 0")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch._prims_common import suggest_memory_format
 from torch.nn.parallel import comm
 
 from pytest_gpumem.simulated.common import raw
@@ -26,8 +27,7 @@ _BEGIN_WITH_A_FACTORY = (
 """Composite functions whose first step gets only the options of their arguments."""
 
 _OF_COMM = (
-    *("_broadcast", "_broadcast_out", "_broadcast_coalesced", "_scatter", "_scatter_out"),
-    *("_gather", "_gather_out"),
+    *("_broadcast", "_broadcast_out", "_broadcast_coalesced", "_scatter_out", "_gather_out"),
 )
 """Functions of ``torch._C`` below torch.nn.parallel.comm, which builds without CUDA lack."""
 
@@ -48,8 +48,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         initialize(this, module, device_ids, *args, **options)
 
     patches.wrap(nn.DataParallel, "__init__", begin)
-    # With one device it only calls its module.
-    patches.add(nn.DataParallel, "forward", lambda this, *args, **kw: this.module(*args, **kw))
+    patches.add(torch._C, "_scatter", _scatter)
+    patches.add(torch._C, "_gather", _gather)
     placement = machine.placement
     if placement is None:
         return
@@ -61,6 +61,36 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
 
     for owner, name in _BEGIN_WITH_A_FACTORY:
         patches.wrap(owner, name, followed)
+
+
+def _scatter(
+    tensor: torch.Tensor, devices: Sequence[int], sizes: Any, dim: int, streams: Any
+) -> list[torch.Tensor]:
+    """Move ``tensor`` to a single GPU, which is its only part.
+
+    Source: torch/csrc/cuda/comm.cpp (scatter), torch 2.6 to 2.15.
+    """
+    if len(devices) != 1:
+        _refuse("torch.nn.parallel.comm.scatter")
+    (part,) = tensor.chunk(1, dim) if sizes is None else tensor.split_with_sizes(sizes, dim)
+    if devices[0] == part.get_device():
+        return [part]
+    with torch.cuda.stream(streams[0] if streams else None):
+        return [part.to(torch.device("cuda", devices[0]), non_blocking=True)]
+
+
+def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) -> torch.Tensor:
+    """Copy a single tensor to the GPU ``destination``, or to the host where that is -1.
+
+    Source: torch/csrc/cuda/comm.cpp (gather), torch 2.6 to 2.15.
+    """
+    if len(tensors) != 1:
+        _refuse("torch.nn.parallel.comm.gather")
+    part = tensors[0]
+    device = "cpu" if destination == -1 else torch.device("cuda", destination)
+    form = suggest_memory_format(part)
+    result = torch.empty(part.shape, dtype=part.dtype, device=device, memory_format=form)
+    return result.copy_(part, non_blocking=result.is_cuda)
 
 
 def _reduce(name: str, reduce: Callable[..., Any], inputs: Any, *args: Any, **options: Any) -> Any:

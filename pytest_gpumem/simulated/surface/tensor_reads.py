@@ -12,10 +12,11 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import callers_line, is_own, user_line
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage
-from pytest_gpumem.simulated.machine.values.assumptions import taken_for_granted
+from pytest_gpumem.simulated.machine.values.assumptions import is_printing, taken_for_granted
 from pytest_gpumem.simulated.machine.values.neutral import (
     NeutralFloat,
     NeutralInt,
+    dots,
     neutral_integers,
 )
 from pytest_gpumem.simulated.operators import transfers
@@ -108,18 +109,20 @@ class TensorReads:
         return self._storages.address_without_values(storage)
 
     def repr(self, tensor: torch.Tensor, **kwargs: Any) -> str:
-        device = self.device(tensor)
+        """Format ``tensor`` by operators of its device, as torch does; unknown numbers are dots."""
+        block, device = self._block(tensor), self.device(tensor)
         is_real = not raw.is_meta(tensor) and not self._storages.is_on_host(tensor)
         if is_real or device.type == "meta":
             return str(self._repr(tensor, **kwargs))
-        known = self._known(tensor)
-        if known is not None:
-            contents = str(torch._tensor_str._tensor_str(known, len("tensor(")))
-            return str(self._repr(tensor, **{"tensor_contents": contents, **kwargs}))
-        return (
-            f"tensor(..., device='{device}', size={tuple(tensor.shape)}, "
-            f"dtype={tensor.dtype}{_gradient(tensor)})"
-        )
+        is_unknown = self._is_unknown(tensor)
+        if block is not None and tensor.layout is torch.strided:
+            self._machine.streams.host_waits(block.device.index)
+            with torch.no_grad():
+                contents = torch._tensor_str._tensor_str(tensor, len("tensor("))
+            kwargs = {"tensor_contents": contents, **kwargs}
+        if not is_unknown:
+            return str(self._repr(tensor, **kwargs))
+        return dots(tensor, device)
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         block = self._block(tensor)
@@ -191,10 +194,17 @@ class TensorReads:
         return torch.tensor(index, device=block.device.torch_device)
 
     def item(self, tensor: torch.Tensor) -> Any:
-        value = _item(tensor)
+        here = self._machine.thread_state
+        before, here.reads_item = here.reads_item, True
+        try:
+            value = _item(tensor)
+        finally:
+            here.reads_item = before
         # In C++ it has become a plain number.
-        if isinstance(value, float) and self._is_unknown(tensor):
-            return NeutralFloat(value)
+        if self._is_unknown(tensor):
+            if isinstance(value, float):
+                return NeutralFloat(value)
+            return NeutralInt() if value == 0 and raw.is_integer(tensor.dtype) else value
         return value
 
     def tolist(self, tensor: torch.Tensor) -> Any:
@@ -202,6 +212,9 @@ class TensorReads:
         if block is not None and known is not None:
             transfers.stage_move(block.device, tensor, {})
             return _tolist(known)
+        if block is not None and is_printing():
+            transfers.stage_move(block.device, tensor, {})
+            return _tolist(torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"))
         if self._has_neutral_integers(tensor, "tolist()"):
             return neutral_integers(tensor.shape)
         self._refuse(tensor, "tolist()")
@@ -267,14 +280,3 @@ def _is_asked_to_save() -> bool:
         frame = frame.f_back
     asking = "" if frame is None else str(frame.f_globals.get("__name__", ""))
     return asking.partition(".")[0] == "safetensors"
-
-
-def _gradient(tensor: torch.Tensor) -> str:
-    """Return the autograd part of a printed tensor (``_str_intern`` in torch/_tensor_str.py)."""
-    try:
-        node = tensor.grad_fn
-    except RuntimeError:  # a view whose base was overwritten in a way that has no graph
-        return ", grad_fn=<Invalid>"
-    if node is not None:
-        return f", grad_fn=<{type(node).__name__}>"
-    return ", requires_grad=True" if tensor.requires_grad else ""

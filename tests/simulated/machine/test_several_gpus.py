@@ -371,6 +371,35 @@ def test_data_parallel_on_one_of_them_calls_its_module() -> None:
     assert model(torch.zeros(2, 3, device="cuda:1")).device == ONE
 
 
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.filterwarnings("ignore:Using -1 to represent CPU tensor")
+def test_data_parallel_moves_what_it_is_given_to_its_gpu() -> None:
+    """On a stream for copies, with memory of its own, as torch does."""
+    model = nn.DataParallel(nn.ReLU(), device_ids=[1])
+    given = torch.zeros(2, 3, requires_grad=True)
+
+    result = model(given)
+
+    assert result.device == ONE
+    assert torch.cuda.memory_reserved("cuda:1") == 2 * MIB + 2 * MIB
+    result.sum().backward()
+    assert given.grad is not None
+    assert given.grad.device.type == "cpu"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_gradients_of_data_parallel_are_gathered_into_a_tensor_of_their_own() -> None:
+    model = nn.DataParallel(nn.Linear(256, 1).cuda(), device_ids=[0])
+    given = torch.zeros(8, 256, device="cuda", requires_grad=True)
+    result = model(given).sum()
+    before = torch.cuda.memory_allocated()
+
+    (gradient,) = torch.autograd.grad(result, [given])
+
+    assert gradient.device == ZERO
+    assert torch.cuda.max_memory_allocated() >= before + 2 * gradient.nbytes
+
+
 def test_the_run_of_each_device(gpu: SimulatedRun) -> None:
     torch.zeros(1000, device="cuda:1")
     first, second = gpu.devices

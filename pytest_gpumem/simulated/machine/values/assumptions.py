@@ -99,16 +99,43 @@ def drawn_seed(device: int) -> int | None:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
 
 
+_PRINTING = "torch._tensor_str"
+"""The module that formats a tensor."""
+
+
+def is_printing() -> bool:
+    """Return whether the caller reads a number only to print the tensor that it belongs to."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (_module_of(frame).startswith(_OWN) or frame.f_globals is _FORMAT):
+        frame = frame.f_back
+    return frame is not None and _module_of(frame) == _PRINTING
+
+
+_FORMAT = vars(torch._tensor)
+"""The module of ``Tensor.__format__``, which calls ``item()``."""
+
 _COMPARING = ("transformers.generation.", "transformers.modeling_utils")
 
 
 def _is_special_token(answer: bool) -> Assumption:
     def assume(values: Known, args: Args, result: Any) -> None:
+        if is_printing():
+            values.keep(result, torch.full(result.shape, answer, device="cpu"))
         if args[0].dtype.is_floating_point or "transformers" not in sys.modules:
             return
         if _caller(_OWN, "torch.")[0].startswith(_COMPARING):
             values.notes.granted = True
             values.notes.note(GENERATION)
+            values.keep(result, torch.full(result.shape, answer, device="cpu"))
+
+    return assume
+
+
+def _is_printed(answer: bool) -> Assumption:
+    """Assume that numbers which are printed are finite, not zero, no integers, and about equal."""
+
+    def assume(values: Known, args: Args, result: Any) -> None:
+        if is_printing():
             values.keep(result, torch.full(result.shape, answer, device="cpu"))
 
     return assume
@@ -121,7 +148,7 @@ def _has_input(values: Known, args: Args, result: Any) -> None:
     values.keep(result, torch.ones(result.shape, dtype=torch.bool, device="cpu"))
 
 
-_OWN = __name__.partition(".machine.")[0]
+_OWN = __name__.partition(".")[0] + "."
 
 
 def _caller(*others: str) -> tuple[str, str]:
@@ -154,6 +181,8 @@ ASSUMPTIONS: dict[Any, Assumption] = {
     _aten.ne.Tensor: _is_special_token(True),
     _aten.ne.Scalar: _is_special_token(True),
     _aten.lt.Scalar: _is_special_token(False),
+    _aten.gt.Scalar: _is_printed(False),
+    _aten.bitwise_and.Tensor: _is_printed(True),
     _aten.ge.Scalar: _has_input,
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _no_infinity,
 }
@@ -161,6 +190,6 @@ ASSUMPTIONS: dict[Any, Assumption] = {
 
 Sources: transformers/generation (stopping_criteria.py, utils.py) and modeling_utils.py
 (warn_if_padding_and_no_attention_mask) of transformers 5.23; torch/amp/grad_scaler.py
-(_unscale_grads_, _maybe_opt_step) and torch/nn/modules/_functions.py (SyncBatchNorm.forward) of
-torch 2.6 to 2.15.
+(_unscale_grads_, _maybe_opt_step), torch/nn/modules/_functions.py (SyncBatchNorm.forward) and
+torch/_tensor_str.py (_Formatter) of torch 2.6 to 2.15.
 """

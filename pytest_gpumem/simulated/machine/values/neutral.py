@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.values.errors import UnknownValueError
+
+if TYPE_CHECKING:
+    import torch  # the plugin uses these types, and starts without it
 
 VALUE = 0.0
 """The neutral value, with which loss scaling and logging continue: the loss is finite."""
@@ -148,6 +151,18 @@ for _name in (
     "__rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __pos__ __abs__ __round__"
 ).split():
     _stay(_name)
+
+
+def dots(tensor: torch.Tensor, device: torch.device) -> str:
+    """Return the printed form of a ``tensor`` on ``device`` whose numbers are unknown."""
+    try:
+        node = tensor.grad_fn
+        graph = f", grad_fn=<{type(node).__name__}>" if node is not None else ""
+    except RuntimeError:  # a view whose base was overwritten in a way that has no graph
+        graph = ", grad_fn=<Invalid>"
+    graph = graph or (", requires_grad=True" if tensor.requires_grad else "")
+    shape = tuple(tensor.shape)
+    return f"tensor(..., device='{device}', size={shape}, dtype={tensor.dtype}{graph})"
 
 
 def neutral_integers(shape: Sequence[int]) -> list[Any]:

@@ -19,6 +19,7 @@ from pytest_gpumem.simulated.machine.real.kernels import in_float32
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values import finite
+from pytest_gpumem.simulated.machine.values.assumptions import is_printing
 from pytest_gpumem.simulated.machine.values.facts import Facts
 from pytest_gpumem.simulated.machine.values.kept import Kept
 from pytest_gpumem.simulated.machine.values.operator import Operator
@@ -132,7 +133,7 @@ class Reading(Kept):
 
     def note_read(self, values: Iterable[Any]) -> None:
         """Note the assumptions on ``values``, which are read."""
-        if self.facts.by_key and self.facts.is_assumed(values):
+        if self.facts.by_key and self.facts.is_assumed(values) and not is_printing():
             self.notes.note_finite()
 
     def _is_computable(self, operator: Operator, result: Any) -> bool:
