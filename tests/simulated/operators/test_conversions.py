@@ -33,6 +33,15 @@ def test_a_variance_is_the_sum_of_those_of_both_parts(on: Any) -> None:
     assert gpu.of(large.real.std) == [4, *PART]
 
 
+def test_parts_of_complex_columns_do_not_lie_beside_each_other(on: Any) -> None:
+    gpu = on("A100-40GB")
+    x = torch.zeros(1 << 14, 64, dtype=torch.complex64, device="cuda")
+    # 16 bytes for each of 64 columns, 32 threads and 64 blocks; two blocks beside each other.
+    part = [64 * 64 * 32 * 16, 2 * 4, -2 * 4, -64 * 64 * 32 * 16]
+    # Elements beside each other would be read four at a time.
+    assert gpu.of(lambda: x.var(0)) == [256, *part, 256, *part, 256, -256, -256]
+
+
 @pytest.mark.parametrize(
     ("dtype", "exponent", "itemsize"),
     [(torch.int64, 0.5, 4), (torch.bool, 2, 8), (torch.float32, 1j, 8)],

@@ -188,6 +188,11 @@ def test_norms_are_summed_in_the_type_of_cuda(on: Any) -> None:
     gradient = torch.ones_like(y)
     sizes = {abs(event) for event in gpu.of(lambda: y.backward(gradient))}
     assert sizes == {8 * 128 * 4, 8 * 4, 8}  # the matrix, a number and a flag for each row
+    x = torch.zeros(8, 128, dtype=torch.complex64, device="cuda", requires_grad=True)
+    y = x.renorm(2, 0, 1.0)
+    gradient = torch.ones_like(y)
+    sizes = {abs(event) for event in gpu.of(lambda: y.backward(gradient))}
+    assert sizes == {8 * 128 * 8, 8 * 4, 8}  # numbers of rows are real
 
 
 def test_a_formula_that_adds_takes_a_sum_of_its_own(on: Any) -> None:

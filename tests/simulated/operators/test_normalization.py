@@ -189,7 +189,8 @@ def test_batch_norm_of_exported_programs_takes_the_same_kernels(on: Any) -> None
     weights = [torch.zeros(3, device="cuda") for _ in range(4)]
     # Sums of each channel come before the gradients; cuDNN takes volumes and images.
     sums = [12, 12, 12, 12]
-    for x, first in ((torch.zeros(20, 3), [*sums, 240]), (torch.zeros(2, 3, 5), [120, 12, 12])):
+    images = torch.zeros(2, 3, 5, 5).to(memory_format=torch.channels_last)
+    for x, first in ((torch.zeros(20, 3), [*sums, 240]), (images, [600, 12, 12])):
         given = [x.cuda().requires_grad_(), *[one.requires_grad_() for one in weights[:2]]]
         output = update(*given, *weights[2:], 0.1, 1e-5)[0]
         gradient = torch.ones_like(output)
