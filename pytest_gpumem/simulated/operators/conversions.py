@@ -19,7 +19,7 @@ from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
 
 def _as_complex(gpu: GPU, self: Tensor) -> Scratch:
-    """The result as the kernel computes it, whose real part is copied."""
+    """The kernel's result is complex; its real part is copied."""
     return Scratch(gpu, self.nbytes if self.is_complex() else 0)
 
 
@@ -50,7 +50,7 @@ def _real_moments(
 
 
 def _base(gpu: GPU, self: Tensor | complex, exponent: Tensor | complex) -> Scratch | None:
-    """The base in the type of the power, that of both."""
+    """A base is converted to the type of the power, unless it has that."""
     if not isinstance(self, Tensor) or isinstance(exponent, Tensor):
         return None
     common = torch.result_type(self, exponent)

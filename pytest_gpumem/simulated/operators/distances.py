@@ -66,8 +66,12 @@ def _norm(
     ord: float = 2,
     p: float | None = 2,
 ) -> None:
-    """A norm, which of single elements is their absolute value."""
-    if self.is_complex() and ord != 0 and p != 0 and outputs_of(self, dim) == self.numel():
+    """A norm, which of single elements is their absolute value.
+
+    That does not hold for a number along a dim of its own.
+    """
+    are_single = outputs_of(self, dim) == self.numel() and (self.dim() > 0 or not dim)
+    if self.is_complex() and ord != 0 and p != 0 and are_single:
         passing(gpu, self.nbytes)
     else:
         reduce_tensor(gpu, self, dim, NORMS, result.dtype)

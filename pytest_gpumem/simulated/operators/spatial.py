@@ -69,7 +69,7 @@ def _reads_channels_last(read: Tensor, written: Tensor, fewest: int) -> bool:
 
 
 def _resized(gpu: GPU, read: Tensor, written: Tensor) -> Scratch:
-    """A copy in the layout of one of two kernels; the other one's result is copied, too."""
+    """One kernel reads channels last; the other one's contiguous result may be copied, too."""
     if _reads_channels_last(read, written, _CHANNELS):
         return Scratch(gpu, *copied(read, memory_format=torch.channels_last))
     return Scratch(gpu, *copied(written, read))

@@ -44,3 +44,6 @@ def test_norms_of_single_complex_numbers_are_absolute_values(on: Any) -> None:
     assert gpu.of(lambda: torch.linalg.vector_norm(x, 3, dim=0)) == [4]
     assert gpu.of(x[0].norm) == [4, 8, -8]
     assert gpu.of(x.real[0].norm) == [4]
+    number = x[0, 0]
+    assert gpu.of(lambda: torch.linalg.vector_norm(number)) == [4, 8, -8]
+    assert gpu.of(lambda: torch.linalg.vector_norm(number, dim=0)) == [4]
