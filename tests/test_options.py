@@ -33,6 +33,8 @@ def configure(
 ) -> Configure:
     for name in ("CI", "GITHUB_ACTIONS", "GITLAB_CI"):
         monkeypatch.delenv(name, raising=False)
+    # Which device auto is depends on the machine, and on how these tests were started.
+    monkeypatch.setattr("pytest_gpumem.device.host_gpus.why_not", lambda baselines: _NO_CUDA)
 
     def configured(*args: str, ini: str = "") -> pytest.Config:
         pytester.plugins = [OptionsOnly()]
@@ -48,6 +50,9 @@ def read(configure: Configure) -> Read:
         return settings_from(configure(*args, ini=ini))
 
     return settings
+
+
+_NO_CUDA = "there is no CUDA build of torch"
 
 
 def refusal(read: Read, *args: str, ini: str = "") -> str:

@@ -67,7 +67,7 @@ class Device:
         return ()
 
     def repeat_set_up(self, fixture: object) -> None:
-        """Repeat the set-up of such a fixture in the memory of the current test."""
+        """Repeat in the memory of the test a set-up that :meth:`not_in_memory` returned."""
 
     def begin_body(self) -> None:
         """Begin a run of the test's body, whose fixtures are set up."""

@@ -122,7 +122,7 @@ class SimulatedDevice(ComputingDevice):
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
         """Begin with an empty device on which only ``fixtures`` are set up, in this order.
 
-        Those that are set up follow those before them, which the test may still have to set up.
+        A live fixture is placed behind those before it, which the test may still have to set up.
 
         A leak, or a traceback that keeps tensors of a failed test, then changes no number; nor does
         the current device that another test selected.

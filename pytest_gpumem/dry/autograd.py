@@ -21,7 +21,7 @@ _NAME = "pt_autograd_"
 
 
 def settle() -> None:
-    """Wait until the threads that there are have dropped their last tasks."""
+    """Wait until autograd's running threads have dropped their last tasks."""
     for index in _devices():
         with torch.enable_grad():
             # Without elements: nothing is allocated, and no kernel runs.

@@ -178,7 +178,7 @@ class LeftoverBlocks:
         return False
 
     def tensors_in(self, numbers: Set[int]) -> Iterator[torch.Tensor]:
-        """Yield the tensors of Python's in the blocks of these ``numbers``, and their gradients."""
+        """Yield the tensors of Python objects in the blocks ``numbers``, and their gradients."""
         if not numbers <= self._known.keys():
             self._search(numbers)
         for number in numbers:
@@ -210,7 +210,7 @@ class LeftoverBlocks:
         return found
 
     def _search(self, numbers: Set[int]) -> None:
-        """Look up all tensors of Python's in the blocks of these ``numbers``, and known ones."""
+        """Look up all tensors of Python objects in the blocks ``numbers``, and known ones."""
         self._known = {number: [] for number in numbers | self._known.keys()}
         objects = gc.get_objects()
         # Without a step of Python's for each object, of which there may be millions.
@@ -235,7 +235,7 @@ def _is_in(number: int, spans: Iterable[Span]) -> bool:
 
 
 def _holes_of(segment: Mapping[str, Any]) -> Iterator[_Hole]:
-    """Yield the free parts of ``segment``, if it is none of a graph's."""
+    """Yield the free parts of ``segment``, unless it belongs to the pool of a CUDA graph."""
     if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
         return
     is_small = segment["segment_type"] == "small"

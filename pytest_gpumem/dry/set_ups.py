@@ -47,7 +47,7 @@ class Log:
 
     @contextmanager
     def kept(self, take: Callable[[Sequence[Event]], None]) -> Iterator[None]:
-        """Give ``take`` the events inside, but for those of such contexts inside of this one."""
+        """Give ``take`` the events inside, except those inside a nested such context."""
         self._log(1)
         begin = self._logged(None, 0)
         self._nested.append([])

@@ -80,7 +80,7 @@ class Expectations:
         return RequestedRank(size, int(expectation.rank or 0))
 
     def processes(self, item: pytest.Item) -> int | None:
-        """Return how many processes of its own ``item`` has, one for each rank; ``None``: none."""
+        """Return the number of processes for ``item``, one per rank; ``None`` for this one."""
         expectation = self.of(item)
         if expectation is None or self._selector.off or item.get_closest_marker("skip"):
             return None

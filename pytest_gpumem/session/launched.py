@@ -302,7 +302,7 @@ def _is_main_thread() -> bool:
 def own_group(store: Store, world: World) -> Iterator[Callable[[], None]]:
     """Yield a function that initialises ``torch.distributed`` unless done, on all ranks at once.
 
-    So is it in a simulated rank. Code that initialises it itself has a group of its own instead.
+    A simulated rank does the same. Code that initialises it itself has a group of its own instead.
     NCCL is for tensors on GPUs, gloo for others; only gloo where torch has no NCCL.
     """
     import torch.distributed as dist

@@ -234,8 +234,8 @@ class TestLifecycle:
     def _check_context(self, item: pytest.Item, report: pytest.TestReport, device: Device) -> None:
         """Check after a failed test whether its process can run others.
 
-        Under MPS a fault of one client is one of all: a test that did not run alone on its device
-        is a suspect, and is rerun without others.
+        Under MPS a fault in one client breaks every client: a test that did not run alone on its
+        device is a suspect, and is rerun without others.
         """
         if (fault := device.fault()) is None:
             return

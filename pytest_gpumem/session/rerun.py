@@ -1,4 +1,4 @@
-"""A further run of a test within the same phase of pytest's: other plugins see one run.
+"""A further run of a test within one phase of pytest: other plugins see one run.
 
 It is torn down and set up again, as between any two tests. A test runs again
 

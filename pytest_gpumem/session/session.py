@@ -122,7 +122,7 @@ class GpumemSession(Parts):
         return IdleGpumem(off=self.selector.off)
 
     def lifecycle_of(self, item: pytest.Item) -> TestLifecycle | None:
-        """Return the lifecycle of tests, ``None`` where no test is measured so far nor ``item``."""
+        """Return the lifecycle of tests; ``None`` if neither ``item`` nor one before needs it."""
         if self.lifecycle is None and (
             self.results.any_marked
             or self.ambient is not None

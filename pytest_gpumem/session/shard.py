@@ -92,7 +92,7 @@ class Sharding:
         )
 
     def _size(self, item: pytest.Item, nodeid: str) -> int | None:
-        """Return the bytes that count: those that tests of a shared device wait for."""
+        """Return the bytes that a test needs on a shared device."""
         expectation = self._expectation(item) if self._shares else None
         if expectation is None:
             return 0

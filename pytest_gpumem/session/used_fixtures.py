@@ -85,7 +85,7 @@ def _overridden(
 
 
 def active_fixtures(request: pytest.FixtureRequest) -> dict[str, FixtureDef[Any]]:
-    """Return the fixtures that a test has requested so far, which pytest records only there."""
+    """Return the fixtures that a test has requested so far; only its request has them."""
     return dict(getattr(request, "_fixture_defs", {}))
 
 

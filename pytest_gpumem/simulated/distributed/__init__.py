@@ -1,7 +1,6 @@
 """A rank of many: ``torch.distributed`` in a process whose other ranks do not exist.
 
 May use: ``common``, ``gpu``, ``machine``, ``operators``, ``execution``,
-``surface``, ``compiled``, ``stand_ins``. ``world`` holds rank, size and torchrun's variables,
-``process_groups`` connects it with ranks that do not exist, ``collectives`` runs their operators,
-``parts`` raises where a world is needed and none is given.
+``surface``, ``compiled``, ``stand_ins``. ``process_groups`` connects a rank with those that do not
+exist, ``collectives`` runs their operators, ``parts`` raises where no world is given.
 """

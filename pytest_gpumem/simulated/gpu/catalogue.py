@@ -99,6 +99,50 @@ GPUS: Mapping[str, GpuModel] = MappingProxyType({gpu.name: gpu for gpu in _CATAL
 """Every model by name. ``total_memory`` is exact to the byte, except A10G's, exact to 1 MiB."""
 
 
+BUS_WIDTHS = {
+    "T4": 256,
+    "V100": 4096,
+    "V100-32GB": 4096,
+    "A10": 384,
+    "A10G": 384,
+    "A100-40GB": 5120,
+    "A100-80GB": 5120,
+    "L4": 192,
+    "L40S": 384,
+    "RTX-3060": 192,
+    "RTX-3090": 384,
+    "RTX-4060": 128,
+    "RTX-4090": 384,
+    "H100": 5120,
+    "H200": 6144,
+    "B200": 8192,
+}
+"""Bits of the memory bus, from NVIDIA's data sheets."""
+
+
+class Limits(NamedTuple):
+    """Properties of a multiprocessor by compute capability; sizes in bytes."""
+
+    shared_memory: int
+    shared_memory_per_block: int
+    """The most of it that a kernel may opt in to."""
+    blocks: int
+    """The most blocks that it holds at a time."""
+
+
+LIMITS = {
+    (7, 0): Limits(96 * KIB, 96 * KIB, 32),
+    (7, 5): Limits(64 * KIB, 64 * KIB, 16),
+    (8, 0): Limits(164 * KIB, 163 * KIB, 32),
+    (8, 6): Limits(100 * KIB, 99 * KIB, 16),
+    (8, 9): Limits(100 * KIB, 99 * KIB, 24),
+    (9, 0): Limits(228 * KIB, 227 * KIB, 32),
+    (10, 0): Limits(228 * KIB, 227 * KIB, 32),
+    (12, 0): Limits(100 * KIB, 99 * KIB, 24),
+}
+"""CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"."""
+
+
 MOST_GPUS = 120
 """Devices that torch can use: C10_COMPILE_TIME_MAX_GPUS in c10/cuda/CUDAMacros.h."""
 

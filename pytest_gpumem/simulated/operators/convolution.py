@@ -286,7 +286,11 @@ class _Call(Choice):
         chunks = grad_output.chunk(groups, 1), input.chunk(groups, 1), weight.chunk(groups, 0)
         parts: list[list[Tensor]] = [[], [], []]
         for own_grad, own, filters in zip(*chunks, strict=True):
-            gradients = slow.backward(own_grad.contiguous(), own.contiguous(), filters, mask)
+            # Named here: where Dynamo has replaced the interpreter's evaluation of frames,
+            # arguments without a name live until the call has returned.
+            own_grad, own = own_grad.contiguous(), own.contiguous()
+            gradients = slow.backward(own_grad, own, filters, mask)
+            del own, own_grad
             for among, gradient in zip(parts, gradients, strict=True):
                 among += [gradient] if gradient is not None else []
             del gradients, gradient

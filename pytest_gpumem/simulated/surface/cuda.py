@@ -14,10 +14,12 @@ import torch
 from pytest_gpumem.allocator.snapshot import frames_of
 from pytest_gpumem.allocator.trace import Contexts, Recording
 from pytest_gpumem.simulated.common.patching import Patches, add_functions
+from pytest_gpumem.simulated.gpu.catalogue import LIMITS
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.machine.generators import generator_type
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.surface.pools import chosen_pool
+from pytest_gpumem.sizes import KIB, MIB
 
 CUDA_OF_CPU_BUILDS = "12.6"
 """``torch.version.cuda`` where the running build has none; the allocator does not depend on it."""
@@ -298,23 +300,6 @@ class _Kind(type):
 device = _Kind("device", (), {"__module__": "torch", "__doc__": _Device.__doc__})
 
 
-KIB = 1024
-MIB = 1024 * KIB
-
-_SHARED_MEMORY_KIB = {
-    (7, 0): (96, 96),
-    (7, 5): (64, 64),
-    (8, 0): (164, 163),
-    (8, 6): (100, 99),
-    (8, 9): (100, 99),
-    (9, 0): (228, 227),
-    (10, 0): (228, 227),
-    (12, 0): (100, 99),
-}
-"""By compute capability, KiB per multiprocessor and, opted in, per block (CUDA C++ Programming
-Guide, "Technical Specifications per Compute Capability")."""
-
-
 class Uuid(uuid.UUID):
     """``torch._C._CUuuid``: the unique name of a device (torch/csrc/cuda/Module.cpp)."""
 
@@ -358,7 +343,7 @@ class DeviceProperties:
         """Return the properties of ``gpu``."""
         model = gpu.model
         capability = model.compute_capability
-        per_sm, per_block = _SHARED_MEMORY_KIB[capability]
+        limits = LIMITS[capability]
         return cls(
             name=model.full_name,
             major=capability[0],
@@ -367,8 +352,8 @@ class DeviceProperties:
             multi_processor_count=model.sm_count,
             max_threads_per_multi_processor=model.max_threads_per_sm,
             L2_cache_size=model.l2_cache_bytes,
-            shared_memory_per_multiprocessor=per_sm * KIB,
-            shared_memory_per_block_optin=per_block * KIB,
+            shared_memory_per_multiprocessor=limits.shared_memory,
+            shared_memory_per_block_optin=limits.shared_memory_per_block,
             uuid=Uuid(str(uuid.uuid5(uuid.NAMESPACE_OID, f"{model.name}/{gpu.index}"))),
             gcnArchName=model.full_name,
             pci_bus_id=gpu.index,

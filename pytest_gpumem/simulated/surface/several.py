@@ -87,7 +87,8 @@ def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) 
     if len(tensors) != 1:
         _refuse("torch.nn.parallel.comm.gather")
     part = tensors[0]
-    device = "cpu" if destination == -1 else torch.device("cuda", destination)
+    gpu = torch.cuda.current_device() if destination is None else destination
+    device = torch.device("cpu") if gpu == -1 else torch.device("cuda", gpu)
     form = suggest_memory_format(part)
     result = torch.empty(part.shape, dtype=part.dtype, device=device, memory_format=form)
     return result.copy_(part, non_blocking=result.is_cuda)
