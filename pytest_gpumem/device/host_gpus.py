@@ -102,7 +102,13 @@ def settled(choice: DeviceChoice, baselines: Path) -> DeviceChoice:
     reason = why_not(baselines)
     if reason is None:
         return choice._replace(kind="dry", of_auto=True)
-    return choice._replace(not_dry="" if reason in _EXPECTED else reason)
+    is_known = reason in _EXPECTED or reason == os.environ.get(REFUSED)
+    tried = reason.startswith(TRIED)
+    return choice._replace(not_dry="" if is_known and not tried else reason.removeprefix(TRIED))
+
+
+TRIED = "it was tried: "
+"""The beginning of a refusal by this plugin; what else sets the variable has its own reasons."""
 
 
 _DRIVER = "NVIDIA's driver is installed"

@@ -50,7 +50,7 @@ def _seeded_on_host() -> Iterator[_Restore]:
     yield lambda: put_back(python)
     numpy: Any = sys.modules.get("numpy")
     if hasattr(numpy, "random"):
-        found, put_numpy_back = numpy.random.get_state(), numpy.random.set_state
+        found, put_numpy_back = numpy.random.get_state(legacy=False), numpy.random.set_state
         numpy.random.seed(SEED % 2**32)
         yield lambda: put_numpy_back(found)
     # torch.manual_seed would import the modules of other devices.

@@ -209,7 +209,7 @@ class _Pass:
         now = torch.cuda.memory_allocated()
         given = list(tensors_in(arguments, DEEPEST))
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        storages, size = frozenset(map(_storage, given)), sum(one.nbytes for one in (*given, *own))
+        storages, size = frozenset(map(_storage, given)), sum(map(_bytes, (*given, *own)))
         self._open.append(_Open(layer, module, now, self._flops(), now, storages, size))
 
     def _leave(self, outputs: Any) -> None:
@@ -232,9 +232,9 @@ class _Pass:
         read, made = (prod(shape) for shape in first)
         counts = (count for kinds, count in _COUNTS if isinstance(call.module, kinds))
         multiply_adds, flops = next(counts, lambda *_: (0, 0))(call.module, read, made)
-        written = sum(one.nbytes for one in outputs)
+        written = sum(map(_bytes, outputs))
         own = {_storage(one): one for one in outputs if _storage(one) not in call.storages}
-        held = sum(one.nbytes for one in own.values())
+        held = sum(map(_bytes, own.values()))
         for each in self._open:
             each.flops += flops
             each.layer.multiply_adds += multiply_adds
@@ -254,6 +254,11 @@ class _Pass:
 
 def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
     return (tuple(tensor.shape) for tensor in tensors_in(value, DEEPEST))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of all elements; ``nbytes`` is not defined for sparse tensors."""
+    return tensor.numel() * tensor.element_size()
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -68,9 +68,11 @@ def _further(device: CudaDevice, error: BaseException | None = None) -> Computed
     """Return the values that a run needed and ``device`` has not; ``None`` for none."""
     if not isinstance(device, ComputingDevice):
         return None
-    depends = isinstance(error, UnknownValueError) or device.decided is not None
-    failed = isinstance(error, Exception) and device.made_up
-    return device.following if depends or failed else None
+    is_unknown = isinstance(error, UnknownValueError)
+    if error is not None and not is_unknown and not isinstance(error, Exception):
+        return None  # an interruption
+    depends = is_unknown or device.decided is not None
+    return device.following if depends or (error is not None and device.made_up) else None
 
 
 def predict_measured(name: str, call: Callable[[], Any]) -> Prediction:

@@ -299,7 +299,7 @@ def difference_section(
         missing = "was measured in another environment" if old else "holds no measured test"
         yield f"**Against {code(name)}**: nothing to compare, because it {missing}."
         return
-    compared = (one for key in old & new for one in compare_environments(*sides, key, key))
+    compared = (one for key in sorted(old & new) for one in compare_environments(*sides, key, key))
     found = [pair for one in compared if (pair := _difference(one))]
     if not found:
         yield f"**Against {code(name)}**: no peak changed."

@@ -78,7 +78,8 @@ def _answer(run: Run, device: Device) -> Answer:
     ending, sentence = _ending(run)
     computing = device if isinstance(device, ComputingDevice) else None
     made_up = computing is not None and computing.following is not None and computing.made_up
-    if computing is not None and computing.decided is not None:
+    is_interrupted = ending == endings.INTERRUPTED
+    if computing is not None and computing.decided is not None and not is_interrupted:
         ending, sentence = endings.UNKNOWN, computing.decided
     depends = ending == endings.UNKNOWN or (made_up and ending in (endings.RAISED, endings.EXITED))
     found = run.out_of_memory

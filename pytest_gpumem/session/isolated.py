@@ -122,8 +122,9 @@ class Isolation:
         """The input that a worker of pytest-xdist would receive."""
         config = self._config
         if hasattr(config, "workerinput"):
-            received: Mapping[str, Any] = config.workerinput
-            return received
+            # Not the channel of shared devices: the child shares none.
+            received = config.workerinput.items()
+            return {name: value for name, value in received if _can_travel(value)}
         own: dict[str, Any] = {"workerid": "master", "workercount": 1}
         node = SimpleNamespace(config=config, workerinput=own)
         hook = getattr(config.hook, "pytest_configure_node", None)

@@ -18,7 +18,7 @@ import pytest
 
 from pytest_gpumem.cached_answers import watch
 from pytest_gpumem.device import Computed, DeviceError
-from pytest_gpumem.device.host_gpus import REFUSED, has_driver
+from pytest_gpumem.device.host_gpus import REFUSED, TRIED, has_driver
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
 from pytest_gpumem.session.expected import Expectations
@@ -229,7 +229,7 @@ def _begin_dry(config: pytest.Config, settings: Settings, *, controls: bool) -> 
     except pytest.UsageError as error:
         if not settings.device.of_auto:
             raise
-        os.environ[REFUSED] = str(error)
+        os.environ[REFUSED] = f"{TRIED}{error}"
         return False
     return True
 

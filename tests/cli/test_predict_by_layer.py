@@ -210,3 +210,30 @@ def test_a_model_on_the_cpu_is_said_to_be_there(gpumem: Command, tmp_path: Path)
     )
     assert "keeps 0 B" not in " ".join(printed)
     assert "nothing was allocated" not in " ".join(gpumem("net.py:model")[1])
+
+
+GRAPH = """
+    import torch
+    from torch import nn
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 4))
+            self.register_buffer("neighbours", torch.eye(16).to_sparse())
+
+        def forward(self, x):
+            return torch.sparse.mm(self.neighbours, x @ self.weight)
+
+    def model():
+        return Layer().cuda(), torch.zeros(16, 8, device="cuda")
+"""
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_a_layer_with_a_sparse_buffer(gpumem: Command, tmp_path: Path) -> None:
+    """Its input, its weight, and the buffer as if all its numbers were there."""
+    (tmp_path / "graph.py").write_text(dedent(GRAPH))
+    (layer,) = gpumem.json("graph.py:model")
+
+    assert layer["read"] == 4 * (16 * 8 + 8 * 4 + 16 * 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,3 +51,21 @@ def test_generators_of_gpus_that_none_has_used_stay_new() -> None:
             with own_numbers():
                 torch.randn(3, device="cuda")
             assert draw() == expected
+
+
+def test_a_generator_of_numpy_s_own_kind_comes_back() -> None:
+    """Its state has another form, of which NumPy warns where the old one is asked for."""
+    numpy: Any = np.random  # whose types lack the two functions
+    before = numpy.get_bit_generator()
+    numpy.set_bit_generator(np.random.PCG64(7))
+    try:
+        with simulate("T4"):
+            with own_numbers():
+                np.random.rand()
+            with own_numbers():
+                pass
+        found = np.random.rand()
+        numpy.set_bit_generator(np.random.PCG64(7))
+        assert found == np.random.rand()
+    finally:
+        numpy.set_bit_generator(before)

@@ -71,8 +71,15 @@ def test_a_process_that_has_torch_already_is_simulated(
 def test_a_runtime_that_cannot_be_loaded_is_not_tried_again(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(host_gpus.REFUSED, "the dry runtime cannot be built")
-    assert chosen().kind == "auto"
+    monkeypatch.setenv(host_gpus.REFUSED, f"{host_gpus.TRIED}the dry runtime cannot be built")
+    assert (chosen().kind, chosen().not_dry) == ("auto", "the dry runtime cannot be built")
+
+
+def test_a_refusal_of_the_user_s_own_is_no_news(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(host_gpus.REFUSED, "numbers of the simulated device")
+    assert (chosen().kind, chosen().not_dry) == ("auto", "")
 
 
 def test_a_driver_means_a_gpu(machine: Path) -> None:

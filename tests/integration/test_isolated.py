@@ -108,6 +108,21 @@ def test_baselines_and_workers(project: Project) -> None:
     assert sorted(stored) == ["test_apart", "test_here"]
 
 
+def test_it_has_a_process_of_its_own_beside_workers_that_share_a_device(project: Project) -> None:
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem(isolate=True)
+        def test_apart():
+            torch.ones(1024, device="cuda")
+
+        @pytest.mark.gpumem
+        def test_here():
+            torch.ones(2048, device="cuda")
+        """
+    )
+    project.run_apart("-n2", "--gpumem-share").assert_outcomes(passed=2)
+
+
 @pytest.mark.parametrize("options", [("-k", "apart"), ("-m", "gpumem", "-x")])
 def test_what_chose_the_test_does_not_hold_in_its_process(
     project: Project, options: tuple[str, ...]
