@@ -42,7 +42,9 @@ def run(code: str, kind: str = "symbolic") -> None:
     """
     command = [str(quick(kind)), "-c", PRELUDE + textwrap.dedent(code)]
     ran = subprocess.run(command, capture_output=True, text=True)
-    assert (ran.returncode, ran.stderr) == (0, "")
+    # Torch's own line on a machine with CUDA's compiler and no GPU (torch/utils/cpp_extension.py).
+    errors = [line for line in ran.stderr.splitlines() if "No CUDA runtime is found" not in line]
+    assert (ran.returncode, errors) == (0, [])
 
 
 def test_a_training_step_imports_none_of_it() -> None:
