@@ -41,7 +41,8 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     ``computed`` selects the values that the CPU computes. With ``requested`` the process is a rank
     of several. As many of them share a machine as there are ``gpus``, and the GPU of the rank is
-    the tests' own. ``index`` is that of a rank that torchrun has started.
+    the tests' own. ``index`` is that of a rank that torchrun has started. Where a test
+    ``runs_again`` that fails by an unknown value, its first run may count with unknown integers.
     """
 
     context = 0
@@ -56,6 +57,7 @@ class DryDevice(CudaDevice, ComputingDevice):
         requested: RequestedRank | None = None,
         gpus: int = 1,
         index: int | None = None,
+        runs_again: bool = True,
     ) -> None:
         super().__init__(index)
         machine = find_machine(name)
@@ -65,7 +67,9 @@ class DryDevice(CudaDevice, ComputingDevice):
         self._leftover = LeftoverBlocks(self._blocks)
         self._collector = Collector()
         self._follower = Follower(
-            follows=computed > Computed.AT_FIRST, everything=computed is Computed.ALL
+            follows=computed > Computed.AT_FIRST,
+            everything=computed is Computed.ALL,
+            makes_up_integers=runs_again,
         )
         self._fixtures = Fixtures(self._blocks, self._leftover, self._follower.values.moving)
         self._requested = requested

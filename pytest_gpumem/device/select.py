@@ -28,6 +28,8 @@ class DeviceSelector:
         self.stand_ins = True
         """Whether simulated tests may import flash-attn where it is not installed."""
         self.compile = "auto"
+        self.runs_again = True
+        """Whether tests that fail by a value which is not computed run again with values."""
         self.world: World | None = None
         """The rank that torchrun has started this process as."""
         self._simulated: dict[tuple[str, bool, RequestedRank | None], Device] = {}
@@ -142,6 +144,7 @@ class DeviceSelector:
                 requested=key[1],
                 gpus=1 if is_partitioned else sum(one.count for one in machines),
                 index=None if world is None else world.local_rank,
+                runs_again=self.runs_again,
             )
         return self._dry_devices[key]
 
@@ -181,6 +184,7 @@ class DeviceSelector:
                     stand_ins=self.stand_ins,
                     compile=self.compile,
                     requested=requested,
+                    runs_again=self.runs_again,
                 )
             except (AllocatorError, WorldError) as error:
                 raise DeviceError(str(error)) from error

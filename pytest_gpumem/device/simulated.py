@@ -40,7 +40,8 @@ class SimulatedDevice(ComputingDevice):
     ``real_values`` the CPU computes all values, so that tests can read them.
     With ``stand_ins`` tests may import flash-attn where it is not installed. ``compile`` selects
     the treatment of compiled code, as in ``simulate``. With ``requested`` the process is one rank
-    of several, whose GPU is the tests' own.
+    of several, whose GPU is the tests' own. Where a test ``runs_again`` that fails by an unknown
+    value, its first run may count with unknown integers.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class SimulatedDevice(ComputingDevice):
         stand_ins: bool = True,
         compile: str = "auto",
         requested: RequestedRank | None = None,
+        runs_again: bool = True,
     ) -> None:
         machine = find_machine(name)
         self._requested = requested
@@ -68,7 +70,7 @@ class SimulatedDevice(ComputingDevice):
             machine, world=world, real_values=real_values, stand_ins=stand_ins, compile=compile
         )
         self._simulation = self._gpus[0].simulation
-        self._simulation.runs_again = True
+        self._simulation.runs_again = runs_again
         self.index = self._simulation.first_index
         self._own = self._gpus[self.index]
         self._set_up: dict[object, _SetUp] = {}

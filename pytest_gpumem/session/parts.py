@@ -251,6 +251,7 @@ def selector_of(config: pytest.Config, settings: Settings) -> DeviceSelector:
     selector = config.stash.get(SELECTOR, None) or DeviceSelector(settings.device)
     selector.stand_ins = settings.sim_stand_ins != "off"
     selector.compile = settings.sim_compile
+    selector.runs_again = settings.sim_values == "auto"
     return selector
 
 

@@ -41,6 +41,10 @@ TESTS = """
             pass
 
     @pytest.mark.gpumem
+    def test_sizes():
+        torch.empty(torch.rand(3, device="cuda").argmax().item(), device="cuda")
+
+    @pytest.mark.gpumem
     def test_runs():
         torch.rand(3, device="cuda")
 """
@@ -51,7 +55,7 @@ def test_tests_that_need_values_are_skipped_with_the_line(project: Project) -> N
 
     result = project.run("-rs", NEVER)
 
-    result.assert_outcomes(passed=1, skipped=5)
+    result.assert_outcomes(passed=1, skipped=6)
     result.stdout.fnmatch_lines_random(
         [
             "SKIPPED*bool() at test_values.py:* depends on a value of a CUDA tensor*",

@@ -133,7 +133,7 @@ def _programs(frames: list[Frame]) -> list[Frame]:
 class Follower:
     """A follower of the values of the tests on one device, one after the other."""
 
-    def __init__(self, *, follows: bool, everything: bool) -> None:
+    def __init__(self, *, follows: bool, everything: bool, makes_up_integers: bool = True) -> None:
         self.notes = Notes()
         """Notes for readers of the numbers of the present test."""
         self._storages = Storages()
@@ -146,6 +146,7 @@ class Follower:
             lambda: self.following(of_torch=True),
             followed=follows,
             everything=everything,
+            makes_up_integers=makes_up_integers,
         )
         self._memory = Memory(self.reads.unknown_read)
         self.values = DryValues(self._memory, self._storages, self.notes, everything=everything)

@@ -81,11 +81,12 @@ class Reads:
         *,
         followed: bool,
         everything: bool,
+        makes_up_integers: bool,
     ) -> None:
         """Keep ``refusal``, which returns the error for a read: :meth:`DryValues.refusal`.
 
         ``holds`` returns whether the values of a tensor are known, and ``following`` a context in
-        which operators are followed.
+        which operators are followed. An unknown integer of ``item()`` is an error, or made up.
         """
         self.thread = ThreadReads()
         self.decided: str | None = None
@@ -99,6 +100,7 @@ class Reads:
         self._following = following
         self._followed = followed
         self._everything = everything
+        self._makes_up_integers = makes_up_integers
         self._interrupted: dict[int, type[BaseException]] = {}
         self._patches = Patches()
         # Functions, not methods of this object, which would not receive their tensor.
@@ -181,7 +183,8 @@ class Reads:
         seed = None if tensor.dtype.is_floating_point else drawn_seed(torch.cuda.current_device())
         if seed is not None:
             return seed
-        is_integer = in_python and raw.is_integer(tensor.dtype)
+        may_be_integer = in_python and self._makes_up_integers
+        is_integer = may_be_integer and raw.is_integer(tensor.dtype)
         if self._everything or not (tensor.dtype.is_floating_point or is_integer):
             self.refuse("item()")
         self._note_first("item()")
