@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -27,13 +27,18 @@ MOST_LINES = 12
 OPERATOR = re.compile(r"\bat::_ops::(\w+?)::(?:call|redispatch)\b")
 NODE = re.compile(r"\btorch::autograd::(?:generated::)?(\w+)::apply\b")
 """Functions in C++ frames: an operator, a node of autograd."""
-ALLOCATES_WORKSPACE = re.compile(
+_CUBLAS = re.compile(
     r"\bat::cuda::(getNewWorkspace|setWorkspaceForHandle|allocateCUDABlasWorkspace"
     r"|getCUDABlasLtWorkspace)\b"
 )
 """Functions of aten/src/ATen/cuda/CublasHandlePool.cpp that allocate workspaces of cuBLAS, the
 first one up to torch 2.9, the second one from 2.10 to 2.14, the third one since 2.15; and of
 cuBLASLt."""
+_CUDNN = re.compile(r"\bat::native::(run_\w*conv\w*|cudnn_convolution\w*|convolution_backward)\b")
+"""Functions that allocate the workspace of a convolution's plan (native/cudnn/Conv_v8.cpp, torch 2.6
+to 2.15), or call one without a name in 2.15; all of them make tensors by ``empty``."""
+_ALLOCATING = re.compile(r"^\?\?$|^torch::|^c10::|\bCUDACachingAllocator\b")
+"""Frames between a recorded allocation and the function that requests it."""
 _MEMORY_ONLY = re.compile(r"_?(?:empty|new_empty|resize)(?:_|$)")
 """Operators that only allocate, for the operator that called them."""
 _OVERLOAD = re.compile(
@@ -57,7 +62,7 @@ class StackFacts:
     during: str = ""
     """``forward``, ``backward``, ``step``, ``making`` of parameters, or empty."""
     library: bool = False
-    """Whether it is a workspace of cuBLAS."""
+    """Whether it is a workspace of a library, cuBLAS or cuDNN."""
     stack: tuple[str, ...] = ()
     """``path:line function`` of the frames in Python, the innermost first."""
 
@@ -90,9 +95,17 @@ def stack_facts(frames: Sequence[Frame], paths: Mapping[str, str]) -> StackFacts
         function=None if line is None else line["name"],
         operator=node or _operator(symbols) or _called(python),
         during="backward" if node else _during(python),
-        library=any(ALLOCATES_WORKSPACE.search(name) for name in symbols),
+        library=library_of(symbols) is not None,
         stack=tuple(shown),
     )
+
+
+def library_of(symbols: Iterable[str]) -> str | None:
+    """Return the library whose workspace is requested by C++ functions, the innermost first."""
+    names = [name for name in symbols if not _ALLOCATING.search(name)]
+    if any(map(_CUBLAS.search, names)):
+        return "cuBLAS"
+    return "cuDNN" if names and _CUDNN.search(names[0]) else None
 
 
 def category(facts: StackFacts, *, kept: bool) -> str:

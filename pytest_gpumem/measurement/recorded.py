@@ -18,7 +18,7 @@ import torch
 
 from pytest_gpumem.allocator.blocks import round_size
 from pytest_gpumem.allocator.trace import FREE
-from pytest_gpumem.attribution.frames import ALLOCATES_WORKSPACE, NODE, OPERATOR
+from pytest_gpumem.attribution.frames import NODE, OPERATOR, library_of
 from pytest_gpumem.attribution.history import SUPPLY, Event, Origin
 from pytest_gpumem.jsonfile import replace_file
 from pytest_gpumem.measurement.phases import position_on
@@ -60,8 +60,8 @@ class RecordedOrigin:
 
     @cached_property
     def library(self) -> str | None:
-        """The library, cuBLAS, whose workspace request appears in C++ frames."""
-        return "cuBLAS" if self._found(ALLOCATES_WORKSPACE) else None
+        """The library whose workspace request appears in C++ frames."""
+        return library_of(self._native)
 
     @cached_property
     def node(self) -> str | None:
@@ -97,9 +97,13 @@ class RecordedOrigin:
     @cached_property
     def _symbols(self) -> list[str]:
         """The functions of ``at::_ops`` below Python, innermost first; needs C++ frames."""
+        return [match[1] for name in self._native if (match := OPERATOR.search(name))]
+
+    @property
+    def _native(self) -> list[str]:
+        """The functions below Python, innermost first; needs C++ frames."""
         cpp = takewhile(lambda frame: not frame["filename"].endswith(".py"), self.frames)
-        names = (frame["name"] for frame in cpp)
-        return [match[1] for name in names if (match := OPERATOR.search(name))]
+        return [frame["name"] for frame in cpp]
 
     def _called(self) -> str | None:
         """Return the outermost function of torch between the allocation and the user's code."""

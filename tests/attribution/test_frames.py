@@ -111,6 +111,25 @@ def test_cublas_is_seen_by_the_function_that_allocates_its_workspace(function: s
     assert stack_facts(native(function, "at::_ops::mm::call()"), {}).library
 
 
+ALLOCATING = ("torch::unwind::unwind()", "??", "c10::cuda::CUDACachingAllocator::allocate()")
+
+
+@pytest.mark.parametrize(
+    ("functions", "library"),
+    [
+        # As the history of torch's CUDA builds names them: of 2.6, 2.15, and of a tensor in 2.15.
+        (("at::native::run_conv_plan(cudnnContext*)", "at::native::try_configs()"), True),
+        (("at::native::cudnn_convolution(at::Tensor const&)", "at::_ops::mm::call()"), True),
+        (("at::native::convolution_backward(at::Tensor const&)",), True),
+        (("at::detail::empty_cuda()", "at::native::cudnn_convolution()"), False),
+    ],
+)
+def test_cudnn_s_workspace_is_requested_by_a_convolution_itself(
+    functions: tuple[str, ...], library: bool
+) -> None:
+    assert stack_facts(native(*ALLOCATING, *functions), {}).library is library
+
+
 def test_what_is_no_frame_is_left_out() -> None:
     odd: list[Any] = [7, {"filename": 3, "name": "f"}, {"filename": "a.py"}]
     assert frames_in({"frames": [*odd, *TRAIN]}) == TRAIN
