@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pytest_gpumem.device import Computed
 from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.errors import UnknownValueError
 from pytest_gpumem.values.measurement import Measurement
 
 if TYPE_CHECKING:
@@ -148,6 +149,16 @@ class ComputingDevice(Device):
     def decided(self) -> str | None:
         """Why a further run is needed though nothing failed; ``None`` where it is not."""
         return None
+
+    def why_again(self, error: BaseException | None, *, failed: bool) -> str | None:
+        """Return why a run that ended by ``error`` needs more values; ``None`` where it does not.
+
+        ``failed`` is whether it failed by an exception of its own code.
+        """
+        if isinstance(error, UnknownValueError):
+            return str(error)
+        made_up = "it failed after it read a value that is not computed"
+        return self.decided or (made_up if failed and self.made_up else None)
 
     @property
     def made_up(self) -> bool:

@@ -68,11 +68,9 @@ def _further(device: CudaDevice, error: BaseException | None = None) -> Computed
     """Return the values that a run needed and ``device`` has not; ``None`` for none."""
     if not isinstance(device, ComputingDevice):
         return None
-    is_unknown = isinstance(error, UnknownValueError)
-    if error is not None and not is_unknown and not isinstance(error, Exception):
+    if error is not None and not isinstance(error, (Exception, UnknownValueError)):
         return None  # an interruption
-    depends = is_unknown or device.decided is not None
-    return device.following if depends or (error is not None and device.made_up) else None
+    return device.following if device.why_again(error, failed=error is not None) else None
 
 
 def predict_measured(name: str, call: Callable[[], Any]) -> Prediction:

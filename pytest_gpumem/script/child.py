@@ -78,10 +78,13 @@ def _answer(run: Run, device: Device) -> Answer:
     ending, sentence = _ending(run)
     computing = device if isinstance(device, ComputingDevice) else None
     made_up = computing is not None and computing.following is not None and computing.made_up
-    is_interrupted = ending == endings.INTERRUPTED
-    if computing is not None and computing.decided is not None and not is_interrupted:
-        ending, sentence = endings.UNKNOWN, computing.decided
-    depends = ending == endings.UNKNOWN or (made_up and ending in (endings.RAISED, endings.EXITED))
+    again = None
+    if computing is not None and ending != endings.INTERRUPTED:
+        failed = made_up and ending in (endings.RAISED, endings.EXITED)
+        is_unknown = ending == endings.UNKNOWN
+        again = sentence if is_unknown else computing.why_again(None, failed=failed)
+        if computing.decided is not None:
+            ending, sentence = endings.UNKNOWN, computing.decided
     found = run.out_of_memory
     return Answer(
         ending,
@@ -95,7 +98,8 @@ def _answer(run: Run, device: Device) -> Answer:
         found.to_dict() if found else None,
         tuple(found.lines()) if found else (),
         made_up=made_up,
-        further=computing.following if computing is not None and depends else None,
+        again=again or "",
+        further=computing.following if computing is not None and again else None,
         work=computing.work.seconds if computing is not None else 0.0,
     )
 

@@ -87,6 +87,8 @@ class Answer(Plain):
     post_mortem: tuple[str, ...] = ()
     made_up: bool = False
     """Whether the run used a value that was not computed."""
+    again: str = ""
+    """Why the run depends on a value that was not computed; empty where it does not."""
     further: Computed | None = None
     """The values with which another run may get further; ``None`` for none."""
     work: float = 0.0
@@ -97,8 +99,6 @@ class Answer(Plain):
         takes_too_long = self.further is Computed.ALL and self.work > seconds
         return None if takes_too_long else self.further
 
-
-_MADE_UP = "it failed after it read a value that is not computed"
 
 GRACE = 120.0
 """Seconds that a script may take to end after it has been stopped, start and answer included."""
@@ -143,8 +143,7 @@ def run_on(script: Script, gpu: str, *, steps: int, seconds: float, quiet: bool)
     request = Request(script, gpu, steps, seconds, Path())
     answer = _answered(request, quiet=quiet)
     while (computed := answer.next_values(seconds)) is not None:
-        sentence = answer.sentence if answer.ending == UNKNOWN else _MADE_UP
-        why = sentence.partition(", which")[0]
+        why = answer.again.partition(", which")[0]
         _print(f"{script.name} runs again, with {_VALUES[computed]} on the CPU: {why}")
         request = replace(request, computed=computed, again=why)
         answer = _answered(request, quiet=quiet)

@@ -27,7 +27,7 @@ import pytest
 from pytest_gpumem.device import Computed
 from pytest_gpumem.device.device import ComputingDevice, Device
 from pytest_gpumem.simulated.distributed.worst import Taken, Worst
-from pytest_gpumem.values.errors import HostMemoryError, UnknownValueError, WorkLimitError
+from pytest_gpumem.values.errors import HostMemoryError, WorkLimitError
 
 if TYPE_CHECKING:
     from pytest_gpumem.options import Settings
@@ -87,13 +87,8 @@ def run_with_values(
         return None
     error = collected_error(item) if error is None else error
     failed = isinstance(error, (Exception, pytest.fail.Exception)) and current.body_raised
-    if isinstance(error, UnknownValueError):
-        reason = str(error)
-    elif device.decided is not None:
-        reason = device.decided
-    elif failed and device.made_up:
-        reason = "it failed after it read a value that is not computed"
-    else:
+    reason = device.why_again(error, failed=failed)
+    if reason is None:
         return None
     following = error
     while following is not None:  # their frames hold memory, in cycles, and are not displayed

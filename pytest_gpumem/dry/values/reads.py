@@ -26,6 +26,7 @@ from pytest_gpumem.simulated.machine.values.assumptions import (
     FINITE,
     drawn_seed,
     is_printing,
+    printing,
     taken_for_granted,
 )
 from pytest_gpumem.simulated.machine.values.neutral import (
@@ -259,7 +260,7 @@ class Reads:
         """
         if tensor.__class__ not in raw.PLAIN or not tensor.is_cuda:
             return str(_repr(tensor, **kwargs))
-        with self._following():
+        with self._following(), printing():
             text = str(_repr(tensor, **kwargs))
         is_known = self._everything or (self._holds(tensor) and not self._is_outdated(tensor))
         return text if is_known else dots(tensor, tensor.device)

@@ -26,7 +26,7 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
     """
     states: list[torch.Tensor] = []
     offsets: dict[bytes, int] = {}
-    """Of :data:`states`, which are the CPU's and draw the numbers, by their bytes."""
+    """The offset that stands for each of ``states``, by the bytes of the state."""
 
     class Kind(type(real)):  # type: ignore[misc]  # stays a class for isinstance()
         def __instancecheck__(cls, value: object) -> bool:

@@ -12,7 +12,11 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import callers_line, is_own, user_line
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage
-from pytest_gpumem.simulated.machine.values.assumptions import is_printing, taken_for_granted
+from pytest_gpumem.simulated.machine.values.assumptions import (
+    is_printing,
+    printing,
+    taken_for_granted,
+)
 from pytest_gpumem.simulated.machine.values.neutral import (
     NeutralFloat,
     NeutralInt,
@@ -117,7 +121,7 @@ class TensorReads:
         is_unknown = self._is_unknown(tensor)
         if block is not None and tensor.layout is torch.strided:
             self._machine.streams.host_waits(block.device.index)
-            with torch.no_grad():
+            with torch.no_grad(), printing():
                 contents = torch._tensor_str._tensor_str(tensor, len("tensor("))
             kwargs = {"tensor_contents": contents, **kwargs}
         if not is_unknown:

@@ -7,7 +7,9 @@ the special ones, nor negative.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
@@ -99,36 +101,29 @@ def drawn_seed(device: int) -> int | None:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
 
 
-_PRINTING = "torch._tensor_str"
-"""The module that formats a tensor."""
+class _Here(threading.local):
+    prints = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Format a tensor inside, in this thread: nothing but its text depends on its numbers."""
+    before, _here.prints = _here.prints, True
+    try:
+        yield
+    finally:
+        _here.prints = before
 
 
 def is_printing() -> bool:
-    """Return whether the caller reads a number only to print the tensor that it belongs to."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (_module_of(frame).startswith(_OWN) or frame.f_globals is _FORMAT):
-        frame = frame.f_back
-    return frame is not None and _module_of(frame) == _PRINTING
+    """Return whether this thread formats a tensor."""
+    return _here.prints
 
-
-_FORMAT = vars(torch._tensor)
-"""The module of ``Tensor.__format__``, which calls ``item()``."""
 
 _COMPARING = ("transformers.generation.", "transformers.modeling_utils")
-
-
-def _is_special_token(answer: bool) -> Assumption:
-    def assume(values: Known, args: Args, result: Any) -> None:
-        if is_printing():
-            values.keep(result, torch.full(result.shape, answer, device="cpu"))
-        if args[0].dtype.is_floating_point or "transformers" not in sys.modules:
-            return
-        if _caller(_OWN, "torch.")[0].startswith(_COMPARING):
-            values.notes.granted = True
-            values.notes.note(GENERATION)
-            values.keep(result, torch.full(result.shape, answer, device="cpu"))
-
-    return assume
 
 
 def _is_printed(answer: bool) -> Assumption:
@@ -136,6 +131,21 @@ def _is_printed(answer: bool) -> Assumption:
 
     def assume(values: Known, args: Args, result: Any) -> None:
         if is_printing():
+            values.keep(result, torch.full(result.shape, answer, device="cpu"))
+
+    return assume
+
+
+def _is_special_token(answer: bool) -> Assumption:
+    assume_printed = _is_printed(answer)
+
+    def assume(values: Known, args: Args, result: Any) -> None:
+        assume_printed(values, args, result)
+        if args[0].dtype.is_floating_point or "transformers" not in sys.modules:
+            return
+        if _caller(_OWN, "torch.")[0].startswith(_COMPARING):
+            values.notes.granted = True
+            values.notes.note(GENERATION)
             values.keep(result, torch.full(result.shape, answer, device="cpu"))
 
     return assume
