@@ -143,6 +143,18 @@ def test_seeds_the_dropout_of_layers():
     output, _ = nn.LSTM(4, 4, 2, dropout=0.5).cuda()(torch.ones(3, 2, 4, device="cuda"))
     output.sum().backward()
 
+def test_custom_operators():
+    # Defined again by the second run.
+    @torch.library.custom_op("of_values::twice", mutates_args=())
+    def twice(numbers: torch.Tensor) -> torch.Tensor:
+        return numbers * 2
+    twice.register_autograd(lambda context, grad: grad * 2)
+    numbers = torch.arange(4.0, device="cuda").requires_grad_()
+    product = twice(numbers)
+    product.sum().backward()
+    assert product.tolist() == [0, 2, 4, 6]
+    assert numbers.grad.tolist() == [2, 2, 2, 2]
+
 def test_draws():
     torch.manual_seed(3)
     expected = torch.randn(5)
@@ -319,6 +331,7 @@ def notes(test: Any) -> str:
         ("test_updates_by_sparse_gradients", False),
         ("test_gradients_of_tables", False),
         ("test_seeds_the_dropout_of_layers", False),
+        ("test_custom_operators", False),
         ("test_draws", True),
         ("test_numbers_on_the_host", True),
         ("test_replays_a_graph", True),

@@ -319,8 +319,11 @@ class _Parts:
     def __call__(self, args: Args, kwargs: Kwargs) -> Any:
         """Run the kernel at the key below, not this one again."""
         func = self._func
-        key = _COMPOSITE if _is_composite(func) else _key_of(args, kwargs)
-        result = func._op_dk(key, *args, **kwargs)
+        if _is_composite(func):
+            result = func._op_dk(_COMPOSITE, *args, **kwargs)
+        else:  # a kernel in Python, which torch calls by a set of keys only
+            keys = torch._C.DispatchKeySet(_key_of(args, kwargs))
+            result = func.redispatch(keys, *args, **kwargs)
         if self._graphs is not None:
             for tensor in tensors_in((result, self._operator.targets(args, kwargs))):
                 if tensor.is_cuda:
