@@ -274,7 +274,7 @@ class SimulatedDevice(ComputingDevice):
 
     @property
     def made_up(self) -> bool:
-        return self._simulation.granted or bool(self._simulation.neutral_reads)
+        return self._simulation.assumed or bool(self._simulation.placeholder_reads)
 
     @property
     def work(self) -> Work:

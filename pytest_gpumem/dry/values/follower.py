@@ -52,7 +52,7 @@ def launches_seen(values: DryValues, graphs: Graphs) -> Iterator[None]:
             values.uncomputed = values.uncomputed or f"the Triton kernel {name}"
             for tensor in tensors_in(_written(stores, kernel, args, kwargs)):
                 if tensor.__class__ in PLAIN and tensor.is_cuda:
-                    graphs.lost(tensor)
+                    graphs.mark_unknown(tensor)
             return result
 
         patches.add(kind, "run", launch)
@@ -194,4 +194,4 @@ class Follower:
     @property
     def made_up(self) -> bool:
         """Whether the present test has read an unknown value."""
-        return self.reads.made_up or self.notes.granted
+        return self.reads.used_placeholder or self.notes.assumed

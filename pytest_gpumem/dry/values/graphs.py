@@ -59,12 +59,12 @@ class _Recording(Recorder[Place]):
         self._values.random.replayed = generator
         return self._values.run(operator, args, kwargs)
 
-    def know(self, view: View[Place]) -> None:
+    def mark_known(self, view: View[Place]) -> None:
         """Mark the present content as the values of ``view``."""
         self._values.replayed(view.place[0], known=True)
-        self._memory.know(_place_of(view))
+        self._memory.mark_known(_place_of(view))
 
-    blank = know
+    mark_uninitialized = mark_known
 
     def forget(self, view: View[Place]) -> None:
         """Mark the values of ``view`` as unknown."""
@@ -140,9 +140,9 @@ class Graphs:
         if self._under_way:
             self._under_way[-1].add(operator, args, kwargs, result)
 
-    def lost(self, tensor: torch.Tensor) -> None:
+    def mark_unknown(self, tensor: torch.Tensor) -> None:
         """Forget the values of ``tensor``, to which a kernel writes unknown ones now, or later."""
         if not torch.cuda.is_current_stream_capturing():
-            self._values.lost(tensor)
+            self._values.mark_unknown(tensor)
         elif self._under_way and tensor.layout is torch.strided:
             self._under_way[-1].wrote([tensor])

@@ -23,7 +23,9 @@ from pytest_gpumem.sizes import MIB
 class DryValues(Values):
     """The results of operators, and read facts, written to memory that torch's own code reads."""
 
-    lacking = "which a dry GPU does not have: no copy has brought it, and kernels compute nothing"
+    why_unknown = (
+        "which a dry GPU does not have: no copy has brought it, and kernels compute nothing"
+    )
 
     def __init__(
         self, memory: Memory, storages: Storages, notes: Notes, *, everything: bool
@@ -39,13 +41,13 @@ class DryValues(Values):
         self.random = RandomNumbers()
         """The numbers that operators draw."""
 
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+    def track(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record the values of ``tensors`` that copies, and no followed operator, have written."""
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 continue
             key = storage_key(tensor)
-            if key in self._bases or key in self._blank:
+            if key in self._bases or key in self._uninitialized:
                 continue
             start, size = self._memory.place_of(tensor)
             if not size:
@@ -63,7 +65,7 @@ class DryValues(Values):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether the values of ``tensor`` are known."""
-        self.adopt([tensor])
+        self.track([tensor])
         return self.of(tensor) is not None
 
     def end(self) -> None:
@@ -109,18 +111,18 @@ class DryValues(Values):
 
         return moved
 
-    def adopt_whole(self, tensor: torch.Tensor, infinite: Infinity) -> bool:
+    def track_whole(self, tensor: torch.Tensor, infinite: Infinity) -> bool:
         """Record the values of ``tensor``, a copy's target; return whether all are known."""
         key = storage_key(tensor)
         if key in self._bases:
             return False
-        self.adopt([tensor])
+        self.track([tensor])
         self._stated.pop(key, None)
         if infinite:
             self._set_fact(tensor, Fact(infinite=infinite))
         return key in self._bases
 
-    def lost(self, tensor: torch.Tensor) -> None:
+    def mark_unknown(self, tensor: torch.Tensor) -> None:
         """Forget the values of ``tensor`` and of its storage."""
         self.forget(storage_key(tensor))
         if tensor.layout is torch.strided and raw.is_on_device(tensor):
@@ -133,7 +135,7 @@ class DryValues(Values):
         if uniform is not None:
             place = self._memory.place_of(tensor)
             seen_by_cpu(place, tensor.dtype).fill_(uniform)
-            self._memory.know(place)
+            self._memory.mark_known(place)
             self._places[key] = place
 
     def forget_copied(self, result: Any, args: Args, kwargs: Kwargs) -> None:
@@ -143,7 +145,9 @@ class DryValues(Values):
         has a kernel change that afterwards.
         """
         made = [each for each in on_device(result) if storage_key(each) not in self._bases]
-        given = self._blank.union(map(storage_key, on_device((args, kwargs)))) if made else ()
+        given = (
+            self._uninitialized.union(map(storage_key, on_device((args, kwargs)))) if made else ()
+        )
         for tensor in made:
             if storage_key(tensor) not in given:
                 self._memory.forget(self._memory.place_of(tensor))
@@ -188,11 +192,11 @@ class DryValues(Values):
     ) -> None:
         """Take the memory at ``place`` for the values of the storage of ``tensor``."""
         if not place[1]:
-            return  # without elements, which :meth:`adopt` handles
+            return  # without elements, which :meth:`track` handles
         key = storage_key(tensor)
         self.put(key, seen_by_cpu(place, dtype or tensor.dtype))
         self._places[key] = place
-        self._memory.know(place)
+        self._memory.mark_known(place)
         self._watch_at(place, key)
 
     def _keeps(self, tensor: torch.Tensor) -> bool:

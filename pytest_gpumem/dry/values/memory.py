@@ -83,7 +83,7 @@ class Memory:
         """Return whether ``place`` lies in a segment of the device."""
         return bool(not place[1] or self._holds(*place))
 
-    def know(self, place: Place) -> None:
+    def mark_known(self, place: Place) -> None:
         """Mark the present content of ``place`` as its values."""
         if place[1]:
             self._know(*place)

@@ -261,9 +261,9 @@ class Collectives:
                 # Between CPU tensors: every rank's values are taken to be these.
                 if group.size() == 1:
                     kept(Sent(written, read, 0, 1, "", ()))
-                if any(map(self._machine.storages.is_on_host, read)):
+                if any(map(self._machine.storages.is_unknown_on_cpu, read)):
                     for tensor in written:
-                        self._machine.storages.adopt_on_host(tensor)
+                        self._machine.storages.mark_unknown(tensor)
                 return result
             known = self._communicators.get(group.group_name)
             to_each = name in _TO_EACH or (known is not None and known.to_each)
@@ -293,7 +293,7 @@ class Collectives:
             scratch.take(_BARRIER_BYTES)
         splits = given.get("input_split_sizes") or ()
         sent = Sent(written, read, group.rank(), group.size(), self._operation, splits)
-        self._know(collective, sent, given.get("output_split_sizes") or ())
+        self._write_results(collective, sent, given.get("output_split_sizes") or ())
 
         def end() -> None:
             scratch.free()
@@ -314,7 +314,7 @@ class Collectives:
         self._pending.add(work)
         return work
 
-    def _know(self, collective: _Collective, sent: Sent, received: Sequence[int]) -> None:
+    def _write_results(self, collective: _Collective, sent: Sent, received: Sequence[int]) -> None:
         """Write the results that follow if every rank sends the same as this one."""
         tensors = sent.read or sent.written
         known = self._machine.values.of

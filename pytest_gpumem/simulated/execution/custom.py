@@ -153,15 +153,15 @@ def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
         computed = None
-        if runner.owner(args, kwargs) == CUDA:
+        if runner.device_kind_of(args, kwargs) == CUDA:
             computed = runner.values.computed(operator, args, kwargs)
         if computed is None:
             return otherwise(args, kwargs)
-        runner.is_elsewhere(func, args, kwargs)
+        runner.check_placement(func, args, kwargs)
         device = machine.current if placement is None else placement.of(name, args, kwargs)
         call = None if rule is None else Call(rule, device, args, kwargs)
         result = _shaped_as(func, computed)
-        runner.adopt(result if call is None else call.placed(result), device)
+        runner.track(result if call is None else call.placed(result), device)
         if call is not None:
             call.end(result)
         for tensor, values in zip(tensors_in(result), tensors_in(computed), strict=True):
@@ -218,9 +218,9 @@ def in_view(runner: Runner, func: Any) -> Handler:
     elsewhere = computing.of_rule(runner, func, None, resizes=False)
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
-        if runner.owner(args, kwargs) != CUDA:
+        if runner.device_kind_of(args, kwargs) != CUDA:
             return elsewhere(args, kwargs)
-        runner.is_elsewhere(func, args, kwargs)
+        runner.check_placement(func, args, kwargs)
         return parts(args, kwargs)
 
     return whole(runner, func, handle)

@@ -53,7 +53,7 @@ def _pinned(machine: SimulatedMachine, tensor: torch.Tensor, device: Any = None)
     """
     if machine.storages.of(tensor) is not None:
         raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
-    if tensor.layout is not torch.strided or machine.storages.is_on_host(tensor):
+    if tensor.layout is not torch.strided or machine.storages.is_unknown_on_cpu(tensor):
         return machine.pinned.add(tensor.clone())
     return machine.pinned.copied(tensor)
 
@@ -72,7 +72,9 @@ def views(runner: Runner, func: Any) -> Handler:
 
     def viewed(args: Args, kwargs: Kwargs) -> Any:
         if machine.has_real_meta:
-            runner.owner(args, kwargs)  # numbers that C++ makes next are of the same device
+            runner.device_kind_of(
+                args, kwargs
+            )  # numbers that C++ makes next are of the same device
         return run(func, args, kwargs)
 
     parts = sparse.TRANSPOSES.get(str(func))
@@ -81,7 +83,7 @@ def views(runner: Runner, func: Any) -> Handler:
     copied = of_parts(runner, parts)
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
-        if is_sparse(args[0]) and runner.owner(args, kwargs) == CUDA:
+        if is_sparse(args[0]) and runner.device_kind_of(args, kwargs) == CUDA:
             return copied(args, kwargs)
         return viewed(args, kwargs)
 
@@ -92,7 +94,7 @@ def quantize(runner: Runner, func: Any) -> Handler:
     """Return a handler that refuses quantizing, but for tensors of the CPU."""
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
-        if runner.owner(args, kwargs) is None:
+        if runner.device_kind_of(args, kwargs) is None:
             return runner.run_elsewhere(func, args, kwargs)
         # The meta kernel returns an ordinary tensor of the input's type.
         raise no_shapes(runner, func, args, kwargs)
@@ -113,12 +115,12 @@ def read(runner: Runner, func: Any) -> Handler:
     parts = comparisons.PARTS.get(func._schema.name)
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
-        if runner.owner(args, kwargs) is None:
+        if runner.device_kind_of(args, kwargs) is None:
             return runner.run_elsewhere(func, args, kwargs)
         machine.streams.host_waits(machine.current_index)
         value = runner.values.computed(operator, args, kwargs)
         if value is None and func is torch.ops.aten._local_scalar_dense.default:
-            value = machine.neutral_value(args[0])
+            value = machine.placeholder_value(args[0])
         if value is None:
             raise UnknownValueError(runner.unknown(func))
         if parts is not None:
@@ -144,7 +146,7 @@ def selected(runner: Runner, func: Any, handler: Handler) -> Handler:
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
         tensor, mask = args
-        if runner.owner(args[:1], {}) != CUDA or not _is_countable(runner, mask):
+        if runner.device_kind_of(args[:1], {}) != CUDA or not _is_countable(runner, mask):
             return handler(args, kwargs)
         with runner.mode:
             pair = [one if one.dim() else one.unsqueeze(0) for one in (mask, tensor)]
@@ -165,7 +167,7 @@ def masked(runner: Runner, func: Any, handler: Handler) -> Handler:
     def handle(args: Args, kwargs: Kwargs) -> Any:
         if (
             any(map(_is_mask, args[1]))
-            and runner.owner(args[:1], {}) == CUDA
+            and runner.device_kind_of(args[:1], {}) == CUDA
             and all(_is_countable(runner, index) for index in args[1])
             and not (writes and is_masked_fill(runner.storages, *args[1:4]))
         ):
@@ -224,14 +226,14 @@ def copy(runner: Runner, func: Any) -> Handler:
         if sparse.is_sparse(target) and raw.is_meta(target):
             with runner.mode:
                 return sparse.copy_(target, source)
-        if not raw.is_meta(target) and runner.owner((source,), {}) is not None:
+        if not raw.is_meta(target) and runner.device_kind_of((source,), {}) is not None:
             _stage(runner, target, source, args, kwargs)
             if runner.values.everything and runner.values.records(operator, args, kwargs, None):
                 return target
             if runner.values.computed(operator, args, kwargs) is None:
-                runner.on_host.lose(func, target)
+                runner.unknown_on_cpu.mark_unknown(func, target)
             return target
-        if runner.storages.on_host and runner.owner(args, kwargs) == HOST:
+        if runner.storages.unknown_on_cpu and runner.device_kind_of(args, kwargs) == HOST:
             return runner.run_on_host(operator, args, kwargs)
         if not raw.is_meta(source):
             _stage(runner, target, source, args, kwargs)

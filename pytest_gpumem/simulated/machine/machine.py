@@ -42,7 +42,7 @@ from pytest_gpumem.simulated.machine.streams import (
 )
 from pytest_gpumem.simulated.machine.values.assumptions import drawn_seed, is_printing
 from pytest_gpumem.simulated.machine.values.known import Values
-from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat
+from pytest_gpumem.simulated.machine.values.neutral import PlaceholderFloat
 from pytest_gpumem.values.environment import Environment
 
 
@@ -246,7 +246,7 @@ class SimulatedMachine(Notes):
         finally:
             self.thread_state.destination = before
 
-    def neutral_value(self, tensor: torch.Tensor) -> NeutralFloat | int | None:
+    def placeholder_value(self, tensor: torch.Tensor) -> PlaceholderFloat | int | None:
         """Return the result of reading an unknown number: 0, or ``None`` where none may be made up.
 
         It may not where every value is computed. Integers may in ``item()``, not in C++, which
@@ -257,7 +257,7 @@ class SimulatedMachine(Notes):
         """
         is_floating = tensor.dtype.is_floating_point
         if is_printing():
-            return NeutralFloat() if is_floating else 0
+            return PlaceholderFloat() if is_floating else 0
         seed = None if is_floating else drawn_seed(self.current_index)
         if seed is not None:
             return seed
@@ -266,14 +266,14 @@ class SimulatedMachine(Notes):
         if self.values.everything or not may_be_made_up:
             return None
         line = self.count_read("item()")
-        value = NeutralFloat() if is_floating else 0
+        value = PlaceholderFloat() if is_floating else 0
         self.note(f"item() at {line} read a value that is not computed: it got {value}")
         return value
 
-    def reads_neutral_integers(self, tensor: torch.Tensor, read: str) -> bool:
+    def reads_placeholder_integers(self, tensor: torch.Tensor, read: str) -> bool:
         """Note and return whether ``read`` of all of an unknown ``tensor`` yields neutral integers.
 
-        Raises :class:`UnknownValueError` as :meth:`neutral_value` does.
+        Raises :class:`UnknownValueError` as :meth:`placeholder_value` does.
         """
         if self.values.everything or not raw.is_integer(tensor.dtype):
             return False
@@ -325,8 +325,8 @@ class SimulatedMachine(Notes):
 
     def forget_reads(self) -> None:
         """Reset the counts of reads, and look up how much memory the host has."""
-        self.neutral_reads.clear()
-        self.granted = False
+        self.placeholder_reads.clear()
+        self.assumed = False
         self.values.begin()
 
 

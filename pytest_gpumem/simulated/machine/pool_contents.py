@@ -171,7 +171,7 @@ class Recording(Recorder[Place]):
         self._values = values
         self._contents = contents
         self._places: dict[int, Place] = {}
-        self._blank: set[Place] = set()
+        self._uninitialized: set[Place] = set()
         """Memory made for a write: its earlier contents do not matter."""
 
     def place_of(self, tensor: torch.Tensor) -> Place:
@@ -192,7 +192,7 @@ class Recording(Recorder[Place]):
         place = view.place
         base = self._contents.at(place)
         if base is None:
-            if is_read and place not in self._blank:
+            if is_read and place not in self._uninitialized:
                 return None
             dtype = view.layout.dtype
             base = torch.empty(place.nbytes // dtype.itemsize, dtype=dtype, device=CPU)
@@ -207,15 +207,15 @@ class Recording(Recorder[Place]):
             kwargs = {**kwargs, "generator": generator}
         return self._values.run(operator, args, kwargs)
 
-    def blank(self, view: View[Place]) -> None:
+    def mark_uninitialized(self, view: View[Place]) -> None:
         """Note that ``view`` is memory that any write may be to."""
-        self._blank.add(view.place)
+        self._uninitialized.add(view.place)
 
-    def know(self, view: View[Place]) -> None:
+    def mark_known(self, view: View[Place]) -> None:
         """Forget the contents of other addresses in the memory of ``view``."""
         self._contents.overwritten(view.place)
 
     def forget(self, view: View[Place]) -> None:
         """Forget the contents of the place."""
-        self._blank.discard(view.place)
+        self._uninitialized.discard(view.place)
         self._contents.forget(view.place)

@@ -140,7 +140,7 @@ def _batch_norm_backward(
     output_mask: Sequence[bool],
     result: Gradients,
 ) -> Iterator[Tensor]:
-    adopt = gpu.simulation.storages.adopt
+    adopt = gpu.simulation.storages.track
     by_input, by_weight, by_bias = output_mask
     grad_input, grad_weight, grad_bias = result
     reduces = train or by_weight or by_bias

@@ -85,7 +85,7 @@ def _given(gpu: GPU, indices: _Indices) -> list[Tensor]:
     for index in given:
         # A list of numbers has become a tensor on the indexed tensor's device, out of sight.
         if not _on_cpu(index):
-            gpu.simulation.storages.adopt(index, gpu)
+            gpu.simulation.storages.track(index, gpu)
     return given
 
 
@@ -197,7 +197,7 @@ def _where(gpu: GPU, self: Tensor, other: Tensor) -> Scratch:
     for tensor in (self, other):
         if not tensor.dim() and raw.is_meta(tensor):
             # A number has become a tensor of no dimensions on the condition's device.
-            gpu.simulation.storages.adopt(tensor, gpu)
+            gpu.simulation.storages.track(tensor, gpu)
         elif not tensor.dim() and tensor.dtype == result:
             scratch.take(tensor.element_size())
         if tensor.dtype != result:

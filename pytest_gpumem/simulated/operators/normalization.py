@@ -159,7 +159,7 @@ def _layer_norm_gradients(
     if not given or not _sums_by_blocks(gpu, rows, columns):
         yield from (tensor for tensor in result if tensor is not None)
         return
-    adopt = gpu.simulation.storages.adopt
+    adopt = gpu.simulation.storages.track
     scratch = Scratch(gpu)
     if grad_input is not None:
         adopt(grad_input, gpu)

@@ -122,7 +122,7 @@ def _copying(machine: SimulatedMachine) -> Callable[..., torch.Tensor]:
     return copy_
 
 
-def brought(machine: SimulatedMachine, tensor: torch.Tensor, value: Any) -> Any:
+def copied_to_gpu_of(machine: SimulatedMachine, tensor: torch.Tensor, value: Any) -> Any:
     """Return the value to write into ``tensor`` for ``value``: a copy if it is on another GPU.
 
     The copy that ``tensor[index] = value`` makes in C++ would not bring the gradient back.

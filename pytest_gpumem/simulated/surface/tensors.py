@@ -142,7 +142,7 @@ class Tensors(TensorReads):
         return tensor.to(other)
 
     def deepcopy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
-        unknown = self._storages.is_on_host(tensor)
+        unknown = self._storages.is_unknown_on_cpu(tensor)
         if (self._block(tensor) is None and not unknown) or not tensor.is_leaf:
             return self._deepcopy(tensor, memo)
         if id(tensor) in memo:

@@ -84,7 +84,7 @@ def _launched(machine: SimulatedMachine, _: Run) -> Run:
     def is_out_of_reach(tensor: torch.Tensor) -> bool:
         if machine.storages.of(tensor) is not None:
             return False
-        on_host = machine.storages.is_on_host(tensor) or not raw.is_meta(tensor)
+        on_host = machine.storages.is_unknown_on_cpu(tensor) or not raw.is_meta(tensor)
         return on_host and not tensor.is_pinned()
 
     def run(kernel: Any, *args: Any, warmup: bool = False, **options: Any) -> None:

@@ -46,7 +46,7 @@ class Kept:
         self.ranges = Ranges(self._watch)
         self._loose: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages without a block, whose values must not outlive them either."""
-        self._blank: set[int] = set()
+        self._uninitialized: set[int] = set()
         """Keys of storages that were not written to yet, where everything is computed."""
         self._held = 0
         self._limit = 0
@@ -64,7 +64,7 @@ class Kept:
 
     def forget(self, key: int) -> None:
         """Drop the values of a storage, because they are no longer known or it has died."""
-        self._blank.discard(key)
+        self._uninitialized.discard(key)
         if self._stated:
             self._stated.pop(key, None)
         if self.ranges.by_key:
@@ -108,7 +108,7 @@ class Kept:
                 if tensor.numel() > MOST_REPEATED and not self.everything:
                     return True
                 answer = False
-            elif raw.is_on_device(tensor) or self.storages.is_on_host(tensor):
+            elif raw.is_on_device(tensor) or self.storages.is_unknown_on_cpu(tensor):
                 return True
         return answer
 
