@@ -18,11 +18,11 @@ import torch
 from pytest_gpumem.collector import collect_young
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.device.device import Device, Renewed, is_shared
-from pytest_gpumem.device.quota import limited, observers_of_torch, refusals
+from pytest_gpumem.device.quota import failed_allocations, limited, observers_of_torch
 from pytest_gpumem.dry import scope
 from pytest_gpumem.garbage import imports_watched
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
-from pytest_gpumem.sharing.admission import Refusal
+from pytest_gpumem.sharing.admission import FailedAllocation
 from pytest_gpumem.sharing.devices import CONTEXT, NvmlDevice
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuModel, Machine
 from pytest_gpumem.values.environment import Environment, alloc_conf_of_process
@@ -177,18 +177,18 @@ class CudaDevice(Device):
     def limited(self, size: int) -> AbstractContextManager[None]:
         return limited(self.index, size)
 
-    def refusals(self) -> AbstractContextManager[Sequence[Refusal]]:
+    def failed_allocations(self) -> AbstractContextManager[Sequence[FailedAllocation]]:
         """Return the list that collects the allocator's refusals inside; initialises CUDA."""
         torch.cuda.init()
 
-        def note(index: int, asked: int, free: int) -> Refusal | None:
+        def note(index: int, asked: int, free: int) -> FailedAllocation | None:
             if index != self.index:
                 return None
             shared = (device for at, device in self._shared.values() if at == index)
             context, reserved = self._held(index, next(shared, None))
-            return Refusal(asked, reserved, free, self.total_memory, context)
+            return FailedAllocation(asked, reserved, free, self.total_memory, context)
 
-        return refusals(observers_of_torch(), note)
+        return failed_allocations(observers_of_torch(), note)
 
     def fault(self) -> str | None:
         """Return the sticky error of the CUDA context, ``None`` where it is sound."""

@@ -16,7 +16,7 @@ from pytest_gpumem.values.measurement import Measurement
 if TYPE_CHECKING:
     # torch, which a process without marked tests does not need.
     from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
-    from pytest_gpumem.sharing.admission import Refusal
+    from pytest_gpumem.sharing.admission import FailedAllocation
     from pytest_gpumem.sharing.devices import HostDevice
     from pytest_gpumem.simulated.machine.values.work import Work
 
@@ -116,7 +116,7 @@ class Device:
         """Limit this process to reserving ``size`` bytes inside; may raise ``QuotaError``."""
         raise NotImplementedError
 
-    def refusals(self) -> AbstractContextManager[Sequence[Refusal]]:
+    def failed_allocations(self) -> AbstractContextManager[Sequence[FailedAllocation]]:
         """Return the list that collects the allocator's refusals inside, in order."""
         raise NotImplementedError
 

@@ -65,7 +65,7 @@ def describe(gpus: Sequence[NvmlReading]) -> list[str]:
     return clauses
 
 
-def refusal(gpus: Sequence[NvmlReading], workers: int, *, placed: bool) -> str | None:
+def why_not_usable(gpus: Sequence[NvmlReading], workers: int, *, placed: bool) -> str | None:
     """Return why ``workers`` processes cannot use ``gpus``, ``None`` where they can.
 
     Where they are not ``placed``, all of them use the first GPU.

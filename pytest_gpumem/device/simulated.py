@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from pytest_gpumem.collector import Collector
 from pytest_gpumem.device import Computed
 from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
-from pytest_gpumem.device.quota import inherited, refusals
+from pytest_gpumem.device.quota import failed_allocations, inherited
 from pytest_gpumem.device.random_numbers import own_numbers
 from pytest_gpumem.dry import scope
 from pytest_gpumem.garbage import imports_watched
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
-from pytest_gpumem.sharing.admission import Refusal
+from pytest_gpumem.sharing.admission import FailedAllocation
 from pytest_gpumem.sharing.devices import CandidateDevice, SharedSimulatedDevice, take_place
 from pytest_gpumem.simulated.common.callsite import running
 from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
@@ -325,14 +325,14 @@ class SimulatedDevice(ComputingDevice):
         finally:
             gpu.allocator.set_memory_fraction(1.0)
 
-    def refusals(self) -> AbstractContextManager[Sequence[Refusal]]:
+    def failed_allocations(self) -> AbstractContextManager[Sequence[FailedAllocation]]:
         """Return the list that collects the refusals of the first GPU's allocator inside."""
         gpu = self._own
 
-        def note(index: int, asked: int, free: int) -> Refusal:
-            return Refusal(asked, gpu.allocator.reserved, free, gpu.model.total_memory)
+        def note(index: int, asked: int, free: int) -> FailedAllocation:
+            return FailedAllocation(asked, gpu.allocator.reserved, free, gpu.model.total_memory)
 
-        return refusals(gpu.allocator.observers, note)
+        return failed_allocations(gpu.allocator.observers, note)
 
     def empty_cache(self) -> None:
         for gpu in self._gpus:

@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Any
 
 from pytest_gpumem.echo import quoted
-from pytest_gpumem.sharing.devices import CONTEXT, MARGIN
+from pytest_gpumem.sharing.devices import CONTEXT, LEFT_FREE
 from pytest_gpumem.sharing.weights import PLAN_VERSION, Shard, Weight, Weights, split
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, find_gpu
 from pytest_gpumem.sizes import format_size
@@ -44,7 +44,7 @@ class Runner:
     @property
     def memory(self) -> int:
         """Bytes that a test can have: all but a CUDA context and the margin that sharing leaves."""
-        return round(self.model.total_memory * (1 - MARGIN)) - CONTEXT
+        return round(self.model.total_memory * (1 - LEFT_FREE)) - CONTEXT
 
 
 @dataclass(frozen=True)

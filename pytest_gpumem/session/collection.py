@@ -34,7 +34,7 @@ class Collection:
             report.longrepr = "\n".join(errors)
             report.result = []
         # A question that imports torch is asked only where its answer matters.
-        elif items and (why := self._parts.refusal):
+        elif items and (why := self._parts.why_not):
             found = (self._parts.shares(item) for item in items)
             if any(shares and shares[1] is self._parts.selector.real() for shares in found):
                 if not self._parts.is_worker:

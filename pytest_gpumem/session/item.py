@@ -28,12 +28,12 @@ from pytest_gpumem.report.record import TestRecord, set_user_properties
 from pytest_gpumem.session.hooks import Hooks
 from pytest_gpumem.session.judge import Judge
 from pytest_gpumem.session.run import EXPLAINED_BY, Prepared, Run
-from pytest_gpumem.sharing.admission import Refusal, refusal_sentence
+from pytest_gpumem.sharing.admission import FailedAllocation, failed_allocation_sentence
 from pytest_gpumem.sizes import format_size, in_words
 from pytest_gpumem.values.errors import SimulationError
 from pytest_gpumem.values.measurement import Measurement
 
-RunsAgain = Callable[[Refusal | None, int | None, Exception], bool]
+RunsAgain = Callable[[FailedAllocation | None, int | None, Exception], bool]
 
 _OUTCOMES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 """Exceptions of a second run that do not replace the first one's failure."""
@@ -208,7 +208,9 @@ class MeasuredItem(Run):
 
     def _post_mortem(self) -> list[str]:
         found, shortage, record = self.out_of_memory(), self.shortage, self._record
-        lines = [] if shortage is None else [refusal_sentence(shortage, self.prepared.quota)]
+        lines = (
+            [] if shortage is None else [failed_allocation_sentence(shortage, self.prepared.quota)]
+        )
         if found is None or record is None:
             return lines
         lines += found.lines()

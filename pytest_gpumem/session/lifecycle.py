@@ -21,7 +21,7 @@ from pytest_gpumem.device import Computed
 from pytest_gpumem.garbage import importing
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, LOST, of_builtin_types
 from pytest_gpumem.session.kept import process_kept
-from pytest_gpumem.session.results import BESIDE
+from pytest_gpumem.session.results import NEIGHBOURS
 from pytest_gpumem.session.used_fixtures import FixtureDevices, taken_back
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class TestLifecycle:
     def isolated(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         """Run ``item`` in a process of its own if it requests that; return whether it did."""
         parts = self._parts
-        if parts.is_one_of_several or (parts.sharing is not None and parts.sharing.refusal):
+        if parts.is_one_of_several or (parts.sharing is not None and parts.sharing.why_not):
             return False
         if (processes := parts.expectations.processes(item)) is None:
             return False
@@ -87,7 +87,7 @@ class TestLifecycle:
                 self._worst = WorstRank(requested.size)
         if parts.selector.off or item.get_closest_marker("skip"):
             return
-        problem = parts.sharing.refusal if parts.sharing is not None else None
+        problem = parts.sharing.why_not if parts.sharing is not None else None
         # Of a marker, too, that was added after collection.
         if problem := problem or expectations.problem(item):
             pytest.fail(problem, pytrace=False)
@@ -228,8 +228,8 @@ class TestLifecycle:
                 record["sharing"] = sharing.admissions.to_dict()
             if report.failed and not self._context_lost:
                 self._check_context(item, report, self.current.device)
-        if report.when == "teardown" and sharing and (beside := sharing.beside()) is not None:
-            setattr(report, BESIDE, beside)
+        if report.when == "teardown" and sharing and (beside := sharing.neighbours()) is not None:
+            setattr(report, NEIGHBOURS, beside)
 
     def _check_context(self, item: pytest.Item, report: pytest.TestReport, device: Device) -> None:
         """Check after a failed test whether its process can run others.

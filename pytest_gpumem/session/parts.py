@@ -115,19 +115,19 @@ class Parts:
         return host_gpus(self.settings.device)
 
     @cached_property
-    def refusal(self) -> str | None:
+    def why_not(self) -> str | None:
         """The reason why tests cannot run on the GPUs, ``None`` where they can."""
         if hasattr(self.config, "workerinput"):
             received: str | None = self.config.workerinput.get(REFUSAL)
             return received
-        from pytest_gpumem.device.host_gpus import refusal
+        from pytest_gpumem.device.host_gpus import why_not_usable
 
         workers = 1
         if not self.runs_tests:
             specs = self.config.getoption("tx", [])
             local = [re.fullmatch(r"(?:(\d+)\*)?popen\b.*", spec) for spec in specs]
             workers = max(sum(int(one[1] or 1) for one in local if one), 1)
-        return refusal(self.gpus, workers, placed=self.settings.share)
+        return why_not_usable(self.gpus, workers, placed=self.settings.share)
 
     @cached_property
     def hooks(self) -> Hooks:

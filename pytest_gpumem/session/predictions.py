@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PATIENCE = 120.0
 """Seconds after which the simulation begins no other test: remaining ones run alone."""
 
-KEPT = 86_400.0
+SECONDS_KEPT = 86_400.0
 """Seconds for which a result is left to other workers of its run."""
 
 _PREFIX = "foreseen-"
@@ -122,7 +122,7 @@ def foreseen(folder: Path, run: str, simulate: Callable[[], Mapping[str, int]]) 
             return found
         for path in folder.glob(f"{_PREFIX}*"):  # of runs of earlier days
             with suppress(OSError):
-                if path.stat().st_mtime < time.time() - KEPT:
+                if path.stat().st_mtime < time.time() - SECONDS_KEPT:
                     path.unlink()
         found = dict(simulate())
         replace_file(answer, json.dumps(found).encode("ascii"))

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.options import Settings
     from pytest_gpumem.report.record import TestRecord
     from pytest_gpumem.sharing.learned import Learned
-    from pytest_gpumem.sharing.usage import Usage
+    from pytest_gpumem.sharing.usage import RunUsage
     from pytest_gpumem.values.environment import Environment
 
 OUTPUT = "gpumem"
 """Key of a pytest-xdist worker's output."""
 
 
-BESIDE = "gpumem_beside"
+NEIGHBOURS = "gpumem_beside"
 """Attribute of a teardown's report: the number of other tests on its devices while it ran."""
 
 Run = tuple[str, str]
@@ -67,7 +67,7 @@ class Results:
         self.environments: dict[str, set[Environment]] = {}
         """The environments of measurements, by worker of pytest-xdist."""
         self.stopwatch = Stopwatch()
-        self.usages: Sequence[Usage] = ()
+        self.usages: Sequence[RunUsage] = ()
         self.foreseen: Learned | None = None
         """The simulated needs of tests, as far as they were requested."""
         self.shard = ""
@@ -170,7 +170,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._seconds: dict[Run, float] = {}
-        self._beside: dict[Run, int] = {}
+        self._neighbours: dict[Run, int] = {}
         self._workers: set[str] = set()
         self._passed: set[Run] = set()
 
@@ -187,15 +187,15 @@ class Stopwatch:
             self._passed.add(run)
         elif not report.passed:
             self._passed.discard(run)
-        if report.when == "teardown" and hasattr(report, BESIDE):
-            self._beside[run] = getattr(report, BESIDE)
+        if report.when == "teardown" and hasattr(report, NEIGHBOURS):
+            self._neighbours[run] = getattr(report, NEIGHBOURS)
 
     def timed(self, run: Run, record: TestRecord) -> TestRecord:
         """Return ``record`` with the whole test's duration, and the number of others beside it."""
         if run not in self._seconds:
             return record
         duration = round(self._seconds[run], 6)
-        return replace(record, duration=duration, beside=self._beside.get(run))
+        return replace(record, duration=duration, beside=self._neighbours.get(run))
 
     def costs(self, records: Mapping[Run, TestRecord]) -> Learned:
         """Return the data to keep of the tests that passed; ``records`` are of the measured."""
@@ -217,7 +217,7 @@ class Stopwatch:
 
     def _was_alone(self, run: Run, record: TestRecord) -> bool:
         """Return whether nothing else is known to have computed on the test's device."""
-        beside = self._beside.get(run)
+        beside = self._neighbours.get(run)
         if beside is not None or record.environment.is_exact:
             return not beside
         # Several workers without a shared gate may each have been beside the others.

@@ -31,7 +31,7 @@ from pytest_gpumem.session.used_fixtures import (
     fixtures_of,
     noticing,
 )
-from pytest_gpumem.sharing.admission import Cause, Refusal, cause_of
+from pytest_gpumem.sharing.admission import FailedAllocation, FailureCause, cause_of
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 from pytest_gpumem.values.prediction import PredictedTest
 
@@ -100,14 +100,14 @@ class Run:
             starting.enter_context(pausable(device.unmeasured))
             fixtures = ledger.with_nested(expected_fixtures(item))
             device.begin_test(item.nodeid, fixtures, ledger.renewed)
-            self._refusals: Sequence[Refusal] = ()
+            self._failed_allocations: Sequence[FailedAllocation] = ()
             if prepared.quota is not None:
                 # Its key is computed from the settings before a quota adds one for child processes.
                 assert device.environment
                 starting.enter_context(device.limited(prepared.quota))
             if prepared.quota is not None or settings.share:
                 # Behind the quota, which is tried out by an allocation that is refused.
-                self._refusals = starting.enter_context(device.refusals())
+                self._failed_allocations = starting.enter_context(device.failed_allocations())
             if account is not None:
                 account.set_up()
             self._resources = starting.pop_all()
@@ -193,11 +193,15 @@ class Run:
         return replace(own, expected=dict(self._expected.categories)), tuple(measured.values())
 
     @property
-    def shortage(self) -> Refusal | None:
+    def shortage(self) -> FailedAllocation | None:
         """The last allocation that the allocator refused, preferably one caused by a neighbour."""
         quota = self.prepared.quota
-        crowded = [one for one in self._refusals if cause_of(one, quota) is Cause.NEIGHBOUR]
-        found = crowded or self._refusals
+        crowded = [
+            one
+            for one in self._failed_allocations
+            if cause_of(one, quota) is FailureCause.NEIGHBOUR
+        ]
+        found = crowded or self._failed_allocations
         return found[-1] if found else None
 
     def out_of_memory(self) -> OutOfMemory | None:

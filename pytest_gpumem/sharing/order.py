@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from xdist.scheduler.load import LoadScheduling
 
-from pytest_gpumem.sharing.admission import NO_MEMORY, Need, Place
+from pytest_gpumem.sharing.admission import NEEDS_NO_GPU, Need, Place
 
 if TYPE_CHECKING:
     import pytest
@@ -76,7 +76,7 @@ class MemoryScheduling(LoadScheduling):  # type: ignore[misc]  # untyped in pyte
 
     def _need(self, index: int, place: Place) -> Need:
         assert self.collection is not None
-        return place.needs.get(self.collection[index], NO_MEMORY)
+        return place.needs.get(self.collection[index], NEEDS_NO_GPU)
 
     def _may_run(self, index: int, place: Place) -> bool:
         """Return whether the test may run there: on a real device, if any worker has one."""

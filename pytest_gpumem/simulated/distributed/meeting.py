@@ -30,7 +30,7 @@ JOINING = timedelta(minutes=5)
 """The time that a rank may take to start."""
 WAITING = timedelta(minutes=30)
 """The time that a rank may take for a value others wait for: torch's ``default_pg_timeout``."""
-_LOOKED_EVERY = 1.0
+_CHECK_SECONDS = 1.0
 """Seconds between two checks whether a process still runs."""
 
 
@@ -106,7 +106,7 @@ class Meeting:
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
             now = time.monotonic()
-            if now - looked < _LOOKED_EVERY:
+            if now - looked < _CHECK_SECONDS:
                 continue
             looked = now
             # It may have written it between the two checks.

@@ -61,7 +61,7 @@ def test_ranks_that_run_different_things_are_told() -> None:
 
 
 def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_LOOKED_EVERY", 0.0)
+    monkeypatch.setattr(meeting, "_CHECK_SECONDS", 0.0)
     ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = Process(ended.pid, psutil.Process(ended.pid).create_time())
     store = HashStore()
@@ -79,7 +79,7 @@ def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_rank_that_never_starts_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_LOOKED_EVERY", 0.0)
+    monkeypatch.setattr(meeting, "_CHECK_SECONDS", 0.0)
     monkeypatch.setattr(meeting, "JOINING", meeting.JOINING * 0)
 
     with pytest.raises(MeetingError, match=r"^rank 1 has not started within 0 s: WORLD_SIZE says"):
