@@ -104,9 +104,9 @@ class SimulatedRun:
         return self._gpu.allocator.trace
 
     @property
-    def events(self) -> int:
+    def events_hash(self) -> int:
         """A hash of the allocator's events, equal for two ranks with the same events."""
-        return hash_of_events(self._gpu)
+        return events_hash(self._gpu)
 
     @property
     def ranks(self) -> tuple[RankPeaks, ...]:
@@ -257,7 +257,7 @@ def simulate(
         runs[own.index].gather_peaks(started)
 
 
-def hash_of_events(gpu: SimulatedGPU) -> int:
+def events_hash(gpu: SimulatedGPU) -> int:
     """Return a hash of the events of ``gpu``'s allocator, independent of addresses."""
     events = gpu.allocator.trace.raw(0)
     return hash(tuple((action, size, stream) for action, _, size, stream, _ in events))

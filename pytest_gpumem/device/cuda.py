@@ -66,7 +66,7 @@ def device_count() -> int:
 class CudaDevice(Device):
     """The CUDA device that tests run on; ``None`` is the one that ``"cuda"`` selects."""
 
-    context = CONTEXT
+    context_bytes = CONTEXT
     """Bytes of a CUDA context where NVML does not report it."""
 
     def __init__(self, index: int | None) -> None:
@@ -167,7 +167,7 @@ class CudaDevice(Device):
         return self._held(index, device)
 
     def _held(self, index: int, device: NvmlDevice | None) -> tuple[int, int]:
-        estimate = self.context if index == self.index else 0
+        estimate = self.context_bytes if index == self.index else 0
         if not torch.cuda.is_initialized():
             return estimate, 0
         reserved: int = torch.cuda.memory_reserved(index)

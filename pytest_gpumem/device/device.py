@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pytest_gpumem.device import Computed
+from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.errors import UnknownValueError
 from pytest_gpumem.values.measurement import Measurement
@@ -141,16 +141,16 @@ class ComputingDevice(Device):
     """A simulated or dry device, on which the CPU can compute values of tensors."""
 
     @property
-    def following(self) -> Computed | None:
+    def next_level(self) -> ValueLevel | None:
         """The values that a further run computes, ``None`` where this one computes all."""
         raise NotImplementedError
 
     @property
-    def decided(self) -> str | None:
+    def decided_by(self) -> str | None:
         """Why a further run is needed though nothing failed; ``None`` where it is not."""
         return None
 
-    def why_again(self, error: BaseException | None, *, failed: bool) -> str | None:
+    def reason_to_rerun(self, error: BaseException | None, *, failed: bool) -> str | None:
         """Return why a run that ended by ``error`` needs more values; ``None`` where it does not.
 
         ``failed`` is whether it failed by an exception of its own code.
@@ -158,10 +158,10 @@ class ComputingDevice(Device):
         if isinstance(error, UnknownValueError):
             return str(error)
         made_up = "it failed after it read a value that is not computed"
-        return self.decided or (made_up if failed and self.made_up else None)
+        return self.decided_by or (made_up if failed and self.used_placeholder else None)
 
     @property
-    def made_up(self) -> bool:
+    def used_placeholder(self) -> bool:
         """Whether the current test has read a value that was not computed."""
         raise NotImplementedError
 
@@ -171,7 +171,7 @@ class ComputingDevice(Device):
         raise NotImplementedError
 
     @property
-    def events(self) -> int:
+    def events_hash(self) -> int:
         """A hash of the events of the tests' own allocator in the current test."""
         raise NotImplementedError
 

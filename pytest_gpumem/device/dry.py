@@ -14,7 +14,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.collector import GROWTH, Collector
-from pytest_gpumem.device import Computed
+from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
 from pytest_gpumem.device.random_numbers import own_numbers
@@ -45,14 +45,14 @@ class DryDevice(CudaDevice, ComputingDevice):
     ``runs_again`` that fails by an unknown value, its first run may count with unknown integers.
     """
 
-    context = 0
+    context_bytes = 0
     compile_context = staticmethod(compiling.separate_pool)
     """A pool of its own: a cache on disk changes what compilers allocate."""
 
     def __init__(
         self,
         name: str,
-        computed: Computed = Computed.AT_FIRST,
+        computed: ValueLevel = ValueLevel.AT_FIRST,
         *,
         requested: RequestedRank | None = None,
         gpus: int = 1,
@@ -67,8 +67,8 @@ class DryDevice(CudaDevice, ComputingDevice):
         self._leftover = LeftoverBlocks(self._blocks)
         self._collector = Collector()
         self._follower = Follower(
-            follows=computed > Computed.AT_FIRST,
-            everything=computed is Computed.ALL,
+            follows=computed > ValueLevel.AT_FIRST,
+            everything=computed is ValueLevel.ALL,
             makes_up_integers=runs_again,
         )
         self._fixtures = Fixtures(self._blocks, self._leftover, self._follower.values.moving)
@@ -90,8 +90,8 @@ class DryDevice(CudaDevice, ComputingDevice):
         )
 
     @property
-    def events(self) -> int:
-        return workspaces.events(self.index)
+    def events_hash(self) -> int:
+        return workspaces.events_hash(self.index)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -190,17 +190,17 @@ class DryDevice(CudaDevice, ComputingDevice):
         )
 
     @property
-    def following(self) -> Computed | None:
-        return None if self._computed is Computed.ALL else Computed(self._computed + 1)
+    def next_level(self) -> ValueLevel | None:
+        return None if self._computed is ValueLevel.ALL else ValueLevel(self._computed + 1)
 
     @property
-    def decided(self) -> str | None:
+    def decided_by(self) -> str | None:
         """The unknown value that the current test's control flow used; ``None`` for none."""
-        return self._follower.reads.decided
+        return self._follower.reads.decided_by
 
     @property
-    def made_up(self) -> bool:
-        return self._follower.made_up
+    def used_placeholder(self) -> bool:
+        return self._follower.used_placeholder
 
     @property
     def work(self) -> Work:

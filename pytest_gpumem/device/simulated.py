@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.collector import Collector
-from pytest_gpumem.device import Computed
+from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
 from pytest_gpumem.device.quota import failed_allocations, inherited
 from pytest_gpumem.device.random_numbers import own_numbers
@@ -24,7 +24,7 @@ from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
 from pytest_gpumem.simulated.machine.machine import SetupLog
 from pytest_gpumem.simulated.machine.values.work import Work
 from pytest_gpumem.simulated.simulation import SimulatedGPU
-from pytest_gpumem.simulating import hash_of_events, workspaces_of
+from pytest_gpumem.simulating import events_hash, workspaces_of
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.world import RequestedRank, world_of
@@ -96,8 +96,8 @@ class SimulatedDevice(ComputingDevice):
         return self._own.model.total_memory
 
     @property
-    def events(self) -> int:
-        return hash_of_events(self._own)
+    def events_hash(self) -> int:
+        return events_hash(self._own)
 
     @property
     def recorder(self) -> Recorder:
@@ -269,11 +269,11 @@ class SimulatedDevice(ComputingDevice):
         return self._simulation.values.everything
 
     @property
-    def following(self) -> Computed | None:
-        return None if self.has_values else Computed.ALL
+    def next_level(self) -> ValueLevel | None:
+        return None if self.has_values else ValueLevel.ALL
 
     @property
-    def made_up(self) -> bool:
+    def used_placeholder(self) -> bool:
         return self._simulation.assumed or bool(self._simulation.placeholder_reads)
 
     @property

@@ -83,7 +83,7 @@ def unmeasured() -> Iterator[None]:
         _runtime().pytest_gpumem_dry_pause_estimates(0)
 
 
-def events(device: int) -> int:
+def events_hash(device: int) -> int:
     """Return a hash of the allocator's events on GPU ``device`` in the present test."""
     function = _runtime().pytest_gpumem_dry_events
     function.restype = ctypes.c_uint64

@@ -58,7 +58,7 @@ def _predicted(
     if not fits:
         _, run, held = _ran(call, replace(model, total_memory=UNBOUNDED), world, mode)
     if worst is not None:
-        worst.note(Taken(run.peak_allocated, run.events))
+        worst.note(Taken(run.peak_allocated, run.events_hash))
     prediction = Prediction(
         gpu=model.name,
         total_memory=model.total_memory,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.device import Computed
+from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.dry.load import environment_of_option
 from pytest_gpumem.script.entry import Script, ScriptError
 from pytest_gpumem.values.measurement import Measurement
@@ -62,7 +62,7 @@ class Request(Plain):
     seconds: float
     answer: Path
     unbounded: bool = False
-    computed: Computed = Computed.AT_FIRST
+    computed: ValueLevel = ValueLevel.AT_FIRST
     """The values that the CPU computes."""
     again: str = ""
     """The reason why it computes more than at first; empty where it does not."""
@@ -85,18 +85,18 @@ class Answer(Plain):
     out_of_memory: Mapping[str, Any] | None = None
     """The reason why the last allocation that failed did so."""
     post_mortem: tuple[str, ...] = ()
-    made_up: bool = False
+    used_placeholder: bool = False
     """Whether the run used a value that was not computed."""
     again: str = ""
     """Why the run depends on a value that was not computed; empty where it does not."""
-    further: Computed | None = None
+    further: ValueLevel | None = None
     """The values with which another run may get further; ``None`` for none."""
     work: float = 0.0
     """The least seconds that computing all values takes."""
 
-    def next_values(self, seconds: float) -> Computed | None:
+    def next_values(self, seconds: float) -> ValueLevel | None:
         """Return the values of another run that takes at most ``seconds``; ``None`` for none."""
-        takes_too_long = self.further is Computed.ALL and self.work > seconds
+        takes_too_long = self.further is ValueLevel.ALL and self.work > seconds
         return None if takes_too_long else self.further
 
 
@@ -105,7 +105,7 @@ GRACE = 120.0
 
 STDERR = 2
 
-_VALUES = {Computed.SMALL: "values of small tensors", Computed.ALL: "real values"}
+_VALUES = {ValueLevel.SMALL: "values of small tensors", ValueLevel.ALL: "real values"}
 """The values that a further run computes."""
 
 _PACKAGE = Path(__file__).resolve().parents[2]

@@ -36,7 +36,9 @@ class Collection:
         # A question that imports torch is asked only where its answer matters.
         elif items and (why := self._parts.why_not):
             found = (self._parts.shares(item) for item in items)
-            if any(shares and shares[1] is self._parts.selector.real() for shares in found):
+            if any(
+                shares and shares[1] is self._parts.selector.measured_device() for shares in found
+            ):
                 if not self._parts.is_worker:
                     raise pytest.UsageError(why)
                 # The controller ends the run.
@@ -91,7 +93,7 @@ class Collection:
             and any(item.get_closest_marker(MARKER_NAME) for item in items)
         ):
             try:
-                parts.selector.real()
+                parts.selector.measured_device()
             except DeviceError as error:
                 raise pytest.UsageError(str(error)) from None
         if not (parts.selector.off or parts.is_one_of_several):

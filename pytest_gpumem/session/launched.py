@@ -132,7 +132,7 @@ class Launched:
             # A device that cannot be had is reported when the test begins.
             real = None
             with suppress(DeviceError):
-                real = None if called or self._meeting is None else self._selector.real()
+                real = None if called or self._meeting is None else self._selector.measured_device()
             if self._meeting is not None and real is not None:
                 if self._ensure_group is None:
                     own = own_group(self._meeting.store, self.world)

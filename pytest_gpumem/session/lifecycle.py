@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 from _pytest.tmpdir import tmppath_result_key
 
-from pytest_gpumem.device import Computed
+from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.garbage import importing
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, LOST, of_builtin_types
 from pytest_gpumem.session.kept import process_kept
@@ -73,7 +73,7 @@ class TestLifecycle:
         return True
 
     def begin(
-        self, item: pytest.Item, *, computed: Computed = Computed.AT_FIRST, first: bool = False
+        self, item: pytest.Item, *, computed: ValueLevel = ValueLevel.AT_FIRST, first: bool = False
     ) -> None:
         """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence."""
         self.current = None
@@ -177,7 +177,7 @@ class TestLifecycle:
 
             return Rerun(begin_admitted)
 
-        def begin(computed: Computed) -> Device:
+        def begin(computed: ValueLevel) -> Device:
             self.begin(item, computed=computed)
             assert self.current is not None
             return self.current.device
@@ -262,7 +262,9 @@ class TestLifecycle:
 
     def _machine(self, device: Device | None) -> Device | None:
         """Return the simulated device that stands for a machine, ``None`` for the real one."""
-        return None if device is None or device is self._parts.selector.real() else device
+        return (
+            None if device is None or device is self._parts.selector.measured_device() else device
+        )
 
 
 def _leave(item: pytest.Item) -> NoReturn:

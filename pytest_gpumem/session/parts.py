@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from pytest_gpumem.cached_answers import watch
-from pytest_gpumem.device import Computed, DeviceError
+from pytest_gpumem.device import DeviceError, ValueLevel
 from pytest_gpumem.device.host_gpus import REFUSED, TRIED, has_driver
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
@@ -209,7 +209,7 @@ def begin_early(config: pytest.Config) -> None:
         selector.world = world_of_run(config)
     with suppress(DeviceError):
         # A real device exists anyway: making it the current one can wait for the conftests.
-        if selector.real() is None:
+        if selector.measured_device() is None:
             begin(config, settings, selector)
 
 
@@ -257,7 +257,7 @@ def selector_of(config: pytest.Config, settings: Settings) -> DeviceSelector:
 
 def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -> Ambient:
     """Activate the ambient device until pytest is unconfigured; raises ``DeviceError``."""
-    computed = Computed.ALL if settings.sim_values == "always" else Computed.AT_FIRST
+    computed = ValueLevel.ALL if settings.sim_values == "always" else ValueLevel.AT_FIRST
     device = selector.select(None, computed=computed, requested=selector.launched_rank)
     ambient = config.stash[AMBIENT] = Ambient(selector, device, _variables(), ExitStack())
     config.add_cleanup(ambient.resources.close)

@@ -7,7 +7,7 @@ from typing import NoReturn
 import pytest
 
 from pytest_gpumem.baseline import store, update
-from pytest_gpumem.device import Computed, DeviceError
+from pytest_gpumem.device import DeviceError, ValueLevel
 from pytest_gpumem.device.cuda import CudaDevice, device_count
 from pytest_gpumem.device.device import Device
 from pytest_gpumem.device.quota import QuotaError
@@ -39,7 +39,7 @@ class Preparation:
         self.ledger = FixtureLedger()
         """The memory of living fixtures."""
 
-    def device_of(self, item: pytest.Item, rank: int, *, computed: Computed) -> Device:
+    def device_of(self, item: pytest.Item, rank: int, *, computed: ValueLevel) -> Device:
         """Return the device of ``item`` as ``rank``; skip or fail it with a sentence if none."""
         expectations, selector = self._parts.expectations, self._parts.selector
         model, models = expectations.models(item)
@@ -53,7 +53,7 @@ class Preparation:
             self._check_ranks(asked)
         device = self._select(model, computed, expectations.requested_rank(item, rank))
         known = (*models[:1], selector.only_model, None)
-        if not simulated and selector.real() and model not in known:
+        if not simulated and selector.measured_device() and model not in known:
             pytest.skip(
                 f"measured on a real GPU, once, as [{models[0]}]: {model} is for simulation"
             )
@@ -98,7 +98,7 @@ class Preparation:
                 _skip(f"is for {asked} ranks, and {selector.world.size} have been started")
             return
         try:
-            real = selector.real()
+            real = selector.measured_device()
         except DeviceError:
             return  # reported when the device is chosen
         count = device_count()
@@ -117,10 +117,10 @@ class Preparation:
         )
 
     def _select(
-        self, model: str | None, computed: Computed, requested: RequestedRank | None
+        self, model: str | None, computed: ValueLevel, requested: RequestedRank | None
     ) -> Device:
         if self._parts.settings.sim_values == "always":
-            computed = Computed.ALL
+            computed = ValueLevel.ALL
         try:
             return self._parts.selector.select(model, computed=computed, requested=requested)
         except DeviceError as error:

@@ -192,6 +192,6 @@ class Follower:
         self.values.begin()
 
     @property
-    def made_up(self) -> bool:
+    def used_placeholder(self) -> bool:
         """Whether the present test has read an unknown value."""
         return self.reads.used_placeholder or self.notes.assumed

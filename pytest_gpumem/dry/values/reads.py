@@ -90,7 +90,7 @@ class Reads:
         which operators are followed. An unknown integer of ``item()`` is an error, or made up.
         """
         self.thread = ThreadReads()
-        self.decided: str | None = None
+        self.decided_by: str | None = None
         """The reason why the present run is invalid: it decides by an unknown value."""
         self.used_placeholder = False
         """Whether an unknown number has been read."""
@@ -136,7 +136,7 @@ class Reads:
 
     def begin(self) -> None:
         """Begin a test."""
-        self.decided = None
+        self.decided_by = None
         self.used_placeholder = False
         self._notes.notes.clear()
         self._notes.placeholder_reads.clear()
@@ -163,7 +163,7 @@ class Reads:
             )
             return None
         sentence = self._refusal(f"a read in torch's own code at {_where()} depends on")
-        self.decided = self.decided or sentence
+        self.decided_by = self.decided_by or sentence
         # Raised as soon as the thread is back in Python.
         kind = type("UnknownValueError", (_UnknownError,), {"sentence": sentence})
         self._interrupted[threading.get_ident()] = kind
@@ -172,7 +172,7 @@ class Reads:
     def refuse(self, read: str) -> NoReturn:
         """Raise :class:`UnknownValueError` for ``read``, and record it."""
         sentence = self._refusal(f"{read} at {_where()} depends on")
-        self.decided = self.decided or sentence
+        self.decided_by = self.decided_by or sentence
         raise UnknownValueError(sentence)
 
     def placeholder(self, tensor: torch.Tensor, value: Any, *, in_python: bool = False) -> Any:

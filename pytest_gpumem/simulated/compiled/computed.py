@@ -41,7 +41,7 @@ _SHARED: dict[Any, Any] = {_aten.view.default: _aten.reshape.default}
 """Replacements for other strides on the CPU; Inductor treats both as the same, too."""
 
 
-class Computed:
+class GraphValues:
     """The values that ``graph``, not yet changed by Inductor, computes beside its wrapper."""
 
     def __init__(self, machine: SimulatedMachine, graph: GraphModule) -> None:

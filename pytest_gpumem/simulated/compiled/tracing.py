@@ -48,7 +48,7 @@ from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.compiled import fakes, gradients, settings, wrapper
-from pytest_gpumem.simulated.compiled.computed import Computed
+from pytest_gpumem.simulated.compiled.computed import GraphValues
 from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, note_at_line
 from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -161,7 +161,7 @@ class Tracing:
             with FramesLetGo(), self.entered(), standing_in(), config.patch(settings.UNTUNED):
                 if not self._machine.values.everything:
                     return write(graph, *args, **options)
-                computed = Computed(self._machine, graph)  # Inductor changes the graph
+                computed = GraphValues(self._machine, graph)  # Inductor changes the graph
                 if computed.lacks is not None and not options.get("is_backward"):
                     raise CompiledCodeError(
                         f"values are computed, and those of {computed.lacks} not beside kernels"

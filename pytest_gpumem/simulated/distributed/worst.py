@@ -43,7 +43,7 @@ class Taken(NamedTuple):
     """The memory and events of one rank."""
 
     peak_allocated: int
-    events: int
+    events_hash: int
     """A hash of its allocator's events."""
 
 
@@ -78,7 +78,7 @@ class Worst:
         listed = ", ".join(map(str, ran))
         if len(ran) == self.size:
             return f"rank {self.found} has the highest peak of {self.size} ranks, all of which ran"
-        alike = len({self._taken[rank].events for rank in ran}) == 1
+        alike = len({self._taken[rank].events_hash for rank in ran}) == 1
         how = "made the same allocations" if alike else "differ"
         return (
             f"rank {self.found} has the highest peak of {self.size} ranks: {listed} ran and {how}; "
@@ -96,5 +96,5 @@ class Worst:
         if len(self._taken) >= MOST_RUNS:
             return
         for low, high in pairwise(sorted(self._taken)):
-            if high - low > 1 and self._taken[low].events != self._taken[high].events:
+            if high - low > 1 and self._taken[low].events_hash != self._taken[high].events_hash:
                 yield (low + high) // 2

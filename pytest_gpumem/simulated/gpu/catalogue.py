@@ -40,7 +40,7 @@ class GpuModel(Plain):
     l2_cache_bytes: int
 
     @property
-    def whole(self) -> str:
+    def parent_name(self) -> str:
         """The name of the GPU that an instance of MIG is a part of, or its own."""
         return self.name.partition("/")[0]
 

@@ -25,7 +25,7 @@ from pytest_gpumem.simulated.gpu.workspaces import Version, Workspaces
 from pytest_gpumem.values.environment import alloc_conf_of_process, alloc_conf_variable
 
 
-class Device:
+class GpuState:
     """A single CUDA device of ``model``: its memory, and the state of torch and its libraries.
 
     ``alloc_conf`` and ``cublas_workspace_config`` stand for PYTORCH_CUDA_ALLOC_CONF and
@@ -100,7 +100,7 @@ class Device:
         self.allocator.growth = 0
 
     def forget(self) -> Memory:
-        """Free everything; return an empty memory for :meth:`go_on_with`."""
+        """Free everything; return an empty memory for :meth:`use_memory`."""
         self.workspaces.clear()
         self.workspaces.settings.forget()
         self.allocator.memory.shared = None
@@ -110,7 +110,7 @@ class Device:
         memory.memory.shared = self.shared
         return memory
 
-    def go_on_with(self, memory: Memory) -> None:
+    def use_memory(self, memory: Memory) -> None:
         """Make ``memory`` this device's own, as if nothing had been allocated before."""
         memory.trace.clear()
         memory.reset_peak_stats()

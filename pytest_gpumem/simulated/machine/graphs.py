@@ -16,7 +16,7 @@ import torch
 from pytest_gpumem.allocator import AllocatorError
 from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.releases import CLEARS_WORKSPACES, LAZY_RNG, RNG_PER_CAPTURE
 from pytest_gpumem.simulated.machine.generators import free_all, state_of, state_tensors
@@ -169,12 +169,12 @@ class Graph:
     raw_cuda_graph_exec = partialmethod(_refuse, "raw_cuda_graph_exec")
     get_graph_data = partialmethod(_refuse, "get_graph_data")
 
-    def _use_random_operator(self, gpu: Device, generator: torch.Generator | None) -> None:
+    def _use_random_operator(self, gpu: GpuState, generator: torch.Generator | None) -> None:
         """Note a captured random operator: since 2.14 it allocates a state of the capture's own."""
         if gpu.version >= LAZY_RNG and (state := state_of(generator, gpu)) not in self._random:
             self._random[state] = state_tensors(gpu, 0)
 
-    def _register(self, gpu: Device, state: object) -> None:
+    def _register(self, gpu: GpuState, state: object) -> None:
         """Run ``register_graph`` of a generator, up to 2.13."""
         if self._machine.streams.is_capturing(gpu.index):
             raise RuntimeError(

@@ -25,7 +25,7 @@ from pytest_gpumem.allocator.trace import TraceEntry
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.gpu.catalogue import Machine
-from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.machine.dispatch import Dispatch, ThreadState
 from pytest_gpumem.simulated.machine.generators import RandomState
 from pytest_gpumem.simulated.machine.notes import Notes
@@ -46,7 +46,7 @@ from pytest_gpumem.simulated.machine.values.neutral import PlaceholderFloat
 from pytest_gpumem.values.environment import Environment
 
 
-class GPU(Device):
+class GPU(GpuState):
     """A device in a machine."""
 
     @cached_property
@@ -116,7 +116,7 @@ class GPU(Device):
         Live blocks stay behind and count no more, but for those that :meth:`repeat` moves over.
         So a test's state does not depend on earlier tests, down to the last address.
         """
-        self.go_on_with(self.forget())
+        self.use_memory(self.forget())
 
     def repeat(self, log: SetupLog) -> Taken:
         """Repeat the events of ``log``; allocated storages that still live move over."""

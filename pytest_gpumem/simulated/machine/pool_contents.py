@@ -14,7 +14,7 @@ import torch
 
 from pytest_gpumem.allocator.blocks import PoolId
 from pytest_gpumem.simulated.common.raw import CPU
-from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.machine.generators import shared_state
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
@@ -136,7 +136,7 @@ class EveryPoolContents:
         self._by_index: WeakValueDictionary[int, PoolContents] = WeakValueDictionary()
         self._places: WeakValueDictionary[int, Place] = WeakValueDictionary()
 
-    def of(self, gpu: Device, pool: PoolId) -> PoolContents:
+    def of(self, gpu: GpuState, pool: PoolId) -> PoolContents:
         """Return the contents of a GPU's pools, ``pool`` among them from now on."""
         found = self._by_index.get(gpu.index)
         if found is None or found.memory is not gpu.allocator:

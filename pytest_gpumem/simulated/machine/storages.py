@@ -13,7 +13,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import provenance
-from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.gpu.memory import Memory
 
 ELSEWHERE = 1 << 48
@@ -49,7 +49,7 @@ class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
     key: int
     address: int
     nbytes: int
-    device: Device
+    device: GpuState
     allocator: Memory
     """The owner of ``address``: not the device's present allocator once that has been renewed."""
 
@@ -175,7 +175,7 @@ class Storages:
         self.unknown_on_cpu.pop(key, None)
         self.without_values.pop(key, None)
 
-    def track(self, tensor: torch.Tensor, device: Device) -> None:
+    def track(self, tensor: torch.Tensor, device: GpuState) -> None:
         """Allocate a block on ``device`` for ``tensor``'s storage unless it has one."""
         try:
             storage = tensor.untyped_storage()
@@ -193,7 +193,11 @@ class Storages:
         self.refer(storage, address, device, allocator)
 
     def refer(
-        self, storage: torch.UntypedStorage, address: int, device: Device, owner: Memory = BORROWED
+        self,
+        storage: torch.UntypedStorage,
+        address: int,
+        device: GpuState,
+        owner: Memory = BORROWED,
     ) -> SimulatedStorage:
         """Make ``storage`` refer to memory at ``address``, which it gives back to its ``owner``."""
         record = SimulatedStorage(storage, self._died)

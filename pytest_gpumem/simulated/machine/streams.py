@@ -30,7 +30,7 @@ import torch.autograd.graph
 
 from pytest_gpumem.allocator.blocks import PoolId
 from pytest_gpumem.allocator.trace import Marks, StreamKey, Timeline
-from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.machine.pool_contents import Recording
 
 STREAMS_PER_POOL = 32
@@ -48,17 +48,17 @@ class Capture:
 
     def __init__(
         self,
-        gpu: Device,
+        gpu: GpuState,
         pool: PoolId,
         recording: Recording,
-        draws: Callable[[Device, torch.Generator | None], None],
+        draws: Callable[[GpuState, torch.Generator | None], None],
     ) -> None:
         self.gpu = gpu
         self.pool = pool
         self.stream = gpu.stream
         self.memory = gpu.allocator
         self.recording = recording
-        self.draws: Callable[[Device, torch.Generator | None], None] | None = draws
+        self.draws: Callable[[GpuState, torch.Generator | None], None] | None = draws
         """Called for each random operator until the capture ends: it refers to the graph."""
         self.under_way = True
         self.is_empty = True

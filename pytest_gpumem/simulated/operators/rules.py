@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from pytest_gpumem.simulated.common.callsite import let_go, provenance
-from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, Signature
 from pytest_gpumem.simulated.operators.layout import copied, suggested_format
@@ -97,7 +97,7 @@ class Scratch:
     function that has them, also where it ends with an error.
     """
 
-    def __init__(self, gpu: Device, *sizes: int) -> None:
+    def __init__(self, gpu: GpuState, *sizes: int) -> None:
         self._gpu = gpu
         self._addresses: list[int] = []
         self._estimated: dict[int, int] = {}
@@ -155,7 +155,7 @@ class Scratch:
             self._gpu.estimates.freed(nbytes)
 
 
-def passing(gpu: Device, *sizes: int) -> None:
+def passing(gpu: GpuState, *sizes: int) -> None:
     """Allocate ``sizes`` bytes one after the other, then free them, newest first."""
     if sizes:
         Scratch(gpu, *sizes).free()
