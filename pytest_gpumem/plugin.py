@@ -294,7 +294,7 @@ class MoreHooks:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Generator[None]:
         """Report failures of one cause once."""
-        with self._session.results.failures_told_once(terminalreporter):
+        with self._session.results.failures_shown_once(terminalreporter):
             return (yield)
 
     @pytest.hookimpl(tryfirst=True)

@@ -146,7 +146,7 @@ def _command_in(given: Sequence[str]) -> str | None:
 def _run(arguments: argparse.Namespace) -> int:
     """Run the command and print its answer; return the exit code."""
     command: Command = arguments.command
-    if command.looks or command.talks:
+    if command.shows_state or command.prints_output:
         answer = command.run(arguments)
     else:
         with progress(arguments.command_name) as arguments.progress:
@@ -156,7 +156,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         for line in answer.lines:
             print(printable(line.rstrip()))  # control characters in names are shown, not obeyed
-    elif command.looks:
+    elif command.shows_state:
         print(*answer.texts(as_json=True))
     else:
         print(json.dumps(answer.data(), indent=2))

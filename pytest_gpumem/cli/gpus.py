@@ -305,7 +305,7 @@ COMMAND = Command(
         ),
         argument("--once", "with --watch: look once, after that time, and end"),
     ),
-    looks=True,
+    shows_state=True,
     json="as JSON, a line for each look; sizes in bytes",
     examples=("gpumem gpus --watch",),
 )

@@ -89,7 +89,7 @@ def _failed(script: Script, result: Result) -> int:
     return 1
 
 
-def _when(answer: endings.Answer) -> str:
+def _when(answer: endings.ScriptResult) -> str:
     return f"after {counted(answer.steps, 'step')}" if answer.steps else "before its first step"
 
 
@@ -235,5 +235,5 @@ COMMAND = Command(
         "gpumem run --gpu T4 --gpu A100-80GB --steps 3 -m mypackage.train config.yaml",
     ),
     json="print everything as JSON, sizes in bytes; what the script prints goes to stderr",
-    talks=True,
+    prints_output=True,
 )

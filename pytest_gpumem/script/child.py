@@ -18,8 +18,8 @@ from pytest_gpumem.device.simulated import SimulatedDevice
 from pytest_gpumem.prediction.child import UNBOUNDED
 from pytest_gpumem.script import process as endings
 from pytest_gpumem.script.entry import ScriptError, chain, show_traceback
-from pytest_gpumem.script.measured import Run, is_out_of_memory, run_measured
-from pytest_gpumem.script.process import Answer, Request
+from pytest_gpumem.script.measured import ScriptRun, is_out_of_memory, run_measured
+from pytest_gpumem.script.process import Request, ScriptResult
 from pytest_gpumem.script.stopping import StopError
 from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
 from pytest_gpumem.values.errors import SimulationError, UnknownValueError
@@ -33,7 +33,7 @@ def main(path: str) -> None:
     atexit.register(resources.close)  # behind whatever the script registers
     if request.gpu == endings.MEASURED and not torch.cuda.is_available():
         why = "--gpu cuda: torch sees no CUDA device; name a model to be simulated"
-        Answer(endings.NOT_RUN, why).to_file(request.answer)
+        ScriptResult(endings.NOT_RUN, why).to_file(request.answer)
         return
     device = _device(request)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
@@ -74,7 +74,7 @@ def _device(request: Request) -> Device:
     return SimulatedDevice(machine, real_values=request.computed is ValueLevel.ALL)
 
 
-def _answer(run: Run, device: Device) -> Answer:
+def _answer(run: ScriptRun, device: Device) -> ScriptResult:
     ending, sentence = _ending(run)
     computing = device if isinstance(device, ComputingDevice) else None
     used_placeholder = (
@@ -88,7 +88,7 @@ def _answer(run: Run, device: Device) -> Answer:
         if computing.decided_by is not None:
             ending, sentence = endings.UNKNOWN, computing.decided_by
     found = run.out_of_memory
-    return Answer(
+    return ScriptResult(
         ending,
         sentence,
         run.steps,
@@ -106,7 +106,7 @@ def _answer(run: Run, device: Device) -> Answer:
     )
 
 
-def _ending(run: Run) -> tuple[str, str]:
+def _ending(run: ScriptRun) -> tuple[str, str]:
     """Return how a run ended, and the sentence on it, which may be empty."""
     error = run.error
     if error is None:

@@ -40,7 +40,7 @@ STACKS = "all"
 
 
 @dataclass(frozen=True)
-class Run:
+class ScriptRun:
     """The result of one run."""
 
     error: BaseException | None
@@ -71,7 +71,7 @@ def run_measured(
     steps: int,
     seconds: float,
     note: str = "",
-) -> Run:
+) -> ScriptRun:
     """Run ``script`` on ``device``, for ``steps`` steps of its optimizer and ``seconds`` at most.
 
     ``note`` is added to its numbers. The device is active until ``resources`` are closed: exit
@@ -117,7 +117,7 @@ def run_measured(
     post_mortem = None
     if is_out_of_memory(error):
         post_mortem = account.out_of_memory(device.index, meter.tracker, device.total_memory)
-    return Run(error, counter.count, alarm.rang, taken, (own, *others), post_mortem)
+    return ScriptRun(error, counter.count, alarm.rang, taken, (own, *others), post_mortem)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -69,7 +69,7 @@ class Request(Plain):
 
 
 @dataclass(frozen=True)
-class Answer(Plain):
+class ScriptResult(Plain):
     """The result of one run; sizes in bytes."""
 
     ending: str
@@ -124,13 +124,13 @@ main(sys.argv[2])
 class Result:
     """The results of a script on one GPU."""
 
-    answer: Answer
+    answer: ScriptResult
     fits: bool = True
-    larger: Answer | None = None
+    larger: ScriptResult | None = None
     """The answer of a second run with unlimited memory, if the script does not fit."""
 
     @property
-    def reported_answer(self) -> Answer:
+    def reported_answer(self) -> ScriptResult:
         """The answer whose numbers are the script's."""
         return self.larger or self.answer
 
@@ -161,7 +161,7 @@ def _print(sentence: str) -> None:
     print(f"gpumem: {sentence}", file=sys.stderr, flush=True)
 
 
-def _answered(request: Request, *, quiet: bool) -> Answer:
+def _answered(request: Request, *, quiet: bool) -> ScriptResult:
     sys.stdout.flush()
     with tempfile.TemporaryDirectory() as folder:
         request = replace(request, answer=Path(folder) / "answer.json")
@@ -176,13 +176,13 @@ def _answered(request: Request, *, quiet: bool) -> Answer:
             ending = _waited(process, request)
         if not request.answer.is_file():
             raise ScriptError(f"{request.script.name} {ending}")
-        answer = Answer.from_file(request.answer)
+        answer = ScriptResult.from_file(request.answer)
     if answer.ending == INTERRUPTED:
         raise KeyboardInterrupt
     return answer
 
 
-def _check(answer: Answer, request: Request) -> None:
+def _check(answer: ScriptResult, request: Request) -> None:
     """Raise :class:`ScriptError` where a run has no result for the script."""
     name = request.script.name
     if answer.ending == UNKNOWN and answer.further is not None:

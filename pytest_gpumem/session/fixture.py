@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.prediction.batch import BatchFit
-    from pytest_gpumem.session.run import Run
+    from pytest_gpumem.session.run import TestRun
     from pytest_gpumem.values.measurement import PhaseRecord
 
 
 class Gpumem:
     """The interface of a test to its measurement."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TestRun) -> None:
         self._run = run
 
     @property

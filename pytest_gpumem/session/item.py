@@ -27,7 +27,7 @@ from pytest_gpumem.report.pytest_reports import ATTRIBUTE, BROKEN_PLUGINS, SENTE
 from pytest_gpumem.report.record import TestRecord, set_user_properties
 from pytest_gpumem.session.hooks import Hooks
 from pytest_gpumem.session.judge import Judge
-from pytest_gpumem.session.run import EXPLAINED_BY, Prepared, Run
+from pytest_gpumem.session.run import STACKS_FOR_EXPLANATION, Prepared, TestRun
 from pytest_gpumem.sharing.admission import FailedAllocation, failed_allocation_sentence
 from pytest_gpumem.sizes import format_size, in_words
 from pytest_gpumem.values.errors import SimulationError
@@ -39,7 +39,7 @@ _OUTCOMES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 """Exceptions of a second run that do not replace the first one's failure."""
 
 
-class MeasuredItem(Run):
+class MeasuredItem(TestRun):
     """An attempt at a test: a run that is judged and explained.
 
     ``runs_again`` returns, where devices are shared, whether a test that ran out of memory is run
@@ -162,7 +162,7 @@ class MeasuredItem(Run):
         """Judge with the sites of a second run, if that passes; return notes."""
         item, recorder = self.item, RecordedHistory()
         try:
-            with recorder.during(EXPLAINED_BY):
+            with recorder.during(STACKS_FOR_EXPLANATION):
                 self.record_again(recorder)
                 with self.body():
                     item.runtest()
@@ -194,7 +194,7 @@ class MeasuredItem(Run):
         # shows the traceback all the same, without the values of its variables.
         traceback.clear_frames(error.__traceback__)
         recorder = RecordedHistory()
-        with recorder.during(EXPLAINED_BY), suppress(*_OUTCOMES):
+        with recorder.during(STACKS_FOR_EXPLANATION), suppress(*_OUTCOMES):
             self.record_again(recorder)
             try:
                 with self.body():

@@ -23,7 +23,7 @@ from pytest_gpumem.values.prediction import PredictedTest
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.cuda import CudaDevice
-    from pytest_gpumem.prediction.process import Answer
+    from pytest_gpumem.prediction.process import MachineResult
 
 PATIENCE = 120.0
 """Seconds after which the simulation begins no other test: remaining ones run alone."""
@@ -92,7 +92,7 @@ class Predictions:
         }
 
 
-def _predicted(answer: Answer | None, gpu: str) -> PredictedTest:
+def _predicted(answer: MachineResult | None, gpu: str) -> PredictedTest:
     if answer is None:
         return PredictedTest(gpu, None, "the simulation did not run it")
     if answer.measured and answer.record is not None:

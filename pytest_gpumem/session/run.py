@@ -35,7 +35,7 @@ from pytest_gpumem.sharing.admission import FailedAllocation, FailureCause, caus
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 from pytest_gpumem.values.prediction import PredictedTest
 
-EXPLAINED_BY = "all"
+STACKS_FOR_EXPLANATION = "all"
 """The stacks recorded to explain a failure: Python's, and C++'s, which name operators."""
 
 
@@ -60,7 +60,7 @@ class Prepared:
         return self.expectation.warmup + self.expectation.repeat if self.expectation else 1
 
 
-class Run:
+class TestRun:
     """One attempt at a test: its device is active until it is closed."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Run:
             always = ("always", "failed") if prepared.among_ranks else ("always",)
             if recorder is None and (settings.history or settings.explain in always):
                 recorder = RecordedHistory()
-                starting.enter_context(recorder.during(settings.history or EXPLAINED_BY))
+                starting.enter_context(recorder.during(settings.history or STACKS_FOR_EXPLANATION))
             self.is_explained_later = recorder is None and settings.explain == "failed"
             """Whether it has to be repeated before its memory can be explained."""
             account = None if recorder is None else self._account(recorder)

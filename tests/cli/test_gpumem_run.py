@@ -13,7 +13,7 @@ import torch
 from pytest_gpumem.cli import main
 from pytest_gpumem.cli.run import lines
 from pytest_gpumem.script.entry import Script
-from pytest_gpumem.script.process import Answer, Result
+from pytest_gpumem.script.process import Result, ScriptResult
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 
 pytest_plugins = ["pytester"]
@@ -281,7 +281,7 @@ def test_many_iterations_are_left_out_but_for_those_that_tell_something() -> Non
     peaks = {name: 4 * MIB if name == "iteration_6" else MIB for name in NINE}
     phases = {name: PhaseRecord(name, peak, peak, 0, 0) for name, peak in peaks.items()}
     measured = Measurement("cuda:0", True, 4 * MIB, 4 * MIB, 0, 0, None, 0, phases=phases)
-    answer = Answer("stopped", steps=9, gpu="T4", torch="2.13.0", measurements=(measured,))
+    answer = ScriptResult("stopped", steps=9, gpu="T4", torch="2.13.0", measurements=(measured,))
 
     shown = list(lines(Script("train.py"), [Result(answer)], None))
     assert [line.split()[0] for line in shown[3:9]] == [

@@ -228,14 +228,14 @@ def no_shapes(runner: Runner, func: Any, args: Args, kwargs: Kwargs) -> Unsuppor
     return UndescribedKernelError(f"{sentence}: {how_to_describe(func)}", func._schema.name)
 
 
-Run = Callable[..., Any]
+RunKernel = Callable[..., Any]
 _empty_strided = torch.empty_strided
 
 
 class UnknownOnCpu:
     """Runs operators of CPU tensors where the values of some are unknown."""
 
-    def __init__(self, storages: Storages, run: Run, unknown: Callable[[Any], str]) -> None:
+    def __init__(self, storages: Storages, run: RunKernel, unknown: Callable[[Any], str]) -> None:
         self._storages = storages
         self._run = run
         self._unknown = unknown
