@@ -228,7 +228,7 @@ def _operator(context: Any) -> str:
 
 def _place(context: Any) -> str:
     """Return the line behind an event of a simulated device."""
-    place = context.place if context is not None else None
+    place = context.source_line if context is not None else None
     return f"{Path(place[0]).name}:{place[1]}" if place else ""
 
 

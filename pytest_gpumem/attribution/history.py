@@ -20,7 +20,7 @@ class Origin(Protocol):
     """The origin of a block; everything may be unknown."""
 
     @property
-    def place(self) -> tuple[str, int, str] | None:
+    def source_line(self) -> tuple[str, int, str] | None:
         """The file, line and function of the user's code that allocated it."""
 
     @property
@@ -187,7 +187,7 @@ class History:
 
     def place_of(self, origin: Origin) -> tuple[str, int, str] | None:
         """Return file, line and function that name the allocations of ``origin``."""
-        return origin.place if self.locate is None else self.locate(origin)
+        return origin.source_line if self.locate is None else self.locate(origin)
 
     def next_backward(self, position: int) -> int:
         """Return where the first backward after ``position`` begins, else the end."""

@@ -119,7 +119,7 @@ class Hooks:
                 answers = self._answers(hook, problem_of, item=item, frames=frames)
                 known[stack] = next(answers, None)
             if (index := known.get(stack)) is None:
-                return origin.place
+                return origin.source_line
             frame = frames[index]
             return frame["filename"], frame["line"], frame["name"]
 

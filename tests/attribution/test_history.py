@@ -15,7 +15,7 @@ class Made:
     """An origin whose every part is given."""
 
     operator_name: str | None = "torch.mm"
-    place: tuple[str, int, str] | None = ("/home/me/project/model.py", 7, "forward")
+    source_line: tuple[str, int, str] | None = ("/home/me/project/model.py", 7, "forward")
     kind: str = "computed"
     library: str | None = None
     node: str | None = None
@@ -206,8 +206,10 @@ def test_blocks_of_one_line_and_layer_are_one_site() -> None:
 
 
 def test_backward_is_traced_to_the_forward_line_by_autograd_s_number() -> None:
-    forward = Made(sequence=8, place=("/home/me/project/model.py", 3, "forward"))
-    backward = Made(node="MmBackward0", sequence=7, place=("/home/me/project/t.py", 1, "test"))
+    forward = Made(sequence=8, source_line=("/home/me/project/model.py", 3, "forward"))
+    backward = Made(
+        node="MmBackward0", sequence=7, source_line=("/home/me/project/t.py", 1, "test")
+    )
     told = history(
         alloc(1, 512, forward),
         free(1),
@@ -234,8 +236,8 @@ def test_a_fixture_that_the_body_asked_for_counts_as_held_before() -> None:
 
 
 def test_paths_are_never_those_of_the_machine() -> None:
-    library = Made(place=("/opt/venv/lib/python3.11/site-packages/lib/nn.py", 5, "f"))
-    elsewhere = Made(place=("/tmp/other/thing.py", 6, "g"))
+    library = Made(source_line=("/opt/venv/lib/python3.11/site-packages/lib/nn.py", 5, "f"))
+    elsewhere = Made(source_line=("/tmp/other/thing.py", 6, "g"))
     sites = composition(history(alloc(1, 512, library), alloc(2, 1024, elsewhere))).sites
     assert [site.site for site in sites] == ["thing.py:6", "lib/nn.py:5"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.dry.values.memory import Memory, Place, seen_by_cpu
+from pytest_gpumem.dry.values.memory import Memory, MemoryRange, seen_by_cpu
 from pytest_gpumem.dry.values.random_numbers import RandomNumbers
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.notes import Notes
@@ -32,7 +32,7 @@ class DryValues(Values):
     ) -> None:
         super().__init__(storages, notes, everything=everything)
         self._memory = memory
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, MemoryRange] = {}
         """Places of values known to the runtime, by key."""
         self._watched: dict[int, tuple[int, int]] = {}
         """Key of a block's storage and the block's number, by address."""
@@ -49,7 +49,7 @@ class DryValues(Values):
             key = storage_key(tensor)
             if key in self._bases or key in self._uninitialized:
                 continue
-            start, size = self._memory.place_of(tensor)
+            start, size = self._memory.range_of(tensor)
             if not size:
                 # No block, but numbers: it was made of the address of memory in a graph's pool.
                 size = layout_of(tensor).end if tensor.numel() else 0
@@ -102,7 +102,7 @@ class DryValues(Values):
             self.forget_dead()
             for start in watched:
                 tensor = tensors[start]
-                key, place = storage_key(tensor), self._memory.place_of(tensor)
+                key, place = storage_key(tensor), self._memory.range_of(tensor)
                 if key in self._bases:
                     self._hold_at(tensor, place, self._bases[key].dtype)
                 elif key in self._places:
@@ -126,14 +126,14 @@ class DryValues(Values):
         """Forget the values of ``tensor`` and of its storage."""
         self.forget(storage_key(tensor))
         if tensor.layout is torch.strided and raw.is_on_device(tensor):
-            self._memory.forget(self._memory.place_of(tensor))
+            self._memory.forget(self._memory.range_of(tensor))
 
     def write_facts(self, tensor: torch.Tensor) -> None:
         """Write known facts on all elements of ``tensor`` to its memory, for reads."""
         key = storage_key(tensor)
         uniform = self.facts.uniform(tensor) if key and key not in self._bases else None
         if uniform is not None:
-            place = self._memory.place_of(tensor)
+            place = self._memory.range_of(tensor)
             seen_by_cpu(place, tensor.dtype).fill_(uniform)
             self._memory.mark_known(place)
             self._places[key] = place
@@ -150,7 +150,7 @@ class DryValues(Values):
         )
         for tensor in made:
             if storage_key(tensor) not in given:
-                self._memory.forget(self._memory.place_of(tensor))
+                self._memory.forget(self._memory.range_of(tensor))
 
     def forget(self, key: int) -> None:
         """Drop the values of a storage, because they are no longer known or it has died."""
@@ -180,15 +180,15 @@ class DryValues(Values):
         return self.random.source_of(generator)
 
     def _put(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
-        place = self._memory.place_of(tensor)
+        place = self._memory.range_of(tensor)
         seen_by_cpu(place, tensor.dtype)[: base.numel()].copy_(base)
         self._hold_at(tensor, place)
 
     def _put_blank(self, tensor: torch.Tensor) -> None:
-        self._hold_at(tensor, self._memory.place_of(tensor))
+        self._hold_at(tensor, self._memory.range_of(tensor))
 
     def _hold_at(
-        self, tensor: torch.Tensor, place: Place, dtype: torch.dtype | None = None
+        self, tensor: torch.Tensor, place: MemoryRange, dtype: torch.dtype | None = None
     ) -> None:
         """Take the memory at ``place`` for the values of the storage of ``tensor``."""
         if not place[1]:
@@ -200,22 +200,22 @@ class DryValues(Values):
         self._watch_at(place, key)
 
     def _keeps(self, tensor: torch.Tensor) -> bool:
-        has_block = not tensor.numel() or self._memory.place_of(tensor)[1] > 0
+        has_block = not tensor.numel() or self._memory.range_of(tensor)[1] > 0
         return has_block and super()._keeps(tensor)
 
     def _elements(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
-        return self._memory.place_of(tensor)[1] // (dtype or tensor.dtype).itemsize
+        return self._memory.range_of(tensor)[1] // (dtype or tensor.dtype).itemsize
 
     def _covers(self, tensor: torch.Tensor) -> bool:
-        size = self._memory.place_of(tensor)[1]
+        size = self._memory.range_of(tensor)[1]
         is_first = tensor.storage_offset() == 0 and tensor.is_contiguous()
         return is_first and _is_nearly(tensor.numel() * tensor.dtype.itemsize, size)
 
     def _watch(self, tensor: torch.Tensor) -> None:
         # No Python object of the storage: that would be one more owner (``storage_key``).
-        self._watch_at(self._memory.place_of(tensor), storage_key(tensor))
+        self._watch_at(self._memory.range_of(tensor), storage_key(tensor))
 
-    def _watch_at(self, place: Place, key: int) -> None:
+    def _watch_at(self, place: MemoryRange, key: int) -> None:
         start, size = place
         if size and start not in self._watched:
             self._watched[start] = key, self._memory.watch(start)
