@@ -52,9 +52,9 @@ from pytest_gpumem.simulated.compiled.computed import GraphValues
 from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, note_at_line
 from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.operators.layout import HALVES
+from pytest_gpumem.simulated.operators.layout import HALF_DTYPES
 from pytest_gpumem.simulated.operators.rules import on_machine
-from pytest_gpumem.simulated.operators.tables import COMPOSITES
+from pytest_gpumem.simulated.operators.tables import ABOVE_AUTOGRAD
 
 Context = Callable[[], AbstractContextManager[object]]
 """A context in which torch is its own, but for the functions that answer for the GPU."""
@@ -217,7 +217,7 @@ class Tracing:
             m, k, n = (size if isinstance(size, int) else size.node.hint for size in sizes)
             # Multiplications per number that is read or written (is_mm_compute_bound).
             intensity = m * k * n / (m * k + k * n + m * n)
-            pads = one.dtype in HALVES or torch.backends.cuda.matmul.allow_tf32
+            pads = one.dtype in HALF_DTYPES or torch.backends.cuda.matmul.allow_tf32
             pads = pads and intensity > _WAITS_FOR_MEMORY
             self._machine.note(
                 f"Inductor measures whether a product of {one.dtype} is faster with padded rows; "
@@ -379,7 +379,7 @@ def _as_on_cuda(machine: SimulatedMachine, decompose: Callable[..., Any]) -> Cal
     """
 
     def call(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        implementation = COMPOSITES.get(str(operator))
+        implementation = ABOVE_AUTOGRAD.get(str(operator))
         if implementation is None or not fakes.are_of_gpu((args, kwargs)):
             return decompose(operator, *args, **kwargs)
         return on_machine(implementation, operator, machine)(*args, **kwargs)

@@ -50,7 +50,7 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
     shapes = runner.shapes
     storages = runner.storages
     fresh = not any(r.alias_info is not None for r in func._schema.returns)
-    is_placed = rule is not None and rule.placed is not None
+    is_placed = rule is not None and rule.outputs is not None
     is_shaped = rule is not None and rule.shapes is not None and not resizes
     operator = Operator.of(func)
     follow = runner.values.follow
@@ -93,7 +93,7 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
                     result = run(func, args, kwargs)
             except BaseException:
                 if call is not None:
-                    call.abandon()
+                    call.free_before()
                 raise
             if make is NEW and key is not None:
                 shapes.learn(key, args, kwargs, result)
@@ -103,7 +103,7 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
             if call is None or not is_placed:
                 adopt(result, device)
             else:
-                adopt(call.placed(result), device)
+                adopt(call.outputs(result), device)
                 storages.mark_host_scalars(tensors_in(result))
         if resizes:
             for tensor in tensors_in((args, kwargs)):

@@ -161,7 +161,7 @@ def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
         device = machine.current if placement is None else placement.of(name, args, kwargs)
         call = None if rule is None else Call(rule, device, args, kwargs)
         result = _shaped_as(func, computed)
-        runner.track(result if call is None else call.placed(result), device)
+        runner.track(result if call is None else call.outputs(result), device)
         if call is not None:
             call.end(result)
         for tensor, values in zip(tensors_in(result), tensors_in(computed), strict=True):
@@ -194,7 +194,7 @@ def is_composite(func: Any) -> bool:
 
 def composite(runner: Runner, func: Any) -> Handler:
     """Return a handler that runs ``func`` as CUDA's parts, else as torch's decomposition."""
-    implementation = tables.COMPOSITES.get(str(func))
+    implementation = tables.ABOVE_AUTOGRAD.get(str(func))
     if implementation is None:
         return of_parts(runner, func.decompose)
     return of_parts(runner, _named(func, on_machine(implementation, func, runner.machine)))
@@ -213,7 +213,7 @@ def _named(func: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
 def in_view(runner: Runner, func: Any) -> Handler:
     """Return a handler of an operator that autograd sees whole and CUDA builds from others."""
     parts = of_parts(
-        runner, _named(func, on_machine(tables.IN_VIEW[str(func)], func, runner.machine))
+        runner, _named(func, on_machine(tables.BELOW_AUTOGRAD[str(func)], func, runner.machine))
     )
     elsewhere = computing.of_rule(runner, func, None, resizes=False)
 

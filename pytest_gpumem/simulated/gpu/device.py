@@ -81,7 +81,7 @@ class GpuState:
         """Memory that other processes allocate from too; ``None`` for a device of one process."""
         self._collector: Collector | None = None
         self.estimates = Estimates(self._allocated_and_peak)
-        self.frugal_plans: set[object] = set()
+        self.calls_without_workspace: set[object] = set()
         """Calls of cuDNN whose workspace once did not fit: later ones use none."""
 
     @property
@@ -118,7 +118,7 @@ class GpuState:
         memory.observers = self.allocator.observers
         self.allocator = self.workspaces.memory = memory
         self.estimates = Estimates(self._allocated_and_peak)
-        self.frugal_plans.clear()
+        self.calls_without_workspace.clear()
 
     def workspaces_in(self, memory: Memory) -> Workspaces:
         """Return workspaces that are taken from ``memory``; at first it has none."""

@@ -102,7 +102,7 @@ def flagged_bytes(count: int, capability: Capability, version: Version) -> int:
     return _tile_states(count, tile, 8, version)
 
 
-def count_bytes(count: int, sms: int, threads_per_sm: int) -> int:
+def device_sum_bytes(count: int, sms: int, threads_per_sm: int) -> int:
     """Return the bytes for adding ``count`` 32-bit numbers up."""
     if count <= 256 * 16:
         return 1

@@ -34,7 +34,7 @@ class Rule:
     """The result may hold memory until the operator ends."""
     shapes: Callable[..., Any] | None = None
     """Makes the outputs on ``meta`` where torch's own kernel for it gets them wrong."""
-    placed: Callable[..., Iterable[Tensor]] | None = None
+    outputs: Callable[..., Iterable[Tensor]] | None = None
     """The outputs that take device memory, in the order CUDA allocates them; by default all."""
     after: Callable[..., Scratch | None] | None = None
     """Memory in the result is freed at once."""
@@ -49,7 +49,7 @@ class BoundRule:
         taking = signature.taking
         self.before = None if rule.before is None else taking(rule.before)
         self.shapes = None if rule.shapes is None else taking(rule.shapes)
-        self.placed = None if rule.placed is None else taking(rule.placed)
+        self.outputs = None if rule.outputs is None else taking(rule.outputs)
         self.after = None if rule.after is None else taking(rule.after)
 
 
@@ -68,13 +68,13 @@ class Call:
         assert self._rule.shapes is not None
         return self._rule.shapes(self._given)
 
-    def placed(self, result: Any) -> Any:
+    def outputs(self, result: Any) -> Any:
         """Return the parts of ``result`` that take memory, in order; rules may allocate between."""
         rule = self._rule
-        if rule.placed is None:
+        if rule.outputs is None:
             return result
         self._given[rule.result_at] = result
-        return rule.placed(self._given)
+        return rule.outputs(self._given)
 
     def end(self, result: Any) -> None:
         """Run the part after the outputs were allocated."""
@@ -82,9 +82,9 @@ class Call:
         if rule.after is not None:
             self._given[rule.result_at] = result
             rule.after(self._given)
-        self.abandon()
+        self.free_before()
 
-    def abandon(self) -> None:
+    def free_before(self) -> None:
         """Free the memory taken before the outputs."""
         if self._scratch is not None:
             self._scratch.free()
@@ -131,7 +131,7 @@ class Scratch:
         self._gpu.estimates.taken(self._estimated[address], f"{library}'s workspace for {what}")
         return address
 
-    def passing(self, nbytes: int) -> None:
+    def take_and_free(self, nbytes: int) -> None:
         """Allocate ``nbytes`` and free them."""
         self.drop(self.take(nbytes))
 
@@ -155,7 +155,7 @@ class Scratch:
             self._gpu.estimates.freed(nbytes)
 
 
-def passing(gpu: GpuState, *sizes: int) -> None:
+def take_and_free(gpu: GpuState, *sizes: int) -> None:
     """Allocate ``sizes`` bytes one after the other, then free them, newest first."""
     if sizes:
         Scratch(gpu, *sizes).free()
