@@ -14,7 +14,7 @@ from pytest_gpumem.collector import Collector
 from pytest_gpumem.dry import scope
 from pytest_gpumem.garbage import imports_watched
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
-from pytest_gpumem.measurement.composition import Account
+from pytest_gpumem.measurement.composition import PeakRecorder
 from pytest_gpumem.measurement.phases import PhaseTracker
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block, Bytes, CudaStatistics, Readings
@@ -68,13 +68,13 @@ class SimulatedRun:
     @property
     def peak_allocated(self) -> int:
         """The highest bytes in live blocks so far, even if code reset torch's own peaks."""
-        self._statistics.harvest()
+        self._statistics.read_and_reset_peaks()
         return self._peak_allocated
 
     @property
     def peak_reserved(self) -> int:
         """The highest bytes in segments held from the driver so far."""
-        self._statistics.harvest()
+        self._statistics.read_and_reset_peaks()
         return self._peak_reserved
 
     @property
@@ -141,10 +141,10 @@ class SimulatedRun:
         The yielded mapping has the compositions at the phases' peaks afterwards, by name. Source
         paths are relative to the folder ``root``.
         """
-        account = Account(SimulatedRecorder(self._gpu.simulation), root)
+        account = PeakRecorder(SimulatedRecorder(self._gpu.simulation), root)
         account.begin((), None)
         found: dict[str, Composition] = {}
-        with self.phase(name), AutomaticPhases(self._tracker, account.witness).watching():
+        with self.phase(name), AutomaticPhases(self._tracker, account.observer).watching():
             yield found
         account.end()
         workspaces = workspaces_of(self._gpu)
@@ -242,7 +242,7 @@ def simulate(
         runs = tuple(SimulatedRun(gpu, statistics, tracker) for gpu in gpus)
         for run in runs:
             run.devices = runs
-        with statistics.screened():
+        with statistics.own_peaks_shown():
             try:
                 if world is not None:
                     # torch.distributed is slow to import.
@@ -252,7 +252,7 @@ def simulate(
                 yield runs[own.index]
                 own.simulation.threads.raise_failures()
             finally:
-                statistics.harvest()  # after which the numbers are final
+                statistics.read_and_reset_peaks()  # after which the numbers are final
     if started is not None:
         runs[own.index].gather_peaks(started)
 

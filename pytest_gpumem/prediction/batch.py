@@ -57,8 +57,8 @@ class Runs:
                     raise
             self.failed.add(self._smallest)
             self._smallest //= 2
-            _tidy()
-        _tidy()
+            _reset()
+        _reset()
         self._at_rest = _held()
 
     def end(self) -> None:
@@ -102,10 +102,10 @@ class Runs:
         _empty()
         if _held() == self._at_rest:
             return
-        _tidy()
+        _reset()
         if _held() != self._at_rest:
             self._step(self._smallest)
-            _tidy()
+            _reset()
 
 
 def largest_batch(runs: Runs, total: int) -> int | None:
@@ -168,7 +168,7 @@ def _bisected(runs: Runs, high: int) -> int:
     return low
 
 
-def _tidy() -> None:
+def _reset() -> None:
     gc.collect()
     _empty()
 

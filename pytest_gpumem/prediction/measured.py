@@ -14,7 +14,7 @@ from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.cuda import CudaDevice, find_device
 from pytest_gpumem.device.device import ComputingDevice
 from pytest_gpumem.dry.load import MODELS, is_loaded
-from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.measurement.fixtures import FixtureRecords
 from pytest_gpumem.measurement.meter import Meter
 from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.options import VALUES_LIMIT
@@ -86,8 +86,8 @@ def _predicted(device: CudaDevice, name: str, call: Callable[[], Any]) -> Predic
     with ExitStack() as resources:
         resources.enter_context(device.measuring(name))
         statistics = CudaStatistics(device.workspaces)
-        resources.enter_context(statistics.screened())
-        meter = Meter(statistics, FixtureLedger())
+        resources.enter_context(statistics.own_peaks_shown())
+        meter = Meter(statistics, FixtureRecords())
         with meter.running(()), meter.watching():
             device.restart_collector()
             try:

@@ -22,8 +22,8 @@ from pytest_gpumem.attribution.out_of_memory import OutOfMemory
 from pytest_gpumem.device.device import Device
 from pytest_gpumem.device.simulated import SimulatedDevice
 from pytest_gpumem.measurement.automatic_phases import BACKWARD, FORWARD, STEP
-from pytest_gpumem.measurement.composition import Account
-from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.measurement.composition import PeakRecorder
+from pytest_gpumem.measurement.fixtures import FixtureRecords
 from pytest_gpumem.measurement.meter import Meter
 from pytest_gpumem.measurement.phases import Phase, PhaseTracker
 from pytest_gpumem.measurement.recorded import RecordedHistory
@@ -59,8 +59,8 @@ class _Meter(Meter):
     tracker: Iterations
 
     def _tracker(self) -> Iterations:
-        assert self.account is not None
-        return Iterations(self._statistics, self.account.positions)
+        assert self.recorder is not None
+        return Iterations(self._statistics, self.recorder.positions)
 
 
 def run_measured(
@@ -80,13 +80,13 @@ def run_measured(
     resources.enter_context(device.active())
     resources.enter_context(device.measuring(script.name))
     statistics = CudaStatistics(device.workspaces)
-    resources.enter_context(statistics.screened())
+    resources.enter_context(statistics.own_peaks_shown())
     recorder = device.recorder
     if recorder is None:
         recorder = RecordedHistory()
         resources.enter_context(recorder.during(STACKS))
-    account = Account(recorder, os.getcwd())  # noqa: PTH109 - a string
-    meter = _Meter(statistics, FixtureLedger(), account)
+    account = PeakRecorder(recorder, os.getcwd())  # noqa: PTH109 - a string
+    meter = _Meter(statistics, FixtureRecords(), account)
     device.begin_test(script.name, (), lambda *_: None)
     counter = Steps(steps, lambda more: meter.tracker.iterated(more=more))
     alarm = Alarm(seconds)

@@ -19,7 +19,7 @@ from pytest_gpumem.baseline.store import (
 )
 from pytest_gpumem.baseline.verdict import failure_text
 from pytest_gpumem.measurement.composition import explained_by
-from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.measurement.fixtures import FixtureRecords
 from pytest_gpumem.measurement.recorded import RecordedHistory, write_snapshot
 from pytest_gpumem.options import Settings
 from pytest_gpumem.report.commands import Command
@@ -49,7 +49,7 @@ class MeasuredItem(TestRun):
     def __init__(
         self,
         prepared: Prepared,
-        ledger: FixtureLedger,
+        ledger: FixtureRecords,
         settings: Settings,
         hooks: Hooks,
         judge: Judge,

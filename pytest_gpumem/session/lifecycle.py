@@ -139,7 +139,7 @@ class TestLifecycle:
         self._fixture_devices.forget(fixture)
         self._parts.selector.forget(fixture)
         if self._preparation is not None:
-            self._preparation.ledger.forget(fixture)
+            self._preparation.fixture_records.forget(fixture)
 
     @contextmanager
     def calling(self) -> Iterator[None]:

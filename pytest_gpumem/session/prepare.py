@@ -12,7 +12,7 @@ from pytest_gpumem.device.cuda import CudaDevice, device_count
 from pytest_gpumem.device.device import Device
 from pytest_gpumem.device.quota import QuotaError
 from pytest_gpumem.marker import Expectation
-from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.measurement.fixtures import FixtureRecords
 from pytest_gpumem.report import json_report, record, terminal
 from pytest_gpumem.session import conclusion, rerun, used_fixtures
 from pytest_gpumem.session.expected import model_of
@@ -36,7 +36,7 @@ class Preparation:
         self._judge = Judge(parts.config, parts.settings)
         self._problems: set[str] = set()
         """Reasons why there is no device, which are the same for every test."""
-        self.ledger = FixtureLedger()
+        self.fixture_records = FixtureRecords()
         """The memory of living fixtures."""
 
     def device_of(self, item: pytest.Item, rank: int, *, computed: ValueLevel) -> Device:
@@ -83,7 +83,7 @@ class Preparation:
             among_ranks=parts.selector.world is not None,
         )
         runs_again = parts.sharing.runs_again if parts.sharing else None
-        given = self.ledger, parts.settings, parts.hooks, self._judge, runs_again
+        given = self.fixture_records, parts.settings, parts.hooks, self._judge, runs_again
         try:
             return MeasuredItem(prepared, *given)
         except QuotaError as error:

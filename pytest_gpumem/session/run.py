@@ -15,8 +15,8 @@ from _pytest.fixtures import FixtureDef
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory
 from pytest_gpumem.device.device import Device
 from pytest_gpumem.marker import Expectation
-from pytest_gpumem.measurement.composition import Account
-from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.measurement.composition import PeakRecorder
+from pytest_gpumem.measurement.fixtures import FixtureRecords
 from pytest_gpumem.measurement.leaks import values_given
 from pytest_gpumem.measurement.meter import Meter, values_of
 from pytest_gpumem.measurement.recorded import RecordedHistory
@@ -64,7 +64,7 @@ class TestRun:
     """One attempt at a test: its device is active until it is closed."""
 
     def __init__(
-        self, prepared: Prepared, ledger: FixtureLedger, settings: Settings, hooks: Hooks
+        self, prepared: Prepared, ledger: FixtureRecords, settings: Settings, hooks: Hooks
     ) -> None:
         self.prepared = prepared
         self.settings = settings
@@ -79,7 +79,7 @@ class TestRun:
             starting.enter_context(device.active())
             starting.enter_context(device.measuring(item.nodeid))
             statistics = CudaStatistics(device.workspaces)
-            starting.enter_context(statistics.screened())
+            starting.enter_context(statistics.own_peaks_shown())
             recorder = device.recorder
             # A rank cannot run once more without the others.
             always = ("always", "failed") if prepared.among_ranks else ("always",)
@@ -88,7 +88,7 @@ class TestRun:
                 starting.enter_context(recorder.during(settings.history or STACKS_FOR_EXPLANATION))
             self.is_explained_later = recorder is None and settings.explain == "failed"
             """Whether it has to be repeated before its memory can be explained."""
-            account = None if recorder is None else self._account(recorder)
+            account = None if recorder is None else self._recorder(recorder)
             self._meter = Meter(
                 statistics,
                 ledger,
@@ -99,7 +99,7 @@ class TestRun:
             starting.enter_context(pausable(self._meter.unmeasured))
             starting.enter_context(pausable(device.unmeasured))
             fixtures = ledger.with_nested(expected_fixtures(item))
-            device.begin_test(item.nodeid, fixtures, ledger.renewed)
+            device.begin_test(item.nodeid, fixtures, ledger.replace_record)
             self._failed_allocations: Sequence[FailedAllocation] = ()
             if prepared.quota is not None:
                 # Its key is computed from the settings before a quota adds one for child processes.
@@ -145,8 +145,8 @@ class TestRun:
 
     def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Attribute the memory of ``holder`` to it."""
-        if self._meter.account is not None:
-            self._meter.account.witness.watch(holder)
+        if self._meter.recorder is not None:
+            self._meter.recorder.observer.watch(holder)
         (self._expected if self.in_body else self._expected_before).add(holder)
 
     def phases(self) -> Mapping[str, PhaseRecord]:
@@ -175,7 +175,7 @@ class TestRun:
 
     def record_again(self, recorder: RecordedHistory) -> None:
         """Record the blocks of the following runs of the body."""
-        self._meter.account_by(self._account(recorder))
+        self._meter.record_by(self._recorder(recorder))
 
     def measured(self, *, passed: bool) -> tuple[Measurement, tuple[Measurement, ...]]:
         """Return the measurements of the last run: of the test's device, and all others."""
@@ -207,13 +207,13 @@ class TestRun:
     def out_of_memory(self) -> OutOfMemory | None:
         """Return who held the memory when it ran out, ``None`` where that is not known."""
         device, meter = self.device, self._meter
-        if meter.account is None:
+        if meter.recorder is None:
             return None
-        return meter.account.out_of_memory(device.index, meter.tracker, device.total_memory)
+        return meter.recorder.out_of_memory(device.index, meter.tracker, device.total_memory)
 
-    def _account(self, recorder: Recorder) -> Account:
+    def _recorder(self, recorder: Recorder) -> PeakRecorder:
         item = self.item
-        return Account(
+        return PeakRecorder(
             recorder,
             str(item.config.rootpath),
             timelines=any(target.kind == "html" for target in self.settings.reports),

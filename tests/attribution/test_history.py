@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpumem.attribution.composition import Composition, compositions, settled
-from pytest_gpumem.attribution.history import Event, History, Sighting, Span
+from pytest_gpumem.attribution.history import Event, History, Observation, Span
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +43,8 @@ def history(
     phases: Sequence[Span] = (),
     automatic: Sequence[Span] = (),
     modules: Sequence[tuple[int, str]] = (),
-    sightings: Sequence[Sighting] = (),
-    asides: Sequence[tuple[int, int]] = (),
+    observations: Sequence[Observation] = (),
+    excluded_windows: Sequence[tuple[int, int]] = (),
 ) -> History:
     return History(
         held,
@@ -52,8 +52,8 @@ def history(
         phases or (Span("call", 0, len(events)),),
         automatic,
         modules,
-        sightings,
-        asides,
+        observations,
+        excluded_windows,
         root="/home/me/project",
     )
 
@@ -124,17 +124,17 @@ def test_an_address_is_what_was_seen_there_while_the_block_lived() -> None:
         alloc(1, 512),
         free(1),
         alloc(1, 1024),
-        sightings=[
-            Sighting(1, 1, "inputs", "", ""),
-            Sighting(3, 1, "parameters", "head", "weight"),
+        observations=[
+            Observation(1, 1, "inputs", "", ""),
+            Observation(3, 1, "parameters", "head", "weight"),
         ],
     )
     assert composition(told).categories == {"parameters": 1024}
 
 
 def test_a_parameter_that_is_passed_to_a_module_stays_a_parameter() -> None:
-    seen = [Sighting(1, 1, "parameters", "emb", "weight"), Sighting(1, 1, "inputs", "", "")]
-    told = history(alloc(1, 512), sightings=seen)
+    seen = [Observation(1, 1, "parameters", "emb", "weight"), Observation(1, 1, "inputs", "", "")]
+    told = history(alloc(1, 512), observations=seen)
     assert composition(told).categories == {"parameters": 512}
 
 
@@ -228,7 +228,7 @@ def test_a_fixture_that_the_body_asked_for_counts_as_held_before() -> None:
         alloc(2, 4096),
         alloc(3, 1024),
         free(2),
-        asides=[(2, 5)],
+        excluded_windows=[(2, 5)],
         phases=[Span("call", 0, 5)],
     )
     # What only the fixture's set-up needed, 4,096 bytes, belongs to no phase.
