@@ -160,9 +160,9 @@ class SimulatedRun:
         Raises ``MeetingError`` where a rank has ended before.
         """
         # Only a process that torchrun has started imports it.
-        from pytest_gpumem.simulated.distributed.meeting import meeting_of
+        from pytest_gpumem.simulated.distributed.meeting import exchange_of
 
-        meeting = meeting_of(world, address_of_process(os.environ))
+        meeting = exchange_of(world, address_of_process(os.environ))
         rows = meeting.gather("what it took", [self.peak_allocated, self.peak_reserved])
         self._of_ranks = tuple(RankPeaks(*peaks) for peaks in rows)
         if world.rank == 0:
@@ -246,9 +246,9 @@ def simulate(
             try:
                 if world is not None:
                     # torch.distributed is slow to import.
-                    from pytest_gpumem.simulated.distributed.process_groups import Membership
+                    from pytest_gpumem.simulated.distributed.process_groups import RankProcessGroups
 
-                    inside.enter_context(Membership(world).for_good())
+                    inside.enter_context(RankProcessGroups(world).for_good())
                 yield runs[own.index]
                 own.simulation.threads.raise_failures()
             finally:

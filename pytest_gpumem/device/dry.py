@@ -33,7 +33,7 @@ from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.world import RequestedRank, world_of
 
 if TYPE_CHECKING:
-    from pytest_gpumem.dry.ranks import Membership
+    from pytest_gpumem.dry.ranks import DryRankProcessGroups
 
 
 class DryDevice(CudaDevice, ComputingDevice):
@@ -73,14 +73,14 @@ class DryDevice(CudaDevice, ComputingDevice):
         )
         self._fixtures = Fixtures(self._blocks, self._leftover, self._follower.values.moving)
         self._requested = requested
-        self._membership: Membership | None = None
+        self._membership: DryRankProcessGroups | None = None
         if requested is not None:
             # torch.distributed is slow to import.
-            from pytest_gpumem.dry.ranks import Membership
+            from pytest_gpumem.dry.ranks import DryRankProcessGroups
 
             world = world_of(requested.size, requested.rank, per_machine=gcd(gpus, requested.size))
             self.index = world.local_rank
-            self._membership = Membership(world)
+            self._membership = DryRankProcessGroups(world)
 
     @cached_property
     def _environment(self) -> Environment:

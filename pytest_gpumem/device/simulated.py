@@ -30,7 +30,7 @@ from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.world import RequestedRank, world_of
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.distributed.process_groups import Membership
+    from pytest_gpumem.simulated.distributed.process_groups import RankProcessGroups
 
 
 class SimulatedDevice(ComputingDevice):
@@ -56,15 +56,15 @@ class SimulatedDevice(ComputingDevice):
     ) -> None:
         machine = find_machine(name)
         self._requested = requested
-        self._membership: Membership | None = None
+        self._membership: RankProcessGroups | None = None
         world = None
         if requested is not None:
             # torch.distributed is slow to import.
-            from pytest_gpumem.simulated.distributed.process_groups import Membership
+            from pytest_gpumem.simulated.distributed.process_groups import RankProcessGroups
 
             per_machine = machine.per_machine or requested.per_machine
             world = world_of(requested.size, requested.rank, per_machine=per_machine)
-            self._membership = Membership(world)
+            self._membership = RankProcessGroups(world)
         self._name = machine.name
         self._gpus = SimulatedGPU.machine(
             machine, world=world, real_values=real_values, stand_ins=stand_ins, compile=compile

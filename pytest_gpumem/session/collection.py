@@ -101,7 +101,7 @@ class Collection:
             if any(expectation and expectation.isolate for expectation in expectations):
                 parts.isolation.prepare()
         if parts.launched is not None:
-            parts.launched.meet(items, parts.expectations)
+            parts.launched.join_ranks(items, parts.expectations)
         if parts.sharing is not None and parts.is_worker:
             shared = ((item, parts.shares(item)) for item in items)
             parts.sharing.plan((item, *found) for item, found in shared if found)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.options import Settings
     from pytest_gpumem.session.hooks import Hooks
     from pytest_gpumem.session.isolated import Isolation
-    from pytest_gpumem.session.launched import Launched
+    from pytest_gpumem.session.launched import TorchrunRank
     from pytest_gpumem.session.predictions import Predictions
     from pytest_gpumem.session.sharing import Sharing
     from pytest_gpumem.values.world import World
@@ -77,7 +77,7 @@ class Parts:
         self.ambient: Device | None = None
         """The device of unmarked tests; ``None`` for the machine as it is."""
 
-    def _launched(self) -> Launched | None:
+    def _launched(self) -> TorchrunRank | None:
         """Return this process's part in a run of several ranks, ``None`` for a single process."""
         world = world_of_run(self.config)
         if world is None or self.selector.off or self.config.getoption("collectonly", False):
@@ -87,10 +87,10 @@ class Parts:
                 "torchrun has started this process as one of several, and -n would start workers "
                 "of each: leave -n out"
             )
-        from pytest_gpumem.session.launched import Launched
+        from pytest_gpumem.session.launched import TorchrunRank
 
         self.selector.world = world
-        return Launched(self.config, world, self.selector)
+        return TorchrunRank(self.config, world, self.selector)
 
     @property
     def is_one_of_several(self) -> bool:

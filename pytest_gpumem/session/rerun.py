@@ -26,7 +26,7 @@ import pytest
 
 from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.device import ComputingDevice, Device
-from pytest_gpumem.simulated.distributed.worst import Taken, Worst
+from pytest_gpumem.simulated.distributed.worst import RankPeak, Worst
 from pytest_gpumem.values.errors import HostMemoryError, WorkLimitError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class WorstRank(Worst):
         if current.body_raised or current.measurement is None or failed or not can_run_again(item):
             return False
         assert isinstance(current.device, ComputingDevice)
-        self.note(Taken(current.measurement.peak_allocated, current.device.events_hash))
+        self.note(RankPeak(current.measurement.peak_allocated, current.device.events_hash))
         following = self.next()
         if following is None:
             current.note(self.sentence)

@@ -204,7 +204,7 @@ class Simulation(SimulatedMachine):
                 patches.apply()
                 resources.callback(patches.undo)
             resources.callback(self._of_triton.undo)
-            resources.enter_context(self._single_rank.kept())
+            resources.enter_context(self._single_rank.restored())
             self._follow_imports()
             late = LateImports("triton", self._importing_triton, itself=True)
             resources.enter_context(late.watched())

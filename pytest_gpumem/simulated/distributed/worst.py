@@ -39,7 +39,7 @@ def imbalance(peaks: Mapping[int, int]) -> str:
     )
 
 
-class Taken(NamedTuple):
+class RankPeak(NamedTuple):
     """The memory and events of one rank."""
 
     peak_allocated: int
@@ -54,9 +54,9 @@ class Worst:
         self.size = size
         self.rank = 0
         """The rank that runs now."""
-        self._taken: dict[int, Taken] = {}
+        self._taken: dict[int, RankPeak] = {}
 
-    def note(self, taken: Taken) -> None:
+    def note(self, taken: RankPeak) -> None:
         """Record the numbers of the present rank."""
         self._taken[self.rank] = taken
 

@@ -118,7 +118,7 @@ class GPU(GpuState):
         """
         self.use_memory(self.forget())
 
-    def repeat(self, log: SetupLog) -> Taken:
+    def repeat(self, log: SetupLog) -> RepeatedSetUp:
         """Repeat the events of ``log``; allocated storages that still live move over."""
         memory = self.allocator
         allocated, reserved = memory.allocated, memory.reserved
@@ -139,7 +139,7 @@ class GPU(GpuState):
             else:
                 record.allocator, record.address = memory, address
         memory.empty_cache()
-        return Taken(
+        return RepeatedSetUp(
             memory.allocated - allocated,
             memory.reserved - reserved,
             peak_allocated - allocated,
@@ -156,7 +156,7 @@ class GPU(GpuState):
         )
 
 
-class Taken(NamedTuple):
+class RepeatedSetUp(NamedTuple):
     """Bytes that a repeated set-up left behind, and how far it went above its start."""
 
     allocated: int
