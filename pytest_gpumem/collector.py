@@ -106,7 +106,7 @@ def collect_garbage() -> None:
 
 
 @contextmanager
-def garbage_kept() -> Iterator[None]:
+def without_old_garbage() -> Iterator[None]:
     """Restrict a collection inside to objects that became garbage inside.
 
     Where the user has frozen objects it frees all garbage: they would be thawed with the others.
@@ -123,7 +123,7 @@ def garbage_kept() -> Iterator[None]:
 
 
 @contextmanager
-def settings_kept() -> Iterator[None]:
+def settings_restored() -> Iterator[None]:
     """Restore the collector's settings that code inside changes."""
     enabled, thresholds = isenabled(), get_threshold()
     try:

@@ -12,7 +12,7 @@ from pytest_gpumem.allocator.snapshot import snapshot
 from pytest_gpumem.attribution.composition import Composition, compositions
 from pytest_gpumem.collector import Collector
 from pytest_gpumem.dry import scope
-from pytest_gpumem.garbage import imports_watched
+from pytest_gpumem.garbage import clear_frames_of_imports
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import PeakRecorder
 from pytest_gpumem.measurement.phases import PhaseTracker
@@ -228,7 +228,7 @@ def simulate(
         # Where tests run on the dry device, its functions would say that there is no device.
         inside.enter_context(scope.opened(to_children=False))
         inside.enter_context(own.active())
-        inside.enter_context(imports_watched())
+        inside.enter_context(clear_frames_of_imports())
         inside.enter_context(collector.in_charge())
         collector.restart()
         running.begin()

@@ -20,7 +20,7 @@ from pytest_gpumem.device import DeviceError
 from pytest_gpumem.device.device import Device, Renewed, is_shared
 from pytest_gpumem.device.quota import failed_allocations, limited, observers_of_torch
 from pytest_gpumem.dry import scope
-from pytest_gpumem.garbage import imports_watched
+from pytest_gpumem.garbage import clear_frames_of_imports
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
 from pytest_gpumem.sharing.admission import FailedAllocation
 from pytest_gpumem.sharing.devices import CONTEXT, NvmlDevice
@@ -137,7 +137,7 @@ class CudaDevice(Device):
 
         The garbage collector runs as usual: without it a body may not fit.
         """
-        with self._threads.started_by(name), imports_watched():
+        with self._threads.started_by(name), clear_frames_of_imports():
             yield
 
     def restart_collector(self) -> None:

@@ -101,7 +101,7 @@ class DryDevice(CudaDevice, ComputingDevice):
         """
         with (
             scope.opened(),
-            compilers.kept_out(nullcontext, nullcontext),
+            compilers.deferred(nullcontext, nullcontext),
             super().active(),
             self._follower.active(),
             compiling.served(self._follower.following),

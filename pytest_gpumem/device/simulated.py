@@ -14,7 +14,7 @@ from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_
 from pytest_gpumem.device.quota import failed_allocations, inherited
 from pytest_gpumem.device.random_numbers import own_numbers
 from pytest_gpumem.dry import scope
-from pytest_gpumem.garbage import imports_watched
+from pytest_gpumem.garbage import clear_frames_of_imports
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
 from pytest_gpumem.sharing.admission import FailedAllocation
@@ -183,7 +183,7 @@ class SimulatedDevice(ComputingDevice):
         """Run the test ``name`` inside; the collector runs by the GPUs' blocks only."""
         with (
             self._simulation.threads.owned_by(name),
-            imports_watched(),
+            clear_frames_of_imports(),
             own_numbers(),
             self._collector.in_charge(),
         ):

@@ -9,7 +9,7 @@ from typing import Any
 
 from pytest_gpumem.attribution.composition import compositions
 from pytest_gpumem.attribution.timeline import timeline_of
-from pytest_gpumem.collector import collect_garbage, garbage_kept
+from pytest_gpumem.collector import collect_garbage, without_old_garbage
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.compiling import CompileContext, Compiling
 from pytest_gpumem.measurement.composition import PeakRecorder, add_compositions, leaks
@@ -77,7 +77,7 @@ class Meter:
         # the time of it may count; and memory the body uses already, including workspaces and its
         # own garbage, is not touched.
         with (
-            garbage_kept(),
+            without_old_garbage(),
             self.tracker.outside_phases(lambda: self._fixtures.held([fixture])),
             self._fixtures.metering(fixture, self._statistics, collect_garbage) as nested,
         ):
@@ -129,7 +129,7 @@ class Meter:
         ``repeat_set_up`` puts its blocks into the memory of this test, as its set-up would do now.
         """
         with (
-            garbage_kept(),
+            without_old_garbage(),
             self.tracker.outside_phases(lambda: self._fixtures.record(fixture).held),
         ):
             repeat_set_up()

@@ -92,7 +92,7 @@ def run_measured(
     alarm = Alarm(seconds)
     kept: AbstractContextManager[None] = nullcontext()
     if isinstance(device, SimulatedDevice) and not device.has_values:
-        kept = checkpoints_kept(device.note)
+        kept = checkpoints_protected(device.note)
     begin = time.monotonic()
     error: BaseException | None = None
     with meter.running(()):
@@ -136,7 +136,7 @@ _LOOKED_AT = 1 << 24
 
 
 @contextmanager
-def checkpoints_kept(note: Callable[[str], None]) -> Iterator[None]:
+def checkpoints_protected(note: Callable[[str], None]) -> Iterator[None]:
     """Keep ``torch.save`` and safetensors inside from writing shapes over a file that holds values.
 
     A distributed checkpoint is not written to a folder that holds one with values either. ``note``

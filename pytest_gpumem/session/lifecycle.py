@@ -20,7 +20,7 @@ from _pytest.tmpdir import tmppath_result_key
 from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.garbage import importing
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, LOST, of_builtin_types
-from pytest_gpumem.session.kept import process_kept
+from pytest_gpumem.session.kept import process_restored
 from pytest_gpumem.session.results import NEIGHBOURS
 from pytest_gpumem.session.used_fixtures import FixtureDevices, taken_back
 
@@ -146,7 +146,7 @@ class TestLifecycle:
         """Measure the current test's call inside."""
         measured, sharing = self.current, self._parts.sharing
         if measured is None:
-            with process_kept() if self._parts.results.any_marked else nullcontext():
+            with process_restored() if self._parts.results.any_marked else nullcontext():
                 yield
             return
         with measured.calling(), sharing.interruptible() if sharing else nullcontext():

@@ -215,7 +215,7 @@ class Simulation(SimulatedMachine):
             # torch.tensor(..., device="cuda") then builds on the CPU and copies in sight of a mode.
             torch._C._set_only_lift_cpu_tensors(True)
             resources.callback(torch._C._set_only_lift_cpu_tensors, lifts)
-            resources.enter_context(compilers.kept_out(self._as_torch_is, self.compilation.hooked))
+            resources.enter_context(compilers.deferred(self._as_torch_is, self.compilation.hooked))
             resources.enter_context(patched_when_imported({COMPILES: plan_compiling}))
             resources.enter_context(EXTENSIONS.guarded())
             resources.enter_context(loading_on(self))

@@ -331,7 +331,7 @@ def _folder(package: str) -> str:
     return str(Path(file).parent) + os.sep if file else "<"
 
 
-def let_go(traceback: TracebackType | None) -> None:
+def clear_own_frames(traceback: TracebackType | None) -> None:
     """Clear the frames of the simulation's code, and of operators it calls, that have ended.
 
     In a handler of an error C++ holds no tensor of the call any more.

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.callsite import let_go, running
+from pytest_gpumem.simulated.common.callsite import clear_own_frames, running
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.execution import custom
 from pytest_gpumem.simulated.execution.computing import is_factory
@@ -99,7 +99,7 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
                 handler = self._handlers[func] = self._bind(func)
             return handler(args, kwargs or {})
         except torch.OutOfMemoryError as error:
-            let_go(error.__traceback__)
+            clear_own_frames(error.__traceback__)
             del args, kwargs
             raise
         finally:

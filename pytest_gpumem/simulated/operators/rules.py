@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from pytest_gpumem.simulated.common.callsite import let_go, provenance
+from pytest_gpumem.simulated.common.callsite import clear_own_frames, provenance
 from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, Signature
@@ -199,7 +199,7 @@ def on_machine(
         try:
             return taken(given(machine.device_of(args, kwargs), args, kwargs))
         except OutOfMemoryError as error:
-            let_go(error.__traceback__)
+            clear_own_frames(error.__traceback__)
             del args, kwargs
             raise
 

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.callsite import let_go, user_line
+from pytest_gpumem.simulated.common.callsite import clear_own_frames, user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.checks import NO_DATA
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -197,7 +197,7 @@ def _as_function(method: Any, replaced: Any) -> Any:
         try:
             return method(tensor, *args, **kwargs)
         except torch.OutOfMemoryError as error:
-            let_go(error.__traceback__)
+            clear_own_frames(error.__traceback__)
             del tensor, args, kwargs
             raise
 

@@ -32,7 +32,7 @@ MOST_REPEATED = 1 << 20
 the gradient of a sum."""
 
 
-class Kept:
+class KnownValues:
     """The elements of storages whose values are known, and which of all tensors those are."""
 
     def __init__(self, storages: Storages, *, everything: bool) -> None:

@@ -21,7 +21,7 @@ from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.assumptions import is_printing
 from pytest_gpumem.simulated.machine.values.facts import Facts
-from pytest_gpumem.simulated.machine.values.kept import Kept
+from pytest_gpumem.simulated.machine.values.kept import KnownValues
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.views import (
     layout_of,
@@ -34,7 +34,7 @@ from pytest_gpumem.simulated.machine.values.work import Work
 _as_strided = torch.as_strided
 
 
-class Reading(Kept):
+class Reading(KnownValues):
     """Known values for readers: by tensor, and by an operator that is applied to tensors."""
 
     why_unknown = "which a simulated GPU does not have: only shapes are computed"
