@@ -72,7 +72,7 @@ def _watched(function: Function) -> Function:
 
 
 @contextmanager
-def renewed() -> Iterator[None]:
+def clear_cached_answers() -> Iterator[None]:
     """Clear what has been cached without a GPU, and at the end what has been with one."""
     _clear(_kept[False])
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import pytest
 
 from pytest_gpumem import option_values as accepted
-from pytest_gpumem.device.host_gpus import settled
+from pytest_gpumem.device.host_gpus import resolved
 from pytest_gpumem.option_values import DEVICE_FORMS, REPORT_FORMS, as_marker, one_of
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
         "require_baselines": bool(os.getenv("CI")),
         "explain": "always" if given["gpumem_update_baselines"] else "failed",
         **_by_name(given),
-        "device": settled(given["gpumem_device"] or accepted.device_choice("auto"), baselines),
+        "device": resolved(given["gpumem_device"] or accepted.device_choice("auto"), baselines),
         "baselines": baselines,
     }
     return Settings(

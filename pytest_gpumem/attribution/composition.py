@@ -68,7 +68,7 @@ class Composition:
         return sum(self.categories.values())
 
 
-def settled(composition: Composition, total: int) -> Composition:
+def with_rest_as_other(composition: Composition, total: int) -> Composition:
     """Return ``composition`` with its difference from ``total`` bytes as the category "other".
 
     A real allocator hands out more than was asked for where it does not split a block.

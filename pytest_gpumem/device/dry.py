@@ -17,10 +17,10 @@ from pytest_gpumem.collector import GROWTH, Collector
 from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
-from pytest_gpumem.device.random_numbers import own_numbers
+from pytest_gpumem.device.random_numbers import seeded_generators
 from pytest_gpumem.dry import autograd, compiling, scope, workspaces
 from pytest_gpumem.dry.blocks import Blocks, LeftoverBlocks
-from pytest_gpumem.dry.load import begin_placing_anew
+from pytest_gpumem.dry.load import restart_placing
 from pytest_gpumem.dry.placing import Amount, Fixtures
 from pytest_gpumem.dry.values.follower import Follower
 from pytest_gpumem.measurement.statistics import Bytes
@@ -104,7 +104,7 @@ class DryDevice(CudaDevice, ComputingDevice):
             compilers.deferred(nullcontext, nullcontext),
             super().active(),
             self._follower.active(),
-            compiling.served(self._follower.following),
+            compiling.skip_tuning(self._follower.following),
             stand_ins.announced(),
             self._membership.taken() if self._membership else nullcontext(),
         ):
@@ -120,7 +120,7 @@ class DryDevice(CudaDevice, ComputingDevice):
         """Place segments as in a new process, beside those left by earlier tests."""
         super().begin_test(name, fixtures, renewed)
         self._follower.begin()
-        begin_placing_anew()
+        restart_placing()
 
         def placed(fixture: object, held: Mapping[int, Amount], peak: Mapping[int, Amount]) -> None:
             renewed(fixture, _in_bytes(held), _in_bytes(peak))
@@ -139,7 +139,7 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     def end_body(self) -> None:
         """Wait until autograd and NCCL have dropped what the body computed."""
-        autograd.settle()
+        autograd.wait_for_threads()
         if self._membership is not None:
             self._membership.end_body()
 
@@ -151,7 +151,7 @@ class DryDevice(CudaDevice, ComputingDevice):
         """Run the test ``name`` inside; the collector runs by the GPUs' blocks only."""
         with (
             super().measuring(name),
-            own_numbers(),
+            seeded_generators(),
             self._collector.in_charge(),
             self._blocks.growing(GROWTH, self._collector.grown),
         ):
@@ -163,8 +163,8 @@ class DryDevice(CudaDevice, ComputingDevice):
     def restart_collector(self) -> None:
         """Reset state that depends on all earlier code: the collector, autograd's numbering."""
         self._collector.restart()
-        autograd.number_anew()
-        self._blocks.count_anew()
+        autograd.restart_numbering()
+        self._blocks.restart_count()
 
     @contextmanager
     def setting_up(self, fixture: object) -> Iterator[None]:
@@ -172,7 +172,7 @@ class DryDevice(CudaDevice, ComputingDevice):
         with (
             super().setting_up(fixture),
             self._fixtures.setting_up(fixture),
-            own_numbers() if is_shared(fixture) else nullcontext(),
+            seeded_generators() if is_shared(fixture) else nullcontext(),
         ):
             yield
 

@@ -95,7 +95,7 @@ def _model(gpu: NvmlReading) -> str:
     return gpu.name.partition(" MIG")[0]
 
 
-def settled(choice: DeviceChoice, baselines: Path) -> DeviceChoice:
+def resolved(choice: DeviceChoice, baselines: Path) -> DeviceChoice:
     """Return ``choice``, or the dry device in place of ``auto`` if available; only reads files."""
     if choice.kind != "auto":
         return choice

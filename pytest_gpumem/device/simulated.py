@@ -12,7 +12,7 @@ from pytest_gpumem.collector import Collector
 from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
 from pytest_gpumem.device.quota import failed_allocations, inherited
-from pytest_gpumem.device.random_numbers import own_numbers
+from pytest_gpumem.device.random_numbers import seeded_generators
 from pytest_gpumem.dry import scope
 from pytest_gpumem.garbage import clear_frames_of_imports
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
@@ -184,7 +184,7 @@ class SimulatedDevice(ComputingDevice):
         with (
             self._simulation.threads.owned_by(name),
             clear_frames_of_imports(),
-            own_numbers(),
+            seeded_generators(),
             self._collector.in_charge(),
         ):
             yield
@@ -233,7 +233,7 @@ class SimulatedDevice(ComputingDevice):
         with ExitStack() as logging:
             if is_shared(fixture):
                 logging.enter_context(self._simulation.threads.owned_by(None))
-                logging.enter_context(own_numbers())
+                logging.enter_context(seeded_generators())
             logs = [logging.enter_context(gpu.logging()) for gpu in self._gpus]
             yield
         after = self._simulation.current_index

@@ -13,8 +13,8 @@ from pytest_gpumem.attribution.composition import (
     Site,
     composition_of,
     compositions,
-    settled,
     shown_path,
+    with_rest_as_other,
 )
 from pytest_gpumem.attribution.history import FOREVER, WORKSPACE, History, Observation, Origin, Span
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory, post_mortem
@@ -210,7 +210,7 @@ def add_compositions(
     """Return ``phases`` with the blocks live at their peaks, to the byte."""
     result = dict(phases)
     for name in phases.keys() & found.keys():
-        exact = settled(found[name], phases[name].peak_allocated)
+        exact = with_rest_as_other(found[name], phases[name].peak_allocated)
         sites = tuple(site.to_dict() for site in exact.sites)
         result[name] = replace(phases[name], composition=exact.categories, sites=sites)
     return result

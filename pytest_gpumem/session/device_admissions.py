@@ -61,7 +61,7 @@ class DeviceAdmissions:
     _own_quota: int | None = None
 
     def enter(self) -> None:
-        """Wait until the test may run; :attr:`failed` is set if it may not."""
+        """Wait until the test may run; :attr:`why_not` is set if it may not."""
         try:
             passing = self.gate.admitted(self.nodeid, self.need)
             self.admission = self._inside.enter_context(passing)
@@ -90,7 +90,7 @@ class DeviceAdmissions:
     def next_run(
         self, error: BaseException | None, failed: FailedAllocation | None, quota: int | None
     ) -> NextRun | None:
-        """Return the run after one with ``error`` and ``failed``, ``None`` where that stands."""
+        """Return the run after one with ``error`` and ``why_not``, ``None`` where that stands."""
         need = self.need
         if isinstance(error, YieldedError):
             self._yields += 1

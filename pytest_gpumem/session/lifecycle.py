@@ -22,7 +22,7 @@ from pytest_gpumem.garbage import importing
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, LOST, of_builtin_types
 from pytest_gpumem.session.kept import process_restored
 from pytest_gpumem.session.results import NEIGHBOURS
-from pytest_gpumem.session.used_fixtures import FixtureDevices, taken_back
+from pytest_gpumem.session.used_fixtures import FixtureDevices, undo_failed_set_up
 
 if TYPE_CHECKING:
     from _pytest.fixtures import FixtureDef
@@ -131,7 +131,7 @@ class TestLifecycle:
                     contexts.enter_context(device.setting_up(fixture))
             if self.current:
                 contexts.enter_context(self.current.setting_up(fixture, request))
-            contexts.enter_context(taken_back(fixture, request))
+            contexts.enter_context(undo_failed_set_up(fixture, request))
             yield
 
     def forget(self, fixture: FixtureDef[Any]) -> None:

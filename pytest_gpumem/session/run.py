@@ -27,9 +27,9 @@ from pytest_gpumem.session.hooks import Hooks
 from pytest_gpumem.session.kept import process_restored
 from pytest_gpumem.session.used_fixtures import (
     active_fixtures,
+    call_after_getfixturevalue,
     expected_fixtures,
     fixtures_of,
-    noticing,
 )
 from pytest_gpumem.sharing.admission import FailedAllocation, FailureCause, cause_of
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
@@ -164,7 +164,7 @@ class TestRun:
             try:
                 with (
                     self._meter.watching(),
-                    noticing(self.item, self._repeat_set_ups),
+                    call_after_getfixturevalue(self.item, self._repeat_set_ups),
                 ):
                     device.restart_collector()
                     with process_restored():

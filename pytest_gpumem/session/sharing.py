@@ -73,7 +73,7 @@ class Sharing:
     def admitted(
         self, item: pytest.Item, expectation: Expectation | None, device: Device
     ) -> Iterator[None]:
-        """Wait until ``item`` may run, and run it inside; :attr:`failed` is set if it may not."""
+        """Wait until ``item`` may run, and run it inside; :attr:`why_not` is set if it may not."""
         self._unusable = None
         try:
             gate = self._gate(item, device)

@@ -27,7 +27,7 @@ from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.engine import references_of_sole_owner
 from pytest_gpumem.simulated.operators.tables import installed
-from pytest_gpumem.simulated.stand_ins.imports import served
+from pytest_gpumem.simulated.stand_ins.imports import make_importable
 from pytest_gpumem.simulated.surface import (
     autocast,
     backends,
@@ -219,9 +219,9 @@ class Simulation(SimulatedMachine):
             resources.enter_context(patched_when_imported({COMPILES: plan_compiling}))
             resources.enter_context(EXTENSIONS.guarded())
             resources.enter_context(loading_on(self))
-            resources.enter_context(DESCRIPTIONS.served(self.kernel_wrote))
+            resources.enter_context(DESCRIPTIONS.replace_described(self.kernel_wrote))
             if self._stand_ins:
-                resources.enter_context(served(self.note))
+                resources.enter_context(make_importable(self.note))
             resources.enter_context(installed(self, self._casts))
             resources.enter_context(tensors.answering(self))
             resources.enter_context(self.execution)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_gpumem.attribution.composition import Composition, compositions, settled
+from pytest_gpumem.attribution.composition import Composition, compositions, with_rest_as_other
 from pytest_gpumem.attribution.history import Event, History, Observation, Span
 
 
@@ -243,6 +243,6 @@ def test_paths_are_never_those_of_the_machine() -> None:
 
 
 def test_what_the_allocator_adds_is_other() -> None:
-    told = settled(composition(history(alloc(1, 512, Made(kind="copy")))), 1024)
+    told = with_rest_as_other(composition(history(alloc(1, 512, Made(kind="copy")))), 1024)
     assert told.categories == {"inputs": 512, "other": 512}
     assert told.total == sum(site.bytes for site in told.sites) == 1024

@@ -48,7 +48,7 @@ _NAMELESS = frozenset({"prim", "prims", "profiler"})
 
 
 @contextmanager
-def followed(follow: Follow, *, of_torch: bool = False) -> Iterator[None]:
+def follow_operators(follow: Follow, *, of_torch: bool = False) -> Iterator[None]:
     """Call ``follow`` for every operator inside, of this thread and those that it starts.
 
     Or for those ``of_torch`` alone: libraries that have been loaded since may be left out.

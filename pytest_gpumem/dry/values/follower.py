@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.dry.values.dispatch import followed
+from pytest_gpumem.dry.values.dispatch import follow_operators
 from pytest_gpumem.dry.values.execution import Execution
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
@@ -170,7 +170,7 @@ class Follower:
                 inside.enter_context(self.reads.patched())
                 inside.enter_context(launches_seen(self.values, self._graphs))
                 if self._follows:
-                    inside.enter_context(followed(self._execution))
+                    inside.enter_context(follow_operators(self._execution))
                     inside.enter_context(snapshots_without_own())
                     inside.enter_context(self._graphs.replays_computed())
                 yield
@@ -183,7 +183,9 @@ class Follower:
 
         Operators ``of_torch`` alone take less time to begin with.
         """
-        return nullcontext() if self._follows else followed(self._execution, of_torch=of_torch)
+        return (
+            nullcontext() if self._follows else follow_operators(self._execution, of_torch=of_torch)
+        )
 
     def begin(self) -> None:
         """Begin a test."""

@@ -36,7 +36,7 @@ from pytest_gpumem.values.operator_names import FUSED
 
 def add_patches(patches: Patches) -> None:
     """Plan the names that wrappers load, and changes to their source."""
-    patches.add(torch._C._dynamo.guards, "_empty_strided_cuda", Memory())
+    patches.add(torch._C._dynamo.guards, "_empty_strided_cuda", WrapperAllocator())
     patches.add(
         torch._C._dynamo.guards,
         "_empty_strided_cpu_pinned",
@@ -51,7 +51,7 @@ def add_patches(patches: Patches) -> None:
         patches.add(PythonWrapperCodegen, name, write(getattr(PythonWrapperCodegen, name)))
 
 
-class Memory:
+class WrapperAllocator:
     """``empty_strided_cuda`` of a wrapper, with the purpose of the next allocation."""
 
     def of(self, operators: tuple[str, ...], place: SourceLine | None) -> None:

@@ -262,13 +262,13 @@ def of_parts(runner: Runner, implementation: Callable[..., Any]) -> Handler:
         with runner.mode:
             return implementation(*args, **kwargs)
 
-    return followed(runner, handle)
+    return placement_noting(runner, handle)
 
 
-def followed(runner: Runner, handler: Handler) -> Handler:
+def placement_noting(runner: Runner, handler: Handler) -> Handler:
     """Note where an operator runs whose tensors may be on several GPUs."""
     placement = runner.machine.placement
-    return handler if placement is None else placement.following(handler)
+    return handler if placement is None else placement.noting(handler)
 
 
 def whole(runner: Runner, func: Any, handler: Handler) -> Handler:

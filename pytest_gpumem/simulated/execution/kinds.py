@@ -17,7 +17,7 @@ import torch
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.execution import computing, custom
 from pytest_gpumem.simulated.execution.computing import may_resize
-from pytest_gpumem.simulated.execution.custom import followed, of_parts
+from pytest_gpumem.simulated.execution.custom import of_parts, placement_noting
 from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner, no_shapes
 from pytest_gpumem.simulated.execution.shapes import is_of_lists
 from pytest_gpumem.simulated.machine.checks import NO_DATA
@@ -79,7 +79,7 @@ def views(runner: Runner, func: Any) -> Handler:
 
     parts = sparse.TRANSPOSES.get(str(func))
     if parts is None:
-        return followed(runner, viewed)
+        return placement_noting(runner, viewed)
     copied = of_parts(runner, parts)
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
@@ -87,7 +87,7 @@ def views(runner: Runner, func: Any) -> Handler:
             return copied(args, kwargs)
         return viewed(args, kwargs)
 
-    return followed(runner, handle)
+    return placement_noting(runner, handle)
 
 
 def quantize(runner: Runner, func: Any) -> Handler:
@@ -263,7 +263,7 @@ def _stage(
 def each_device(runner: Runner, func: Any, handler: Handler) -> Handler:
     """Run ``func``, of lists of tensors, on one GPU after the other where there are several."""
     placement = runner.machine.placement
-    return handler if placement is None else placement.each(handler)
+    return handler if placement is None else placement.device_by_device(handler)
 
 
 def _name(func: Any) -> str:

@@ -21,7 +21,7 @@ from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.releases import CLEARS_WORKSPACES, LAZY_RNG, RNG_PER_CAPTURE
 from pytest_gpumem.simulated.machine.generators import free_all, state_of, state_tensors
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.machine.pool_contents import Recording
+from pytest_gpumem.simulated.machine.pool_contents import GraphRecording
 from pytest_gpumem.simulated.machine.signatures import is_view
 from pytest_gpumem.simulated.machine.streams import Capture, cuda_error
 from pytest_gpumem.values.errors import UnsupportedOperatorError
@@ -72,7 +72,7 @@ class Graph:
             raise cuda_error("the operation cannot be performed in the present state")
         chosen = SHARED_POOL if pool is None else (pool[0], pool[1])
         identity = (next(machine.graph_pools), 0) if chosen == SHARED_POOL else chosen
-        recording = Recording(machine.values, machine.pool_contents.of(gpu, identity))
+        recording = GraphRecording(machine.values, machine.pool_contents.of(gpu, identity))
         capture = Capture(gpu, identity, recording, self._use_random_operator)
         captures = machine.streams.captures
         try:

@@ -55,7 +55,7 @@ class Placement(Generic[_D]):
             self.latest = self._gpus[found.index]
         return self.latest
 
-    def following(self, handler: Handler) -> Handler:
+    def noting(self, handler: Handler) -> Handler:
         """Note where ``handler``'s operator runs; its parts may span several GPUs."""
 
         def handle(args: Args, kwargs: Kwargs) -> Any:
@@ -73,7 +73,7 @@ class Placement(Generic[_D]):
         found = filter(None, map(self._storages.of, tensors_in(values)))
         return next((self._gpus[record.device.index] for record in found), None)
 
-    def each(self, handler: Handler) -> Handler:
+    def device_by_device(self, handler: Handler) -> Handler:
         """Run a ``_foreach_`` operator device by device, as CUDA's slow path does."""
 
         def handle(args: Args, kwargs: Kwargs) -> Any:

@@ -163,7 +163,7 @@ class EveryPoolContents:
         return None
 
 
-class Recording(Recorder[StorageSlot]):
+class GraphRecording(Recorder[StorageSlot]):
     """The operators of one capture."""
 
     def __init__(self, values: Values, contents: PoolContents) -> None:

@@ -31,7 +31,7 @@ import torch.autograd.graph
 from pytest_gpumem.allocator.blocks import PoolId
 from pytest_gpumem.allocator.trace import Marks, StreamKey, Timeline
 from pytest_gpumem.simulated.gpu.device import GpuState
-from pytest_gpumem.simulated.machine.pool_contents import Recording
+from pytest_gpumem.simulated.machine.pool_contents import GraphRecording
 
 STREAMS_PER_POOL = 32
 """kStreamsPerPool of c10/cuda/CUDAStream.cpp: after these the first stream is returned again."""
@@ -50,7 +50,7 @@ class Capture:
         self,
         gpu: GpuState,
         pool: PoolId,
-        recording: Recording,
+        recording: GraphRecording,
         draws: Callable[[GpuState, torch.Generator | None], None],
     ) -> None:
         self.gpu = gpu

@@ -45,7 +45,7 @@ class Fact:
     """Whether the program has put infinities or NaN in it."""
 
 
-class Facts:
+class ValueFacts:
     """The facts of one simulation, by the address of the storage they belong to."""
 
     def __init__(

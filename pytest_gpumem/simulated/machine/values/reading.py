@@ -20,7 +20,7 @@ from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.assumptions import is_printing
-from pytest_gpumem.simulated.machine.values.facts import Facts
+from pytest_gpumem.simulated.machine.values.facts import ValueFacts
 from pytest_gpumem.simulated.machine.values.kept import KnownValues
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.views import (
@@ -44,7 +44,7 @@ class Reading(KnownValues):
         super().__init__(storages, everything=everything)
         self.notes = notes
         """The notes that assumptions go to."""
-        self.facts = Facts(self.single, storages.is_unknown_on_cpu, self._stated)
+        self.facts = ValueFacts(self.single, storages.is_unknown_on_cpu, self._stated)
         self.work = Work()
         self.uncomputed: str | None = None
         """The first operator or kernel that the CPU cannot compute, where all is computed."""
