@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from pytest_gpumem.echo import MOST, printable, quoted
+from pytest_gpumem.quoting import MOST, printable, quoted
 from pytest_gpumem.sizes import (
     Size,
     SizeError,

@@ -277,7 +277,7 @@ def _check_names(config: pytest.Config, known: Collection[str]) -> None:
         if name.startswith(_PREFIX) and name not in known:
             from difflib import get_close_matches
 
-            from pytest_gpumem.echo import quoted
+            from pytest_gpumem.quoting import quoted
 
             # Without the common prefix, which makes any two alike.
             words = [word.removeprefix(_PREFIX) for word in known]
@@ -369,6 +369,6 @@ def _parsed(label: str, value: Any, parse: Callable[[Any], T]) -> T:
     try:
         return parse(value)
     except ValueError as error:
-        from pytest_gpumem.echo import printable
+        from pytest_gpumem.quoting import printable
 
         raise pytest.UsageError(printable(f"{label}={error}")) from None

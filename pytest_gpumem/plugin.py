@@ -23,7 +23,7 @@ from pytest_gpumem.report.pytest_reports import (
     skip_unsimulated,
     status_of,
 )
-from pytest_gpumem.session.parts import REFUSAL, SIZED, begin_early
+from pytest_gpumem.session.context import REFUSAL, SIZED, begin_early
 from pytest_gpumem.session.session import GpumemSession
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from pytest_gpumem.allocator.snapshot import snapshot
 from pytest_gpumem.attribution.composition import Composition, compositions
-from pytest_gpumem.collector import Collector
 from pytest_gpumem.dry import scope
 from pytest_gpumem.garbage import clear_frames_of_imports
+from pytest_gpumem.gc_schedule import Collector
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import PeakRecorder
 from pytest_gpumem.measurement.phases import PhaseTracker
@@ -160,7 +160,7 @@ class SimulatedRun:
         Raises ``MeetingError`` where a rank has ended before.
         """
         # Only a process that torchrun has started imports it.
-        from pytest_gpumem.simulated.distributed.meeting import exchange_of
+        from pytest_gpumem.simulated.distributed.exchange import exchange_of
 
         meeting = exchange_of(world, address_of_process(os.environ))
         rows = meeting.gather("what it took", [self.peak_allocated, self.peak_reserved])
@@ -194,7 +194,7 @@ def simulate(
     ``compile`` selects the treatment of compiled code: ``"auto"`` follows Inductor and runs eagerly
     code that cannot be followed, ``"always"`` refuses that, ``"eager"`` compiles nothing.
     Python's garbage collector runs at times that depend on the GPU, as in a measured test: see
-    :mod:`pytest_gpumem.collector`.
+    :mod:`pytest_gpumem.gc_schedule`.
     With a ``world_size`` the process is ``rank`` of so many, ``torch.distributed`` is initialised,
     and the run is that of the rank's own GPU; other ranks do not run. Such machines have as many
     GPUs as ``model`` states, without a star up to eight. Without one, a process that torchrun has

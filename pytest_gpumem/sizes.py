@@ -10,7 +10,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 
-from pytest_gpumem.echo import quoted
+from pytest_gpumem.quoting import quoted
 
 KIB = 1024
 MIB = 1024**2

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.echo import printable
+from pytest_gpumem.quoting import printable
 
 if TYPE_CHECKING:
     from _pytest._io import TerminalWriter

@@ -23,7 +23,7 @@ from pytest_gpumem.attribution.history import (
     History,
     Origin,
 )
-from pytest_gpumem.values.plain import OMITTED, Plain
+from pytest_gpumem.values.serialization import OMITTED, Plain
 
 MOST_VIEWS = 8
 """The most consecutive nodes without allocations in forward."""

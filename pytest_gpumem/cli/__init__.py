@@ -13,8 +13,8 @@ from io import TextIOWrapper
 from typing import NoReturn
 
 from pytest_gpumem.cli.command import BAD_INPUT, Command, Commands, ExamplesBelow
-from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.progress import progress
+from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.report.header import installed_release
 
 GROUPS: dict[str, dict[str, str]] = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from pytest_gpumem.echo import printable
+from pytest_gpumem.quoting import printable
 
 T = TypeVar("T")
 

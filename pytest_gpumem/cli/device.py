@@ -13,7 +13,7 @@ from typing import Any
 
 from pytest_gpumem.cli.command import BAD_INPUT, Argument, argument
 from pytest_gpumem.dry.load import environment_of_option
-from pytest_gpumem.echo import quoted
+from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 
 CUDA, DRY, SIM = "cuda", "dry", "sim"

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pytest_gpumem.cli.command import Answer, Command, above_zero, argument, table, terminal_width
-from pytest_gpumem.echo import printable
 from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlReading, read_all
+from pytest_gpumem.quoting import printable
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import shorten
 

@@ -22,10 +22,10 @@ from pytest_gpumem.cli.device import (
 from pytest_gpumem.cli.fit import RULES, lines
 from pytest_gpumem.cli.target import TargetError, checked_nodeid, find_target, refusing
 from pytest_gpumem.device import DeviceError
-from pytest_gpumem.echo import quoted
 from pytest_gpumem.marker import parse_keyword
 from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.progress import NOTHING_SHOWN, Progress
+from pytest_gpumem.quoting import quoted
 
 if TYPE_CHECKING:
     from pytest_gpumem.prediction.compiled import Mode

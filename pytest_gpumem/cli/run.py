@@ -21,8 +21,8 @@ from pytest_gpumem.cli.command import (
 )
 from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument
 from pytest_gpumem.cli.fit import CONTEXT, fit_table
-from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.option_values import DEFAULT_GPU
+from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.report.rows import parents_first
 from pytest_gpumem.script import process as endings
 from pytest_gpumem.script.entry import Script, kept_test

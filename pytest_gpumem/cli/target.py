@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pytest_gpumem.echo import quoted
+from pytest_gpumem.quoting import quoted
 
 FORMS = "write module:function, path.py:function or path.py::test"
 

@@ -13,7 +13,6 @@ from functools import cached_property
 from math import gcd
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.collector import GROWTH, Collector
 from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
@@ -23,6 +22,7 @@ from pytest_gpumem.dry.blocks import Blocks, LeftoverBlocks
 from pytest_gpumem.dry.load import restart_placing
 from pytest_gpumem.dry.placing import Amount, Fixtures
 from pytest_gpumem.dry.values.follower import Follower
+from pytest_gpumem.gc_schedule import GROWTH, Collector
 from pytest_gpumem.measurement.statistics import Bytes
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.simulated.machine.values.work import Work

@@ -18,8 +18,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from pytest_gpumem.measurement.observer import MemoryObserver
 from pytest_gpumem.measurement.phases import Phase, PhaseTracker
-from pytest_gpumem.measurement.witness import MemoryObserver
 
 FORWARD = "forward"
 BACKWARD = "backward"

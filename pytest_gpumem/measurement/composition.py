@@ -21,9 +21,9 @@ from pytest_gpumem.attribution.out_of_memory import OutOfMemory, post_mortem
 from pytest_gpumem.measurement.contents import CONTAINERS, attributes_of, is_a, items_of
 from pytest_gpumem.measurement.facts import releases_of
 from pytest_gpumem.measurement.leaks import holder_names
+from pytest_gpumem.measurement.observer import MemoryObserver
 from pytest_gpumem.measurement.phases import PhaseTracker, Positions, position_on
 from pytest_gpumem.measurement.statistics import Block, Recorder, Segments
-from pytest_gpumem.measurement.witness import MemoryObserver
 from pytest_gpumem.simulated.gpu.device import parse_version
 from pytest_gpumem.values.measurement import CALL, Measurement, PhaseRecord
 

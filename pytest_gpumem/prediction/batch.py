@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.echo import quoted
 from pytest_gpumem.measurement.statistics import unmeasured
+from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulating import simulate
 from pytest_gpumem.sizes import format_size
 

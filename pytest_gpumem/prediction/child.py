@@ -24,7 +24,7 @@ from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.option_values import DEFAULT_GPU, DeviceChoice
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE
 from pytest_gpumem.simulated.gpu.catalogue import Machine
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.serialization import Plain
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device

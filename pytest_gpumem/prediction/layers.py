@@ -24,7 +24,7 @@ from pytest_gpumem.measurement.contents import tensors_in
 from pytest_gpumem.prediction.lines import MEASURED
 from pytest_gpumem.prediction.measured import on_this_device
 from pytest_gpumem.simulating import simulate
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.serialization import Plain
 
 DEEPEST = 8
 """The levels of containers in which inputs and outputs are searched."""

@@ -32,7 +32,7 @@ from pytest_gpumem.measurement.statistics import CudaStatistics, Recorder
 from pytest_gpumem.prediction.measured import on_this_device
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 from pytest_gpumem.simulating import simulate
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.serialization import Plain
 
 MEASURED = "cuda"
 """Stands for the present CUDA device in place of a model to simulate."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.prediction.child import INI, RAN_OUT, REQUEST, UNBOUNDED, Request
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_gpu
-from pytest_gpumem.values.plain import Plain
 from pytest_gpumem.values.prediction import Prediction
+from pytest_gpumem.values.serialization import Plain
 
 if TYPE_CHECKING:
     from pytest_gpumem.prediction.compiled import Mode

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from pytest_gpumem.echo import quoted
+from pytest_gpumem.quoting import quoted
 from pytest_gpumem.sharing.devices import CONTEXT, LEFT_FREE
 from pytest_gpumem.sharing.weights import PLAN_VERSION, Shard, Weight, Weights, split
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, find_gpu

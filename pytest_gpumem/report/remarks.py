@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pytest_gpumem.baseline.collected import Unused
 from pytest_gpumem.baseline.store import split_nodeid
-from pytest_gpumem.echo import quoted_for_shell
+from pytest_gpumem.quoting import quoted_for_shell
 from pytest_gpumem.report.commands import PRUNE, Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_size

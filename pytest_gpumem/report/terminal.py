@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.update import UpdateReport
 from pytest_gpumem.baseline.verdict import failure_statements
-from pytest_gpumem.echo import MOST, printable
+from pytest_gpumem.quoting import MOST, printable
 from pytest_gpumem.report.commands import PLAIN, UPDATE, Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.remarks import Missing, missing_lines

@@ -16,7 +16,7 @@ from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.dry.load import environment_of_option
 from pytest_gpumem.script.entry import Script, ScriptError
 from pytest_gpumem.values.measurement import Measurement
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.serialization import Plain
 
 MEASURED = "cuda"
 """The name of the real CUDA device, in place of a model to simulate."""

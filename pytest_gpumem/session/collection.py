@@ -11,8 +11,8 @@ import pytest
 
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.report.pytest_reports import SKIPPED_AT_IMPORT
+from pytest_gpumem.session.context import REFUSAL, Parts
 from pytest_gpumem.session.expected import MARKER_NAME
-from pytest_gpumem.session.parts import REFUSAL, Parts
 
 _DEVICE = r"(?i)cuda|gpu|accelerator|is_available|device"
 """Words in conditions on a device, and in their reasons."""

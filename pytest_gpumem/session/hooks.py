@@ -16,7 +16,7 @@ from pytest_gpumem.attribution.history import CATEGORIES, Origin
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.device.device import Device
 from pytest_gpumem.device.select import SELECTOR
-from pytest_gpumem.echo import printable, quoted
+from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.report.record import TestRecord
 
 _FAILURES = (Exception, pytest.fail.Exception, pytest.skip.Exception)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.expected import Expectations
     from pytest_gpumem.session.item import MeasuredItem
     from pytest_gpumem.session.results import Results
-    from pytest_gpumem.simulated.distributed.meeting import RankExchange
+    from pytest_gpumem.simulated.distributed.exchange import RankExchange
     from pytest_gpumem.values.world import World
 
 _SKIPS = (pytest.skip.Exception, SimulationError)
@@ -99,7 +99,7 @@ class TorchrunRank:
                 reporter._tw.write(self._kept.getvalue(), flush=True)
             return
         # Nothing else in a run has to import torch before a test needs it.
-        from pytest_gpumem.simulated.distributed.meeting import exchange_of
+        from pytest_gpumem.simulated.distributed.exchange import exchange_of
 
         self._has_joined = True
         with self._with_all_ranks():
@@ -248,7 +248,7 @@ class TorchrunRank:
         if self._status not in HARMLESS and _is_main_thread():
             # torchrun terminates remaining ranks of a failed run, and would report that instead.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        from pytest_gpumem.simulated.distributed.meeting import RankExchangeError
+        from pytest_gpumem.simulated.distributed.exchange import RankExchangeError
 
         with suppress(RankExchangeError):  # rank 0 has left already
             exchange.broadcast("the end", None)
@@ -267,7 +267,7 @@ class TorchrunRank:
     @contextmanager
     def _with_all_ranks(self) -> Iterator[None]:
         """End the run if another rank is gone."""
-        from pytest_gpumem.simulated.distributed.meeting import RankExchangeError
+        from pytest_gpumem.simulated.distributed.exchange import RankExchangeError
 
         try:
             yield

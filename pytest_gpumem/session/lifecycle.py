@@ -20,7 +20,7 @@ from _pytest.tmpdir import tmppath_result_key
 from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.garbage import importing
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, LOST, of_builtin_types
-from pytest_gpumem.session.kept import process_restored
+from pytest_gpumem.session.restored import process_restored
 from pytest_gpumem.session.results import NEIGHBOURS
 from pytest_gpumem.session.used_fixtures import FixtureDevices, undo_failed_set_up
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from _pytest.fixtures import FixtureDef
 
     from pytest_gpumem.device.device import Device
+    from pytest_gpumem.session.context import Parts
     from pytest_gpumem.session.item import MeasuredItem
-    from pytest_gpumem.session.parts import Parts
     from pytest_gpumem.session.prepare import Preparation
     from pytest_gpumem.session.rerun import Rerun, WorstRank
     from pytest_gpumem.sharing.watched import Watched

@@ -15,10 +15,10 @@ from pytest_gpumem.marker import Expectation
 from pytest_gpumem.measurement.fixtures import FixtureRecords
 from pytest_gpumem.report import json_report, record, terminal
 from pytest_gpumem.session import conclusion, rerun, used_fixtures
+from pytest_gpumem.session.context import Parts
 from pytest_gpumem.session.expected import model_of
 from pytest_gpumem.session.item import MeasuredItem
 from pytest_gpumem.session.judge import Judge
-from pytest_gpumem.session.parts import Parts
 from pytest_gpumem.session.run import Prepared
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.world import RequestedRank

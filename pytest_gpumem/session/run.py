@@ -24,7 +24,7 @@ from pytest_gpumem.measurement.statistics import CudaStatistics, Recorder, pausa
 from pytest_gpumem.options import Settings
 from pytest_gpumem.prediction.closed_forms import Expected
 from pytest_gpumem.session.hooks import Hooks
-from pytest_gpumem.session.kept import process_restored
+from pytest_gpumem.session.restored import process_restored
 from pytest_gpumem.session.used_fixtures import (
     active_fixtures,
     call_after_getfixturevalue,

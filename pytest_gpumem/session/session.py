@@ -11,8 +11,8 @@ import pytest
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.paths import relative
 from pytest_gpumem.report.pytest_reports import HARMLESS, LOST, RESCHEDULED
+from pytest_gpumem.session.context import REFUSAL, SIZED, Parts, begin, current_ambient
 from pytest_gpumem.session.expected import MARKER_NAME
-from pytest_gpumem.session.parts import REFUSAL, SIZED, Parts, begin, current_ambient
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from pytest_gpumem.sharing.database import Process, default_folder, is_alive, this_process
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.serialization import Plain
 
 WATCHERS = "watchers"
 RUNS = "watched"

@@ -18,13 +18,13 @@ from pytest_gpumem.allocator.trace import Timeline
 from pytest_gpumem.simulated.common.late_imports import LateImports
 from pytest_gpumem.simulated.common.patching import Patches, patched_when_imported
 from pytest_gpumem.simulated.compiled.entry import AUTO, Compilation
-from pytest_gpumem.simulated.distributed import parts as distributed
+from pytest_gpumem.simulated.distributed import replacements as distributed
 from pytest_gpumem.simulated.distributed.nccl import Communicator
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_machine
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.operators.autocast import CastCache
-from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
+from pytest_gpumem.simulated.operators.custom_kernels import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.engine import references_of_sole_owner
 from pytest_gpumem.simulated.operators.tables import installed
 from pytest_gpumem.simulated.stand_ins.imports import make_importable
@@ -38,8 +38,8 @@ from pytest_gpumem.simulated.surface import (
     gradients,
     kernels,
     legacy,
+    monitoring,
     pools,
-    sensors,
     several,
     storages,
     streams,
@@ -60,7 +60,7 @@ _stack: list[Simulation] = []
 
 _PARTS = (
     *(tensors, gradients, factories, cuda, several, streams, pools),
-    *(checkpoints, backends, kernels, sensors, storages, unsupported, wrappers, legacy),
+    *(checkpoints, backends, kernels, monitoring, storages, unsupported, wrappers, legacy),
 )
 """The parts of the surface, in the order in which their replacements are added."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from pytest_gpumem.values.plain import KEY, OMITTED, Plain
+from pytest_gpumem.values.serialization import KEY, OMITTED, Plain
 
 SETUP = "setup"
 """The phase in which a test's fixtures are set up."""

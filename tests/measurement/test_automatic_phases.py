@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem import simulate
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
+from pytest_gpumem.measurement.observer import MemoryObserver
 from pytest_gpumem.measurement.phases import PhaseTracker
 from pytest_gpumem.measurement.statistics import Bytes
-from pytest_gpumem.measurement.witness import MemoryObserver
 from tests.fake_statistics import FakeStatistics
 
 

@@ -22,7 +22,7 @@ from pytest_gpumem.simulated.common.raw import PLAIN, tensors_in
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages
-from pytest_gpumem.simulated.operators.described import base_function
+from pytest_gpumem.simulated.operators.custom_kernels import base_function
 from pytest_gpumem.simulated.operators.triton_stores import Stores
 
 _LAUNCHERS = {

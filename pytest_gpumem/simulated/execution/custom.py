@@ -26,7 +26,7 @@ from pytest_gpumem.simulated.execution.runner import CUDA, DATA_DEPENDENT, Runne
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import extensions, tables
-from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, checked_outputs, on_gpu
+from pytest_gpumem.simulated.operators.custom_kernels import DESCRIPTIONS, checked_outputs, on_gpu
 from pytest_gpumem.simulated.operators.rules import Call, on_machine
 from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
 

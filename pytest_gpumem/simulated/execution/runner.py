@@ -28,7 +28,7 @@ from pytest_gpumem.simulated.machine.storages import Storages, poison, storage_k
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.views import covers
-from pytest_gpumem.simulated.operators.described import how_to_describe
+from pytest_gpumem.simulated.operators.custom_kernels import how_to_describe
 from pytest_gpumem.values.errors import (
     UndescribedKernelError,
     UnknownValueError,

@@ -16,8 +16,8 @@ from pytest_gpumem.allocator.device_memory import (
 )
 from pytest_gpumem.allocator.releases import OLDEST
 from pytest_gpumem.allocator.trace import Timeline
-from pytest_gpumem.collector import Collector
-from pytest_gpumem.echo import quoted
+from pytest_gpumem.gc_schedule import Collector
+from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulated.gpu.catalogue import GpuError, GpuModel, find_machine
 from pytest_gpumem.simulated.gpu.estimates import Estimates
 from pytest_gpumem.simulated.gpu.memory import Memory

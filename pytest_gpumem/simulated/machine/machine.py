@@ -42,7 +42,7 @@ from pytest_gpumem.simulated.machine.streams import (
 )
 from pytest_gpumem.simulated.machine.values.assumptions import drawn_seed, is_printing
 from pytest_gpumem.simulated.machine.values.known import Values
-from pytest_gpumem.simulated.machine.values.neutral import PlaceholderFloat
+from pytest_gpumem.simulated.machine.values.placeholder import PlaceholderFloat
 from pytest_gpumem.values.environment import Environment
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.cpu_kernels.normalization import rms_norm_backward
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.machine.real.normalization import rms_norm_backward
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import (
     HALF_DTYPES,

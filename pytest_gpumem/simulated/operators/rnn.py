@@ -23,8 +23,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.cpu_kernels import recurrent
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.machine.real import recurrent
 from pytest_gpumem.simulated.operators import cudnn
 from pytest_gpumem.simulated.operators.rules import Composite, Scratch, is_traced
 

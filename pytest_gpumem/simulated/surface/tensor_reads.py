@@ -17,7 +17,7 @@ from pytest_gpumem.simulated.machine.values.assumptions import (
     is_printing,
     printing,
 )
-from pytest_gpumem.simulated.machine.values.neutral import (
+from pytest_gpumem.simulated.machine.values.placeholder import (
     PlaceholderFloat,
     PlaceholderInt,
     dots,

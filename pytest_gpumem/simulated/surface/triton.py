@@ -21,7 +21,12 @@ from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, base_function, on_gpu, path_of
+from pytest_gpumem.simulated.operators.custom_kernels import (
+    DESCRIPTIONS,
+    base_function,
+    on_gpu,
+    path_of,
+)
 from pytest_gpumem.simulated.operators.triton_stores import Stores
 from pytest_gpumem.simulated.surface.cuda import DeviceProperties
 from pytest_gpumem.values.errors import UnsupportedOperatorError

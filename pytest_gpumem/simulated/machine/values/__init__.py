@@ -5,5 +5,5 @@ a known length. Of other values only *facts* are known, such as that they are fi
 unknown one yields a *neutral* number: fit for printing and storing, while a decision by it raises
 an error.
 
-``neutral`` imports no torch.
+``placeholder`` imports no torch.
 """

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.machine.real.kernels import kernel_of
+from pytest_gpumem.simulated.machine.cpu_kernels.kernels import kernel_of
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.assumptions import ASSUMPTIONS, Assumption

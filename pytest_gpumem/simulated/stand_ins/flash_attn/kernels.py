@@ -16,7 +16,7 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.signatures import Signature
 from pytest_gpumem.simulated.operators.attention import with_padded_heads
 from pytest_gpumem.simulated.operators.attention_choice import splits_of
-from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
+from pytest_gpumem.simulated.operators.custom_kernels import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.layout import HALF_DTYPES, round_up
 from pytest_gpumem.simulated.stand_ins.flash_attn import values
 from pytest_gpumem.simulated.stand_ins.imports import used

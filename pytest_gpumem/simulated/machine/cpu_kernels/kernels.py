@@ -20,8 +20,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pytest_gpumem.simulated.machine.real import attention, normalization, products, recurrent
-from pytest_gpumem.simulated.machine.real.normalization import HALF_DTYPES
+from pytest_gpumem.simulated.machine.cpu_kernels import (
+    attention,
+    normalization,
+    products,
+    recurrent,
+)
+from pytest_gpumem.simulated.machine.cpu_kernels.normalization import HALF_DTYPES
 from pytest_gpumem.simulated.machine.signatures import Kwargs, Signature
 
 _aten = torch.ops.aten

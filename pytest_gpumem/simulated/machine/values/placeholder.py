@@ -52,8 +52,8 @@ class PlaceholderFloat(float, metaclass=_AsFloat):
 class PlaceholderInt:
     """0 in place of an integer that was not computed.
 
-    Like :class:`PlaceholderFloat`; nor can it be an index, a size or a count. It is no ``int``, whose value compiled code reads directly; only decoders of text
-    may call its ``__index__``.
+    Like :class:`PlaceholderFloat`; nor can it be an index, a size or a count. It is no ``int``,
+    whose value compiled code reads directly; only decoders of text may call its ``__index__``.
     """
 
     __slots__ = ()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.machine.real.differentiated import UNREAD, leaf, with_autograd
+from pytest_gpumem.simulated.machine.cpu_kernels.differentiated import UNREAD, leaf, with_autograd
 
 _aten = torch.ops.aten
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})

@@ -12,8 +12,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from pytest_gpumem.sharing.database import Process
-from pytest_gpumem.simulated.distributed import meeting
-from pytest_gpumem.simulated.distributed.meeting import RankExchange, RankExchangeError
+from pytest_gpumem.simulated.distributed import exchange
+from pytest_gpumem.simulated.distributed.exchange import RankExchange, RankExchangeError
 from pytest_gpumem.simulated.distributed.worst import imbalance
 from pytest_gpumem.values.world import (
     Address,
@@ -63,13 +63,13 @@ def test_ranks_that_run_different_things_are_told() -> None:
 
 
 def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(exchange, "_CHECK_SECONDS", 0.0)
     ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = Process(ended.pid, psutil.Process(ended.pid).create_time())
     store = HashStore()
     first = RankExchange(store, 0, 2)
     with monkeypatch.context() as other:
-        other.setattr(meeting, "this_process", lambda: process)
+        other.setattr(exchange, "this_process", lambda: process)
         RankExchange(store, 1, 2)
     assert first.lost() == []
 
@@ -83,8 +83,8 @@ def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_rank_that_never_starts_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_CHECK_SECONDS", 0.0)
-    monkeypatch.setattr(meeting, "JOINING", meeting.JOINING * 0)
+    monkeypatch.setattr(exchange, "_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(exchange, "JOINING", exchange.JOINING * 0)
 
     with pytest.raises(
         RankExchangeError, match=r"^rank 1 has not started within 0 s: WORLD_SIZE says"
