@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulating import simulate as simulate
     from pytest_gpumem.values.errors import SimulationError as SimulationError
     from pytest_gpumem.values.errors import UnknownValueError as UnknownValueError
-    from pytest_gpumem.values.errors import (
-        UnsupportedOperatorError as UnsupportedOperatorError,
-    )
+    from pytest_gpumem.values.errors import UnsupportedOperatorError as UnsupportedOperatorError
 
 __all__ = [
     "GpuError",

@@ -25,11 +25,7 @@ Function = Callable[..., Any]
 WITHOUT_GPU: dict[str, dict[str, object]] = {
     "torch": {},
     "torch.cuda": {"is_available": False, "device_count": 0},
-    "torch.accelerator": {
-        "is_available": False,
-        "device_count": 0,
-        "current_accelerator": None,
-    },
+    "torch.accelerator": {"is_available": False, "device_count": 0, "current_accelerator": None},
 }
 """Functions that answer whether there is a GPU, and their results without one, by module."""
 

@@ -40,18 +40,18 @@ VALUES_LIMIT = 30.0
 
 _FLAGS = {
     "gpumem_all": "measure and report unmarked tests too, without judging them",
-    "gpumem_share": "let tests of several workers and runs pass where there is memory for them",
+    "gpumem_share": "let several workers share a GPU: each test waits until its memory is free",
     "gpumem_prune_baselines": "delete baselines of tests that no longer exist",
     "gpumem_require_baselines": (
         "fail every marked test that has no baseline, not only those that say baseline=True (for "
-        "these it is on by itself when CI is set)"
+        "these it is always on when CI is set)"
     ),
 }
 _VALUE_FLAGS = {
     "gpumem_update_baselines": (("all", "new"), "store what was measured as the new baselines"),
     "gpumem_history": (
         ("python", "all"),
-        "record the source lines of allocations (on by itself when simulated)",
+        "record the source lines of allocations (always on when simulated)",
     ),
 }
 _VALUES: Mapping[str, tuple[str, Callable[[Any], Any] | None, str]] = {
@@ -63,7 +63,8 @@ _VALUES: Mapping[str, tuple[str, Callable[[Any], Any] | None, str]] = {
     ),
     "gpumem_sim_scope": _one_of(
         "test|session",
-        "the simulated or dry GPU exists only inside marked tests, or always (default: test)",
+        "test: the simulated or dry GPU is visible only in marked tests; session: also while "
+        "conftests and modules are imported (default: test)",
     ),
     "gpumem_sim_values": _one_of(
         "auto|always|never",
@@ -109,8 +110,8 @@ _VALUES: Mapping[str, tuple[str, Callable[[Any], Any] | None, str]] = {
     "gpumem_shard_by": (
         "FILE",
         None,
-        "what tests take: a JSON report, a file of gpumem plan --output or of pytest-split "
-        "(default: what earlier runs took, by pytest's cache)",
+        "file with durations and memory of the tests: a JSON report, or a file of gpumem plan "
+        "--output or of pytest-split (default: those of earlier runs, from pytest's cache)",
     ),
     "gpumem_baselines": ("DIR", None, "folder of the stored baselines (default: baselines)"),
     "gpumem_tolerance": (
@@ -285,7 +286,7 @@ def _check_names(config: pytest.Config, known: Collection[str]) -> None:
             meant = f"did you mean {_PREFIX}{close[0]}?" if close else "see pytest --help"
             where = config.inipath or "--override-ini"
             raise pytest.UsageError(
-                f"{where}: {quoted(name)} is no setting of pytest-gpumem; {meant}"
+                f"{where}: {quoted(name)} is not a setting of pytest-gpumem; {meant}"
             )
 
 

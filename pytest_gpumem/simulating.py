@@ -162,8 +162,8 @@ class SimulatedRun:
         # Only a process that torchrun has started imports it.
         from pytest_gpumem.simulated.distributed.exchange import exchange_of
 
-        meeting = exchange_of(world, address_of_process(os.environ))
-        rows = meeting.gather("what it took", [self.peak_allocated, self.peak_reserved])
+        exchange = exchange_of(world, address_of_process(os.environ))
+        rows = exchange.gather("what it took", [self.peak_allocated, self.peak_reserved])
         self._of_ranks = tuple(RankPeaks(*peaks) for peaks in rows)
         if world.rank == 0:
             peaks = {rank: one.peak_allocated for rank, one in enumerate(self._of_ranks)}
@@ -207,7 +207,7 @@ def simulate(
     machine = find_machine(model)
     started = None
     if world_size is None and rank:
-        raise WorldError(f"rank={rank} is one of how many? write world_size=, too")
+        raise WorldError(f"rank={rank} needs world_size=, the number of ranks")
     if world_size is None and (started := world_of_process(os.environ)) and machine.per_machine:
         started = world_of(started.size, started.rank, per_machine=machine.per_machine)
     world = started

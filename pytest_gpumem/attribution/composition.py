@@ -133,27 +133,27 @@ def _composition(placed: Iterable[tuple[Site, BlockLifetime]]) -> Composition:
 
 def _place(history: History, life: BlockLifetime, forward: ForwardLifetimes) -> Site:
     """Return the site of a block without its numbers: the key it shares with others."""
-    origin, sighting = life.origin, life.observation
+    origin, seen = life.origin, life.observation
     category = category_of(history, life)
     if category == WORKSPACE:
         # The first operator that needs it allocates it, so no line is the cause.
         return Site(category, 0, 0, operator=(origin and origin.library) or "cuBLAS")
     if origin is None:
-        return Site(category, 0, 0, module=general_path(sighting.module) if sighting else None)
+        return Site(category, 0, 0, module=general_path(seen.module) if seen else None)
     in_backward = origin.node not in (None, COMPILED) and not history.module_at(life.made_at)
     source = forward.of(origin) if in_backward else None
     place = (source and source.origin and history.place_of(source.origin)) or history.place_of(
         origin
     )
-    module = sighting.module if sighting else ""
+    module = seen.module if seen else ""
     named = origin.kind in _OF_SHARDING
     operator = origin.node if in_backward and not named else origin.operator_name
-    if sighting and category == OPTIMIZER_STATE:
-        operator = sighting.name
-    elif sighting and named and operator:
+    if seen and category == OPTIMIZER_STATE:
+        operator = seen.name
+    elif seen and named and operator:
         operator = operator.partition(" of ")[0]  # a gradient: its own module is known
-    elif sighting and category == OTHER:
-        operator = f"buffer {general_path('.'.join(filter(None, (module, sighting.name))))}"
+    elif seen and category == OTHER:
+        operator = f"buffer {general_path('.'.join(filter(None, (module, seen.name))))}"
     return Site(
         category,
         0,

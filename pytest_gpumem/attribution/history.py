@@ -1,4 +1,4 @@
-"""The allocator's events as lives of blocks, and the live blocks at its peaks."""
+"""The allocator's events as lifetimes of blocks, and the live blocks at its peaks."""
 
 from __future__ import annotations
 

@@ -327,7 +327,7 @@ def _number(text: str) -> float | int:
 
 
 def _not_a_number(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _layout(value: Any, margin: str) -> str:

@@ -74,7 +74,7 @@ class Verdict(Plain):
 
     @property
     def limit_in_words(self) -> str:
-        """The limit in the test's words; empty in powers of 1000, in which no other number is."""
+        """The limit as written; empty if in KB/MB/GB, because reports use KiB/MiB/GiB."""
         return "" if is_decimal(self.written) else self.written
 
     @property

@@ -140,7 +140,7 @@ def _command_in(given: Sequence[str]) -> str | None:
         return name
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
-    raise ValueError(f"{quoted(name)} is no command: {meant}; see gpumem --help")
+    raise ValueError(f"{quoted(name)} is not a command: {meant}; see gpumem --help")
 
 
 def _run(arguments: argparse.Namespace) -> int:

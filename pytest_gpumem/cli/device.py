@@ -47,7 +47,7 @@ def _device(text: str) -> DeviceOption:
     kind, colon, model = text.partition(":")
     if kind not in (CUDA, DRY, SIM) or (colon and (not model or kind == CUDA)):
         raise argparse.ArgumentTypeError(
-            f"{quoted(text)} is no device; write cuda, dry, dry:H100, sim or sim:H100"
+            f"{quoted(text)} is not a device; write cuda, dry, dry:H100, sim or sim:H100"
         )
     return DeviceOption(kind, model or None)
 

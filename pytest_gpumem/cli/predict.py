@@ -164,7 +164,7 @@ def _ranks(text: str) -> tuple[int, ...]:
         )
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{quoted(text)} is no number of ranks, nor several, each once; write 8 or 8,64"
+            f"{quoted(text)} is not a number of ranks, nor several different ones; write 8 or 8,64"
         ) from None
     return ranks
 

@@ -193,7 +193,7 @@ def _peak_lines(measured: Measurement, width: int) -> Iterator[str]:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and 0 < len(text) < 10 and int(text)):
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is no number of steps; give 1 or more")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number of steps; give 1 or more")
     return int(text)
 
 

@@ -64,7 +64,7 @@ def device_count() -> int:
 
 
 class CudaDevice(Device):
-    """The CUDA device that tests run on; ``None`` is the one that ``"cuda"`` selects."""
+    """A CUDA device by ``index``; with ``None``, the current one."""
 
     context_bytes = CONTEXT
     """Bytes of a CUDA context where NVML does not report it."""

@@ -81,7 +81,7 @@ class Device:
         raise NotImplementedError
 
     def unmeasured(self) -> AbstractContextManager[None]:
-        """Keep code inside from adding notes to the test's numbers."""
+        """Keep peaks in the ``with`` block out of the estimates and notes of the test."""
         return nullcontext()
 
     def restart_collector(self) -> None:
@@ -91,10 +91,10 @@ class Device:
         """Drop the records of earlier tests, and leave the memory as it is."""
 
     def end_body(self) -> None:
-        """Raise failures of threads that the test's body left running."""
+        """End a run of the body: wait for what it left running, or raise its failure."""
 
     def setting_up(self, fixture: object) -> AbstractContextManager[object]:
-        """Set up ``fixture``, which tests share, inside."""
+        """Set up ``fixture``, of any scope, in the ``with`` block."""
         raise NotImplementedError
 
     def forget(self, fixture: object) -> None:
@@ -142,7 +142,7 @@ class ComputingDevice(Device):
 
     @property
     def next_level(self) -> ValueLevel | None:
-        """The values that a further run computes, ``None`` where this one computes all."""
+        """The next higher level of values for a rerun; None if this device already computes all."""
         raise NotImplementedError
 
     @property
@@ -157,8 +157,8 @@ class ComputingDevice(Device):
         """
         if isinstance(error, UnknownValueError):
             return str(error)
-        made_up = "it failed after it read a value that is not computed"
-        return self.decided_by or (made_up if failed and self.used_placeholder else None)
+        placeholder = "it failed after it read a value that is not computed"
+        return self.decided_by or (placeholder if failed and self.used_placeholder else None)
 
     @property
     def used_placeholder(self) -> bool:

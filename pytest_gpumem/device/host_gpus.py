@@ -60,7 +60,8 @@ def describe(gpus: Sequence[NvmlReading]) -> list[str]:
 
         if not all(map(psutil.pid_exists, pids)):
             clauses.append(
-                "NVML numbers processes as the host does: whose memory it is stays unknown"
+                "NVML reports PIDs of the host, so memory cannot be assigned to processes in this "
+                "container"
             )
     return clauses
 

@@ -87,7 +87,7 @@ class SingleProcessStore(Store):
         """Ignore the timeout: the store never waits."""
 
     def clone(self) -> SingleProcessStore:
-        """Return a store with the same content."""
+        """Return itself: nothing depends on a store of its own."""
         return self
 
 

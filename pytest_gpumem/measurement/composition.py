@@ -1,4 +1,4 @@
-"""Compositions of a test's peaks, from its recorded events and the witness's observations."""
+"""Compositions of a test's peaks, from its recorded events and the observer's observations."""
 
 from __future__ import annotations
 

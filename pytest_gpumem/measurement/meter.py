@@ -143,8 +143,8 @@ class Meter:
 
     def watching(self) -> AbstractContextManager[None]:
         """Find automatic phases inside, and observe what memory is used for."""
-        witness = self.recorder.observer if self.recorder else None
-        return AutomaticPhases(self.tracker, witness).watching()
+        observer = self.recorder.observer if self.recorder else None
+        return AutomaticPhases(self.tracker, observer).watching()
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
@@ -273,8 +273,9 @@ def compiled_beside(nbytes: int) -> tuple[str, ...]:
     if not nbytes:
         return ()
     return (
-        f"torch compiled while the test ran and took up to {format_size(nbytes)} for that, which "
-        "is in no peak of allocated memory; what it reserved stays: warmup=1 measures without",
+        f"torch.compile used up to {format_size(nbytes)} while the test ran. This is not part of "
+        "the allocated peaks, but it is part of the reserved ones; warmup=1 compiles before the "
+        "measured run.",
     )
 
 

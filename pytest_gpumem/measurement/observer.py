@@ -62,7 +62,7 @@ class MemoryObserver:
         self.spans: list[tuple[str, Positions, Positions]] = []
         """The automatic phases, in order."""
         self.observations: list[tuple[Positions, int, str, str, str]] = []
-        """Positions, and the other fields of a :class:`Sighting`."""
+        """Positions, and the other fields of a :class:`Observation`."""
 
     def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Watch the module or optimizer ``holder`` from now on."""
@@ -305,8 +305,8 @@ class MemoryObserver:
             for name, parameter in part._parameters.items():
                 if parameter is not None:
                     yield path, name, parameter
-            for owner, name, aside in sharded_parameters(part):
-                yield self._paths.get(owner, ""), name, aside
+            for owner, name, sharded in sharded_parameters(part):
+                yield self._paths.get(owner, ""), name, sharded
 
     def _see_optimizer(self, now: Positions, optimizer: torch.optim.Optimizer) -> None:
         owners = {

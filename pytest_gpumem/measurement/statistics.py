@@ -57,7 +57,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Reading:
-    """A device's statistics since the last harvest, in bytes."""
+    """A device's statistics: the present values, and the peaks since they were last reset."""
 
     held: Bytes = Bytes()
     """The current values."""
@@ -103,7 +103,7 @@ class CudaStatistics:
         self._unreset: dict[int, list[dict[str, Any]]] = {}
         """Statistics of each device since the body's last reset, whose peaks were the body's."""
         self.listeners: list[Callable[[Readings], None]] = []
-        """The callbacks for every harvest, because peaks can be taken only once."""
+        """The callbacks for every reading, because peaks can be taken only once."""
         self._unmeasured = False
         self._clear: Callable[[], None] = torch._C._cuda_clearCublasWorkspaces
         self._times_cleared = 0
@@ -115,7 +115,7 @@ class CudaStatistics:
             stats = self._stats(device)
             unreset = self._unreset.setdefault(device, [])
             unreset.append(stats)
-            # Few bodies read their peaks, and each harvest has dozens.
+            # Few bodies read their peaks, and each reading has dozens.
             if len(unreset) >= MOST_UNRESET:
                 unreset[:] = [_raised(stats, unreset)]
             self._reset_peaks(device)

@@ -235,7 +235,8 @@ class BatchFit:
         if not self.larger_that_ran:
             return line
         farthest = self.larger_that_ran[-1]
-        return f"{line}; of larger ones up to {farthest} some ran: free memory lies in pieces"
+        more = f"some larger batches, up to {farthest}, ran as well"
+        return f"{line}; {more}: it depends on fragmentation"
 
 
 def fit_batch(

@@ -325,7 +325,7 @@ def attention_bytes(
     if kind == "math":
         scaled = output + block_bytes((batch, heads, keys, head_size), dtype)
         return output + scaled + block_bytes((batch, heads, queries, keys), dtype)
-    raise ValueError(f"{kind!r} is no kernel of attention; write flash, efficient or math")
+    raise ValueError(f"{kind!r} is not a kernel of attention; write flash, efficient or math")
 
 
 class Expected:

@@ -143,7 +143,7 @@ def parse_runner(text: str) -> CiMachine:
     name, colon, price = text.rpartition(":")
     if not colon or not re.fullmatch(r"\s*[0-9]{1,9}(\.[0-9]{1,9})?\s*", price):
         raise PlanError(
-            f"--runner {quoted(text)} is no model of GPU and the price of an hour, like T4:0.35"
+            f"--runner {quoted(text)} is not a GPU model and the price of an hour, like T4:0.35"
         )
     return CiMachine(find_gpu(name), float(price))
 

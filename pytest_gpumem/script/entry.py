@@ -52,7 +52,7 @@ class Script(Plain):
                 )
             return
         if not path.is_file():
-            raise ScriptError(f"{quoted(self.name)} is no file; give a script")
+            raise ScriptError(f"{quoted(self.name)} is not a file; give a script")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the script's own run shows them
             self._compiled()

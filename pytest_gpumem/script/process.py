@@ -151,7 +151,10 @@ def run_on(script: Script, gpu: str, *, steps: int, seconds: float, quiet: bool)
     fits = answer.ending != OUT_OF_MEMORY
     if fits or gpu == MEASURED or gpu.startswith(DRY):
         return Result(answer, fits)
-    _print(f"{script.name} ran out of memory on {answer.gpu}: again, with as much as it wants")
+    _print(
+        f"{script.name} ran out of memory on {answer.gpu}. Running again without a memory limit, "
+        "to see what it needs"
+    )
     larger = _answered(replace(request, unbounded=True), quiet=quiet)
     _check(larger, request)
     return Result(answer, fits, larger)
@@ -207,8 +210,8 @@ def _waited(process: subprocess.Popen[bytes], request: Request) -> str:
     except subprocess.TimeoutExpired:
         process.kill()
         return (
-            f"did not end {GRACE:.0f} s after it was stopped, and was killed: does it catch what "
-            "ends a process?"
+            f"did not end {GRACE:.0f} s after it was stopped, and was killed: it may catch "
+            "SystemExit or KeyboardInterrupt"
         )
     except KeyboardInterrupt:  # which the process has received, too
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):

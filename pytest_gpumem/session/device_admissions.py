@@ -112,11 +112,12 @@ class DeviceAdmissions:
             return None
         if cause_of(failed, quota) is not FailureCause.NEIGHBOUR:
             return None
-        holders = self.gate.foreign_processes() or "they are gone by now"
+        holders = self.gate.foreign_processes() or "they have ended since"
         return (
-            f"infrastructure error, not the test's: {format_size(failed.asked)} could not be had "
-            f"with {format_size(failed.reserved)} reserved, also when {self.nodeid} ran alone, "
-            f"because other processes held {format_size(failed.of_others)}: {holders}"
+            f"infrastructure error, not the test's: {format_size(failed.asked)} could not be "
+            f"allocated ({format_size(failed.reserved)} was reserved already), even when "
+            f"{self.nodeid} ran alone: other processes held {format_size(failed.of_others)} "
+            f"({holders})"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,10 +136,10 @@ class DeviceAdmissions:
     def _by_itself(self, failed: FailedAllocation) -> NextRun:
         # Other processes' memory may come and go: as long as the test took, and a second at least.
         granted = self.admission.granted if self.admission else 0.0
-        calm = min(max(time.time() - granted, 1.0), MOST_QUIET_SECONDS)
+        quiet = min(max(time.time() - granted, 1.0), MOST_QUIET_SECONDS)
         least = max(self.need.bytes or 0, failed.wanted)
         return NextRun(
-            replace(self.need, bytes=least, exclusive=True, quiet_seconds=calm),
+            replace(self.need, bytes=least, exclusive=True, quiet_seconds=quiet),
             f"run again alone: other processes held {format_size(failed.of_others)} of the "
             f"device when {format_size(failed.asked)} were asked for",
         )

@@ -122,7 +122,7 @@ class IdleGpumem:
 class _Phases(dict[str, "PhaseRecord"]):
     def __missing__(self, name: str) -> PhaseRecord:
         known = printable(", ".join(self)) or "none"
-        raise KeyError(f"{quoted(name)} is no phase that has been left; there are: {known}")
+        raise KeyError(f"no phase {quoted(name)} has ended yet; phases so far: {known}")
 
 
 def _check_name(name: object) -> None:

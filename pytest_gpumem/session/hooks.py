@@ -112,7 +112,7 @@ class Hooks:
             def problem_of(answer: object) -> str:
                 if isinstance(answer, int) and 0 <= answer < len(frames):
                     return ""
-                return f"returned {quoted(answer)}, which is no index of {len(frames)} frames"
+                return f"returned {quoted(answer)}, which is not an index of {len(frames)} frames"
 
             stack = tuple((frame["filename"], frame["line"]) for frame in frames)
             if frames and stack not in known:

@@ -14,9 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pytest_gpumem.baseline.store import (
-    BaselineError,
-)
+from pytest_gpumem.baseline.store import BaselineError
 from pytest_gpumem.baseline.verdict import failure_text
 from pytest_gpumem.measurement.composition import explained_by
 from pytest_gpumem.measurement.fixtures import FixtureRecords
@@ -171,8 +169,9 @@ class MeasuredItem(TestRun):
                 notes = self._snapshot()
         except _OUTCOMES as error:
             why = (
-                f"{item.nodeid}: nothing explains its memory, because the body does not run "
-                f"twice: {type(error).__name__}: {error}"
+                f"{item.nodeid}: the lines that hold its memory are unknown, because the body "
+                "failed when it was run a second time to record them: "
+                f"{type(error).__name__}: {error}"
             )
             return [*self._snapshot(), why]
         again = {one.device: one for one in (own, *others)}

@@ -14,12 +14,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.baseline.store import (
-    BaselineEntry,
-    BaselineError,
-    BaselineStore,
-    split_nodeid,
-)
+from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.device.device import Device
 from pytest_gpumem.marker import GUARANTEED, Expectation
 from pytest_gpumem.options import Settings

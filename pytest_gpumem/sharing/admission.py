@@ -145,7 +145,7 @@ def owners_to_tear_down(
     """
     order = in_order(waiting, now)
     busy, blocked = list(running), list[Request]()
-    tidying: set[int] = set()
+    to_tear_down: set[int] = set()
     for request in order:
         if _shares(request, blocked):
             blocked.append(request)
@@ -156,8 +156,8 @@ def owners_to_tear_down(
             others = {one.owner for one in order if one not in busy and one is not request}
             if _fits(request, busy, _without_fixtures(devices, others)):
                 held = {owner for name in request.needs for owner in devices[name].fixtures}
-                tidying |= others & held
-    return frozenset(tidying)
+                to_tear_down |= others & held
+    return frozenset(to_tear_down)
 
 
 def to_yield(
@@ -219,7 +219,7 @@ def _fits(request: Request, running: Iterable[Request], devices: Devices) -> boo
 
 
 def _can_fit(request: Request, running: Sequence[Request], devices: Devices) -> bool:
-    """Return whether there is room once all but its worker and those of ``running`` have tidied."""
+    """Return whether there is room without fixtures, but of its worker and those of ``running``."""
     kept = {request.owner, *(one.owner for one in running)}
     gone = {owner for one in devices.values() for owner in one.fixtures} - kept
     return _fits(request, running, _without_fixtures(devices, gone))
@@ -227,11 +227,11 @@ def _can_fit(request: Request, running: Sequence[Request], devices: Devices) -> 
 
 def _without_fixtures(devices: Devices, workers: Container[int]) -> Devices:
     """Return the devices once ``workers`` have torn their fixtures down."""
-    tidied = {}
+    without = {}
     for name, device in devices.items():
         kept = {owner: held for owner, held in device.fixtures.items() if owner not in workers}
-        tidied[name] = replace(device, fixtures=kept)
-    return tidied
+        without[name] = replace(device, fixtures=kept)
+    return without
 
 
 def _may_pass(

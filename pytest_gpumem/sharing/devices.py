@@ -174,8 +174,7 @@ class SharedSimulatedDevice(Database):
 
     def _forget(self, process: Process) -> None:
         self.execute(
-            "DELETE FROM taken WHERE device = ? AND pid = ? AND started = ?",
-            (self.name, *process),
+            "DELETE FROM taken WHERE device = ? AND pid = ? AND started = ?", (self.name, *process)
         )
 
 

@@ -104,7 +104,7 @@ class Gate:
     def _waited(self, test: int, nodeid: str, need: Need) -> Admission:
         began = crowded = self.clock()
         pause = FIRST_PAUSE
-        is_tidy = False
+        is_torn_down = False
         holders = ""
         while True:
             view = self.view()
@@ -127,9 +127,9 @@ class Gate:
                     one.request.needs.keys() & request.needs.keys() for one in answer.state.running
                 )
                 return Admission(nodeid, test, need, waited, holders, request.needs, alone)
-            if answer.must_tear_down and not is_tidy:
+            if answer.must_tear_down and not is_torn_down:
                 # Only once: what is left after that is a leak, which no teardown frees.
-                is_tidy = True
+                is_torn_down = True
                 self.tear_down_fixtures()
                 self.declare()
                 self.ledger.ask_again(test, self._above_held(need))
@@ -188,7 +188,7 @@ class Gate:
             if held
         ]
         parts += filter(None, [self.foreign_processes()])
-        return ", ".join(parts) or "no process holds memory, and tests before it wait too"
+        return ", ".join(parts) or "no process holds memory; earlier tests in the queue wait too"
 
     def _above_held(self, need: Need) -> dict[str, int]:
         """Return the bytes of each device that the test takes beyond what its worker holds anyway.

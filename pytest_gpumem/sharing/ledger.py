@@ -180,12 +180,12 @@ class Ledger(Database):
             self.execute("UPDATE test SET granted = ? WHERE id = ?", (now, test))
             self._log("granted", asked)
             return Decision(granted=True, must_tear_down=False, state=state)
-        tidy = asked.request.owner in owners_to_tear_down(waiting, running, state.devices, now)
+        tear_down = asked.request.owner in owners_to_tear_down(waiting, running, state.devices, now)
         self.executemany(
             "INSERT OR IGNORE INTO yielding VALUES (?)",
             [(one,) for one in to_yield(waiting, running, state.devices, now)],
         )
-        return Decision(granted=False, must_tear_down=tidy, state=state)
+        return Decision(granted=False, must_tear_down=tear_down, state=state)
 
     def has_to_yield(self, test: int) -> bool:
         """Return whether ``test``, which runs, has to make room for another."""

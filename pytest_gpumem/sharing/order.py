@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 def next_test(pending: Sequence[Need], beside: Sequence[Need], capacity: int) -> int:
     """Return the position in ``pending`` of the test to run beside ``beside``.
 
-    The highest priority first; of these, the test with the largest product of bytes and seconds
-    that still fits; where none fits, the one that needs least. Tests without GPU memory fill the
-    gaps.
+    Of the tests that fit, the one of highest priority; of these guaranteed ones first, then the
+    largest bytes x seconds. Where none fits, the smallest of the first of these.
     """
     taken = sum(test.on(capacity) for test in beside)
 

@@ -98,7 +98,7 @@ class SimulatedGPU(GPU):
     ) -> tuple[SimulatedGPU, ...]:
         """Return the GPUs of machine ``name``, like ``"A100-80GB*2"``: ``cuda:0``, ``cuda:1``, ...
 
-        It is the one that a rank of ``world`` runs in, which has a GPU for each of its ranks.
+        With a ``world`` it is that rank's machine, with ``local_size`` GPUs.
         ``settings`` are those of the constructor, and so are the errors.
         """
         machine = find_machine(name)

@@ -70,7 +70,7 @@ class Measurement(Plain):
     leaks: tuple[Mapping[str, Any], ...] = ()
     """The leaked blocks, by source line and operator."""
     notes: tuple[str, ...] = ()
-    """Sentences that a reader of the numbers needs, e.g. on neutral values that were read."""
+    """Sentences that a reader of the numbers needs, e.g. on placeholders that were read."""
     timeline: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
     """The allocated bytes over time, where a report shows them; see ``attribution.timeline``."""
     dry: bool = field(default=False, metadata=OMITTED)

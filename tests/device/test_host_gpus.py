@@ -35,7 +35,13 @@ def gpus(machine: str) -> list[NvmlReading]:
         ("two exclusive", ["2 x NVIDIA A100-SXM4-40GB (exclusive-process mode)"]),
         ("vgpu", ["GRID A100D-20C (vGPU)"]),
         ("hami", ["NVIDIA A100-SXM4-40GB (HAMi leaves 2.93 GiB)"]),
-        ("docker", ["NVML numbers processes as the host does: whose memory it is stays unknown"]),
+        (
+            "docker",
+            [
+                "NVML reports PIDs of the host, so memory cannot be assigned to processes in this "
+                "container"
+            ],
+        ),
     ],
 )
 def test_what_is_out_of_the_ordinary_is_said(

@@ -149,7 +149,7 @@ def test_the_shards_name_every_test_once() -> None:
 
 @pytest.mark.parametrize("text", ["T4", "T4:", "T4:x", "T4:-1", "T4:nan", "T4:1e9", ""])
 def test_a_runner_without_a_price_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match="is no model of GPU and the price of an hour, like T4"):
+    with pytest.raises(PlanError, match="is not a GPU model and the price of an hour, like T4"):
         parse_runner(text)
 
 

@@ -169,7 +169,8 @@ class Tracing:
                 computed = GraphValues(self._machine, graph)  # Inductor changes the graph
                 if computed.lacks is not None and not options.get("is_backward"):
                     raise CompiledCodeError(
-                        f"values are computed, and those of {computed.lacks} not beside kernels"
+                        f"real values are requested, and those of {computed.lacks} cannot be "
+                        "computed on the CPU"
                     )
                 written = write(graph, *args, **options)
                 if isinstance(written, CompiledFxGraph):

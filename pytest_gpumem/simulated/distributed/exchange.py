@@ -94,8 +94,8 @@ class RankExchange:
             raise RankExchangeError(_cut_off(self.rank, error)) from None
         if theirs != topic:
             raise RankExchangeError(
-                f"rank {rank} is at {theirs} where rank {self.rank} is at {topic}: all ranks have "
-                "to run the same, in the same order"
+                f"rank {rank} runs {theirs} while rank {self.rank} runs {topic}; every rank must "
+                "run the same tests in the same order"
             )
         return value
 
@@ -111,7 +111,7 @@ class RankExchange:
             looked = now
             # It may have written it between the two checks.
             if self._is_gone(rank) and not self._store.check([key]):
-                raise RankExchangeError(f"rank {rank} has ended, and had said nothing of {topic}")
+                raise RankExchangeError(f"rank {rank} ended before it sent {topic}")
             if self._member(rank) is None and now - began > JOINING.total_seconds():
                 raise RankExchangeError(
                     f"rank {rank} has not started within {JOINING.total_seconds():.0f} s: "
@@ -119,7 +119,7 @@ class RankExchange:
                 )
             if now - began > WAITING.total_seconds():
                 raise RankExchangeError(
-                    f"rank {rank} has said nothing of {topic} for {WAITING.total_seconds():.0f} s"
+                    f"rank {rank} did not send {topic} within {WAITING.total_seconds():.0f} s"
                 )
 
     def _member(self, rank: int) -> tuple[str, Process] | None:
@@ -136,7 +136,7 @@ class RankExchange:
 
 
 def exchange_of(world: World, address: Address) -> RankExchange:
-    """Return this process's meeting with the other ranks of ``world``; raises MeetingError."""
+    """Return this process's exchange with the other ranks; raises RankExchangeError."""
     return _exchange(world, address, os.getpid())
 
 

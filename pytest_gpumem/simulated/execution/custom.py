@@ -255,7 +255,7 @@ def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
 
 
 def of_parts(runner: Runner, implementation: Callable[..., Any]) -> Handler:
-    """Run ``implementation``, and each operator in it for itself."""
+    """Return a handler that runs ``implementation``, and each operator in it for itself."""
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
         # Under inference_mode composite operators arrive whole: take them apart in view.
@@ -266,7 +266,7 @@ def of_parts(runner: Runner, implementation: Callable[..., Any]) -> Handler:
 
 
 def placement_noting(runner: Runner, handler: Handler) -> Handler:
-    """Note where an operator runs whose tensors may be on several GPUs."""
+    """Return a handler that also notes the GPU of an operator whose tensors may be on several."""
     placement = runner.machine.placement
     return handler if placement is None else placement.noting(handler)
 

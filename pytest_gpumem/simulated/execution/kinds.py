@@ -24,13 +24,7 @@ from pytest_gpumem.simulated.machine.checks import NO_DATA
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.operators import (
-    comparisons,
-    rnn,
-    sparse,
-    tables,
-    transfers,
-)
+from pytest_gpumem.simulated.operators import comparisons, rnn, sparse, tables, transfers
 from pytest_gpumem.simulated.operators.indexing import is_masked_fill
 from pytest_gpumem.simulated.operators.sparse import is_sparse
 from pytest_gpumem.values.errors import UnknownValueError
@@ -66,7 +60,7 @@ def makes_views(func: Any) -> bool:
 
 
 def views(runner: Runner, func: Any) -> Handler:
-    """Run torch's own kernel, and nothing else."""
+    """Return a handler that runs torch's own kernel, and nothing else."""
     run = runner.run
     machine = runner.machine
 
@@ -109,7 +103,7 @@ _READS = frozenset(
 
 
 def read(runner: Runner, func: Any) -> Handler:
-    """Return a handler that gives the known value, else a neutral one, else an error."""
+    """Return a handler that gives the known value, else a placeholder, else an error."""
     machine = runner.machine
     operator = Operator.of(func)
     parts = comparisons.PARTS.get(func._schema.name)
@@ -261,7 +255,7 @@ def _stage(
 
 
 def each_device(runner: Runner, func: Any, handler: Handler) -> Handler:
-    """Run ``func``, of lists of tensors, on one GPU after the other where there are several."""
+    """Return a handler that runs ``func``, of lists of tensors, on one GPU after the other."""
     placement = runner.machine.placement
     return handler if placement is None else placement.device_by_device(handler)
 
@@ -299,8 +293,9 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any], Handler]], ...
     (lambda func: _name(func) == "aten::copy_", copy),
     (makes_views, views),
 )
-"""The kinds of operators: a test of a kind's operators, which is asked if they are of none above,
-and the function that returns their handler. An operator of no kind computes."""
+"""Pairs of predicate and handler factory; the first predicate that holds decides.
+
+An operator for which none holds computes."""
 
 SPECIAL: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any, Handler], Handler]], ...] = (
     (custom.is_sized_by_values, custom.sized),
@@ -308,8 +303,7 @@ SPECIAL: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any, Handler], Han
     (lambda func: _name(func) == "aten::masked_select" and not may_resize(func), selected),
     (is_of_lists, each_device),
 )
-"""Operators that compute, of which some calls go another way, from the inside out; the function
-gets the handler of the other calls."""
+"""Wrappers for operators of which some calls need another handler; the first is innermost."""
 
 
 def handler_of(runner: Runner, func: Any) -> Handler:

@@ -130,8 +130,8 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
 
 
 def in_place(func: Any, handler: Handler, run: Callable[[Any, Args, Kwargs], Any]) -> Handler:
-    """Return ``handler`` for the formulas that call ``func`` otherwise on a GPU: in place, or for
-    a type."""
+    """Wrap ``handler``: autograd's formulas call some operators in place, or with another dtype,
+    only on a GPU."""
     sums = str(func) in ACCUMULATED
     chosen = IN_PLACE.get(str(func))
     if not sums and chosen is None:
@@ -178,7 +178,7 @@ def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) ->
 
 
 def _draws(func: Any) -> Callable[[Args, Kwargs], bool]:
-    """Return whether a call uses the generator: fused attention does only to drop something.
+    """Return a function: whether a call draws numbers; fused attention only to drop something.
 
     Source: native/transformers/cuda/attention.cu (_efficient_attention_forward) and
     flash_attn/flash_api.cpp (mha_fwd), ``if (p_dropout > 0.0)``; cuDNN's always does.

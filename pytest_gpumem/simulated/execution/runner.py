@@ -64,7 +64,10 @@ class Runner:
         self._dispatch = dispatch
 
     def run(self, func: Any, args: Args, kwargs: Kwargs, *, unknown: bool = False) -> Any:
-        """Run a kernel of torch's; ``unknown``: it stands for one of unknown values."""
+        """Run a kernel of torch's.
+
+        ``unknown``: the call stands in for one on CPU tensors of unknown values.
+        """
         self._dispatch.inside = True
         try:
             return func(*args, **kwargs)

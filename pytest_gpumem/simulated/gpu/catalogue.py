@@ -96,7 +96,8 @@ _CATALOGUE = (
 )
 
 GPUS: Mapping[str, GpuModel] = MappingProxyType({gpu.name: gpu for gpu in _CATALOGUE})
-"""Every model by name. ``total_memory`` is exact to the byte, except A10G's, exact to 1 MiB."""
+"""Every model by name. ``total_memory`` is exact to the byte, except A10G's, exact to 1 MiB,
+and RTX-4060's, which is the laptop model's."""
 
 
 BUS_WIDTHS = {

@@ -271,7 +271,7 @@ class SimulatedMachine(Notes):
         return value
 
     def reads_placeholder_integers(self, tensor: torch.Tensor, read: str) -> bool:
-        """Note and return whether ``read`` of all of an unknown ``tensor`` yields neutral integers.
+        """Note and return whether ``read`` of all of an unknown ``tensor`` yields placeholders.
 
         Raises :class:`UnknownValueError` as :meth:`placeholder_value` does.
         """
@@ -344,8 +344,8 @@ class Numbering:
         self._starts = [0]
         """By pass: how many nodes the program's thread had made before."""
         self._shifts = [_next()]
-        """By pass, and before the first: this thread's number of a node of the program's, less its
-        number on a GPU."""
+        """For each backward pass: difference between the sequence number that a node of the main
+        thread gets here and the one it would get on a GPU."""
         self._on_gpu = 0
 
     def ended(self, began: int) -> Callable[[int], int]:

@@ -18,7 +18,7 @@ class Notes:
     def __init__(self) -> None:
         self.notes: dict[str, None] = {}
         self.placeholder_reads: Counter[str] = Counter()
-        """By line: how often a neutral value was read there."""
+        """By line: how often a placeholder was read there."""
         self.assumed = False
         """Whether a condition on unknown values was answered by an assumption."""
 
@@ -37,7 +37,8 @@ class Notes:
         if self.placeholder_reads[line] > MOST_READS:
             raise UnknownValueError(
                 f"{name} at {line} read values that a simulated GPU does not have {MOST_READS:,} "
-                f"times: a loop that waits for one of them would never end"
+                f"times: this looks like a loop that waits for a value, which a simulated GPU "
+                f"never computes"
             )
         return line
 

@@ -56,7 +56,7 @@ class Placement(Generic[_D]):
         return self.latest
 
     def noting(self, handler: Handler) -> Handler:
-        """Note where ``handler``'s operator runs; its parts may span several GPUs."""
+        """Return a handler that notes the operator's GPU; its parts may span several."""
 
         def handle(args: Args, kwargs: Kwargs) -> Any:
             self.follow(args, kwargs)
@@ -74,7 +74,7 @@ class Placement(Generic[_D]):
         return next((self._gpus[record.device.index] for record in found), None)
 
     def device_by_device(self, handler: Handler) -> Handler:
-        """Run a ``_foreach_`` operator device by device, as CUDA's slow path does."""
+        """Return a handler that runs a ``_foreach_`` operator by device, as CUDA's slow path."""
 
         def handle(args: Args, kwargs: Kwargs) -> Any:
             positions: dict[GpuState | None, list[int]] = {}

@@ -208,7 +208,7 @@ class GraphRecording(Recorder[StorageSlot]):
         return self._values.run(operator, args, kwargs)
 
     def mark_uninitialized(self, view: View[StorageSlot]) -> None:
-        """Note that ``view`` is memory that any write may be to."""
+        """Note that ``view`` is memory whose old contents do not matter."""
         self._uninitialized.add(view.place)
 
     def mark_known(self, view: View[StorageSlot]) -> None:

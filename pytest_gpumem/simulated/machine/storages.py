@@ -156,7 +156,7 @@ class Storages:
         return made
 
     def address_without_values(self, storage: torch.UntypedStorage) -> int:
-        """Return where the bytes of ``storage``, of unknown values, are no number of any type."""
+        """Return where ``storage``, of unknown values, holds a NaN pattern in every dtype."""
         made = self.without_values.get(storage._cdata)
         if made is None:
             with torch._C._DisableTorchDispatch():

@@ -193,7 +193,7 @@ class ConvolutionCall(ConvolutionKernels):
         Where it does not fit, cuDNN's next plans are tried, of which the last ones need none, and
         the one that ran is kept for such calls (try_configs and benchmark_cache in Conv_v8.cpp).
         """
-        parameters = self.parameters
+        parameters, capability = self.parameters, self.gpu.model.compute_capability
         call = cudnn.Convolution(
             direction,
             tuple(input.shape),
@@ -207,8 +207,8 @@ class ConvolutionCall(ConvolutionKernels):
             output.nbytes,
             input.element_size(),
             channels_last,
-            self._on_tensor_cores(input.dtype),
-            self.gpu.model.compute_capability,
+            cudnn.on_tensor_cores(input.dtype == torch.float32, input.element_size(), capability),
+            capability,
         )
         without_workspace = self.gpu.calls_without_workspace
         nbytes = (
@@ -220,11 +220,6 @@ class ConvolutionCall(ConvolutionKernels):
                 Scratch(self.gpu).estimate(nbytes, "cuDNN", f"conv{dims}d ({direction})")
             except torch.OutOfMemoryError:
                 without_workspace.add(call)
-
-    def _on_tensor_cores(self, dtype: torch.dtype) -> bool:
-        if dtype == torch.float32:
-            return self.ampere and bool(torch.backends.cudnn.allow_tf32)
-        return dtype.itemsize == 2 and self.gpu.model.compute_capability >= (7, 0)
 
     def _slow_forward(
         self, input: Tensor, weight: Tensor, shape: tuple[int, ...], has_bias: bool

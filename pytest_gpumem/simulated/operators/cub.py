@@ -75,7 +75,7 @@ def scan_bytes(
 def unique_by_key_bytes(
     count: int, index_bytes: int, capability: Capability, version: Version
 ) -> int:
-    """Return the bytes for finding where runs of ``count`` equal keys begin."""
+    """Return the bytes for finding where runs of equal keys begin among ``count`` keys."""
     tile = 64 * max(1, 11 * 4 // index_bytes)
     if capability >= (9, 0):
         tile = 448 * 11 if index_bytes == 8 else 512 * 14

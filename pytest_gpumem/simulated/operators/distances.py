@@ -59,12 +59,7 @@ def _renorm(gpu: GPU, self: Tensor, dim: int) -> None:
 
 
 def _norm(
-    gpu: GPU,
-    self: Tensor,
-    result: Tensor,
-    dim: Over = None,
-    ord: float = 2,
-    p: float | None = 2,
+    gpu: GPU, self: Tensor, result: Tensor, dim: Over = None, ord: float = 2, p: float | None = 2
 ) -> None:
     """A norm, which of single elements is their absolute value.
 

@@ -411,9 +411,7 @@ def one_hot(self: Tensor, num_classes: int) -> Tensor:
 _one_hot_as_it_is = torch.ops.aten.one_hot.default.decompose
 
 
-ABOVE_AUTOGRAD: dict[str, Composite] = {
-    "aten.one_hot.default": one_hot,
-}
+ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.one_hot.default": one_hot}
 
 BELOW_AUTOGRAD: dict[str, Composite] = {
     # Of a tensor of no dimensions CUDA reads the number from any device.

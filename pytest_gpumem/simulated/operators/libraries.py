@@ -34,8 +34,8 @@ def leave_out(gpu: GPU, operator: str, library: str = "cuSOLVER") -> None:
 def left_out_note(library: str, operator: str) -> str:
     """Return a note that the library's workspace is left out."""
     return (
-        f"{library}'s workspace for {operator} is not known and left out: "
-        f"the peak can be higher on a GPU"
+        f"{library}'s workspace for {operator} is unknown and not counted, "
+        f"so the peak on a GPU can be higher"
     )
 
 

@@ -85,7 +85,7 @@ class Call:
         self.free_before()
 
     def free_before(self) -> None:
-        """Free the memory taken before the outputs."""
+        """Free the memory taken before the outputs: at the end, also after an error."""
         if self._scratch is not None:
             self._scratch.free()
 

@@ -27,7 +27,7 @@ _SORTED_IN_SHARED_MEMORY = 4096
 _OWN_SORT_FROM = 1_000_000
 """Fewest elements of a dimension for which each slice is sorted by itself."""
 _SLICES_SORTED_AT_ONCE = 128
-"""Fewer slices are sorted as one, by value and then by slice."""
+"""Fewer slices than this: one sort of all elements, then by slice."""
 
 
 _Pair = tuple[Tensor, Tensor]

@@ -106,8 +106,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         if not is_unknown(tensor):
             return reduce(tensor, proto)
         machine.note(
-            f"torch.save or pickle at {user_line()} wrote the shapes of tensors and no values: "
-            f"what it wrote can be loaded in a simulation only"
+            f"torch.save or pickle at {user_line()} saved tensors whose values were not computed: "
+            f"the file holds shapes, and can be loaded in a simulation only"
         )
         storage = tensor.untyped_storage()
         saved = kept.get(storage._cdata)

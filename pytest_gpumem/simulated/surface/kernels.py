@@ -1,7 +1,7 @@
 """Functions of compiled extensions, whose kernels cannot be inspected.
 
-A description (``operators.custom_kernels``) runs in their place; without one the test is skipped with
-a sentence that names them.
+A description (``operators.custom_kernels``) runs in their place; without one the test is
+skipped with a sentence that names them.
 
 Extensions that are compiled while a test runs: refused where CUDA's compiler is missing.
 

@@ -12,11 +12,7 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import callers_line, is_own, user_line
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage
-from pytest_gpumem.simulated.machine.values.assumptions import (
-    assumption_of,
-    is_printing,
-    printing,
-)
+from pytest_gpumem.simulated.machine.values.assumptions import assumption_of, is_printing, printing
 from pytest_gpumem.simulated.machine.values.placeholder import (
     PlaceholderFloat,
     PlaceholderInt,
@@ -107,8 +103,8 @@ class TensorReads:
 
     def _without_values(self, storage: torch.UntypedStorage) -> int:
         self._machine.note(
-            f"safetensors at {callers_line()} wrote the shapes of tensors and no values: what it "
-            f"wrote is no number"
+            f"safetensors at {callers_line()} saved tensors whose values were not computed: the "
+            f"file holds shapes and no usable values"
         )
         return self._storages.address_without_values(storage)
 
@@ -252,7 +248,7 @@ class TensorReads:
         return None
 
     def _has_placeholder_integers(self, tensor: torch.Tensor, read: str) -> _Truth:
-        """Return whether reading all of ``tensor`` yields neutral integers, which is then noted."""
+        """Return whether reading all of ``tensor`` yields placeholders, which is then noted."""
         if not self._is_unknown(tensor) or not tensor.dim():
             return False
         block = self._block(tensor)

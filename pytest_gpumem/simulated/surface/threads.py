@@ -56,9 +56,7 @@ class Threads:
     """The threads of one simulation beside the one that began it."""
 
     def __init__(
-        self,
-        machine: SimulatedMachine,
-        joining: Callable[[], AbstractContextManager[object]],
+        self, machine: SimulatedMachine, joining: Callable[[], AbstractContextManager[object]]
     ) -> None:
         self._machine = machine
         self._joining = joining

@@ -57,7 +57,7 @@ def test_ranks_that_run_different_things_are_told() -> None:
     other.gather("test_b", 1)
 
     with pytest.raises(
-        RankExchangeError, match=r"^rank 1 is at test_b where rank 0 is at test_a: all"
+        RankExchangeError, match=r"^rank 1 runs test_b while rank 0 runs test_a; every"
     ):
         first.gather("test_a", 1)
 
@@ -76,9 +76,7 @@ def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     ended.communicate()
 
     assert first.lost() == [1]
-    with pytest.raises(
-        RankExchangeError, match=r"^rank 1 has ended, and had said nothing of test_a$"
-    ):
+    with pytest.raises(RankExchangeError, match=r"^rank 1 ended before it sent test_a$"):
         first.gather("test_a", 1)
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch  # the plugin uses these types, and starts without it
 
 VALUE = 0.0
-"""The neutral value, with which loss scaling and logging continue: the loss is finite."""
+"""The placeholder, with which loss scaling and logging continue: the loss is finite."""
 
 _HARMLESS = frozenset({"json.encoder", "torch.optim._adafactor", "yaml.representer"})
 """Modules whose comparisons of numbers decide about no memory: encoders ask for NaN and infinities
@@ -40,7 +40,7 @@ class _AsFloat(type):
 class PlaceholderFloat(float, metaclass=_AsFloat):
     """0.0 in place of a number that was not computed.
 
-    It can be printed, stored and computed with, and results computed from it are neutral, too. To
+    It can be printed, stored and computed with, and so can results of it. To
     compare it, or to ask whether it is true, raises :class:`UnknownValueError`: control flow and
     assertions would otherwise go by a number that is made up.
     """
@@ -107,7 +107,7 @@ def _refuse(name: str, shown: str) -> None:
 
 
 def _stay(name: str) -> None:
-    """Make the results of the operation ``name`` neutral, too."""
+    """Make the results of the operation ``name`` placeholders, too."""
     operation = getattr(float, name)
 
     def of_float(*operands: Any) -> Any:
@@ -165,7 +165,7 @@ def dots(tensor: torch.Tensor, device: torch.device) -> str:
 
 
 def placeholder_integers(shape: Sequence[int]) -> list[Any]:
-    """Return what ``tolist()`` gives for a tensor of ``shape``, with neutral integers in it."""
+    """Return what ``tolist()`` gives for a tensor of ``shape``, of placeholders."""
     if len(shape) == 1:
         return [PlaceholderInt() for _ in range(shape[0])]
     return [placeholder_integers(shape[1:]) for _ in range(shape[0])]
