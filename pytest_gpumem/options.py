@@ -63,8 +63,8 @@ _VALUES: Mapping[str, tuple[str, Callable[[Any], Any] | None, str]] = {
     ),
     "gpumem_sim_scope": _one_of(
         "test|session",
-        "test: the simulated or dry GPU is visible only in marked tests; session: also while "
-        "conftests and modules are imported (default: test)",
+        "whether the simulated or dry GPU is visible only in marked tests, or also while conftests "
+        "and modules are imported (default: test)",
     ),
     "gpumem_sim_values": _one_of(
         "auto|always|never",
