@@ -20,14 +20,7 @@ from pytest_gpumem.cli.command import (
 from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument
 from pytest_gpumem.jsonfile import replace_file
 from pytest_gpumem.prediction.needs import needs_of
-from pytest_gpumem.prediction.runners import (
-    CiMachine,
-    Job,
-    Plan,
-    PlannedTest,
-    make_plan,
-    parse_runner,
-)
+from pytest_gpumem.prediction.runners import Job, Plan, PlannedTest, Rental, make_plan, parse_runner
 from pytest_gpumem.sharing.devices import CONTEXT, LEFT_FREE
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import counted, shorten, wrap
@@ -171,7 +164,7 @@ def _listed(heading: str, tests: Sequence[tuple[PlannedTest, str]], width: int) 
         yield f"  and {len(tests) - MOST_LISTED} more (--json has all)"
 
 
-def _jobs_on(plan: Plan, runner: CiMachine) -> list[Job]:
+def _jobs_on(plan: Plan, runner: Rental) -> list[Job]:
     return [job for job in plan.jobs if job.runner == runner]
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.prediction.runners import CiMachine, PlanError, PlannedTest
+from pytest_gpumem.prediction.runners import PlanError, PlannedTest, Rental
 from pytest_gpumem.sharing.learned import FILE_NAME, IN_SHARDS, Learned, read_learned
 from pytest_gpumem.sharing.weights import OF_PYTEST_SPLIT, read_weights
 from pytest_gpumem.sizes import format_size
@@ -44,7 +44,7 @@ class _Measured:
 
 def needs_of(
     given: Sequence[str],
-    runners: Sequence[CiMachine],
+    runners: Sequence[Rental],
     durations: Path | None = None,
     *,
     dry: bool = False,
@@ -101,7 +101,7 @@ def _of_baselines(folder: Path) -> Iterator[_Measured]:
             yield _Measured(f"{module}::{name}", file.environment, size)
 
 
-def _needs(measured: Iterable[_Measured], runners: Sequence[CiMachine]) -> list[PlannedTest]:
+def _needs(measured: Iterable[_Measured], runners: Sequence[Rental]) -> list[PlannedTest]:
     """Return each test once: on a runner as measured there, else the most that it took anywhere."""
     by_test: dict[str, list[_Measured]] = defaultdict(list)
     for one in measured:
@@ -126,7 +126,7 @@ def _needs(measured: Iterable[_Measured], runners: Sequence[CiMachine]) -> list[
 
 
 def _run(
-    given: Sequence[str], runners: Sequence[CiMachine], *, dry: bool
+    given: Sequence[str], runners: Sequence[Rental], *, dry: bool
 ) -> tuple[list[PlannedTest], str]:
     from importlib.metadata import version
 
@@ -170,7 +170,7 @@ def _answered(nodeid: str, answers: Sequence[MachineResult]) -> PlannedTest:
 
 def _timed(
     tests: Iterable[PlannedTest],
-    runners: Sequence[CiMachine],
+    runners: Sequence[Rental],
     measured: Iterable[_Measured],
     durations: Path | None,
 ) -> tuple[list[PlannedTest], str]:
@@ -218,7 +218,7 @@ def _durations(
     return {}, ""
 
 
-def _taken(nodeid: str, known: Seconds, runner: CiMachine) -> float | None:
+def _taken(nodeid: str, known: Seconds, runner: Rental) -> float | None:
     """Return the need of a test on ``runner``: measured on it, else on any GPU, else simulated."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", runner.model.full_name)
     ranked: dict[int, list[float]] = defaultdict(list)

@@ -135,7 +135,7 @@ def admissible(
     return admitted
 
 
-def owners_to_tear_down(
+def must_tear_down(
     waiting: Iterable[Request], running: Iterable[Request], devices: Devices, now: float
 ) -> frozenset[int]:
     """Return the workers whose fixtures are all that the first test that waits still waits for.

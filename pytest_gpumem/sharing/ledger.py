@@ -16,7 +16,7 @@ from pytest_gpumem.sharing.admission import (
     DeviceBudget,
     Request,
     admissible,
-    owners_to_tear_down,
+    must_tear_down,
     to_yield,
 )
 from pytest_gpumem.sharing.database import Database, Process, is_alive, this_process
@@ -180,7 +180,7 @@ class Ledger(Database):
             self.execute("UPDATE test SET granted = ? WHERE id = ?", (now, test))
             self._log("granted", asked)
             return Decision(granted=True, must_tear_down=False, state=state)
-        tear_down = asked.request.owner in owners_to_tear_down(waiting, running, state.devices, now)
+        tear_down = asked.request.owner in must_tear_down(waiting, running, state.devices, now)
         self.executemany(
             "INSERT OR IGNORE INTO yielding VALUES (?)",
             [(one,) for one in to_yield(waiting, running, state.devices, now)],

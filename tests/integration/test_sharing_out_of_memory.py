@@ -129,8 +129,8 @@ def test_it():
     result.stdout.fnmatch_lines(
         [
             "infrastructure error, not the test's: 4.00 GiB could not be allocated (0 B was "
-            "reserved already), even when test_it.py::test_it ran alone: other processes held 12.00 GiB "
-            "(PID 1 (*) holds 12.00 GiB of simulated T4 cuda:0)"
+            "reserved already), even when test_it.py::test_it ran alone: other processes held "
+            "12.00 GiB (PID 1 (*) holds 12.00 GiB of simulated T4 cuda:0)"
         ]
     )
 

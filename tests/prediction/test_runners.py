@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpumem.prediction.runners import (
-    CiMachine,
     Plan,
     PlanError,
     PlannedTest,
+    Rental,
     make_plan,
     parse_runner,
 )
@@ -160,7 +160,7 @@ def test_an_unknown_runner_gets_a_suggestion() -> None:
 
 def test_the_same_runner_twice_is_refused() -> None:
     with pytest.raises(PlanError, match="--runner T4 is given twice"):
-        make_plan(SUITE, [T4, CiMachine(T4.model, 1.0)])
+        make_plan(SUITE, [T4, Rental(T4.model, 1.0)])
 
 
 def test_a_start_that_leaves_no_time_is_refused() -> None:

@@ -9,7 +9,7 @@ from pytest_gpumem.sharing.admission import (
     DeviceBudget,
     Request,
     admissible,
-    owners_to_tear_down,
+    must_tear_down,
     to_yield,
 )
 
@@ -132,20 +132,20 @@ def test_fixtures_of_those_who_wait_give_way() -> None:
     waiting = [request(1, 40), request(2, 40)]
     # 20 are free. The first needs 40 above the 50 that it holds: the 30 of the other have to go.
     assert admissible(waiting, [], devices, 0.0) == []
-    assert owners_to_tear_down(waiting, [], devices, 0.0) == {2}
+    assert must_tear_down(waiting, [], devices, 0.0) == {2}
 
 
 def test_fixtures_stay_where_it_is_tests_that_are_waited_for() -> None:
     devices = {GPU: DeviceBudget(100, fixtures={2: 10})}
-    assert owners_to_tear_down([request(1, 40)], [request(9, 80)], devices, 0.0) == frozenset()
+    assert must_tear_down([request(1, 40)], [request(9, 80)], devices, 0.0) == frozenset()
 
 
 def test_fixtures_give_way_beside_tests_that_leave_room() -> None:
     # 50 run, and 40 have room beside them without the 20 of worker 2; those of 9 have to stay.
     devices = {GPU: DeviceBudget(100, fixtures={2: 20, 9: 5})}
     waiting = [request(1, 40), request(2, 0)]
-    assert owners_to_tear_down(waiting, [request(9, 50)], devices, 0.0) == {2}
-    assert owners_to_tear_down(waiting, [request(9, 56)], devices, 0.0) == frozenset()
+    assert must_tear_down(waiting, [request(9, 50)], devices, 0.0) == {2}
+    assert must_tear_down(waiting, [request(9, 56)], devices, 0.0) == frozenset()
 
 
 class TestYielding:

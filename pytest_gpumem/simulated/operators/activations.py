@@ -33,9 +33,9 @@ from pytest_gpumem.simulated.operators.rules import (
     Composite,
     Rule,
     Scratch,
+    borrow,
     copies_of,
     first_of,
-    take_and_free,
 )
 
 _aten = torch.ops.aten
@@ -79,13 +79,13 @@ def _backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
         compared = zip(output.shape, strides, wanted, strict=True)
         if any(size != 1 and stride != step for size, stride, step in compared):
             sizes *= 2
-    take_and_free(gpu, *sizes, *copied(output))
+    borrow(gpu, *sizes, *copied(output))
 
 
 def _safe(gpu: GPU, dim: int, result: Tensor) -> None:
     """Allocate for ``_safe_softmax`` of native/transformers/attention.cpp."""
     rows = result.numel() // max(result.shape[dim], 1) if result.dim() else 1
-    take_and_free(gpu, result.numel(), rows, result.element_size())
+    borrow(gpu, result.numel(), rows, result.element_size())
 
 
 def _of_halves(whole: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Composite:
@@ -168,7 +168,7 @@ def _huber(gpu: GPU, self: Tensor, reduction: int, result: Tensor) -> None:
 
 def _margin_of_rows(gpu: GPU, self: Tensor, reduction: int) -> None:
     if self.dim() == 2 and reduction:
-        take_and_free(gpu, self.shape[0] * self.element_size())
+        borrow(gpu, self.shape[0] * self.element_size())
 
 
 def _target_first(

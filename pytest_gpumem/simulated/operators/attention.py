@@ -27,13 +27,7 @@ from pytest_gpumem.simulated.operators.attention_choice import (
     splits_of,
 )
 from pytest_gpumem.simulated.operators.layout import HALF_DTYPES, copied, round_up
-from pytest_gpumem.simulated.operators.rules import (
-    Composite,
-    Rule,
-    Scratch,
-    first_of,
-    take_and_free,
-)
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow, first_of
 
 _FLOAT_BYTES = 4
 
@@ -187,7 +181,7 @@ def flash_outputs(
     taken = parts.take(rows), parts.take(rows * head_size_rounded(size))
     yield from state
     if dropout_p and state:
-        take_and_free(gpu, _RNG_STATE)
+        borrow(gpu, _RNG_STATE)
     parts.drop(*taken)
 
 
@@ -210,7 +204,7 @@ def _cudnn_backward(gpu: GPU, grad_out: Tensor, query: Tensor, out: Tensor) -> N
     (scaled_dot_product_flash_attention.h, dQ_accum and softmax_sum); seen on torch's own code.
     """
     sums = (query.numel() // query.shape[-1]) * (query.shape[-1] + 1) * _FLOAT_BYTES
-    take_and_free(gpu, out.nbytes if grad_out.stride() != out.stride() else 0, sums)
+    borrow(gpu, out.nbytes if grad_out.stride() != out.stride() else 0, sums)
 
 
 def head_size_rounded(size: int) -> int:
@@ -245,7 +239,7 @@ def flash_backward(gpu: GPU, query: Tensor, key: Tensor, starts: Tensor | None =
     if torch.are_deterministic_algorithms_enabled():
         copies = -(-gpu.model.sm_count // (batch * heads))
     expanded = [key.nbytes // key.shape[1] * heads] * 2 if key.shape[1] != heads else []
-    take_and_free(gpu, rows, copies * rows * head_size_rounded(size), *expanded)
+    borrow(gpu, rows, copies * rows * head_size_rounded(size), *expanded)
 
 
 _KEYS_AT_ONCE = 128
@@ -255,7 +249,7 @@ _KEYS_AT_ONCE = 128
 def efficient_forward(gpu: GPU, query: Tensor, value: Tensor, result: tuple[Tensor, ...]) -> None:
     """Allocate the output in float32, where it does not stay in registers."""
     if query.dtype in HALF_DTYPES and value.shape[-1] > _KEYS_AT_ONCE:
-        take_and_free(gpu, result[0].numel() * 4)
+        borrow(gpu, result[0].numel() * 4)
 
 
 def efficient_backward(

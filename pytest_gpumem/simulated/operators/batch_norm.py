@@ -21,13 +21,7 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import INDEXABLE, accumulated, suggested_format
-from pytest_gpumem.simulated.operators.rules import (
-    Composite,
-    Gradients,
-    Rule,
-    Scratch,
-    take_and_free,
-)
+from pytest_gpumem.simulated.operators.rules import Composite, Gradients, Rule, Scratch, borrow
 
 _LARGEST_BATCH = {True: 880_801, False: 65_535}
 """Most samples that cuDNN normalises, by whether it trains."""
@@ -113,7 +107,7 @@ def _stage(gpu: GPU, input: Tensor, values: int) -> None:
     rows = min(-(-per_channel // (height * _PER_THREAD)), _MOST_ROWS)
     if rows >= _FEWEST_ROWS:
         columns = -(-channels // width)
-        take_and_free(gpu, values * channels * rows * _accumulated_bytes(input), 4 * columns)
+        borrow(gpu, values * channels * rows * _accumulated_bytes(input), 4 * columns)
 
 
 def _batch_norm_forward(
@@ -134,9 +128,7 @@ def _batch_norm_forward(
     elif training and are_channels_last:
         _stage(gpu, input, _MOMENTS)
     if is_general:
-        take_and_free(
-            gpu, *[_accumulated_bytes(input) for given in (weight, bias) if given is None]
-        )
+        borrow(gpu, *[_accumulated_bytes(input) for given in (weight, bias) if given is None])
 
 
 def _batch_norm_backward(

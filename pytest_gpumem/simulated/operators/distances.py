@@ -22,7 +22,7 @@ from pytest_gpumem.simulated.operators.reductions import (
     reduce,
     reduce_tensor,
 )
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, take_and_free
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow
 
 
 def _parts(gpu: GPU, shape: tuple[int, int, int, int], like: Tensor) -> None:
@@ -55,7 +55,7 @@ def _renorm(gpu: GPU, self: Tensor, dim: int) -> None:
     dtype = accumulated(self.dtype)
     is_converted = dtype != self.dtype.to_real()
     norms = slices * dtype.to_real().itemsize
-    take_and_free(gpu, norms, slices * self.element_size() if is_converted else 0)
+    borrow(gpu, norms, slices * self.element_size() if is_converted else 0)
 
 
 def _norm(
@@ -67,7 +67,7 @@ def _norm(
     """
     are_single = outputs_of(self, dim) == self.numel() and (self.dim() > 0 or not dim)
     if self.is_complex() and ord != 0 and p != 0 and are_single:
-        take_and_free(gpu, self.nbytes)
+        borrow(gpu, self.nbytes)
     else:
         reduce_tensor(gpu, self, dim, NORMS, result.dtype)
 

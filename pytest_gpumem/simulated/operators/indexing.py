@@ -31,7 +31,7 @@ from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.comparisons import BOTH_EXTREMES_SINCE
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, accumulated, copied
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, take_and_free
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow
 from pytest_gpumem.simulated.operators.sorting import sort_row
 
 _aten = torch.ops.aten
@@ -174,9 +174,7 @@ def _put_sorted(
         scratch.take(count * INDEX_BYTES)
     bits = cub.bits_of(self.numel() // math.prod(self.shape[places[-1] + 1 :]) - 1)
     capability = gpu.model.compute_capability
-    scratch.take_and_free(
-        cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability)
-    )
+    scratch.borrow(cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability))
 
 
 def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
@@ -189,7 +187,7 @@ def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
         reductions.reduce(gpu, (count,), (1,), torch.int64, None, kind)
         contiguous.free()
         for _ in range(comparisons):
-            extremes.take_and_free(1)
+            extremes.borrow(1)
         extremes.free()
 
 
@@ -212,16 +210,14 @@ def _count_set(gpu: GPU, self: Tensor) -> Scratch:
     if self.numel():
         scratch.take(4)
         model = gpu.model
-        scratch.take_and_free(
-            cub.device_sum_bytes(self.numel(), model.sm_count, model.max_threads_per_sm)
-        )
+        scratch.borrow(cub.device_sum_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
     return scratch
 
 
 def _place_set(gpu: GPU, self: Tensor) -> None:
     if self.dim() and self.numel():
         capability = gpu.model.compute_capability
-        take_and_free(gpu, cub.flagged_bytes(self.numel(), capability, gpu.version))
+        borrow(gpu, cub.flagged_bytes(self.numel(), capability, gpu.version))
 
 
 # Scattering, and reducing by index or segment.
@@ -231,23 +227,23 @@ def _scattered_mean(gpu: GPU, src: Tensor, reduce: str, result: Tensor) -> None:
     """Allocate for adding up ones like the source where it went; nothing is divided by zero."""
     if reduce != "mean" or not src.numel():
         return
-    take_and_free(gpu, src.nbytes, result.nbytes, result.numel())
+    borrow(gpu, src.nbytes, result.nbytes, result.numel())
 
 
 def _mean_by_index(gpu: GPU, source: Tensor, reduce: str, result: Tensor) -> None:
     if reduce == "mean":
         counts = Scratch(gpu, result.nbytes)
-        counts.take_and_free(source.nbytes)
-        counts.take_and_free(result.numel())
+        counts.borrow(source.nbytes)
+        counts.borrow(result.numel())
 
 
 def _before_segments(gpu: GPU, lengths: Tensor | None, unsafe: bool) -> None:
     """Allocate for the check that lengths are not negative, and add up to the whole."""
     if lengths is None or unsafe:
         return
-    take_and_free(gpu, lengths.element_size())
+    borrow(gpu, lengths.element_size())
     rows = max(lengths.numel() // max(lengths.shape[-1], 1), 1)
-    take_and_free(gpu, rows * INDEX_BYTES, rows, 1)
+    borrow(gpu, rows * INDEX_BYTES, rows, 1)
 
 
 def _segments(
@@ -262,7 +258,7 @@ def _segments(
     if lengths is None:
         if offsets is not None:
             rows = offsets.numel() // max(offsets.shape[-1], 1)
-            take_and_free(gpu, (offsets.numel() - rows) * offsets.element_size(), *[1] * of_a_row)
+            borrow(gpu, (offsets.numel() - rows) * offsets.element_size(), *[1] * of_a_row)
         return
     size = lengths.element_size()
     rows = lengths.numel() // max(lengths.shape[-1], 1)
@@ -271,9 +267,9 @@ def _segments(
     scratch.take((lengths.numel() + rows) * size)
     scratch.drop(first)
     if rows == 1:
-        scratch.take_and_free(cub.scan_bytes(lengths.numel() + 1, size, gpu.version))
+        scratch.borrow(cub.scan_bytes(lengths.numel() + 1, size, gpu.version))
     if of_a_row:
-        scratch.take_and_free(1)
+        scratch.borrow(1)
 
 
 def _unfold_backward(
@@ -281,7 +277,7 @@ def _unfold_backward(
 ) -> None:
     """Allocate for adding up overlapping windows by where they begin."""
     if step < size and input_sizes and result.numel():
-        take_and_free(gpu, input_sizes[dim] * INDEX_BYTES)
+        borrow(gpu, input_sizes[dim] * INDEX_BYTES)
 
 
 # Embedding tables.
@@ -324,12 +320,12 @@ def _before_backward(
     scratch.take(count * element, count * element)
     positions = scratch.take(count * element)
     bits = cub.bits_of(num_weights if padding_idx >= 0 else num_weights - 1 - padding_idx)
-    scratch.take_and_free(cub.radix_sort_pairs_bytes(count, element, element, bits, capability))
+    scratch.borrow(cub.radix_sort_pairs_bytes(count, element, element, bits, capability))
     scratch.drop(positions)
     if scale_grad_by_freq:
         scratch.take(count * element)
         for _ in ("counts", "the highest of each row"):
-            scratch.take_and_free(cub.sum_by_key_bytes(count, element, capability))
+            scratch.borrow(cub.sum_by_key_bytes(count, element, capability))
     return scratch
 
 
@@ -349,11 +345,11 @@ def _after_backward(
     version, capability = gpu.version, gpu.model.compute_capability
     scratch = Scratch(gpu, count * element, INDEX_BYTES)
     keys = scratch.take(count * element)
-    scratch.take_and_free(cub.unique_by_key_bytes(count, element, capability, version))
+    scratch.borrow(cub.unique_by_key_bytes(count, element, capability, version))
     scratch.drop(keys)
     segments = min(count, rows)
     scratch.take(segments * element, segments * element)
-    scratch.take_and_free(cub.scan_bytes(segments, element, version))
+    scratch.borrow(cub.scan_bytes(segments, element, version))
     scratch.take(INDEX_BYTES)
     partial_sums = count // _ROWS_PER_PARTIAL_SUM + segments
     scratch.take(partial_sums * element)
@@ -390,7 +386,7 @@ def _renorm(gpu: GPU, indices: Tensor) -> None:
     sort_row(gpu, count, indices.element_size())
     scratch.drop(positions)
     scratch.take(nbytes, INDEX_BYTES)
-    scratch.take_and_free(cub.unique_bytes(count, gpu.model.compute_capability, gpu.version))
+    scratch.borrow(cub.unique_bytes(count, gpu.model.compute_capability, gpu.version))
 
 
 def _in_a_row(gpu: GPU, indices: Tensor) -> Scratch | None:

@@ -31,9 +31,9 @@ from pytest_gpumem.simulated.operators.rules import (
     Gradients,
     Rule,
     Scratch,
+    borrow,
     copies_of,
     is_traced,
-    take_and_free,
 )
 
 _aten = torch.ops.aten
@@ -186,7 +186,7 @@ def _layer_norm_backward(
     gpu: GPU, grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int]
 ) -> None:
     if not _sums_by_blocks(gpu, *_rows_and_columns(input, normalized_shape)):
-        take_and_free(gpu, *copied(grad_out))
+        borrow(gpu, *copied(grad_out))
 
 
 def _rows_and_columns(input: Tensor, normalized_shape: Sequence[int]) -> tuple[int, int]:

@@ -38,7 +38,7 @@ from pytest_gpumem.simulated.operators.layout import (
     copied,
     is_dense,
 )
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, take_and_free
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow
 
 Dims = tuple[int, ...]
 Over = Sequence[int] | int | None
@@ -249,7 +249,7 @@ def reduce(
             scratch.take(outputs * partial_bytes)
     for sizes in found:
         if sizes is not None:
-            take_and_free(gpu, *sizes)
+            borrow(gpu, *sizes)
 
 
 def _reduced(rank: int, dims: Over) -> Dims:
@@ -389,7 +389,7 @@ def _before_max(gpu: GPU, self: Sequence[Tensor]) -> Scratch | None:
 
 def _after_max(gpu: GPU, self: Sequence[Tensor]) -> None:
     if _is_one_launch(self):
-        take_and_free(gpu, _partial_results(gpu, self, self[0].element_size())[-1])
+        borrow(gpu, _partial_results(gpu, self, self[0].element_size())[-1])
 
 
 RULES = {

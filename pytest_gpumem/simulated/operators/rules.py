@@ -131,7 +131,7 @@ class Scratch:
         self._gpu.estimates.taken(self._estimated[address], f"{library}'s workspace for {what}")
         return address
 
-    def take_and_free(self, nbytes: int) -> None:
+    def borrow(self, nbytes: int) -> None:
         """Allocate ``nbytes`` and free them."""
         self.drop(self.take(nbytes))
 
@@ -155,7 +155,7 @@ class Scratch:
             self._gpu.estimates.freed(nbytes)
 
 
-def take_and_free(gpu: GpuState, *sizes: int) -> None:
+def borrow(gpu: GpuState, *sizes: int) -> None:
     """Allocate ``sizes`` bytes one after the other, then free them, newest first."""
     if sizes:
         Scratch(gpu, *sizes).free()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.operators.layout import is_dense
-from pytest_gpumem.simulated.operators.rules import Scratch, take_and_free
+from pytest_gpumem.simulated.operators.rules import Scratch, borrow
 
 
 def stage_upload(gpu: GpuState, target: Tensor, source: Tensor, non_blocking: bool) -> None:
@@ -32,7 +32,7 @@ def stage_upload(gpu: GpuState, target: Tensor, source: Tensor, non_blocking: bo
     if target.is_contiguous() and not (converts and non_blocking):
         return
     sent = source if non_blocking else target
-    take_and_free(gpu, target.numel() * sent.element_size())
+    borrow(gpu, target.numel() * sent.element_size())
 
 
 def stage_download(gpu: GpuState, target: Tensor, source: Tensor, non_blocking: bool) -> None:
@@ -67,7 +67,7 @@ def _download(
         return
     if not (converts and non_blocking):
         if not source.is_contiguous() or source.shape != shape:
-            take_and_free(gpu, shape.numel() * source.element_size())
+            borrow(gpu, shape.numel() * source.element_size())
         return
     scratch = Scratch(gpu)
     converted = scratch.take(source.numel() * dtype.itemsize)
