@@ -48,7 +48,7 @@ class FakeStatistics(CudaStatistics):
         """Allocate and free."""
         self.free(self.allocate(size))
 
-    def harvest(self) -> Readings:
+    def read_and_reset_peaks(self) -> Readings:
         reading = Reading(
             Bytes(self.allocated, self._reserved),
             Bytes(self._peak, self._peak_reserved),
