@@ -63,7 +63,7 @@ def importing() -> Iterator[None]:
             unfreeze()
 
 
-class LeftoverFramesCleared:
+class FramesCleared:
     """A context that clears the frames which code inside the ``with`` statement leaves behind.
 
     A frame object that outlives its function refers to the frame that called it (``f_back``), and
@@ -94,7 +94,7 @@ class LeftoverFramesCleared:
 class LeftoverFrames:
     """Frames of code between :meth:`begin` and :meth:`end`, two calls from below one function.
 
-    Like :class:`LeftoverFramesCleared`, for a function of others, without a ``with`` statement.
+    Like :class:`FramesCleared`, for a function of others, without a ``with`` statement.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class _TidyLoader(Wrapped):
         thread = get_ident()
         self._busy.add(thread)
         try:
-            with LeftoverFramesCleared():
+            with FramesCleared():
                 super().exec_module(module)
         finally:
             self._busy.discard(thread)

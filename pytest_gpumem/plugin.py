@@ -155,7 +155,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     lifecycle = item.config.stash[SESSION].lifecycle_of(item)
     if lifecycle is None:
         return (yield)
-    with lifecycle.one_outcome_on_all_ranks(item, called=False):
+    with lifecycle.one_outcome(item, called=False):
         lifecycle.begin(item, first=True)
         try:
             return (yield)
@@ -190,7 +190,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     lifecycle = item.config.stash[SESSION].lifecycle
     if lifecycle is None:
         return (yield)
-    with lifecycle.one_outcome_on_all_ranks(item, called=True):
+    with lifecycle.one_outcome(item, called=True):
         try:  # no context around it: an error of a further run would then follow the first one's
             with lifecycle.calling():
                 yield

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from pytest_gpumem import garbage
-from pytest_gpumem.garbage import LeftoverFrames, LeftoverFramesCleared
+from pytest_gpumem.garbage import FramesCleared, LeftoverFrames
 
 
 class Anything:
@@ -45,7 +45,7 @@ def keep_an_exception() -> None:
 
 def called(function: Callable[[], None]) -> weakref.ref[Anything]:
     variable = Anything()
-    with LeftoverFramesCleared():
+    with FramesCleared():
         function()
     return weakref.ref(variable)
 
@@ -87,14 +87,14 @@ def test_a_generator_goes_on() -> None:
         yield 1
         yield 2
 
-    with LeftoverFramesCleared():
+    with FramesCleared():
         generator = numbers()
         assert next(generator) == 1
     assert next(generator) == 2
 
 
 def test_an_exception_keeps_its_traceback_where_it_is_raised() -> None:
-    with pytest.raises(ValueError, match="no") as raised, LeftoverFramesCleared():
+    with pytest.raises(ValueError, match="no") as raised, FramesCleared():
         raise ValueError("no")
     assert raised.traceback
 

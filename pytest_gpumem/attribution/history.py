@@ -136,9 +136,7 @@ class History:
     length: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.lifetimes = [
-            BlockLifetime(address, nbytes, origin, -1) for address, nbytes, origin in self.held
-        ]
+        self.lifetimes = [BlockLifetime(*block, -1) for block in self.held]
         self.length = self._live(self.events)
         for begin, end in self.excluded_windows:
             self._put_before(begin, end)

@@ -254,9 +254,9 @@ def _device(
 
 
 def _enter(devices: list[dict[str, Any]], ledger: Ledger) -> None:
-    from pytest_gpumem.sharing.admission import DeviceBudget
+    from pytest_gpumem.sharing.admission import Budget
 
-    state = ledger.state({device["name"]: DeviceBudget(device["total"]) for device in devices})
+    state = ledger.state({device["name"]: Budget(device["total"]) for device in devices})
     pids = {worker: process.pid for worker, process in ledger.owners().items()}
     now = time.time()
     for device in devices:

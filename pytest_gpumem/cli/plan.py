@@ -69,9 +69,8 @@ def lines(
     late = [(test, "") for test in plan.tests if test.nodeid in plan.late]
     yield from _listed("longer than there is time", late, width)
     yield ""
-    room = (
-        f"room for tests: a GPU's memory less {LEFT_FREE:.0%} and {format_size(CONTEXT)} of context"
-    )
+    taken = f"{LEFT_FREE:.0%} and {format_size(CONTEXT)} of context"
+    room = f"room for tests: a GPU's memory less {taken}"
     for sentence in (room, *sources):
         yield from wrap(sentence, width, rest="  ")
 

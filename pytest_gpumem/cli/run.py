@@ -80,12 +80,8 @@ def _failed(script: Script, result: Result) -> int:
     answer = result.reported_answer
     ended = f"ended with exit code {answer.sentence}"
     how = ended if answer.ending == endings.EXITED else f"raised {answer.sentence}"
-    used_placeholder = (
-        "; it had read a value that is not computed" if answer.used_placeholder else ""
-    )
-    print(
-        f"gpumem: {script.name} {printable(how)} {_when(answer)}{used_placeholder}", file=sys.stderr
-    )
+    cause = "; it had read a value that is not computed" if answer.used_placeholder else ""
+    print(f"gpumem: {script.name} {printable(how)} {_when(answer)}{cause}", file=sys.stderr)
     return 1
 
 

@@ -238,8 +238,7 @@ def leaks(
     """
     left = frozenset(block for block in blocks if block.device == device)
     addresses = {block.address for block in left}
-    lives = [
-        life for life in history.lifetimes if life.address in addresses and life.freed_at == FOREVER
-    ]
+    live = (one for one in history.lifetimes if one.freed_at == FOREVER)
+    lives = [one for one in live if one.address in addresses]
     holders = holder_names(left) if lives and named else {}
     return tuple(site.to_dict() for site in composition_of(history, lives, holders).sites)

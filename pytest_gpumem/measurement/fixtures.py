@@ -50,13 +50,11 @@ class _SetUp:
             above = reading.peak - self.base.get(device, Bytes())
             self.peak[device] = above.at_least(self.peak.get(device, Bytes()))
 
-    def finish(
-        self, statistics: CudaStatistics, free_garbage: Callable[[], None]
-    ) -> dict[int, Bytes]:
+    def finish(self, statistics: CudaStatistics, free: Callable[[], None]) -> dict[int, Bytes]:
         """Return the bytes that the set-up left, by device, without nested fixtures."""
         end = statistics.read_and_reset_peaks()
         if _bytes_ever_allocated(end) != self.bytes_ever_allocated:
-            free_garbage()
+            free()
             end = statistics.read_and_reset_peaks()
         self.bytes_ever_allocated = _bytes_ever_allocated(end) - self.bytes_ever_allocated
         held = {device: now.held for device, now in end.items()}
@@ -112,12 +110,12 @@ class FixtureRecords:
 
     @contextmanager
     def metering(
-        self, fixture: FixtureKey, statistics: CudaStatistics, free_garbage: Callable[[], None]
+        self, fixture: FixtureKey, statistics: CudaStatistics, free: Callable[[], None]
     ) -> Iterator[list[FixtureKey]]:
         """Meter the set-up of ``fixture``, which runs inside.
 
         Yields the list of fixtures that its function requests, which the caller completes with
-        those it found set up. ``free_garbage`` frees memory that nothing holds.
+        those it found set up. ``free`` frees memory that nothing holds.
         """
         own = _SetUp(statistics.read_and_reset_peaks())
         outer = self._open[-1] if self._open else None
@@ -127,7 +125,7 @@ class FixtureRecords:
         try:
             yield own.nested
         finally:
-            held = own.finish(statistics, free_garbage)
+            held = own.finish(statistics, free)
             self._open.pop()
             self._records[fixture] = FixtureRecord(held, own.peak, tuple(own.nested))
             self._count_known(held, +1)

@@ -78,7 +78,7 @@ class Meter:
         # own garbage, is not touched.
         with (
             without_old_garbage(),
-            self.tracker.outside_phases(lambda: self._fixtures.held([fixture])),
+            self.tracker.exclude(lambda: self._fixtures.held([fixture])),
             self._fixtures.metering(fixture, self._statistics, collect_garbage) as nested,
         ):
             yield nested
@@ -130,7 +130,7 @@ class Meter:
         """
         with (
             without_old_garbage(),
-            self.tracker.outside_phases(lambda: self._fixtures.record(fixture).held),
+            self.tracker.exclude(lambda: self._fixtures.record(fixture).held),
         ):
             repeat_set_up()
         self._charge_requested(fixture)

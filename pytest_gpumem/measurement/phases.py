@@ -240,9 +240,7 @@ class PhaseTracker:
                             one.extents[device].allocated_before = now.held.allocated
                 self._open += inner
 
-    def outside_phases(
-        self, amounts: Callable[[], Mapping[int, Bytes]]
-    ) -> AbstractContextManager[None]:
+    def exclude(self, amounts: Callable[[], Mapping[int, Bytes]]) -> AbstractContextManager[None]:
         """Exclude events inside from every phase.
 
         Memory kept, ``amounts()`` by device, counts as if it had been there before every phase.

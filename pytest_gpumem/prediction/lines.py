@@ -202,12 +202,8 @@ def _lines(history: History, executions: Sequence[_Execution]) -> list[Line]:
             after=allocated[times[-1].end],
             peak=max(max(allocated[one.begin : one.end + 1]) for one in times),
             process=times[-1].process,
-            added=groups(
-                times, lambda at, life: at.begin <= life.made_at < at.end <= life.freed_at
-            ),
-            removed=groups(
-                times, lambda at, life: life.made_at < at.begin <= life.freed_at < at.end
-            ),
+            added=groups(times, lambda at, one: at.begin <= one.made_at < at.end <= one.freed_at),
+            removed=groups(times, lambda at, one: one.made_at < at.begin <= one.freed_at < at.end),
         )
         for (code, number), times in found.items()
     ]

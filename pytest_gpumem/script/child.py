@@ -77,12 +77,10 @@ def _device(request: Request) -> Device:
 def _answer(run: ScriptRun, device: Device) -> ScriptResult:
     ending, sentence = _ending(run)
     computing = device if isinstance(device, ComputingDevice) else None
-    used_placeholder = (
-        computing is not None and computing.next_level is not None and computing.used_placeholder
-    )
+    used = computing is not None and computing.next_level is not None and computing.used_placeholder
     again = None
     if computing is not None and ending != endings.INTERRUPTED:
-        failed = used_placeholder and ending in (endings.RAISED, endings.EXITED)
+        failed = used and ending in (endings.RAISED, endings.EXITED)
         is_unknown = ending == endings.UNKNOWN
         again = sentence if is_unknown else computing.reason_to_rerun(None, failed=failed)
         if computing.decided_by is not None:
@@ -99,7 +97,7 @@ def _answer(run: ScriptRun, device: Device) -> ScriptResult:
         run.measurements,
         found.to_dict() if found else None,
         tuple(found.lines()) if found else (),
-        used_placeholder=used_placeholder,
+        used_placeholder=used,
         again=again or "",
         further=computing.next_level if computing is not None and again else None,
         work=computing.work.seconds if computing is not None else 0.0,

@@ -36,9 +36,7 @@ class Collection:
         # A question that imports torch is asked only where its answer matters.
         elif items and (why := self._parts.why_not):
             found = (self._parts.shares(item) for item in items)
-            if any(
-                shares and shares[1] is self._parts.selector.measured_device() for shares in found
-            ):
+            if any(one and one[1] is self._parts.selector.measured_device() for one in found):
                 if not self._parts.is_worker:
                     raise pytest.UsageError(why)
                 # The controller ends the run.

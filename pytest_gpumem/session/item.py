@@ -207,9 +207,8 @@ class MeasuredItem(TestRun):
 
     def _post_mortem(self) -> list[str]:
         found, shortage, record = self.out_of_memory(), self.shortage, self._record
-        lines = (
-            [] if shortage is None else [failed_allocation_sentence(shortage, self.prepared.quota)]
-        )
+        quota = self.prepared.quota
+        lines = [] if shortage is None else [failed_allocation_sentence(shortage, quota)]
         if found is None or record is None:
             return lines
         lines += found.lines()

@@ -119,7 +119,7 @@ class TorchrunRank:
             self._leave(problem, pytest.ExitCode.USAGE_ERROR)
 
     @contextmanager
-    def one_outcome_on_all_ranks(
+    def one_outcome(
         self,
         item: pytest.Item,
         current: Callable[[], MeasuredItem | None],
@@ -130,12 +130,10 @@ class TorchrunRank:
         """Set up ``item`` inside, or call it if ``called``, with one outcome on all ranks."""
         try:
             # A device that cannot be had is reported when the test begins.
-            real = None
+            gpu = None
             with suppress(DeviceError):
-                real = (
-                    None if called or self._exchange is None else self._selector.measured_device()
-                )
-            if self._exchange is not None and real is not None:
+                gpu = None if called or self._exchange is None else self._selector.measured_device()
+            if self._exchange is not None and gpu is not None:
                 if self._ensure_group is None:
                     own = own_group(self._exchange.store, self.world)
                     self._ensure_group = self._group.enter_context(own)

@@ -153,15 +153,13 @@ class TestLifecycle:
             yield
 
     @contextmanager
-    def one_outcome_on_all_ranks(self, item: pytest.Item, *, called: bool) -> Iterator[None]:
+    def one_outcome(self, item: pytest.Item, *, called: bool) -> Iterator[None]:
         """Set up ``item`` inside, or call it if ``called``, with one outcome on all ranks."""
         launched, expectations = self._parts.launched, self._parts.expectations
         if launched is None or not expectations.is_measured(item):
             yield
             return
-        with launched.one_outcome_on_all_ranks(
-            item, lambda: self.current, expectations.of(item), called=called
-        ):
+        with launched.one_outcome(item, lambda: self.current, expectations.of(item), called=called):
             yield
 
     def again(self, item: pytest.Item, error: BaseException | None = None) -> Rerun | None:

@@ -196,12 +196,8 @@ class TestRun:
     def shortage(self) -> FailedAllocation | None:
         """The last allocation that the allocator refused, preferably one caused by a neighbour."""
         quota = self.prepared.quota
-        crowded = [
-            one
-            for one in self._failed_allocations
-            if cause_of(one, quota) is FailureCause.NEIGHBOUR
-        ]
-        found = crowded or self._failed_allocations
+        failed = self._failed_allocations
+        found = [one for one in failed if cause_of(one, quota) is FailureCause.NEIGHBOUR] or failed
         return found[-1] if found else None
 
     def out_of_memory(self) -> OutOfMemory | None:

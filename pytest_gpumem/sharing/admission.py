@@ -91,7 +91,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class DeviceBudget:
+class Budget:
     """The memory of one device and its holders; bytes."""
 
     capacity: int
@@ -110,7 +110,7 @@ class DeviceBudget:
         return self.capacity - self.foreign - held - taken
 
 
-Devices = Mapping[str, DeviceBudget]
+Devices = Mapping[str, Budget]
 
 
 def admissible(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 
-from pytest_gpumem.sharing.admission import DeviceBudget, Need
+from pytest_gpumem.sharing.admission import Budget, Need
 from pytest_gpumem.sharing.database import (
     UNKNOWN_PROCESS,
     Process,
@@ -113,9 +113,8 @@ class Gate:
             if view[self.name].capacity - view[self.name].foreign < (need.bytes or 0):
                 crowded = now  # other processes do not leave enough memory for the test
             elif now - crowded < need.quiet_seconds and waited <= self.patience:
-                self.waits(
-                    nodeid, waited, f"{_amount(need)} to stay free for {need.quiet_seconds:.0f} s"
-                )
+                quiet = f"{_amount(need)} to stay free for {need.quiet_seconds:.0f} s"
+                self.waits(nodeid, waited, quiet)
                 self.sleep(LONGEST_PAUSE)
                 continue
             answer = self.ledger.try_grant(test, view)
@@ -142,10 +141,10 @@ class Gate:
             self.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE)
 
-    def view(self) -> dict[str, DeviceBudget]:
+    def view(self) -> dict[str, Budget]:
         """Return the memory of each device, and what other processes hold of it."""
         return {
-            each.name: DeviceBudget(each.capacity, foreign=sum(self._held_by_others(each).values()))
+            each.name: Budget(each.capacity, foreign=sum(self._held_by_others(each).values()))
             for each in self.devices
         }
 
@@ -166,7 +165,7 @@ class Gate:
         workers = {process.pid for process in self.ledger.owners().values()}
         taken = device.taken()
         if taken.get(UNKNOWN_PROCESS):
-            state = self.ledger.state({device.name: DeviceBudget(device.capacity)})
+            state = self.ledger.state({device.name: Budget(device.capacity)})
             taken = without_hidden(taken, claims_of(state, device.name, self.ledger.owners()))
         return {
             pid: size

@@ -12,13 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pytest_gpumem.sharing.admission import (
-    DeviceBudget,
-    Request,
-    admissible,
-    must_tear_down,
-    to_yield,
-)
+from pytest_gpumem.sharing.admission import Budget, Request, admissible, must_tear_down, to_yield
 from pytest_gpumem.sharing.database import Database, Process, is_alive, this_process
 
 FILE_NAME = "ledger.sqlite3"
@@ -83,7 +77,7 @@ class Entry:
 class State:
     """The tests that hold memory and those that wait for it, at one moment."""
 
-    devices: Mapping[str, DeviceBudget]
+    devices: Mapping[str, Budget]
     running: tuple[QueuedTest, ...]
     waiting: tuple[QueuedTest, ...]
 
@@ -161,7 +155,7 @@ class Ledger(Database):
             self.execute("DELETE FROM need WHERE test = ?", (test,))
             self._enter_needs(test, needs)
 
-    def try_grant(self, test: int, devices: Mapping[str, DeviceBudget]) -> Decision:
+    def try_grant(self, test: int, devices: Mapping[str, Budget]) -> Decision:
         """Grant ``test`` its memory if it may run now on ``devices``, which hold no workers yet."""
         with self.transaction():
             answer = self._answer(test, devices)
@@ -170,7 +164,7 @@ class Ledger(Database):
                 answer = self._answer(test, devices)
             return answer
 
-    def _answer(self, test: int, devices: Mapping[str, DeviceBudget]) -> Decision:
+    def _answer(self, test: int, devices: Mapping[str, Budget]) -> Decision:
         state = self._state(devices)
         now = self._clock()
         asked = next(lease for lease in state.waiting if lease.request.id == test)
@@ -220,7 +214,7 @@ class Ledger(Database):
             others |= {tuple(who) for *who, device in ended if device in devices}
             return sum((run, name) != (own.run, own.worker) for run, name, _ in others)
 
-    def state(self, devices: Mapping[str, DeviceBudget]) -> State:
+    def state(self, devices: Mapping[str, Budget]) -> State:
         """Return the tests that hold memory and those that wait for it now."""
         with self.transaction():
             self._void_dead()
@@ -277,7 +271,7 @@ class Ledger(Database):
         rows = [(test, device, need) for device, need in needs.items()]
         self.executemany("INSERT INTO need VALUES (?, ?, ?)", rows)
 
-    def _state(self, devices: Mapping[str, DeviceBudget]) -> State:
+    def _state(self, devices: Mapping[str, Budget]) -> State:
         held = list(self.execute("SELECT device, worker, context, fixtures FROM held"))
         known = {
             name: replace(

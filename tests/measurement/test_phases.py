@@ -259,7 +259,7 @@ def test_what_is_set_up_aside_counts_as_if_it_had_always_been_there(
         device.use(5)
     with tracker.window("work"):
         device.use(10)
-        with tracker.outside_phases(lambda: {0: Bytes(allocated=100)}):
+        with tracker.exclude(lambda: {0: Bytes(allocated=100)}):
             device.use(900)
             device.allocate(100)
         device.use(20)

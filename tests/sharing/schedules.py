@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_gpumem.sharing.admission import PATIENCE, DeviceBudget
+from pytest_gpumem.sharing.admission import PATIENCE, Budget
 from pytest_gpumem.sharing.ledger import Ledger
 
 CAPACITY = 1000
@@ -142,8 +142,8 @@ class Day:
             worker.number, "gpu", context=state.contexts[worker.number], fixtures=fixtures
         )
 
-    def _devices(self) -> dict[str, DeviceBudget]:
-        return {"gpu": DeviceBudget(CAPACITY, foreign=self.foreign)}
+    def _devices(self) -> dict[str, Budget]:
+        return {"gpu": Budget(CAPACITY, foreign=self.foreign)}
 
     def check_capacity(self) -> None:
         state = self.ledger.state(self._devices())

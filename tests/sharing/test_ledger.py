@@ -12,11 +12,11 @@ from textwrap import dedent
 
 import pytest
 
-from pytest_gpumem.sharing.admission import DeviceBudget
+from pytest_gpumem.sharing.admission import Budget
 from pytest_gpumem.sharing.database import FOLDER_VARIABLE, SharingError, default_folder
 from pytest_gpumem.sharing.ledger import FILE_NAME, SECONDS_KEPT, Ledger
 
-GPU = {"gpu": DeviceBudget(100)}
+GPU = {"gpu": Budget(100)}
 
 
 @pytest.fixture
@@ -84,14 +84,14 @@ def test_the_log_keeps_a_day(tmp_path: Path) -> None:
 HOLDER = """
     import sys, time
     from pathlib import Path
-    from pytest_gpumem.sharing.admission import Device
+    from pytest_gpumem.sharing.admission import Budget
     from pytest_gpumem.sharing.ledger import Ledger
 
     ledger = Ledger(Path(sys.argv[1]))
     worker = ledger.join("other", "gw9")
     ledger.hold(worker, "gpu", context=0, fixtures=20)
     test = ledger.ask(worker, "theirs", {"gpu": 60})
-    assert ledger.try_grant(test, {"gpu": Device(100)}).granted
+    assert ledger.try_grant(test, {"gpu": Budget(100)}).granted
     print("holds", flush=True)
     time.sleep(600)
 """
@@ -161,7 +161,7 @@ def test_the_folder_is_of_the_host_and_the_user(monkeypatch: pytest.MonkeyPatch)
 
 def test_how_many_were_beside_a_test(ledger: Ledger) -> None:
     workers = [ledger.join("run", f"gw{number}") for number in range(3)]
-    devices = {"gpu": DeviceBudget(100), "other": DeviceBudget(100)}
+    devices = {"gpu": Budget(100), "other": Budget(100)}
 
     def begin(worker: int, name: str, device: str = "gpu") -> int:
         test = ledger.ask(workers[worker], name, {device: 10})

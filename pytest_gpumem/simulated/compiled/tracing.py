@@ -43,7 +43,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from pytest_gpumem.garbage import LeftoverFramesCleared, paused
+from pytest_gpumem.garbage import FramesCleared, paused
 from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import CPU
@@ -158,12 +158,7 @@ class Tracing:
     def _writing(self, write: Callable[..., Any]) -> Callable[..., Any]:
         def compile_fx_inner(graph: GraphModule, *args: Any, **options: Any) -> Any:
             self.say_tuned({})
-            with (
-                LeftoverFramesCleared(),
-                self.entered(),
-                standing_in(),
-                config.patch(settings.UNTUNED),
-            ):
+            with FramesCleared(), self.entered(), standing_in(), config.patch(settings.UNTUNED):
                 if not self._machine.values.everything:
                     return write(graph, *args, **options)
                 computed = GraphValues(self._machine, graph)  # Inductor changes the graph

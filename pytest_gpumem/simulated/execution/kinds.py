@@ -66,9 +66,7 @@ def views(runner: Runner, func: Any) -> Handler:
 
     def viewed(args: Args, kwargs: Kwargs) -> Any:
         if machine.has_real_meta:
-            runner.device_kind_of(
-                args, kwargs
-            )  # numbers that C++ makes next are of the same device
+            runner.device_kind_of(args, kwargs)  # numbers that C++ makes next are of the same
         return run(func, args, kwargs)
 
     parts = sparse.TRANSPOSES.get(str(func))

@@ -64,10 +64,7 @@ class Runner:
         self._dispatch = dispatch
 
     def run(self, func: Any, args: Args, kwargs: Kwargs, *, unknown: bool = False) -> Any:
-        """Run a kernel of torch's.
-
-        ``unknown``: the call stands in for one on CPU tensors of unknown values.
-        """
+        """Run a kernel of torch's; ``unknown``: instead of one on CPU tensors of unknown values."""
         self._dispatch.inside = True
         try:
             return func(*args, **kwargs)
@@ -124,11 +121,8 @@ class Runner:
 
     def concealed(self, args: Args, kwargs: Kwargs) -> Any:
         """Return the arguments, with CPU tensors of unknown values on ``meta``."""
-        return (
-            self.unknown_on_cpu.concealed((args, kwargs))
-            if self.storages.unknown_on_cpu
-            else (args, kwargs)
-        )
+        given = args, kwargs
+        return self.unknown_on_cpu.concealed(given) if self.storages.unknown_on_cpu else given
 
     def check_placement(self, func: Any, args: Args, kwargs: Kwargs) -> bool:
         """Check arguments of a new kind: raise the errors of a GPU, which meta kernels do not.

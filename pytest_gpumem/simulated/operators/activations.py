@@ -67,11 +67,8 @@ def dropout(input: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
-    """``_softmax_backward_data``: grad * output, and contiguous copies of both.
-
-    Of the product where its strides are not those of a contiguous tensor, of ``output`` where it
-    is not contiguous.
-    """
+    """``_softmax_backward_data``: grad * output, a contiguous copy where its strides are not
+    those of a contiguous tensor, and one of ``output`` where it is not contiguous."""
     sizes = [grad_output.nbytes]
     if not (grad_output.is_contiguous() and output.is_contiguous()):
         strides = compute_elementwise_output_strides(grad_output, output)

@@ -210,16 +210,14 @@ class ConvolutionCall(ConvolutionKernels):
             cudnn.on_tensor_cores(input.dtype == torch.float32, input.element_size(), capability),
             capability,
         )
-        without_workspace = self.gpu.calls_without_workspace
-        nbytes = (
-            0 if without_workspace and call in without_workspace else cudnn.convolution_bytes(call)
-        )
+        without = self.gpu.calls_without_workspace
+        nbytes = 0 if without and call in without else cudnn.convolution_bytes(call)
         if nbytes:
             dims = 1 if weight.shape[2] == 1 < weight.shape[3] else weight.dim() - 2
             try:
                 Scratch(self.gpu).estimate(nbytes, "cuDNN", f"conv{dims}d ({direction})")
             except torch.OutOfMemoryError:
-                without_workspace.add(call)
+                without.add(call)
 
     def _slow_forward(
         self, input: Tensor, weight: Tensor, shape: tuple[int, ...], has_bias: bool

@@ -24,7 +24,7 @@ from pytest_gpumem.simulated.machine.values.facts import Fact, of_result
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.reading import Reading
 from pytest_gpumem.simulated.machine.values.recording import Recorder
-from pytest_gpumem.simulated.machine.values.views import on_device, uninitialized
+from pytest_gpumem.simulated.machine.values.views import arbitrary, on_device
 
 
 class Values(Reading):
@@ -116,7 +116,7 @@ class Values(Reading):
                 if storage_key(value) in self._uninitialized:
                     self._put_blank(value)
                 if not value.numel():
-                    real = uninitialized(value)
+                    real = arbitrary(value)
                 elif raw.is_on_device(value):
                     real = self.of(value)
                 if real is None or self.storages.is_unknown_on_cpu(value):
@@ -169,7 +169,7 @@ class Values(Reading):
             return
         if operator.shaped_like:
             if self._keeps(result):
-                args = (uninitialized(args[0]), *args[1:])
+                args = (arbitrary(args[0]), *args[1:])
                 self._derive(operator, args, kwargs, result)
         elif self._unknown_among(args) is not True:
             self._derive(operator, args, kwargs, result)

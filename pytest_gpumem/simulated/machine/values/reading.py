@@ -23,12 +23,7 @@ from pytest_gpumem.simulated.machine.values.assumptions import is_printing
 from pytest_gpumem.simulated.machine.values.facts import ValueFacts
 from pytest_gpumem.simulated.machine.values.kept import KnownValues
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.machine.values.views import (
-    layout_of,
-    on_device,
-    uninitialized,
-    view_of,
-)
+from pytest_gpumem.simulated.machine.values.views import arbitrary, layout_of, on_device, view_of
 from pytest_gpumem.simulated.machine.values.work import Work
 
 _as_strided = torch.as_strided
@@ -115,7 +110,7 @@ class Reading(KnownValues):
     def on_host(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Return the result of ``operator`` in host memory; ``None`` if its values are unknown."""
         if operator.shaped_like and self._keeps(args[0]):
-            return operator.func(uninitialized(args[0]), *args[1:], **kwargs)
+            return operator.func(arbitrary(args[0]), *args[1:], **kwargs)
         return self.computed(operator, args, kwargs)
 
     @property

@@ -71,7 +71,7 @@ def covers(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.numel() == nbytes // tensor.dtype.itemsize
 
 
-def uninitialized(value: Any) -> Any:
+def arbitrary(value: Any) -> Any:
     """Return a CPU tensor of the shape of ``value`` with arbitrary values; others as they are."""
     if not isinstance(value, torch.Tensor):
         return value
