@@ -145,8 +145,8 @@ class DryValues(Values):
         has a kernel change that afterwards.
         """
         made = [each for each in on_device(result) if storage_key(each) not in self._bases]
-        brought = map(storage_key, on_device((args, kwargs)) if made else ())
-        given = self._uninitialized.union(brought)
+        blank = self._uninitialized
+        given = blank.union(map(storage_key, on_device((args, kwargs)))) if made else ()
         for tensor in made:
             if storage_key(tensor) not in given:
                 self._memory.forget(self._memory.range_of(tensor))
