@@ -15,7 +15,7 @@ from training_step import training_step
 
 from pytest_gpumem.attribution.composition import compositions
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
-from pytest_gpumem.measurement.composition import Account
+from pytest_gpumem.measurement.composition import PeakRecorder
 from pytest_gpumem.measurement.phases import PhaseTracker
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import CudaStatistics
@@ -34,10 +34,10 @@ def plain(step: Callable[[], None], steps: int) -> None:
 
 def accounted(step: Callable[[], None], steps: int, gpu: SimulatedGPU) -> int:
     """Do the same and compose the peaks; returns how many sites there are."""
-    account = Account(SimulatedRecorder(gpu.simulation), "")
+    account = PeakRecorder(SimulatedRecorder(gpu.simulation), "")
     tracker = PhaseTracker(CudaStatistics(), account.positions)
     account.begin((), None)
-    with tracker.window("call"), AutomaticPhases(tracker, account.witness).watching():
+    with tracker.window("call"), AutomaticPhases(tracker, account.observer).watching():
         for _ in range(steps):
             step()
     account.end()

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from pytest_gpumem.sharing.admission import Device, Need
+from pytest_gpumem.sharing.admission import Budget, Need
 from pytest_gpumem.sharing.devices import SharedSimulatedDevice
 from pytest_gpumem.sharing.gate import Gate
 from pytest_gpumem.sharing.ledger import Ledger
@@ -32,14 +32,14 @@ def passes(folder: Path, others: int, count: int) -> tuple[float, float]:
         worker = ledger.join("another", f"gw{number}")
         ledger.hold(worker, device.name, context=SMALL, fixtures=SMALL)
         test = ledger.ask(worker, f"test_{number}", {device.name: SMALL})
-        assert ledger.try_grant(test, {device.name: Device(CAPACITY)}).granted
+        assert ledger.try_grant(test, {device.name: Budget(CAPACITY)}).granted
     own = ledger.join("run", "gw0")
     gate = Gate(
         ledger,
         own,
         [device],
         held=lambda name: (0, 0),
-        tidy=lambda: None,
+        tear_down_fixtures=lambda: None,
         patience=60.0,
     )
     wall, processor = [], []

@@ -131,9 +131,9 @@ def _dry(group: Group) -> Iterator[None]:
     """Be the rank of ``group``, and compute values where its programs go by them."""
     with contextlib.ExitStack() as inside:
         if group.world is not None:
-            from pytest_gpumem.dry.ranks import Membership
+            from pytest_gpumem.dry.ranks import DryRankProcessGroups
 
-            inside.enter_context(Membership(group.world).taken())
+            inside.enter_context(DryRankProcessGroups(group.world).taken())
         if group.has_values:
             from pytest_gpumem.dry.values.follower import Follower
 
@@ -228,7 +228,7 @@ def _operator(context: Any) -> str:
 
 def _place(context: Any) -> str:
     """Return the line behind an event of a simulated device."""
-    place = context.place if context is not None else None
+    place = context.source_line if context is not None else None
     return f"{Path(place[0]).name}:{place[1]}" if place else ""
 
 

@@ -64,7 +64,7 @@ def statistics() -> dict[str, int]:
 
 def shown(origin: Any) -> str:
     """``file:line operator``, and autograd's node; no folders."""
-    place = origin.place if origin is not None else None
+    place = origin.source_line if origin is not None else None
     parts = [f"{Path(place[0]).name}:{place[1]}"] if place else []
     parts += [
         part for part in (getattr(origin, "operator_name", None), origin and origin.node) if part

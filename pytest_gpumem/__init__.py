@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.fixture import Gpumem as Gpumem
     from pytest_gpumem.simulated.gpu.catalogue import GpuError as GpuError
     from pytest_gpumem.simulated.gpu.replay import replay as replay
-    from pytest_gpumem.simulated.operators.described import simulate_operator as simulate_operator
+    from pytest_gpumem.simulated.operators.custom_kernels import (
+        simulate_operator as simulate_operator,
+    )
     from pytest_gpumem.simulating import SimulatedRun as SimulatedRun
     from pytest_gpumem.simulating import simulate as simulate
     from pytest_gpumem.values.errors import SimulationError as SimulationError
     from pytest_gpumem.values.errors import UnknownValueError as UnknownValueError
-    from pytest_gpumem.values.errors import (
-        UnsupportedOperatorError as UnsupportedOperatorError,
-    )
+    from pytest_gpumem.values.errors import UnsupportedOperatorError as UnsupportedOperatorError
 
 __all__ = [
     "GpuError",
@@ -54,7 +54,7 @@ _PLACES = {
     "replay": "simulated.gpu.replay",
     "run_script": "script.entry",
     "simulate": "simulating",
-    "simulate_operator": "simulated.operators.described",
+    "simulate_operator": "simulated.operators.custom_kernels",
 }
 
 

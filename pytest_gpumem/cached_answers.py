@@ -25,11 +25,7 @@ Function = Callable[..., Any]
 WITHOUT_GPU: dict[str, dict[str, object]] = {
     "torch": {},
     "torch.cuda": {"is_available": False, "device_count": 0},
-    "torch.accelerator": {
-        "is_available": False,
-        "device_count": 0,
-        "current_accelerator": None,
-    },
+    "torch.accelerator": {"is_available": False, "device_count": 0, "current_accelerator": None},
 }
 """Functions that answer whether there is a GPU, and their results without one, by module."""
 
@@ -72,7 +68,7 @@ def _watched(function: Function) -> Function:
 
 
 @contextmanager
-def renewed() -> Iterator[None]:
+def clear_cached_answers() -> Iterator[None]:
     """Clear what has been cached without a GPU, and at the end what has been with one."""
     _clear(_kept[False])
     try:

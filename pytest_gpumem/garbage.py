@@ -63,7 +63,7 @@ def importing() -> Iterator[None]:
             unfreeze()
 
 
-class FramesLetGo:
+class FramesCleared:
     """A context that clears the frames which code inside the ``with`` statement leaves behind.
 
     A frame object that outlives its function refers to the frame that called it (``f_back``), and
@@ -87,14 +87,14 @@ class FramesLetGo:
         caller = self._caller
         if kind is None and getrefcount(caller) > self._references:
             is_young = get_stats()[-1]["collections"] == self._collections
-            _let_go_of(caller, _YOUNG if is_young else (*_YOUNG, _OLDEST))
+            _clear_frames_below(caller, _YOUNG if is_young else (*_YOUNG, _OLDEST))
         del self._caller
 
 
-class LeftFrames:
+class LeftoverFrames:
     """Frames of code between :meth:`begin` and :meth:`end`, two calls from below one function.
 
-    Like :class:`FramesLetGo`, where that function is another's and has no ``with`` statement.
+    Like :class:`FramesCleared`, for a function of others, without a ``with`` statement.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class LeftFrames:
         for frame, now, then in zip(self._before, references, self._references, strict=True):
             if frame in running:
                 if now > then:
-                    _let_go_of(frame, (*_YOUNG, _OLDEST))
+                    _clear_frames_below(frame, (*_YOUNG, _OLDEST))
                 break
         self._before.clear()
         self._references.clear()
@@ -132,7 +132,7 @@ def _running() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _let_go_of(caller: FrameType, generations: Sequence[int]) -> None:
+def _clear_frames_below(caller: FrameType, generations: Sequence[int]) -> None:
     """Clear the frames below ``caller`` that are left, and the tracebacks that hold some."""
     left: list[FrameType] = []
     for each in chain.from_iterable(map(get_objects, generations)):
@@ -160,7 +160,7 @@ def _is_below(frame: FrameType, caller: FrameType) -> bool:
 
 
 @contextmanager
-def imports_watched() -> Iterator[None]:
+def clear_frames_of_imports() -> Iterator[None]:
     """Clear the frames that an import inside leaves behind, when it ends.
 
     A module is imported once in a process, and such frames keep local variables of the test alive.
@@ -191,7 +191,7 @@ class _TidyLoader(Wrapped):
         thread = get_ident()
         self._busy.add(thread)
         try:
-            with FramesLetGo():
+            with FramesCleared():
                 super().exec_module(module)
         finally:
             self._busy.discard(thread)

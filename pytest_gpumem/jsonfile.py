@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.echo import MOST, printable
+from pytest_gpumem.quoting import MOST, printable
 
 
 def replace_file(path: Path, content: bytes, draft: Path | None = None) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from pytest_gpumem.echo import MOST, printable, quoted
+from pytest_gpumem.quoting import MOST, printable, quoted
 from pytest_gpumem.sizes import (
     Size,
     SizeError,
@@ -126,7 +126,7 @@ def expectation_of(
     expectation = Expectation(**{key: value for key, value in merged.items() if value is not None})
     rank, ranks = expectation.rank, expectation.ranks
     if rank and not ranks:
-        raise MarkerError(f"gpumem marker: rank={rank!r} is one of how many? give ranks=, too")
+        raise MarkerError(f"gpumem marker: rank={rank!r} needs ranks=, the number of ranks")
     if isinstance(rank, int) and ranks and rank >= min(ranks):
         raise MarkerError(
             f"gpumem marker: rank={rank} is none of {min(ranks)}; write an int from 0 to "

@@ -67,7 +67,7 @@ class Quota(NamedTuple):
 
 
 def _quoted(value: object) -> str:
-    from pytest_gpumem.echo import quoted
+    from pytest_gpumem.quoting import quoted
 
     return quoted(value)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import pytest
 
 from pytest_gpumem import option_values as accepted
-from pytest_gpumem.device.host_gpus import settled
+from pytest_gpumem.device.host_gpus import resolved
 from pytest_gpumem.option_values import DEVICE_FORMS, REPORT_FORMS, as_marker, one_of
 
 if TYPE_CHECKING:
@@ -40,18 +40,18 @@ VALUES_LIMIT = 30.0
 
 _FLAGS = {
     "gpumem_all": "measure and report unmarked tests too, without judging them",
-    "gpumem_share": "let tests of several workers and runs pass where there is memory for them",
+    "gpumem_share": "let several workers share a GPU: each test waits until its memory is free",
     "gpumem_prune_baselines": "delete baselines of tests that no longer exist",
     "gpumem_require_baselines": (
         "fail every marked test that has no baseline, not only those that say baseline=True (for "
-        "these it is on by itself when CI is set)"
+        "these it is always on when CI is set)"
     ),
 }
 _VALUE_FLAGS = {
     "gpumem_update_baselines": (("all", "new"), "store what was measured as the new baselines"),
     "gpumem_history": (
         ("python", "all"),
-        "record the source lines of allocations (on by itself when simulated)",
+        "record the source lines of allocations (always on when simulated)",
     ),
 }
 _VALUES: Mapping[str, tuple[str, Callable[[Any], Any] | None, str]] = {
@@ -63,7 +63,8 @@ _VALUES: Mapping[str, tuple[str, Callable[[Any], Any] | None, str]] = {
     ),
     "gpumem_sim_scope": _one_of(
         "test|session",
-        "the simulated or dry GPU exists only inside marked tests, or always (default: test)",
+        "whether the simulated or dry GPU is visible only in marked tests, or also while conftests "
+        "and modules are imported (default: test)",
     ),
     "gpumem_sim_values": _one_of(
         "auto|always|never",
@@ -109,8 +110,8 @@ _VALUES: Mapping[str, tuple[str, Callable[[Any], Any] | None, str]] = {
     "gpumem_shard_by": (
         "FILE",
         None,
-        "what tests take: a JSON report, a file of gpumem plan --output or of pytest-split "
-        "(default: what earlier runs took, by pytest's cache)",
+        "file with durations and memory of the tests: a JSON report, or a file of gpumem plan "
+        "--output or of pytest-split (default: those of earlier runs, from pytest's cache)",
     ),
     "gpumem_baselines": ("DIR", None, "folder of the stored baselines (default: baselines)"),
     "gpumem_tolerance": (
@@ -253,7 +254,7 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
         "require_baselines": bool(os.getenv("CI")),
         "explain": "always" if given["gpumem_update_baselines"] else "failed",
         **_by_name(given),
-        "device": settled(given["gpumem_device"] or accepted.device_choice("auto"), baselines),
+        "device": resolved(given["gpumem_device"] or accepted.device_choice("auto"), baselines),
         "baselines": baselines,
     }
     return Settings(
@@ -277,7 +278,7 @@ def _check_names(config: pytest.Config, known: Collection[str]) -> None:
         if name.startswith(_PREFIX) and name not in known:
             from difflib import get_close_matches
 
-            from pytest_gpumem.echo import quoted
+            from pytest_gpumem.quoting import quoted
 
             # Without the common prefix, which makes any two alike.
             words = [word.removeprefix(_PREFIX) for word in known]
@@ -285,7 +286,7 @@ def _check_names(config: pytest.Config, known: Collection[str]) -> None:
             meant = f"did you mean {_PREFIX}{close[0]}?" if close else "see pytest --help"
             where = config.inipath or "--override-ini"
             raise pytest.UsageError(
-                f"{where}: {quoted(name)} is no setting of pytest-gpumem; {meant}"
+                f"{where}: {quoted(name)} is not a setting of pytest-gpumem; {meant}"
             )
 
 
@@ -369,6 +370,6 @@ def _parsed(label: str, value: Any, parse: Callable[[Any], T]) -> T:
     try:
         return parse(value)
     except ValueError as error:
-        from pytest_gpumem.echo import printable
+        from pytest_gpumem.quoting import printable
 
         raise pytest.UsageError(printable(f"{label}={error}")) from None

@@ -23,7 +23,7 @@ from pytest_gpumem.report.pytest_reports import (
     skip_unsimulated,
     status_of,
 )
-from pytest_gpumem.session.parts import REFUSAL, SIZED, begin_early
+from pytest_gpumem.session.context import REFUSAL, SIZED, begin_early
 from pytest_gpumem.session.session import GpumemSession
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     lifecycle = item.config.stash[SESSION].lifecycle_of(item)
     if lifecycle is None:
         return (yield)
-    with lifecycle.settling(item, called=False):
+    with lifecycle.one_outcome(item, called=False):
         lifecycle.begin(item, first=True)
         try:
             return (yield)
@@ -190,7 +190,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     lifecycle = item.config.stash[SESSION].lifecycle
     if lifecycle is None:
         return (yield)
-    with lifecycle.settling(item, called=True):
+    with lifecycle.one_outcome(item, called=True):
         try:  # no context around it: an error of a further run would then follow the first one's
             with lifecycle.calling():
                 yield
@@ -294,7 +294,7 @@ class MoreHooks:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Generator[None]:
         """Report failures of one cause once."""
-        with self._session.results.failures_told_once(terminalreporter):
+        with self._session.results.failures_shown_once(terminalreporter):
             return (yield)
 
     @pytest.hookimpl(tryfirst=True)

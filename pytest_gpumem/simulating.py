@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from pytest_gpumem.allocator.snapshot import snapshot
 from pytest_gpumem.attribution.composition import Composition, compositions
-from pytest_gpumem.collector import Collector
 from pytest_gpumem.dry import scope
-from pytest_gpumem.garbage import imports_watched
+from pytest_gpumem.garbage import clear_frames_of_imports
+from pytest_gpumem.gc_schedule import Collector
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
-from pytest_gpumem.measurement.composition import Account
+from pytest_gpumem.measurement.composition import PeakRecorder
 from pytest_gpumem.measurement.phases import PhaseTracker
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block, Bytes, CudaStatistics, Readings
@@ -68,13 +68,13 @@ class SimulatedRun:
     @property
     def peak_allocated(self) -> int:
         """The highest bytes in live blocks so far, even if code reset torch's own peaks."""
-        self._statistics.harvest()
+        self._statistics.read_and_reset_peaks()
         return self._peak_allocated
 
     @property
     def peak_reserved(self) -> int:
         """The highest bytes in segments held from the driver so far."""
-        self._statistics.harvest()
+        self._statistics.read_and_reset_peaks()
         return self._peak_reserved
 
     @property
@@ -104,9 +104,9 @@ class SimulatedRun:
         return self._gpu.allocator.trace
 
     @property
-    def events(self) -> int:
+    def events_hash(self) -> int:
         """A hash of the allocator's events, equal for two ranks with the same events."""
-        return hash_of_events(self._gpu)
+        return events_hash(self._gpu)
 
     @property
     def ranks(self) -> tuple[RankPeaks, ...]:
@@ -141,10 +141,10 @@ class SimulatedRun:
         The yielded mapping has the compositions at the phases' peaks afterwards, by name. Source
         paths are relative to the folder ``root``.
         """
-        account = Account(SimulatedRecorder(self._gpu.simulation), root)
+        account = PeakRecorder(SimulatedRecorder(self._gpu.simulation), root)
         account.begin((), None)
         found: dict[str, Composition] = {}
-        with self.phase(name), AutomaticPhases(self._tracker, account.witness).watching():
+        with self.phase(name), AutomaticPhases(self._tracker, account.observer).watching():
             yield found
         account.end()
         workspaces = workspaces_of(self._gpu)
@@ -160,10 +160,10 @@ class SimulatedRun:
         Raises ``MeetingError`` where a rank has ended before.
         """
         # Only a process that torchrun has started imports it.
-        from pytest_gpumem.simulated.distributed.meeting import meeting_of
+        from pytest_gpumem.simulated.distributed.exchange import exchange_of
 
-        meeting = meeting_of(world, address_of_process(os.environ))
-        rows = meeting.gather("what it took", [self.peak_allocated, self.peak_reserved])
+        exchange = exchange_of(world, address_of_process(os.environ))
+        rows = exchange.gather("what it took", [self.peak_allocated, self.peak_reserved])
         self._of_ranks = tuple(RankPeaks(*peaks) for peaks in rows)
         if world.rank == 0:
             peaks = {rank: one.peak_allocated for rank, one in enumerate(self._of_ranks)}
@@ -194,7 +194,7 @@ def simulate(
     ``compile`` selects the treatment of compiled code: ``"auto"`` follows Inductor and runs eagerly
     code that cannot be followed, ``"always"`` refuses that, ``"eager"`` compiles nothing.
     Python's garbage collector runs at times that depend on the GPU, as in a measured test: see
-    :mod:`pytest_gpumem.collector`.
+    :mod:`pytest_gpumem.gc_schedule`.
     With a ``world_size`` the process is ``rank`` of so many, ``torch.distributed`` is initialised,
     and the run is that of the rank's own GPU; other ranks do not run. Such machines have as many
     GPUs as ``model`` states, without a star up to eight. Without one, a process that torchrun has
@@ -207,7 +207,7 @@ def simulate(
     machine = find_machine(model)
     started = None
     if world_size is None and rank:
-        raise WorldError(f"rank={rank} is one of how many? write world_size=, too")
+        raise WorldError(f"rank={rank} needs world_size=, the number of ranks")
     if world_size is None and (started := world_of_process(os.environ)) and machine.per_machine:
         started = world_of(started.size, started.rank, per_machine=machine.per_machine)
     world = started
@@ -228,7 +228,7 @@ def simulate(
         # Where tests run on the dry device, its functions would say that there is no device.
         inside.enter_context(scope.opened(to_children=False))
         inside.enter_context(own.active())
-        inside.enter_context(imports_watched())
+        inside.enter_context(clear_frames_of_imports())
         inside.enter_context(collector.in_charge())
         collector.restart()
         running.begin()
@@ -242,22 +242,22 @@ def simulate(
         runs = tuple(SimulatedRun(gpu, statistics, tracker) for gpu in gpus)
         for run in runs:
             run.devices = runs
-        with statistics.screened():
+        with statistics.own_peaks_shown():
             try:
                 if world is not None:
                     # torch.distributed is slow to import.
-                    from pytest_gpumem.simulated.distributed.process_groups import Membership
+                    from pytest_gpumem.simulated.distributed.process_groups import RankProcessGroups
 
-                    inside.enter_context(Membership(world).for_good())
+                    inside.enter_context(RankProcessGroups(world).for_good())
                 yield runs[own.index]
                 own.simulation.threads.raise_failures()
             finally:
-                statistics.harvest()  # after which the numbers are final
+                statistics.read_and_reset_peaks()  # after which the numbers are final
     if started is not None:
         runs[own.index].gather_peaks(started)
 
 
-def hash_of_events(gpu: SimulatedGPU) -> int:
+def events_hash(gpu: SimulatedGPU) -> int:
     """Return a hash of the events of ``gpu``'s allocator, independent of addresses."""
     events = gpu.allocator.trace.raw(0)
     return hash(tuple((action, size, stream) for action, _, size, stream, _ in events))

@@ -10,7 +10,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 
-from pytest_gpumem.echo import quoted
+from pytest_gpumem.quoting import quoted
 
 KIB = 1024
 MIB = 1024**2
@@ -81,7 +81,7 @@ def written_size(value: int | str) -> int:
 
 
 def in_words(size: int) -> str:
-    """Return the text that a size was written as, empty where it has none in powers of 1024."""
+    """Return a size as written; empty if in KB/MB/GB, because reports use KiB/MiB/GiB."""
     written: str = getattr(size, "written", "")
     return "" if is_decimal(written) else written
 

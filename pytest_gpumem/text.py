@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.echo import printable
+from pytest_gpumem.quoting import printable
 
 if TYPE_CHECKING:
     from _pytest._io import TerminalWriter
@@ -18,7 +18,7 @@ ELLIPSIS = "…"
 
 
 @dataclass(frozen=True)
-class Span:
+class TextRun:
     """A piece of a line; ``style`` holds words such as ``bold red``, empty for plain text."""
 
     text: str
@@ -29,12 +29,12 @@ class Span:
 class Line:
     """A line of a terminal, without its end."""
 
-    spans: tuple[Span, ...] = ()
+    spans: tuple[TextRun, ...] = ()
 
     @classmethod
     def of(cls, text: str, style: str = "") -> Line:
         """Return a line in one style."""
-        return cls((Span(text, style),))
+        return cls((TextRun(text, style),))
 
     @property
     def text(self) -> str:

@@ -48,7 +48,7 @@ class FakeStatistics(CudaStatistics):
         """Allocate and free."""
         self.free(self.allocate(size))
 
-    def harvest(self) -> Readings:
+    def read_and_reset_peaks(self) -> Readings:
         reading = Reading(
             Bytes(self.allocated, self._reserved),
             Bytes(self._peak, self._peak_reserved),
@@ -81,14 +81,14 @@ class FakeStatistics(CudaStatistics):
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
-        self.harvest()
+        self.read_and_reset_peaks()
         listeners, self.listeners = self.listeners, []
         try:
             yield
         finally:
-            self.harvest()
+            self.read_and_reset_peaks()
             self.listeners = listeners
-            self.harvest()
+            self.read_and_reset_peaks()
 
     def forget_peaks(self) -> None:
         self._peak, self._peak_reserved = self.allocated, self._reserved

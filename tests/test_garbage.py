@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from pytest_gpumem import garbage
-from pytest_gpumem.garbage import FramesLetGo, LeftFrames
+from pytest_gpumem.garbage import FramesCleared, LeftoverFrames
 
 
 class Anything:
@@ -45,7 +45,7 @@ def keep_an_exception() -> None:
 
 def called(function: Callable[[], None]) -> weakref.ref[Anything]:
     variable = Anything()
-    with FramesLetGo():
+    with FramesCleared():
         function()
     return weakref.ref(variable)
 
@@ -87,14 +87,14 @@ def test_a_generator_goes_on() -> None:
         yield 1
         yield 2
 
-    with FramesLetGo():
+    with FramesCleared():
         generator = numbers()
         assert next(generator) == 1
     assert next(generator) == 2
 
 
 def test_an_exception_keeps_its_traceback_where_it_is_raised() -> None:
-    with pytest.raises(ValueError, match="no") as raised, FramesLetGo():
+    with pytest.raises(ValueError, match="no") as raised, FramesCleared():
         raise ValueError("no")
     assert raised.traceback
 
@@ -103,7 +103,7 @@ class Between:
     """Calls ``begin`` and ``end`` as a context manager of another package does."""
 
     def __init__(self) -> None:
-        self.frames = LeftFrames()
+        self.frames = LeftoverFrames()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -131,7 +131,7 @@ def test_frames_are_found_between_two_calls_from_below_a_function(
 
 
 def test_an_end_without_a_beginning_clears_nothing() -> None:
-    frames = LeftFrames()
+    frames = LeftoverFrames()
     frames.begin()
     frames.end()
     frames.end()
@@ -139,7 +139,7 @@ def test_an_end_without_a_beginning_clears_nothing() -> None:
 
 def test_objects_are_searched_only_where_a_frame_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     searches: list[object] = []
-    monkeypatch.setattr(garbage, "_let_go_of", lambda *given: searches.append(given))
+    monkeypatch.setattr(garbage, "_clear_frames_below", lambda *given: searches.append(given))
     assert called(leave_nothing)() is None
     assert not searches
     called(keep_own_frame)

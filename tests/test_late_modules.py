@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from pytest_gpumem.garbage import imports_watched
+from pytest_gpumem.garbage import clear_frames_of_imports
 from pytest_gpumem.late_modules import when_imported
 
 NAME = "module_of_late_modules"
@@ -51,5 +51,5 @@ def test_two_changes_of_one_module_are_both_made() -> None:
 
 
 def test_imports_that_are_watched_are_changed_too() -> None:
-    with imports_watched(), when_imported({NAME: adding("changed")}):
+    with clear_frames_of_imports(), when_imported({NAME: adding("changed")}):
         assert importlib.import_module(NAME).seen == ["changed"]

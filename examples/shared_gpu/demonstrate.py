@@ -17,14 +17,14 @@ from collections import Counter
 from pathlib import Path
 
 from pytest_gpumem.sharing.ledger import Ledger
-from pytest_gpumem.sharing.usage import Usage, usages
+from pytest_gpumem.sharing.usage import RunUsage, usages
 from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
 TESTS, WORKERS = 200, 4
 CAPACITY = GPUS["V100"].total_memory
 
 
-def run(workers: int, seed: int, folder: str) -> tuple[str, Usage]:
+def run(workers: int, seed: int, folder: str) -> tuple[str, RunUsage]:
     """Run the tests; return pytest's last line and what became of the GPU."""
     tests = Path(__file__).with_name("test_many.py")
     found = subprocess.run(
@@ -49,7 +49,7 @@ def run(workers: int, seed: int, folder: str) -> tuple[str, Usage]:
     return found.stdout.splitlines()[-1].strip("= "), usage
 
 
-def faults(last: str, usage: Usage) -> list[str]:
+def faults(last: str, usage: RunUsage) -> list[str]:
     """Return what must not be."""
     found = []
     if not re.match(rf"{TESTS} passed\b", last):

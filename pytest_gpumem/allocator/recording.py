@@ -119,7 +119,7 @@ def checked(snapshot: Json) -> Json:
 def _check_once(values: Sequence[object], text: str) -> None:
     """A pickle of a few bytes can hold one object a million times; no recording does."""
     if len(set(map(id, values))) != len(values):
-        raise SnapshotError(f"{text} more than once, so it is no recording of torch.")
+        raise SnapshotError(f"{text} more than once, so it is not a recording of torch.")
 
 
 def _is_event(event: Any) -> bool:

@@ -21,7 +21,7 @@ from pytest_gpumem.allocator.releases import (
     OLDEST,
     Version,
 )
-from pytest_gpumem.echo import MOST, printable, quoted
+from pytest_gpumem.quoting import MOST, printable, quoted
 from pytest_gpumem.sizes import GIB, MIB
 
 

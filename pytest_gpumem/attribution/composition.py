@@ -19,11 +19,11 @@ from pytest_gpumem.attribution.history import (
     PARAMETERS,
     TEMPORARIES,
     WORKSPACE,
+    BlockLifetime,
     History,
-    Life,
     Origin,
 )
-from pytest_gpumem.values.plain import OMITTED, Plain
+from pytest_gpumem.values.serialization import OMITTED, Plain
 
 MOST_VIEWS = 8
 """The most consecutive nodes without allocations in forward."""
@@ -68,7 +68,7 @@ class Composition:
         return sum(self.categories.values())
 
 
-def settled(composition: Composition, total: int) -> Composition:
+def with_rest_as_other(composition: Composition, total: int) -> Composition:
     """Return ``composition`` with its difference from ``total`` bytes as the category "other".
 
     A real allocator hands out more than was asked for where it does not split a block.
@@ -85,7 +85,7 @@ def settled(composition: Composition, total: int) -> Composition:
 
 def compositions(history: History) -> dict[str, Composition]:
     """Return the composition at the peak of each phase, by its name."""
-    forward = ForwardLives(history.lives)
+    forward = ForwardLifetimes(history.lifetimes)
     places: dict[int, Site] = {}
     known: dict[int, Composition] = {}
     found = {}
@@ -105,18 +105,18 @@ def compositions(history: History) -> dict[str, Composition]:
 
 
 def composition_of(
-    history: History, lives: Iterable[Life], holders: Mapping[int, str]
+    history: History, lives: Iterable[BlockLifetime], holders: Mapping[int, str]
 ) -> Composition:
     """Return the composition of ``lives``, wherever they ended; ``holders`` name their keepers."""
-    forward = ForwardLives(history.lives)
+    forward = ForwardLifetimes(history.lifetimes)
     placed = ((_place(history, life, forward), life) for life in lives)
     return _composition(
         (replace(place, held_by=holders.get(life.address)), life) for place, life in placed
     )
 
 
-def _composition(placed: Iterable[tuple[Site, Life]]) -> Composition:
-    groups: dict[Site, list[Life]] = {}
+def _composition(placed: Iterable[tuple[Site, BlockLifetime]]) -> Composition:
+    groups: dict[Site, list[BlockLifetime]] = {}
     for place, life in placed:
         groups.setdefault(place, []).append(life)
     sites = sorted(
@@ -131,29 +131,29 @@ def _composition(placed: Iterable[tuple[Site, Life]]) -> Composition:
     return Composition(categories, tuple(sites))
 
 
-def _place(history: History, life: Life, forward: ForwardLives) -> Site:
+def _place(history: History, life: BlockLifetime, forward: ForwardLifetimes) -> Site:
     """Return the site of a block without its numbers: the key it shares with others."""
-    origin, sighting = life.origin, life.sighting
+    origin, seen = life.origin, life.observation
     category = category_of(history, life)
     if category == WORKSPACE:
         # The first operator that needs it allocates it, so no line is the cause.
         return Site(category, 0, 0, operator=(origin and origin.library) or "cuBLAS")
     if origin is None:
-        return Site(category, 0, 0, module=general_path(sighting.module) if sighting else None)
-    in_backward = origin.node not in (None, COMPILED) and not history.module_at(life.born)
+        return Site(category, 0, 0, module=general_path(seen.module) if seen else None)
+    in_backward = origin.node not in (None, COMPILED) and not history.module_at(life.made_at)
     source = forward.of(origin) if in_backward else None
     place = (source and source.origin and history.place_of(source.origin)) or history.place_of(
         origin
     )
-    module = sighting.module if sighting else ""
+    module = seen.module if seen else ""
     named = origin.kind in _OF_SHARDING
     operator = origin.node if in_backward and not named else origin.operator_name
-    if sighting and category == OPTIMIZER_STATE:
-        operator = sighting.name
-    elif sighting and named and operator:
+    if seen and category == OPTIMIZER_STATE:
+        operator = seen.name
+    elif seen and named and operator:
         operator = operator.partition(" of ")[0]  # a gradient: its own module is known
-    elif sighting and category == OTHER:
-        operator = f"buffer {general_path('.'.join(filter(None, (module, sighting.name))))}"
+    elif seen and category == OTHER:
+        operator = f"buffer {general_path('.'.join(filter(None, (module, seen.name))))}"
     return Site(
         category,
         0,
@@ -161,12 +161,12 @@ def _place(history: History, life: Life, forward: ForwardLives) -> Site:
         site=None if place is None else f"{shown_path(place[0], history.root)}:{place[1]}",
         function=None if place is None else place[2],
         operator=operator,
-        module=general_path(module or history.module_at((source or life).born)) or None,
+        module=general_path(module or history.module_at((source or life).made_at)) or None,
         dtype=None if origin.dtype is None else str(origin.dtype).removeprefix("torch."),
     )
 
 
-def _sum(place: Site, lives: Sequence[Life]) -> Site:
+def _sum(place: Site, lives: Sequence[BlockLifetime]) -> Site:
     largest = max(lives, key=lambda life: life.nbytes)
     shape = largest.origin.shape if largest.origin else None
     total = sum(life.nbytes for life in lives)
@@ -186,24 +186,24 @@ _OF_SHARDING = {"unsharded": PARAMETERS, "buffer": OTHER}
 _OF_ROOT = "the root"
 
 
-def _is_buffer(life: Life) -> bool:
+def _is_buffer(life: BlockLifetime) -> bool:
     return life.origin is not None and life.origin.kind == "buffer"
 
 
-def _running(history: History, position: int, forward: ForwardLives) -> str:
+def _running(history: History, position: int, forward: ForwardLifetimes) -> str:
     """Return the path of the module that computes then, forward or backward."""
     module = history.module_at(position)
-    before = (life for life in reversed(history.lives) if 0 <= life.born <= position)
+    before = (life for life in reversed(history.lifetimes) if 0 <= life.made_at <= position)
     for life in before if not module else ():
         origin = life.origin
         if origin is not None and origin.node is not None and not _is_buffer(life):
             source = forward.of(origin)
             if source is not None:
-                return history.module_at(source.born)
+                return history.module_at(source.made_at)
     return module
 
 
-def _beside(place: Site, life: Life, running: str) -> Site:
+def _beside(place: Site, life: BlockLifetime, running: str) -> Site:
     """Add the running module's name to another module's buffer: the two overlap."""
     if not running or not _is_buffer(life) or place.operator is None:
         return place
@@ -214,7 +214,7 @@ def _beside(place: Site, life: Life, running: str) -> Site:
     return replace(place, operator=f"{place.operator} overlaps {shown}")
 
 
-def category_of(history: History, life: Life) -> str:
+def category_of(history: History, life: BlockLifetime) -> str:
     """Return the category of a block: as it was seen, else by its life.
 
     A tensor that autograd saved, or that the forward returned, outlives the forward: an activation.
@@ -226,39 +226,39 @@ def category_of(history: History, life: Life) -> str:
     return history.classify(known, life.nbytes, life.origin)
 
 
-def _known_category(history: History, life: Life) -> str:
+def _known_category(history: History, life: BlockLifetime) -> str:
     origin = life.origin
-    if life.sighting is not None:
-        return life.sighting.category
+    if life.observation is not None:
+        return life.observation.category
     if origin is None:
         return OTHER
     if origin.library:
         return WORKSPACE
     if origin.kind in _OF_SHARDING:
         return _OF_SHARDING[origin.kind]
-    span = history.span_at(life.born)
+    span = history.span_at(life.made_at)
     if span is None:
         if origin.kind in ("copy", "factory"):
             return INPUTS if origin.kind == "copy" else OTHER
-        if life.died < history.next_backward(life.born):
+        if life.freed_at < history.next_backward(life.made_at):
             return TEMPORARIES
         # A copy of parameters, for instance: backward does not need tensors that autograd does not
         # record.
         return ACTIVATIONS if origin.has_node else OTHER
-    survives = life.died >= span.end
+    survives = life.freed_at >= span.end
     if span.name == "step":
         return OPTIMIZER_STATE if survives else TEMPORARIES
-    if span.name == "backward" and not history.module_at(life.born):
+    if span.name == "backward" and not history.module_at(life.made_at):
         return GRADIENTS if survives else TEMPORARIES
     # Checkpointing runs modules again within backward.
     return ACTIVATIONS if survives or span.name == "backward" else TEMPORARIES
 
 
-class ForwardLives:
+class ForwardLifetimes:
     """A lookup of the forward operator whose autograd node runs in backward."""
 
-    def __init__(self, lives: Iterable[Life]) -> None:
-        found: dict[int, Life] = {}
+    def __init__(self, lives: Iterable[BlockLifetime]) -> None:
+        found: dict[int, BlockLifetime] = {}
         for life in lives:
             origin = life.origin
             if origin is not None and origin.node is None and origin.kind == "computed":
@@ -266,9 +266,9 @@ class ForwardLives:
                 # next one; operators without a node that follow see it too.
                 found.setdefault(origin.sequence - 1, life)
         self._numbers = sorted(found)
-        self._lives = found
+        self._lifetimes = found
 
-    def of(self, origin: Origin) -> Life | None:
+    def of(self, origin: Origin) -> BlockLifetime | None:
         """Return the block of the forward operator to which ``origin``'s node belongs.
 
         Views allocate nothing: theirs is that of an operator shortly before them.
@@ -276,7 +276,7 @@ class ForwardLives:
         index = bisect_right(self._numbers, origin.sequence) - 1
         if index < 0 or origin.sequence - self._numbers[index] > MOST_VIEWS:
             return None
-        return self._lives[self._numbers[index]]
+        return self._lifetimes[self._numbers[index]]
 
 
 @cache

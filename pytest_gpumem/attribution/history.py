@@ -1,4 +1,4 @@
-"""The allocator's events as lives of blocks, and the live blocks at its peaks."""
+"""The allocator's events as lifetimes of blocks, and the live blocks at its peaks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Origin(Protocol):
     """The origin of a block; everything may be unknown."""
 
     @property
-    def place(self) -> tuple[str, int, str] | None:
+    def source_line(self) -> tuple[str, int, str] | None:
         """The file, line and function of the user's code that allocated it."""
 
     @property
@@ -70,7 +70,7 @@ class Event(NamedTuple):
     origin: Origin | None
 
 
-class Sighting(NamedTuple):
+class Observation(NamedTuple):
     """The known content of an address before the event number ``position``."""
 
     position: int
@@ -91,15 +91,15 @@ class Span(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Life:
+class BlockLifetime:
     """A block from its allocation to its free: positions of these events, the first is 0."""
 
     address: int
     nbytes: int
     origin: Origin | None
-    born: int
-    died: int = FOREVER
-    sighting: Sighting | None = None
+    made_at: int
+    freed_at: int = FOREVER
+    observation: Observation | None = None
 
 
 @dataclass
@@ -117,8 +117,8 @@ class History:
     """Forward, backward and step as detected, whatever the test calls its phases."""
     modules: Sequence[tuple[int, str]] = ()
     """Position, and the path of the module that runs from then on; empty outside modules."""
-    sightings: Sequence[Sighting] = ()
-    asides: Sequence[tuple[int, int]] = ()
+    observations: Sequence[Observation] = ()
+    excluded_windows: Sequence[tuple[int, int]] = ()
     """Ranges in which fixtures requested by the body were set up: counted as before the body."""
     unmeasured: Sequence[tuple[int, int]] = ()
     """Ranges in which no peak counts."""
@@ -132,13 +132,13 @@ class History:
     """Final decision on the category of a block, from its category, bytes and origin."""
     locate: Callable[[Origin], tuple[str, int, str] | None] | None = None
     """Lookup of an allocation's line, where it is not the innermost of the user's code."""
-    lives: list[Life] = field(init=False)
+    lifetimes: list[BlockLifetime] = field(init=False)
     length: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.lives = [Life(address, nbytes, origin, -1) for address, nbytes, origin in self.held]
+        self.lifetimes = [BlockLifetime(*block, -1) for block in self.held]
         self.length = self._live(self.events)
-        for begin, end in self.asides:
+        for begin, end in self.excluded_windows:
             self._put_before(begin, end)
         self._recognise()
 
@@ -158,20 +158,20 @@ class History:
 
     def allocated(self) -> list[int]:
         """Return the bytes in live blocks before each event, and after the last."""
-        return self.allocated_by(self.lives)
+        return self.allocated_by(self.lifetimes)
 
-    def allocated_by(self, lives: Iterable[Life]) -> list[int]:
-        """Return the bytes of ``lives`` that are live before each event, and after the last."""
+    def allocated_by(self, lives: Iterable[BlockLifetime]) -> list[int]:
+        """Return the bytes of ``lifetimes`` that are live before each event, and after the last."""
         changes = [0] * (self.length + 1)
         for life in lives:
-            changes[life.born + 1] += life.nbytes
-            if life.died < self.length:
-                changes[life.died + 1] -= life.nbytes
+            changes[life.made_at + 1] += life.nbytes
+            if life.freed_at < self.length:
+                changes[life.freed_at + 1] -= life.nbytes
         return list(accumulate(changes))
 
-    def live_at(self, position: int) -> list[Life]:
+    def live_at(self, position: int) -> list[BlockLifetime]:
         """Return the live blocks after the event number ``position``."""
-        return [life for life in self.lives if life.born <= position < life.died]
+        return [life for life in self.lifetimes if life.made_at <= position < life.freed_at]
 
     def module_at(self, position: int) -> str:
         """Return the path of the module that ran at the event number ``position``."""
@@ -187,7 +187,7 @@ class History:
 
     def place_of(self, origin: Origin) -> tuple[str, int, str] | None:
         """Return file, line and function that name the allocations of ``origin``."""
-        return origin.place if self.locate is None else self.locate(origin)
+        return origin.source_line if self.locate is None else self.locate(origin)
 
     def next_backward(self, position: int) -> int:
         """Return where the first backward after ``position`` begins, else the end."""
@@ -197,40 +197,40 @@ class History:
         )
 
     def _live(self, events: Iterable[Event]) -> int:
-        living = {life.address: life for life in self.lives}
+        living = {life.address: life for life in self.lifetimes}
         position = -1
         for position, (is_alloc, address, nbytes, origin) in enumerate(events):
             if is_alloc:
-                life = living[address] = Life(address, nbytes, origin, position)
-                self.lives.append(life)
+                life = living[address] = BlockLifetime(address, nbytes, origin, position)
+                self.lifetimes.append(life)
             elif (dead := living.pop(address, None)) is not None:
-                dead.died = position
+                dead.freed_at = position
         return position + 1
 
     def _put_before(self, begin: int, end: int) -> None:
         """Count the blocks allocated in this range as held, without those freed in it."""
-        inside = [life for life in self.lives if begin <= life.born < end]
-        freed = {id(life) for life in inside if life.died < end}
+        inside = [life for life in self.lifetimes if begin <= life.made_at < end]
+        freed = {id(life) for life in inside if life.freed_at < end}
         for life in inside:
-            life.born = -1
-        self.lives = [life for life in self.lives if id(life) not in freed]
+            life.made_at = -1
+        self.lifetimes = [life for life in self.lifetimes if id(life) not in freed]
 
     def _recognise(self) -> None:
-        by_address: dict[int, list[Life]] = {}
-        wanted = {sighting.address for sighting in self.sightings}
-        for life in self.lives:
+        by_address: dict[int, list[BlockLifetime]] = {}
+        wanted = {observation.address for observation in self.observations}
+        for life in self.lifetimes:
             if life.address in wanted:
                 by_address.setdefault(life.address, []).append(life)
-        for sighting in self.sightings:
-            for life in by_address.get(sighting.address, ()):
-                if not life.born < sighting.position <= life.died:
+        for observation in self.observations:
+            for life in by_address.get(observation.address, ()):
+                if not life.made_at < observation.position <= life.freed_at:
                     continue
                 # The same tensor seen again, now with its owner's path, tells more.
-                known = life.sighting or sighting
-                gain = _STRENGTH.index(sighting.category) - _STRENGTH.index(known.category)
-                path = len(sighting.module) - len(known.module)
-                if life.sighting is None or (gain, path) > (0, 0):
-                    life.sighting = sighting
+                known = life.observation or observation
+                gain = _STRENGTH.index(observation.category) - _STRENGTH.index(known.category)
+                path = len(observation.module) - len(known.module)
+                if life.observation is None or (gain, path) > (0, 0):
+                    life.observation = observation
 
 
 CATEGORIES = (

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from pytest_gpumem.attribution.composition import category_of, shown_path
-from pytest_gpumem.attribution.history import CATEGORIES, History, Life
+from pytest_gpumem.attribution.history import CATEGORIES, BlockLifetime, History
 
 BUCKETS = 200
 """Parts of a time line; of each, the samples are kept where it is lowest and highest, where most is
@@ -34,8 +34,8 @@ def timeline_of(history: History, stray_reserved: int = 0) -> dict[str, Any] | N
     if not history.length:
         return None
     kept = sorted(_kept(history))
-    lives: dict[str, list[Life]] = defaultdict(list)
-    for life in history.lives:
+    lives: dict[str, list[BlockLifetime]] = defaultdict(list)
+    for life in history.lifetimes:
         lives[category_of(history, life)].append(life)
     totals = {}
     for category in CATEGORIES:
@@ -56,7 +56,7 @@ def timeline_of(history: History, stray_reserved: int = 0) -> dict[str, Any] | N
     return line
 
 
-def thinned(line: Mapping[str, Any], most: int) -> dict[str, Any]:
+def thin_timeline(line: Mapping[str, Any], most: int) -> dict[str, Any]:
     """Return the time line ``line`` with about ``most`` of its samples.
 
     It keeps its first and last one, the highest of every stretch, and so the peak, and that of each
@@ -104,12 +104,12 @@ def _edges(length: int, parts: int) -> list[int]:
 def _blocks(history: History, kept: Sequence[int]) -> dict[str, list[Any]]:
     """Return the block of the event before each sample, and the places that these refer to."""
     wanted = {position - 1 for position in kept}
-    events: dict[int, tuple[Life, int]] = {}
-    for life in history.lives:
-        if life.died in wanted:
-            events[life.died] = life, -life.nbytes
-        if life.born in wanted and life.born >= 0:
-            events[life.born] = life, life.nbytes
+    events: dict[int, tuple[BlockLifetime, int]] = {}
+    for life in history.lifetimes:
+        if life.freed_at in wanted:
+            events[life.freed_at] = life, -life.nbytes
+        if life.made_at in wanted and life.made_at >= 0:
+            events[life.made_at] = life, life.nbytes
     places: dict[str, int] = {}
     blocks = []
     for position in kept:
@@ -130,7 +130,7 @@ def _spans(history: History) -> list[list[Any]]:
     ]
 
 
-def _place(life: Life, history: History) -> str:
+def _place(life: BlockLifetime, history: History) -> str:
     origin = life.origin
     if origin is None:
         return "unknown"

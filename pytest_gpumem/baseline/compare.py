@@ -28,8 +28,8 @@ SIMULATED_TOLERANCE = Tolerance(0.0, 0)
 MEASURED_TOLERANCE = Tolerance(1.0, MIB)
 
 NOTHING_STORED = (
-    "its baseline does not say what held the bytes: record it of the code as it was, without "
-    "--gpumem-explain=never, to see what grew"
+    "the baseline has no source lines, so what grew cannot be shown: check out the old code and "
+    "record it again without --gpumem-explain=never"
 )
 
 PREDICTED_TOO_MUCH = "the prediction is too high, which is as wrong as one that is too low"

@@ -13,9 +13,9 @@ from typing import Any
 
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import compact
-from pytest_gpumem.echo import printable, quoted_for_shell
 from pytest_gpumem.garbage import paused
 from pytest_gpumem.jsonfile import DocumentError, NewerError, document, schema_problem
+from pytest_gpumem.quoting import printable, quoted_for_shell
 from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import CALL, Measurement, PhaseRecord
@@ -327,7 +327,7 @@ def _number(text: str) -> float | int:
 
 
 def _not_a_number(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _layout(value: Any, margin: str) -> str:

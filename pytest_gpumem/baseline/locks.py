@@ -21,7 +21,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.echo import printable
+from pytest_gpumem.quoting import printable
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock

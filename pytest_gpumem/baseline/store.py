@@ -24,8 +24,8 @@ from pytest_gpumem.baseline.content import (
     unusable,
 )
 from pytest_gpumem.baseline.locks import PATIENCE, LockError, Locks
-from pytest_gpumem.echo import quoted
 from pytest_gpumem.jsonfile import replace_file
+from pytest_gpumem.quoting import quoted
 from pytest_gpumem.values.environment import Environment
 
 __all__ = [

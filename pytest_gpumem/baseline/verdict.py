@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
-from pytest_gpumem.echo import quoted_for_shell
+from pytest_gpumem.quoting import quoted_for_shell
 from pytest_gpumem.sizes import (
     exactly,
     format_apart,
@@ -17,7 +17,7 @@ from pytest_gpumem.sizes import (
     parse_size,
 )
 from pytest_gpumem.text import listed
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.serialization import Plain
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Verdict(Plain):
 
     @property
     def limit_in_words(self) -> str:
-        """The limit in the test's words; empty in powers of 1000, in which no other number is."""
+        """The limit as written; empty if in KB/MB/GB, because reports use KiB/MiB/GiB."""
         return "" if is_decimal(self.written) else self.written
 
     @property

@@ -13,8 +13,8 @@ from io import TextIOWrapper
 from typing import NoReturn
 
 from pytest_gpumem.cli.command import BAD_INPUT, Command, Commands, ExamplesBelow
-from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.progress import progress
+from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.report.header import installed_release
 
 GROUPS: dict[str, dict[str, str]] = {
@@ -140,13 +140,13 @@ def _command_in(given: Sequence[str]) -> str | None:
         return name
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
-    raise ValueError(f"{quoted(name)} is no command: {meant}; see gpumem --help")
+    raise ValueError(f"{quoted(name)} is not a command: {meant}; see gpumem --help")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     """Run the command and print its answer; return the exit code."""
     command: Command = arguments.command
-    if command.looks or command.talks:
+    if command.shows_state or command.prints_output:
         answer = command.run(arguments)
     else:
         with progress(arguments.command_name) as arguments.progress:
@@ -156,7 +156,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         for line in answer.lines:
             print(printable(line.rstrip()))  # control characters in names are shown, not obeyed
-    elif command.looks:
+    elif command.shows_state:
         print(*answer.texts(as_json=True))
     else:
         print(json.dumps(answer.data(), indent=2))

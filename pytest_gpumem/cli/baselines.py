@@ -23,7 +23,7 @@ from pytest_gpumem.cli.command import (
     table,
     terminal_width,
 )
-from pytest_gpumem.echo import printable, quoted
+from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.sizes import format_exact, format_size
 from pytest_gpumem.text import counted
 from pytest_gpumem.values.environment import Environment

@@ -18,10 +18,10 @@ from pytest_gpumem.attribution.explain import explain
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.verdict import change_text
 from pytest_gpumem.cli.command import Answer, Command, argument, parsed
-from pytest_gpumem.echo import MOST, printable
 from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.paths import git, toplevel
 from pytest_gpumem.prediction.process import last_words
+from pytest_gpumem.quoting import MOST, printable
 from pytest_gpumem.report.json_report import ReportError, read_report
 from pytest_gpumem.sizes import Tolerance, format_exact, format_size, parse_tolerance
 from pytest_gpumem.text import counted

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.cli.command import UNLIMITED, Answer, argument, table, terminal_width
 from pytest_gpumem.cli.device import CUDA
 from pytest_gpumem.cli.target import Function, TargetError, find_target, refusing
-from pytest_gpumem.echo import quoted
+from pytest_gpumem.quoting import quoted
 from pytest_gpumem.sizes import format_apart, format_size
 from pytest_gpumem.text import wrap
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from pytest_gpumem.echo import printable
+from pytest_gpumem.quoting import printable
 
 T = TypeVar("T")
 
@@ -123,12 +123,12 @@ class Command:
     """Example command lines."""
     json: str = "print everything as JSON, sizes in bytes"
     """Help of ``--json``, which every subcommand has."""
-    looks: bool = False
+    shows_state: bool = False
     """Whether it shows the present state: it takes no time, or as long as it is watched."""
 
     purpose: str = ""
     """Line of help, for a part of another command."""
-    talks: bool = False
+    prints_output: bool = False
     """Whether the code it runs writes to the terminal: then there is no progress bar."""
 
     def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:

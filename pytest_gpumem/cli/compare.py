@@ -13,7 +13,7 @@ from typing import Any
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.command import Answer, Command, argument, parsed, table
-from pytest_gpumem.echo import printable, quoted
+from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.report.compared import Compared, Row, Side, compare_environments
 from pytest_gpumem.sizes import Tolerance, format_change, format_size, parse_tolerance
 from pytest_gpumem.text import counted

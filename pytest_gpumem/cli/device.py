@@ -13,7 +13,7 @@ from typing import Any
 
 from pytest_gpumem.cli.command import BAD_INPUT, Argument, argument
 from pytest_gpumem.dry.load import environment_of_option
-from pytest_gpumem.echo import quoted
+from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 
 CUDA, DRY, SIM = "cuda", "dry", "sim"
@@ -47,7 +47,7 @@ def _device(text: str) -> DeviceOption:
     kind, colon, model = text.partition(":")
     if kind not in (CUDA, DRY, SIM) or (colon and (not model or kind == CUDA)):
         raise argparse.ArgumentTypeError(
-            f"{quoted(text)} is no device; write cuda, dry, dry:H100, sim or sim:H100"
+            f"{quoted(text)} is not a device; write cuda, dry, dry:H100, sim or sim:H100"
         )
     return DeviceOption(kind, model or None)
 

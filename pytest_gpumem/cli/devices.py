@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 COMMAND = Command(
     description="List the models of GPU that tests and commands can run on without a GPU.",
     run=run,
-    looks=True,
+    shows_state=True,
     json="as JSON, sizes in bytes",
     examples=("gpumem devices",),
 )

@@ -106,5 +106,5 @@ COMMAND = Command(
     run=run,
     json="as JSON, sizes in bytes",
     examples=("gpumem env --json",),
-    looks=True,
+    shows_state=True,
 )

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pytest_gpumem.cli.command import Answer, Command, above_zero, argument, table, terminal_width
-from pytest_gpumem.echo import printable
 from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlReading, read_all
+from pytest_gpumem.quoting import printable
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import shorten
 
 if TYPE_CHECKING:
     from pytest_gpumem.sharing.ledger import Ledger, State
-    from pytest_gpumem.sharing.watched import Run
+    from pytest_gpumem.sharing.watched import WatchedProcess
 
 
 def run(arguments: argparse.Namespace) -> Answer | int:
@@ -64,7 +64,7 @@ def look(folder: Path | None = None) -> Answer:
     )
 
 
-def run_lines(seen: Sequence[Run], now: float) -> Iterator[str]:
+def run_lines(seen: Sequence[WatchedProcess], now: float) -> Iterator[str]:
     """Yield the lines on runs of pytest, at the time ``now``."""
     if not seen:
         yield "no pytest has begun a measured test since this looks"
@@ -254,9 +254,9 @@ def _device(
 
 
 def _enter(devices: list[dict[str, Any]], ledger: Ledger) -> None:
-    from pytest_gpumem.sharing.admission import Device
+    from pytest_gpumem.sharing.admission import Budget
 
-    state = ledger.state({device["name"]: Device(device["total"]) for device in devices})
+    state = ledger.state({device["name"]: Budget(device["total"]) for device in devices})
     pids = {worker: process.pid for worker, process in ledger.owners().items()}
     now = time.time()
     for device in devices:
@@ -305,7 +305,7 @@ COMMAND = Command(
         ),
         argument("--once", "with --watch: look once, after that time, and end"),
     ),
-    looks=True,
+    shows_state=True,
     json="as JSON, a line for each look; sizes in bytes",
     examples=("gpumem gpus --watch",),
 )

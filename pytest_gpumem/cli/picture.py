@@ -11,7 +11,7 @@ from pytest_gpumem.attribution.history import CATEGORIES
 from pytest_gpumem.baseline.verdict import change_text
 from pytest_gpumem.cli.command import Answer, argument
 from pytest_gpumem.cli.history import PAST_IN_GIT, past_of
-from pytest_gpumem.echo import printable, quoted
+from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.report.json_report import read_report
 from pytest_gpumem.report.past import SMALL, Past, Step, Trend
 from pytest_gpumem.sizes import format_apart, format_change, format_size

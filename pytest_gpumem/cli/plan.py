@@ -20,8 +20,8 @@ from pytest_gpumem.cli.command import (
 from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument
 from pytest_gpumem.jsonfile import replace_file
 from pytest_gpumem.prediction.needs import needs_of
-from pytest_gpumem.prediction.runners import Job, Plan, PlannedTest, Runner, make_plan, parse_runner
-from pytest_gpumem.sharing.devices import CONTEXT, MARGIN
+from pytest_gpumem.prediction.runners import Job, Plan, PlannedTest, Rental, make_plan, parse_runner
+from pytest_gpumem.sharing.devices import CONTEXT, LEFT_FREE
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import counted, shorten, wrap
 
@@ -69,7 +69,8 @@ def lines(
     late = [(test, "") for test in plan.tests if test.nodeid in plan.late]
     yield from _listed("longer than there is time", late, width)
     yield ""
-    room = f"room for tests: a GPU's memory less {MARGIN:.0%} and {format_size(CONTEXT)} of context"
+    taken = f"{LEFT_FREE:.0%} and {format_size(CONTEXT)} of context"
+    room = f"room for tests: a GPU's memory less {taken}"
     for sentence in (room, *sources):
         yield from wrap(sentence, width, rest="  ")
 
@@ -162,7 +163,7 @@ def _listed(heading: str, tests: Sequence[tuple[PlannedTest, str]], width: int) 
         yield f"  and {len(tests) - MOST_LISTED} more (--json has all)"
 
 
-def _jobs_on(plan: Plan, runner: Runner) -> list[Job]:
+def _jobs_on(plan: Plan, runner: Rental) -> list[Job]:
     return [job for job in plan.jobs if job.runner == runner]
 
 

@@ -22,10 +22,10 @@ from pytest_gpumem.cli.device import (
 from pytest_gpumem.cli.fit import RULES, lines
 from pytest_gpumem.cli.target import TargetError, checked_nodeid, find_target, refusing
 from pytest_gpumem.device import DeviceError
-from pytest_gpumem.echo import quoted
 from pytest_gpumem.marker import parse_keyword
 from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.progress import NOTHING_SHOWN, Progress
+from pytest_gpumem.quoting import quoted
 
 if TYPE_CHECKING:
     from pytest_gpumem.prediction.compiled import Mode
@@ -164,7 +164,7 @@ def _ranks(text: str) -> tuple[int, ...]:
         )
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{quoted(text)} is no number of ranks, nor several, each once; write 8 or 8,64"
+            f"{quoted(text)} is not a number of ranks, nor several different ones; write 8 or 8,64"
         ) from None
     return ranks
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.cli.command import Answer, Command, argument, parsed, table
-from pytest_gpumem.echo import MOST, printable, quoted
+from pytest_gpumem.quoting import MOST, printable, quoted
 from pytest_gpumem.sizes import format_change, format_size, parse_size
 
 if TYPE_CHECKING:

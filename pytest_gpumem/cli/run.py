@@ -21,8 +21,8 @@ from pytest_gpumem.cli.command import (
 )
 from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument
 from pytest_gpumem.cli.fit import CONTEXT, fit_table
-from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.option_values import DEFAULT_GPU
+from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.report.rows import parents_first
 from pytest_gpumem.script import process as endings
 from pytest_gpumem.script.entry import Script, kept_test
@@ -80,12 +80,12 @@ def _failed(script: Script, result: Result) -> int:
     answer = result.reported_answer
     ended = f"ended with exit code {answer.sentence}"
     how = ended if answer.ending == endings.EXITED else f"raised {answer.sentence}"
-    made_up = "; it had read a value that is not computed" if answer.made_up else ""
-    print(f"gpumem: {script.name} {printable(how)} {_when(answer)}{made_up}", file=sys.stderr)
+    cause = "; it had read a value that is not computed" if answer.used_placeholder else ""
+    print(f"gpumem: {script.name} {printable(how)} {_when(answer)}{cause}", file=sys.stderr)
     return 1
 
 
-def _when(answer: endings.Answer) -> str:
+def _when(answer: endings.ScriptResult) -> str:
     return f"after {counted(answer.steps, 'step')}" if answer.steps else "before its first step"
 
 
@@ -189,7 +189,7 @@ def _peak_lines(measured: Measurement, width: int) -> Iterator[str]:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and 0 < len(text) < 10 and int(text)):
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is no number of steps; give 1 or more")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number of steps; give 1 or more")
     return int(text)
 
 
@@ -231,5 +231,5 @@ COMMAND = Command(
         "gpumem run --gpu T4 --gpu A100-80GB --steps 3 -m mypackage.train config.yaml",
     ),
     json="print everything as JSON, sizes in bytes; what the script prints goes to stderr",
-    talks=True,
+    prints_output=True,
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pytest_gpumem.echo import quoted
+from pytest_gpumem.quoting import quoted
 
 FORMS = "write module:function, path.py:function or path.py::test"
 
@@ -49,7 +49,7 @@ def find_target(text: str, *, takes_arguments: bool = False) -> Function | str:
         return checked_nodeid(text)
     place, separator, name = text.rpartition(":")
     if not separator or not place or not name:
-        raise TargetError(f"{quoted(text)} is no target; {FORMS}")
+        raise TargetError(f"{quoted(text)} is not a target; {FORMS}")
     function = _function(text, _module(text, place), name)
     if takes_arguments:
         return function
@@ -69,7 +69,7 @@ def checked_nodeid(text: str) -> str:
     """Return the node id ``text``; raises :class:`TargetError` where its file does not exist."""
     path = text.partition("::")[0]
     if not path:
-        raise TargetError(f"{quoted(text)} is no target; {FORMS}")
+        raise TargetError(f"{quoted(text)} is not a target; {FORMS}")
     if not Path(path).is_file():
         raise TargetError(f"{text}: there is no file {path}")
     return text

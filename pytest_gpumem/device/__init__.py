@@ -9,7 +9,7 @@ class DeviceError(ValueError):
     """A requested device that is not available; the message is one sentence for the user."""
 
 
-class Computed(IntEnum):
+class ValueLevel(IntEnum):
     """The values that successive runs of a test compute beside shapes, each more than before."""
 
     AT_FIRST = 0

@@ -15,14 +15,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from pytest_gpumem.collector import collect_young
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.device.device import Device, Renewed, is_shared
-from pytest_gpumem.device.quota import limited, observers_of_torch, refusals
+from pytest_gpumem.device.quota import failed_allocations, limited, observers_of_torch
 from pytest_gpumem.dry import scope
-from pytest_gpumem.garbage import imports_watched
+from pytest_gpumem.garbage import clear_frames_of_imports
+from pytest_gpumem.gc_schedule import collect_young
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
-from pytest_gpumem.sharing.admission import Refusal
+from pytest_gpumem.sharing.admission import FailedAllocation
 from pytest_gpumem.sharing.devices import CONTEXT, NvmlDevice
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuModel, Machine
 from pytest_gpumem.values.environment import Environment, alloc_conf_of_process
@@ -64,9 +64,9 @@ def device_count() -> int:
 
 
 class CudaDevice(Device):
-    """The CUDA device that tests run on; ``None`` is the one that ``"cuda"`` selects."""
+    """A CUDA device by ``index``; with ``None``, the current one."""
 
-    context = CONTEXT
+    context_bytes = CONTEXT
     """Bytes of a CUDA context where NVML does not report it."""
 
     def __init__(self, index: int | None) -> None:
@@ -137,7 +137,7 @@ class CudaDevice(Device):
 
         The garbage collector runs as usual: without it a body may not fit.
         """
-        with self._threads.started_by(name), imports_watched():
+        with self._threads.started_by(name), clear_frames_of_imports():
             yield
 
     def restart_collector(self) -> None:
@@ -167,7 +167,7 @@ class CudaDevice(Device):
         return self._held(index, device)
 
     def _held(self, index: int, device: NvmlDevice | None) -> tuple[int, int]:
-        estimate = self.context if index == self.index else 0
+        estimate = self.context_bytes if index == self.index else 0
         if not torch.cuda.is_initialized():
             return estimate, 0
         reserved: int = torch.cuda.memory_reserved(index)
@@ -177,18 +177,18 @@ class CudaDevice(Device):
     def limited(self, size: int) -> AbstractContextManager[None]:
         return limited(self.index, size)
 
-    def refusals(self) -> AbstractContextManager[Sequence[Refusal]]:
+    def failed_allocations(self) -> AbstractContextManager[Sequence[FailedAllocation]]:
         """Return the list that collects the allocator's refusals inside; initialises CUDA."""
         torch.cuda.init()
 
-        def note(index: int, asked: int, free: int) -> Refusal | None:
+        def note(index: int, asked: int, free: int) -> FailedAllocation | None:
             if index != self.index:
                 return None
             shared = (device for at, device in self._shared.values() if at == index)
             context, reserved = self._held(index, next(shared, None))
-            return Refusal(asked, reserved, free, self.total_memory, context)
+            return FailedAllocation(asked, reserved, free, self.total_memory, context)
 
-        return refusals(observers_of_torch(), note)
+        return failed_allocations(observers_of_torch(), note)
 
     def fault(self) -> str | None:
         """Return the sticky error of the CUDA context, ``None`` where it is sound."""

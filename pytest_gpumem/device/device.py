@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pytest_gpumem.device import Computed
+from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.errors import UnknownValueError
 from pytest_gpumem.values.measurement import Measurement
@@ -16,7 +16,7 @@ from pytest_gpumem.values.measurement import Measurement
 if TYPE_CHECKING:
     # torch, which a process without marked tests does not need.
     from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
-    from pytest_gpumem.sharing.admission import Refusal
+    from pytest_gpumem.sharing.admission import FailedAllocation
     from pytest_gpumem.sharing.devices import HostDevice
     from pytest_gpumem.simulated.machine.values.work import Work
 
@@ -81,7 +81,7 @@ class Device:
         raise NotImplementedError
 
     def unmeasured(self) -> AbstractContextManager[None]:
-        """Keep code inside from adding notes to the test's numbers."""
+        """Keep peaks in the ``with`` block out of the estimates and notes of the test."""
         return nullcontext()
 
     def restart_collector(self) -> None:
@@ -91,10 +91,10 @@ class Device:
         """Drop the records of earlier tests, and leave the memory as it is."""
 
     def end_body(self) -> None:
-        """Raise failures of threads that the test's body left running."""
+        """End a run of the body: wait for what it left running, or raise its failure."""
 
     def setting_up(self, fixture: object) -> AbstractContextManager[object]:
-        """Set up ``fixture``, which tests share, inside."""
+        """Set up ``fixture``, of any scope, in the ``with`` block."""
         raise NotImplementedError
 
     def forget(self, fixture: object) -> None:
@@ -116,7 +116,7 @@ class Device:
         """Limit this process to reserving ``size`` bytes inside; may raise ``QuotaError``."""
         raise NotImplementedError
 
-    def refusals(self) -> AbstractContextManager[Sequence[Refusal]]:
+    def failed_allocations(self) -> AbstractContextManager[Sequence[FailedAllocation]]:
         """Return the list that collects the allocator's refusals inside, in order."""
         raise NotImplementedError
 
@@ -141,27 +141,27 @@ class ComputingDevice(Device):
     """A simulated or dry device, on which the CPU can compute values of tensors."""
 
     @property
-    def following(self) -> Computed | None:
-        """The values that a further run computes, ``None`` where this one computes all."""
+    def next_level(self) -> ValueLevel | None:
+        """The next higher level of values for a rerun; None if this device already computes all."""
         raise NotImplementedError
 
     @property
-    def decided(self) -> str | None:
+    def decided_by(self) -> str | None:
         """Why a further run is needed though nothing failed; ``None`` where it is not."""
         return None
 
-    def why_again(self, error: BaseException | None, *, failed: bool) -> str | None:
+    def reason_to_rerun(self, error: BaseException | None, *, failed: bool) -> str | None:
         """Return why a run that ended by ``error`` needs more values; ``None`` where it does not.
 
         ``failed`` is whether it failed by an exception of its own code.
         """
         if isinstance(error, UnknownValueError):
             return str(error)
-        made_up = "it failed after it read a value that is not computed"
-        return self.decided or (made_up if failed and self.made_up else None)
+        placeholder = "it failed after it read a value that is not computed"
+        return self.decided_by or (placeholder if failed and self.used_placeholder else None)
 
     @property
-    def made_up(self) -> bool:
+    def used_placeholder(self) -> bool:
         """Whether the current test has read a value that was not computed."""
         raise NotImplementedError
 
@@ -171,7 +171,7 @@ class ComputingDevice(Device):
         raise NotImplementedError
 
     @property
-    def events(self) -> int:
+    def events_hash(self) -> int:
         """A hash of the events of the tests' own allocator in the current test."""
         raise NotImplementedError
 

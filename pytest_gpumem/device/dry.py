@@ -13,16 +13,16 @@ from functools import cached_property
 from math import gcd
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.collector import GROWTH, Collector
-from pytest_gpumem.device import Computed
+from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
-from pytest_gpumem.device.random_numbers import own_numbers
+from pytest_gpumem.device.random_numbers import seeded_generators
 from pytest_gpumem.dry import autograd, compiling, scope, workspaces
 from pytest_gpumem.dry.blocks import Blocks, LeftoverBlocks
-from pytest_gpumem.dry.load import begin_placing_anew
+from pytest_gpumem.dry.load import restart_placing
 from pytest_gpumem.dry.placing import Amount, Fixtures
 from pytest_gpumem.dry.values.follower import Follower
+from pytest_gpumem.gc_schedule import GROWTH, Collector
 from pytest_gpumem.measurement.statistics import Bytes
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.simulated.machine.values.work import Work
@@ -33,7 +33,7 @@ from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.world import RequestedRank, world_of
 
 if TYPE_CHECKING:
-    from pytest_gpumem.dry.ranks import Membership
+    from pytest_gpumem.dry.ranks import DryRankProcessGroups
 
 
 class DryDevice(CudaDevice, ComputingDevice):
@@ -45,14 +45,14 @@ class DryDevice(CudaDevice, ComputingDevice):
     ``runs_again`` that fails by an unknown value, its first run may count with unknown integers.
     """
 
-    context = 0
+    context_bytes = 0
     compile_context = staticmethod(compiling.separate_pool)
     """A pool of its own: a cache on disk changes what compilers allocate."""
 
     def __init__(
         self,
         name: str,
-        computed: Computed = Computed.AT_FIRST,
+        computed: ValueLevel = ValueLevel.AT_FIRST,
         *,
         requested: RequestedRank | None = None,
         gpus: int = 1,
@@ -67,20 +67,20 @@ class DryDevice(CudaDevice, ComputingDevice):
         self._leftover = LeftoverBlocks(self._blocks)
         self._collector = Collector()
         self._follower = Follower(
-            follows=computed > Computed.AT_FIRST,
-            everything=computed is Computed.ALL,
+            follows=computed > ValueLevel.AT_FIRST,
+            everything=computed is ValueLevel.ALL,
             makes_up_integers=runs_again,
         )
         self._fixtures = Fixtures(self._blocks, self._leftover, self._follower.values.moving)
         self._requested = requested
-        self._membership: Membership | None = None
+        self._membership: DryRankProcessGroups | None = None
         if requested is not None:
             # torch.distributed is slow to import.
-            from pytest_gpumem.dry.ranks import Membership
+            from pytest_gpumem.dry.ranks import DryRankProcessGroups
 
             world = world_of(requested.size, requested.rank, per_machine=gcd(gpus, requested.size))
             self.index = world.local_rank
-            self._membership = Membership(world)
+            self._membership = DryRankProcessGroups(world)
 
     @cached_property
     def _environment(self) -> Environment:
@@ -90,8 +90,8 @@ class DryDevice(CudaDevice, ComputingDevice):
         )
 
     @property
-    def events(self) -> int:
-        return workspaces.events(self.index)
+    def events_hash(self) -> int:
+        return workspaces.events_hash(self.index)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -101,10 +101,10 @@ class DryDevice(CudaDevice, ComputingDevice):
         """
         with (
             scope.opened(),
-            compilers.kept_out(nullcontext, nullcontext),
+            compilers.deferred(nullcontext, nullcontext),
             super().active(),
             self._follower.active(),
-            compiling.served(self._follower.following),
+            compiling.skip_tuning(self._follower.following),
             stand_ins.announced(),
             self._membership.taken() if self._membership else nullcontext(),
         ):
@@ -121,7 +121,7 @@ class DryDevice(CudaDevice, ComputingDevice):
         super().begin_test(name, fixtures, renewed)
         self._follower.begin()
         workspaces.renew_dropout_states()
-        begin_placing_anew()
+        restart_placing()
 
         def placed(fixture: object, held: Mapping[int, Amount], peak: Mapping[int, Amount]) -> None:
             renewed(fixture, _in_bytes(held), _in_bytes(peak))
@@ -140,7 +140,7 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     def end_body(self) -> None:
         """Wait until autograd and NCCL have dropped what the body computed."""
-        autograd.settle()
+        autograd.wait_for_threads()
         if self._membership is not None:
             self._membership.end_body()
 
@@ -152,7 +152,7 @@ class DryDevice(CudaDevice, ComputingDevice):
         """Run the test ``name`` inside; the collector runs by the GPUs' blocks only."""
         with (
             super().measuring(name),
-            own_numbers(),
+            seeded_generators(),
             self._collector.in_charge(),
             self._blocks.growing(GROWTH, self._collector.grown),
         ):
@@ -164,8 +164,8 @@ class DryDevice(CudaDevice, ComputingDevice):
     def restart_collector(self) -> None:
         """Reset state that depends on all earlier code: the collector, autograd's numbering."""
         self._collector.restart()
-        autograd.number_anew()
-        self._blocks.count_anew()
+        autograd.restart_numbering()
+        self._blocks.restart_count()
 
     @contextmanager
     def setting_up(self, fixture: object) -> Iterator[None]:
@@ -173,7 +173,7 @@ class DryDevice(CudaDevice, ComputingDevice):
         with (
             super().setting_up(fixture),
             self._fixtures.setting_up(fixture),
-            own_numbers() if is_shared(fixture) else nullcontext(),
+            seeded_generators() if is_shared(fixture) else nullcontext(),
         ):
             yield
 
@@ -191,17 +191,17 @@ class DryDevice(CudaDevice, ComputingDevice):
         )
 
     @property
-    def following(self) -> Computed | None:
-        return None if self._computed is Computed.ALL else Computed(self._computed + 1)
+    def next_level(self) -> ValueLevel | None:
+        return None if self._computed is ValueLevel.ALL else ValueLevel(self._computed + 1)
 
     @property
-    def decided(self) -> str | None:
+    def decided_by(self) -> str | None:
         """The unknown value that the current test's control flow used; ``None`` for none."""
-        return self._follower.reads.decided
+        return self._follower.reads.decided_by
 
     @property
-    def made_up(self) -> bool:
-        return self._follower.made_up
+    def used_placeholder(self) -> bool:
+        return self._follower.used_placeholder
 
     @property
     def work(self) -> Work:

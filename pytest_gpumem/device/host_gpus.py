@@ -60,12 +60,13 @@ def describe(gpus: Sequence[NvmlReading]) -> list[str]:
 
         if not all(map(psutil.pid_exists, pids)):
             clauses.append(
-                "NVML numbers processes as the host does: whose memory it is stays unknown"
+                "NVML reports PIDs of the host, so memory cannot be assigned to processes in this "
+                "container"
             )
     return clauses
 
 
-def refusal(gpus: Sequence[NvmlReading], workers: int, *, placed: bool) -> str | None:
+def why_not_usable(gpus: Sequence[NvmlReading], workers: int, *, placed: bool) -> str | None:
     """Return why ``workers`` processes cannot use ``gpus``, ``None`` where they can.
 
     Where they are not ``placed``, all of them use the first GPU.
@@ -95,7 +96,7 @@ def _model(gpu: NvmlReading) -> str:
     return gpu.name.partition(" MIG")[0]
 
 
-def settled(choice: DeviceChoice, baselines: Path) -> DeviceChoice:
+def resolved(choice: DeviceChoice, baselines: Path) -> DeviceChoice:
     """Return ``choice``, or the dry device in place of ``auto`` if available; only reads files."""
     if choice.kind != "auto":
         return choice

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 
-from pytest_gpumem.sharing.admission import Refusal
+from pytest_gpumem.sharing.admission import FailedAllocation
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.environment import alloc_conf_variable
 
@@ -106,15 +106,15 @@ def observers_of_torch() -> list[Observer]:
 
 
 @contextmanager
-def refusals(
-    observers: list[Observer], note: Callable[[int, int, int], Refusal | None]
-) -> Iterator[list[Refusal]]:
+def failed_allocations(
+    observers: list[Observer], note: Callable[[int, int, int], FailedAllocation | None]
+) -> Iterator[list[FailedAllocation]]:
     """Yield a list of what ``note`` makes of each refusal: device, requested and free bytes."""
-    found: list[Refusal] = []
+    found: list[FailedAllocation] = []
 
     def observe(device: int, asked: int, allowed: int, free: int) -> None:
-        if refusal := note(device, asked, free):
-            found.append(refusal)
+        if failed := note(device, asked, free):
+            found.append(failed)
 
     observers.append(observe)
     try:

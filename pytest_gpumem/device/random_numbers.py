@@ -22,7 +22,7 @@ _Restore = Callable[[], Any]
 
 
 @contextmanager
-def own_numbers() -> Iterator[None]:
+def seeded_generators() -> Iterator[None]:
     """Seed the generators of Python, NumPy and torch inside, and restore their states afterwards.
 
     Those of the GPUs are restored where there have been any; else they are seeded again.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.device import Computed, DeviceError
+from pytest_gpumem.device import DeviceError, ValueLevel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ class DeviceSelector:
         self.world: World | None = None
         """The rank that torchrun has started this process as."""
         self._simulated: dict[tuple[str, bool, RequestedRank | None], Device] = {}
-        self._dry_devices: dict[tuple[Computed, RequestedRank | None], DryDevice] = {}
+        self._dry_devices: dict[tuple[ValueLevel, RequestedRank | None], DryDevice] = {}
         self.extra: Callable[[Device], Mapping[str, str]] | None = None
         """The function returning the entries that other plugins add to a device's environment."""
         self._extended: set[Device] = set()
@@ -93,7 +93,7 @@ class DeviceSelector:
         self,
         model: str | None,
         *,
-        computed: Computed = Computed.AT_FIRST,
+        computed: ValueLevel = ValueLevel.AT_FIRST,
         requested: RequestedRank | None = None,
     ) -> Device:
         """Return the real device, or a simulated one of ``model`` (``None``: as the options say).
@@ -103,9 +103,9 @@ class DeviceSelector:
         Raises ``DeviceError`` where the options ask for a CUDA device that is not there, the
         environment has allocator settings that no device takes, or a plugin that adds to it fails.
         """
-        device = None if self.simulates(model) else self.real(computed, requested)
+        device = None if self.simulates(model) else self.measured_device(computed, requested)
         if device is None:
-            everything = computed is Computed.ALL
+            everything = computed is ValueLevel.ALL
             device = self._simulate(model or self._choice.models[0], everything, requested)
         if self.extra is not None and device not in self._extended:
             device.extra = self.extra(device)
@@ -120,8 +120,8 @@ class DeviceSelector:
                 "torch, or run with --gpumem-device=off"
             )
 
-    def real(
-        self, computed: Computed = Computed.AT_FIRST, requested: RequestedRank | None = None
+    def measured_device(
+        self, computed: ValueLevel = ValueLevel.AT_FIRST, requested: RequestedRank | None = None
     ) -> Device | None:
         """Return the real or dry device to measure on, ``None`` where tests are simulated."""
         if self._choice.kind != "dry":

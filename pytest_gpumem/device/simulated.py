@@ -8,29 +8,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_gpumem.collector import Collector
-from pytest_gpumem.device import Computed
+from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
-from pytest_gpumem.device.quota import inherited, refusals
-from pytest_gpumem.device.random_numbers import own_numbers
+from pytest_gpumem.device.quota import failed_allocations, inherited
+from pytest_gpumem.device.random_numbers import seeded_generators
 from pytest_gpumem.dry import scope
-from pytest_gpumem.garbage import imports_watched
+from pytest_gpumem.garbage import clear_frames_of_imports
+from pytest_gpumem.gc_schedule import Collector
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
-from pytest_gpumem.sharing.admission import Refusal
+from pytest_gpumem.sharing.admission import FailedAllocation
 from pytest_gpumem.sharing.devices import CandidateDevice, SharedSimulatedDevice, take_place
 from pytest_gpumem.simulated.common.callsite import running
 from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
 from pytest_gpumem.simulated.machine.machine import SetupLog
 from pytest_gpumem.simulated.machine.values.work import Work
 from pytest_gpumem.simulated.simulation import SimulatedGPU
-from pytest_gpumem.simulating import hash_of_events, workspaces_of
+from pytest_gpumem.simulating import events_hash, workspaces_of
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.world import RequestedRank, world_of
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.distributed.process_groups import Membership
+    from pytest_gpumem.simulated.distributed.process_groups import RankProcessGroups
 
 
 class SimulatedDevice(ComputingDevice):
@@ -56,15 +56,15 @@ class SimulatedDevice(ComputingDevice):
     ) -> None:
         machine = find_machine(name)
         self._requested = requested
-        self._membership: Membership | None = None
+        self._membership: RankProcessGroups | None = None
         world = None
         if requested is not None:
             # torch.distributed is slow to import.
-            from pytest_gpumem.simulated.distributed.process_groups import Membership
+            from pytest_gpumem.simulated.distributed.process_groups import RankProcessGroups
 
             per_machine = machine.per_machine or requested.per_machine
             world = world_of(requested.size, requested.rank, per_machine=per_machine)
-            self._membership = Membership(world)
+            self._membership = RankProcessGroups(world)
         self._name = machine.name
         self._gpus = SimulatedGPU.machine(
             machine, world=world, real_values=real_values, stand_ins=stand_ins, compile=compile
@@ -96,8 +96,8 @@ class SimulatedDevice(ComputingDevice):
         return self._own.model.total_memory
 
     @property
-    def events(self) -> int:
-        return hash_of_events(self._own)
+    def events_hash(self) -> int:
+        return events_hash(self._own)
 
     @property
     def recorder(self) -> Recorder:
@@ -183,8 +183,8 @@ class SimulatedDevice(ComputingDevice):
         """Run the test ``name`` inside; the collector runs by the GPUs' blocks only."""
         with (
             self._simulation.threads.owned_by(name),
-            imports_watched(),
-            own_numbers(),
+            clear_frames_of_imports(),
+            seeded_generators(),
             self._collector.in_charge(),
         ):
             yield
@@ -233,7 +233,7 @@ class SimulatedDevice(ComputingDevice):
         with ExitStack() as logging:
             if is_shared(fixture):
                 logging.enter_context(self._simulation.threads.owned_by(None))
-                logging.enter_context(own_numbers())
+                logging.enter_context(seeded_generators())
             logs = [logging.enter_context(gpu.logging()) for gpu in self._gpus]
             yield
         after = self._simulation.current_index
@@ -269,12 +269,12 @@ class SimulatedDevice(ComputingDevice):
         return self._simulation.values.everything
 
     @property
-    def following(self) -> Computed | None:
-        return None if self.has_values else Computed.ALL
+    def next_level(self) -> ValueLevel | None:
+        return None if self.has_values else ValueLevel.ALL
 
     @property
-    def made_up(self) -> bool:
-        return self._simulation.granted or bool(self._simulation.neutral_reads)
+    def used_placeholder(self) -> bool:
+        return self._simulation.assumed or bool(self._simulation.placeholder_reads)
 
     @property
     def work(self) -> Work:
@@ -325,14 +325,14 @@ class SimulatedDevice(ComputingDevice):
         finally:
             gpu.allocator.set_memory_fraction(1.0)
 
-    def refusals(self) -> AbstractContextManager[Sequence[Refusal]]:
+    def failed_allocations(self) -> AbstractContextManager[Sequence[FailedAllocation]]:
         """Return the list that collects the refusals of the first GPU's allocator inside."""
         gpu = self._own
 
-        def note(index: int, asked: int, free: int) -> Refusal:
-            return Refusal(asked, gpu.allocator.reserved, free, gpu.model.total_memory)
+        def note(index: int, asked: int, free: int) -> FailedAllocation:
+            return FailedAllocation(asked, gpu.allocator.reserved, free, gpu.model.total_memory)
 
-        return refusals(gpu.allocator.observers, note)
+        return failed_allocations(gpu.allocator.observers, note)
 
     def empty_cache(self) -> None:
         for gpu in self._gpus:

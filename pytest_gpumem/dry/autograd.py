@@ -20,7 +20,7 @@ _NAME = "pt_autograd_"
 """The beginning of the threads' names, before the index of the device."""
 
 
-def settle() -> None:
+def wait_for_threads() -> None:
     """Wait until autograd's running threads have dropped their last tasks."""
     for index in _devices():
         with torch.enable_grad():
@@ -33,7 +33,7 @@ def settle() -> None:
         )
 
 
-def number_anew() -> None:
+def restart_numbering() -> None:
     """Count the nodes of every thread from zero, as in a new process (``source/numbers.c``)."""
     ctypes.CDLL(None).pytest_gpumem_dry_number_anew()
 

@@ -29,7 +29,7 @@ _MOST_TRIES = 100
 _MOST_ROUNDS = 100
 """Rounds of filling: a part from which another one's block was taken is filled in the next."""
 
-Span = tuple[int, int]
+BlockNumbers = tuple[int, int]
 """Numbers of blocks: above the first, up to the second."""
 
 
@@ -70,14 +70,14 @@ class Blocks:
         """Call ``grown`` inside, in Python's main thread, whenever there are more ``by`` blocks."""
         before = self._function
         self._function = ctypes.CFUNCTYPE(None)(grown), by
-        self.count_anew()
+        self.restart_count()
         try:
             yield
         finally:
             self._function = before
-            self.count_anew()
+            self.restart_count()
 
-    def count_anew(self) -> None:
+    def restart_count(self) -> None:
         """Take the present number of blocks as the start of the count."""
         function, by = self._function or (None, 0)
         self._collect(function, ctypes.c_size_t(by))
@@ -99,7 +99,7 @@ class LeftoverBlocks:
         """Bytes that are filled now."""
         return sum(self._filled.values())
 
-    def fill(self, spans: Sequence[Span]) -> None:
+    def fill(self, spans: Sequence[BlockNumbers]) -> None:
         """Fill the free space beside blocks in none of ``spans``, until :meth:`release`."""
         if not torch.cuda.is_initialized():
             return
@@ -118,7 +118,7 @@ class LeftoverBlocks:
         self._kept = list(self.tensors_in(leftover))
 
     def _holes(
-        self, spans: Sequence[Span]
+        self, spans: Sequence[BlockNumbers]
     ) -> tuple[Sequence[_Hole], set[int], Sequence[tuple[int, int]]]:
         """Return the free parts of segments without a fixture's block, the smallest first.
 
@@ -240,7 +240,7 @@ def _start_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _is_in(number: int, spans: Iterable[Span]) -> bool:
+def _is_in(number: int, spans: Iterable[BlockNumbers]) -> bool:
     return any(first < number <= last for first, last in spans)
 
 

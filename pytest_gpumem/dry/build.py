@@ -16,12 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from platform import machine
 
-from pytest_gpumem.dry.torch_build import (
-    DryError,
-    TorchBuild,
-    installed_build,
-    installed_files,
-)
+from pytest_gpumem.dry.torch_build import DryError, TorchBuild, installed_build, installed_files
 
 RUNTIME = "libpytest_gpumem_dry.so"
 _SOURCE = Path(__file__).parent / "source"

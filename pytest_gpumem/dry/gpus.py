@@ -31,17 +31,17 @@ def models_of(names: str) -> list[GpuModel]:
     machines = [find_machine(name) for name in names.split(",")]
     models = [machine.model for machine in machines for _ in range(machine.count)]
     for parts in _divided(models):
-        if parts[0].profile and not fit([INSTANCES[one.whole][one.profile] for one in parts]):
+        if parts[0].profile and not fit([INSTANCES[one.parent_name][one.profile] for one in parts]):
             written = ",".join(one.name for one in parts)
             raise GpuError(
-                f'"{written}" are more instances of MIG than fit on one {parts[0].whole}'
+                f'"{written}" are more instances of MIG than fit on one {parts[0].parent_name}'
             )
     return models
 
 
 def _divided(models: Sequence[GpuModel]) -> Iterator[Sequence[GpuModel]]:
     """Yield whole GPUs, each alone, and instances with those of the same GPU."""
-    for (_, divided), group in groupby(models, lambda one: (one.whole, bool(one.profile))):
+    for (_, divided), group in groupby(models, lambda one: (one.parent_name, bool(one.profile))):
         parts = list(group)
         yield from [parts] if divided else [[one] for one in parts]
 
@@ -51,7 +51,7 @@ def description(models: Sequence[GpuModel]) -> str:
     lines: list[str] = []
     for parts in _divided(models):
         if parts[0].profile:
-            lines.append(_one(GPUS[parts[0].whole], len(lines)))
+            lines.append(_one(GPUS[parts[0].parent_name], len(lines)))
         lines += [_one(part, len(lines) + number) for number, part in enumerate(parts)]
     return ";".join(lines)
 
@@ -71,7 +71,7 @@ def _one(model: GpuModel, index: int) -> str:
         "shared": limits.shared_memory,
         "optin": limits.shared_memory_per_block,
         "blocks": limits.blocks,
-        "bus": BUS_WIDTHS[model.whole],
+        "bus": BUS_WIDTHS[model.parent_name],
         "instances": COMPUTE_SLICES if model.name in INSTANCES else 0,
         "instance": int(bool(model.profile)),
     }

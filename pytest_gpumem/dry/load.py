@@ -90,7 +90,7 @@ def is_launched() -> bool:
     return is_loaded() and BY_PYTEST not in os.environ
 
 
-def begin_placing_anew() -> None:
+def restart_placing() -> None:
     """Place later segments of every GPU as in a new process, below those that are there."""
     getattr(ctypes.CDLL(None), _BEGIN)()
 

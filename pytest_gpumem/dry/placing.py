@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pytest_gpumem.dry.blocks import Blocks, LeftoverBlocks, Span
-from pytest_gpumem.dry.set_ups import Event, Log, Moved, SetUp, blocks_left, repeat
+from pytest_gpumem.dry.blocks import BlockNumbers, Blocks, LeftoverBlocks
+from pytest_gpumem.dry.set_ups import BlockEvent, Log, Moved, SetUp, blocks_left, repeat
 
 
 class Amount(NamedTuple):
@@ -46,7 +46,7 @@ class Fixtures:
         # The body of a test gets others in their place.
         self._stats: Callable[[int], dict[str, Any]] = torch._C._cuda_memoryStats
         self._reset_peaks: Callable[[int], None] = torch._C._cuda_resetPeakMemoryStats
-        self._spans: dict[object, Span] = {}
+        self._spans: dict[object, BlockNumbers] = {}
         """Blocks of a fixture's set-up, by fixture."""
         self._set_ups: dict[object, SetUp] = {}
         self._depth = 0
@@ -101,7 +101,7 @@ class Fixtures:
         if fixture in self._placed:
             self._placed.remove(fixture)
 
-    def _take(self, fixture: object, events: Sequence[Event]) -> None:
+    def _take(self, fixture: object, events: Sequence[BlockEvent]) -> None:
         left = {
             at: (start, self._blocks.number(start)) for at, start in blocks_left(events).items()
         }

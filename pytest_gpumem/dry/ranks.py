@@ -41,7 +41,7 @@ _LONG_STEP = 0.25
 """Seconds after which the watchdog has looked."""
 
 
-class LonelyStore(Store):
+class SingleProcessStore(Store):
     """A store that never waits: values of other ranks read as zero bytes."""
 
     def __init__(self) -> None:
@@ -86,18 +86,18 @@ class LonelyStore(Store):
     def set_timeout(self, timeout: timedelta) -> None:
         """Ignore the timeout: the store never waits."""
 
-    def clone(self) -> LonelyStore:
-        """Return a store with the same content."""
+    def clone(self) -> SingleProcessStore:
+        """Return itself: nothing depends on a store of its own."""
         return self
 
 
-class Membership(process_groups.Membership):
+class DryRankProcessGroups(process_groups.RankProcessGroups):
     """The groups of a rank, of torch's own NCCL, for as long as this object lives."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
         # C++ keeps its part of a store alive, but not its Python methods.
-        self._store = LonelyStore()
+        self._store = SingleProcessStore()
 
     @contextmanager
     def _replaced(self) -> Iterator[None]:

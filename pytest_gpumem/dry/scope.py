@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from pytest_gpumem.cached_answers import renewed, watch
+from pytest_gpumem.cached_answers import clear_cached_answers, watch
 from pytest_gpumem.garbage import importing
 
 
@@ -46,7 +46,7 @@ def close(*, to_children: bool) -> None:
 @contextmanager
 def opened(*, to_children: bool = True) -> Iterator[None]:
     """Show the devices inside, and ``to_children``, the processes that are started inside."""
-    with renewed():
+    with clear_cached_answers():
         if _SCOPE.is_open:
             yield
             return

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-Span = tuple[int, int]
+BlockNumbers = tuple[int, int]
 
 
-class Event(NamedTuple):
+class BlockEvent(NamedTuple):
     """A block that was handed out; with a negative size one that was taken back."""
 
     start: int
@@ -29,7 +29,7 @@ class Event(NamedTuple):
 class SetUp:
     """The set-up of one fixture."""
 
-    events: Sequence[Event]
+    events: Sequence[BlockEvent]
     left: Mapping[int, tuple[int, int]]
     """Address and number of each block that it has left, by the position of its event."""
 
@@ -43,10 +43,10 @@ class Log:
         self._logged = library.pytest_gpumem_dry_logged
         self._logged.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._logged.restype = ctypes.c_size_t
-        self._nested: list[list[Span]] = []
+        self._nested: list[list[BlockNumbers]] = []
 
     @contextmanager
-    def kept(self, take: Callable[[Sequence[Event]], None]) -> Iterator[None]:
+    def kept(self, take: Callable[[Sequence[BlockEvent]], None]) -> Iterator[None]:
         """Give ``take`` the events inside, except those inside a nested such context."""
         self._log(1)
         begin = self._logged(None, 0)
@@ -66,14 +66,14 @@ class Log:
             ]
             take(own)
 
-    def _since(self, begin: int) -> Sequence[Event]:
+    def _since(self, begin: int) -> Sequence[BlockEvent]:
         count = self._logged(None, 0) - begin
         numbers = (ctypes.c_int64 * (3 * count))()
         self._logged(numbers, begin)
-        return [Event(*numbers[at : at + 3]) for at in range(0, 3 * count, 3)]
+        return [BlockEvent(*numbers[at : at + 3]) for at in range(0, 3 * count, 3)]
 
 
-def blocks_left(events: Sequence[Event]) -> Mapping[int, int]:
+def blocks_left(events: Sequence[BlockEvent]) -> Mapping[int, int]:
     """Return the addresses of the blocks that ``events`` leave, by their positions in these."""
     left: dict[int, int] = {}
     for at, event in enumerate(events):
@@ -127,7 +127,7 @@ class Moved:
         return start
 
 
-def repeat(events: Sequence[Event], moved: Mapping[int, Moved]) -> Mapping[int, int]:
+def repeat(events: Sequence[BlockEvent], moved: Mapping[int, Moved]) -> Mapping[int, int]:
     """Repeat ``events``; return the addresses of what they leave, by position.
 
     ``moved`` are the storages of such blocks, by position. Other blocks are given back at the end.

@@ -43,7 +43,7 @@ def begin_process(
     kept = is_launched()
     try:
         if "torch" in sys.modules and not is_loaded():
-            _start_anew(model, capturing)
+            _restart(model, capturing)
         load(model)
         if not kept:
             os.environ[BY_PYTEST] = "1"
@@ -53,7 +53,7 @@ def begin_process(
         scope.close(to_children=not controls and not kept)
 
 
-def _start_anew(model: str, capturing: CaptureManager | None) -> None:
+def _restart(model: str, capturing: CaptureManager | None) -> None:
     """Replace this process by the same pytest, with the runtime preloaded; raises ``DryError``."""
     if _STARTED_ANEW in os.environ or not _is_pytest():
         raise DryError(

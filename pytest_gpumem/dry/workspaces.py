@@ -105,7 +105,7 @@ def unmeasured() -> Iterator[None]:
         _runtime().pytest_gpumem_dry_pause_estimates(0)
 
 
-def events(device: int) -> int:
+def events_hash(device: int) -> int:
     """Return a hash of the allocator's events on GPU ``device`` in the present test."""
     function = _runtime().pytest_gpumem_dry_events
     function.restype = ctypes.c_uint64
@@ -185,7 +185,7 @@ def _convolution(numbers: Sequence[int]) -> Sequence[int]:
         math.prod(output) * size,
         size,
         dtype != _DOUBLE and _reads_channels_last(direction, shapes),
-        _on_tensor_cores(dtype, size, (major, minor)),
+        cudnn.on_tensor_cores(dtype == _FLOAT, size, (major, minor)),
         (major, minor),
     )
     shown = 1 if weight[2] == 1 < weight[3] else dims - 2
@@ -199,12 +199,6 @@ def _reads_channels_last(direction: int, shapes: Sequence[tuple[int, ...]]) -> b
 
     written = {cudnn.FORWARD: 2, cudnn.INPUT: 0, cudnn.WEIGHT: 1}[_DIRECTIONS[direction]]
     return any(is_channels_last(shapes[at], shapes[at + 3]) for at in range(3) if at != written)
-
-
-def _on_tensor_cores(dtype: int, size: int, capability: tuple[int, int]) -> bool:
-    if dtype == _FLOAT:
-        return capability >= (8, 0) and bool(sys.modules["torch"].backends.cudnn.allow_tf32)
-    return size == 2 and capability >= (7, 0)
 
 
 def _recurrent(numbers: Sequence[int]) -> Sequence[int]:

@@ -18,8 +18,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from pytest_gpumem.measurement.observer import MemoryObserver
 from pytest_gpumem.measurement.phases import Phase, PhaseTracker
-from pytest_gpumem.measurement.witness import Witness
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -56,9 +56,9 @@ class AutomaticPhases:
     interrupted while the closure runs: the forward and backward in there are phases of their own.
     """
 
-    def __init__(self, tracker: PhaseTracker, witness: Witness | None = None) -> None:
+    def __init__(self, tracker: PhaseTracker, observer: MemoryObserver | None = None) -> None:
         self._tracker = tracker
-        self._witness = witness
+        self._observer = observer
         self._busy = False
         self._step: _Step | None = None
 
@@ -70,15 +70,15 @@ class AutomaticPhases:
         try:
             with pytest.MonkeyPatch.context() as patches:
                 forward = self._outermost(FORWARD, torch.nn.Module.__call__)
-                if self._witness is not None:
-                    forward = self._witness.calling(forward)
-                    for owner, name, wrap in self._witness.wrappers():
+                if self._observer is not None:
+                    forward = self._observer.calling(forward)
+                    for owner, name, wrap in self._observer.wrappers():
                         patches.setattr(owner, name, wrap(getattr(owner, name)))
                 patches.setattr(torch.nn.Module, "__call__", forward)
                 for place in _BACKWARD_ENTRIES:
                     run = self._outermost(BACKWARD, place._engine_run_backward)
-                    if self._witness is not None:
-                        run = self._witness.running_backward(run)
+                    if self._observer is not None:
+                        run = self._observer.running_backward(run)
                     patches.setattr(place, "_engine_run_backward", run)
                 yield
         finally:
@@ -109,8 +109,8 @@ class AutomaticPhases:
         if self._busy and not self._abandoned_step():
             return None
         self._busy = True
-        if self._witness is not None:
-            self._witness.begin(STEP)
+        if self._observer is not None:
+            self._observer.begin(STEP)
         step = self._step = _Step(self._tracker.enter(STEP), sys._getframe(1), get_ident())
         # Arguments that the step is called with instead, where they have a closure.
         if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
@@ -124,23 +124,23 @@ class AutomaticPhases:
             if step is not self._step or step.phase is None:
                 return closure(*args, **kwargs)
             self._step, self._busy = None, False
-            if self._witness is not None:
-                self._witness.end()
+            if self._observer is not None:
+                self._observer.end()
             try:
                 with self._tracker.interrupted(step.phase):
                     return closure(*args, **kwargs)
             finally:
                 self._close_step()  # one inside that was left by an exception
                 self._step, self._busy = step, True
-                if self._witness is not None:
-                    self._witness.begin(STEP)
+                if self._observer is not None:
+                    self._observer.begin(STEP)
 
         return watched
 
     def _step_ended(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._step is not None and self._step.frame is sys._getframe(1):
-            if self._witness is not None:
-                self._witness.stepped(optimizer)
+            if self._observer is not None:
+                self._observer.stepped(optimizer)
             self._close_step()
 
     def _abandoned_step(self) -> bool:
@@ -154,7 +154,7 @@ class AutomaticPhases:
         if step is None:
             return
         self._busy = False
-        if self._witness is not None:
-            self._witness.end()
+        if self._observer is not None:
+            self._observer.end()
         if step.phase is not None:
             self._tracker.leave(step.phase)

@@ -28,7 +28,7 @@ Held = Callable[[], Iterable[tuple[int, int, Origin | None]]]
 MadeSince = Callable[[Positions], Iterable[int]]
 """A function returning the addresses of blocks that were allocated after a position."""
 
-LOOKS = 5
+MOST_INSPECTIONS = 5
 """The number of forwards at whose beginning live blocks are inspected: one to know what was there
 before, one more for what a first step alone makes, and three for two growths."""
 MOST_HOLDERS = 3
@@ -89,7 +89,7 @@ class Carried:
         ``owned`` are the addresses that modules and optimizers hold.
         """
         self._forwards += 1
-        if self._forwards > LOOKS:
+        if self._forwards > MOST_INSPECTIONS:
             return
         held = {address: (nbytes, origin) for address, nbytes, origin in self._held()}
         if self._first is None:

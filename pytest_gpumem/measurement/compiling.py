@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytest_gpumem.garbage import LeftFrames
+from pytest_gpumem.garbage import LeftoverFrames
 from pytest_gpumem.late_modules import when_imported
 from pytest_gpumem.measurement.phases import PhaseTracker
 
@@ -53,7 +53,7 @@ class Compiling:
     ) -> None:
         self._tracker = tracker
         self._compile_context = compile_context
-        self._frames = LeftFrames()
+        self._frames = LeftoverFrames()
         self._open = ExitStack()
         self._is_open = False
         self._patches = pytest.MonkeyPatch()

@@ -1,4 +1,4 @@
-"""Compositions of a test's peaks, from its recorded events and the witness's observations."""
+"""Compositions of a test's peaks, from its recorded events and the observer's observations."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pytest_gpumem.attribution.composition import (
     Site,
     composition_of,
     compositions,
-    settled,
     shown_path,
+    with_rest_as_other,
 )
-from pytest_gpumem.attribution.history import FOREVER, WORKSPACE, History, Origin, Sighting, Span
+from pytest_gpumem.attribution.history import FOREVER, WORKSPACE, History, Observation, Origin, Span
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory, post_mortem
 from pytest_gpumem.measurement.contents import CONTAINERS, attributes_of, is_a, items_of
 from pytest_gpumem.measurement.facts import releases_of
 from pytest_gpumem.measurement.leaks import holder_names
+from pytest_gpumem.measurement.observer import MemoryObserver
 from pytest_gpumem.measurement.phases import PhaseTracker, Positions, position_on
 from pytest_gpumem.measurement.statistics import Block, Recorder, Segments
-from pytest_gpumem.measurement.witness import Witness
 from pytest_gpumem.simulated.gpu.device import parse_version
 from pytest_gpumem.values.measurement import CALL, Measurement, PhaseRecord
 
@@ -40,7 +40,7 @@ class Beginning:
     """The segments held from the driver, where a report shows them over time."""
 
 
-class Account:
+class PeakRecorder:
     """An account of the bytes of one test: the compositions of its peaks, and its leaks."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Account:
         self._root = root
         self._set_up = self._beginning = Beginning((), {}, {})
         self._end: Positions = ()
-        self.witness = Witness(
+        self.observer = MemoryObserver(
             recorder.positions, lambda: recorder.held(torch.cuda.current_device()), self._made_since
         )
         self.positions = recorder.positions
@@ -93,7 +93,7 @@ class Account:
 
         ``own`` are the test's blocks, ``None`` where there are no others.
         """
-        self.witness.begin_run()
+        self.observer.begin_run()
         self.watch(fixtures)
         self._beginning = self._current_state(own, segments=self.timelines)
 
@@ -107,17 +107,17 @@ class Account:
                 inner = attributes_of(value).values()
             for part in (value, *inner):
                 if is_a(part, *HOLDERS):
-                    self.witness.watch(part)
+                    self.observer.watch(part)
 
     def end(self) -> None:
         """End the run with a last inspection of live state."""
-        self.witness.look()
+        self.observer.observe_optimizers()
         self._end = self._recorder.positions()
 
     def facts(self, sites: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the run's facts, and the releases of the libraries that ``sites`` name."""
         libraries = releases_of(filter(None, (site.get("site") for site in sites)), self._root)
-        found = self.witness.facts.to_dict()
+        found = self.observer.facts.to_dict()
         return {**found, "libraries": libraries} if libraries else found
 
     def out_of_memory(self, device: int, tracker: PhaseTracker, total: int) -> OutOfMemory | None:
@@ -138,7 +138,7 @@ class Account:
             version=parse_version(None),
             holders=composition_of(history, live, {}).sites,
             place=(shown, origin.operator_name if origin else None),
-            unfused=self.witness.facts.failed_unfused,
+            unfused=self.observer.facts.failed_unfused,
         )
 
     def compositions(self, device: int, tracker: PhaseTracker) -> dict[str, Composition]:
@@ -165,7 +165,7 @@ class Account:
         """
         beginning = beginning or self._beginning
         begin = position_on(device, beginning.positions)
-        witness = self.witness
+        observer = self.observer
 
         def at(positions: Positions) -> int:
             return position_on(device, positions) - begin
@@ -184,15 +184,17 @@ class Account:
             ],
             automatic=[
                 Span(name, at(opened), at(closed))
-                for name, opened, closed in witness.spans
+                for name, opened, closed in observer.spans
                 if at(opened) >= 0
             ],
-            modules=[(at(called), path) for called, path in witness.marks if at(called) >= 0],
-            sightings=[
-                *(Sighting(at(one[0]), *one[1:]) for one in witness.sightings),
-                *(Sighting(at(self._end), one.address, WORKSPACE, "", "") for one in workspaces),
+            modules=[(at(called), path) for called, path in observer.marks if at(called) >= 0],
+            observations=[
+                *(Observation(at(one[0]), *one[1:]) for one in observer.observations),
+                *(Observation(at(self._end), one.address, WORKSPACE, "", "") for one in workspaces),
             ],
-            asides=[(at(opened), at(closed)) for opened, closed in tracker.asides],
+            excluded_windows=[
+                (at(opened), at(closed)) for opened, closed in tracker.excluded_windows
+            ],
             unmeasured=[(at(opened), at(closed)) for opened, closed in tracker.unmeasured_windows],
             reserved=self._recorder.reserved(device, begin) if self.timelines else (),
             split=splits,
@@ -202,13 +204,13 @@ class Account:
         )
 
 
-def composed(
+def add_compositions(
     phases: Mapping[str, PhaseRecord], found: Mapping[str, Composition]
 ) -> dict[str, PhaseRecord]:
     """Return ``phases`` with the blocks live at their peaks, to the byte."""
     result = dict(phases)
     for name in phases.keys() & found.keys():
-        exact = settled(found[name], phases[name].peak_allocated)
+        exact = with_rest_as_other(found[name], phases[name].peak_allocated)
         sites = tuple(site.to_dict() for site in exact.sites)
         result[name] = replace(phases[name], composition=exact.categories, sites=sites)
     return result
@@ -221,7 +223,7 @@ def explained_by(first: Measurement, again: Measurement) -> Measurement:
         for name, phase in again.phases.items()
         if phase.sites
     }
-    phases = composed(first.phases, found)
+    phases = add_compositions(first.phases, found)
     call = phases[CALL]
     taken = {name: getattr(again, name) for name in ("leaks", "facts", "timeline")}
     return replace(first, phases=phases, composition=call.composition, sites=call.sites, **taken)
@@ -236,6 +238,7 @@ def leaks(
     """
     left = frozenset(block for block in blocks if block.device == device)
     addresses = {block.address for block in left}
-    lives = [life for life in history.lives if life.address in addresses and life.died == FOREVER]
+    live = (one for one in history.lifetimes if one.freed_at == FOREVER)
+    lives = [one for one in live if one.address in addresses]
     holders = holder_names(left) if lives and named else {}
     return tuple(site.to_dict() for site in composition_of(history, lives, holders).sites)

@@ -94,7 +94,9 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from parts_of(part)
 
 
-def parameters_aside(part: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
+def sharded_parameters(
+    part: torch.nn.Module,
+) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
     """Yield owner, name and parameter of those that ``fully_shard`` keeps for ``part`` elsewhere.
 
     While a module is whole its shards are not registered, and the whole ones are not otherwise;
@@ -107,7 +109,9 @@ def parameters_aside(part: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, s
                 yield owner, name, parameter
 
 
-def gradients_aside(part: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
+def accumulated_gradients(
+    part: torch.nn.Module,
+) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
     """Yield owner, name and gradient that ``fully_shard`` adds up for ``part`` before reducing."""
     for each in _sharded_by(part):
         if each.unsharded_accumulated_grad is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_gpumem.sizes import GIB, format_size
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.serialization import Plain
 
 MPS_DIRECTORY = "/tmp/nvidia-mps"
 """The directory of MPS's pipes unless CUDA_MPS_PIPE_DIRECTORY names another (NVIDIA's MPS guide,

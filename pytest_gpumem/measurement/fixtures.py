@@ -41,7 +41,7 @@ class _SetUp:
         self.left: dict[int, Bytes] = {}
         """The bytes that the set-up left, with nested fixtures."""
         self.peak: dict[int, Bytes] = {}
-        self.allocations = _allocations(start)
+        self.bytes_ever_allocated = _bytes_ever_allocated(start)
         self.nested: list[FixtureKey] = []
 
     def reach(self, readings: Readings) -> None:
@@ -50,13 +50,13 @@ class _SetUp:
             above = reading.peak - self.base.get(device, Bytes())
             self.peak[device] = above.at_least(self.peak.get(device, Bytes()))
 
-    def finish(self, statistics: CudaStatistics, tidy: Callable[[], None]) -> dict[int, Bytes]:
+    def finish(self, statistics: CudaStatistics, free: Callable[[], None]) -> dict[int, Bytes]:
         """Return the bytes that the set-up left, by device, without nested fixtures."""
-        end = statistics.harvest()
-        if _allocations(end) != self.allocations:
-            tidy()
-            end = statistics.harvest()
-        self.allocations = _allocations(end) - self.allocations
+        end = statistics.read_and_reset_peaks()
+        if _bytes_ever_allocated(end) != self.bytes_ever_allocated:
+            free()
+            end = statistics.read_and_reset_peaks()
+        self.bytes_ever_allocated = _bytes_ever_allocated(end) - self.bytes_ever_allocated
         held = {device: now.held for device, now in end.items()}
         self.left = {one: now - self.start.get(one, Bytes()) for one, now in held.items()}
         return {one: now - self.base.get(one, Bytes()) for one, now in held.items()}
@@ -64,11 +64,11 @@ class _SetUp:
     def take(self, fixture: FixtureKey, inner: _SetUp) -> None:
         """Assign the bytes of a nested set-up to its own fixture."""
         self.nested.append(fixture)
-        self.allocations += inner.allocations
+        self.bytes_ever_allocated += inner.bytes_ever_allocated
         _add(self.base, inner.left)
 
 
-class FixtureLedger:
+class FixtureRecords:
     """The records of all living fixture instances."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class FixtureLedger:
         """Return the record of a fixture, an empty one where its set-up was not metered."""
         return self._records.get(fixture, FixtureRecord())
 
-    def renewed(
+    def replace_record(
         self, fixture: FixtureKey, held: Mapping[int, Bytes], peak: Mapping[int, Bytes]
     ) -> None:
         """Replace the record of ``fixture`` where the device has repeated its set-up.
@@ -110,14 +110,14 @@ class FixtureLedger:
 
     @contextmanager
     def metering(
-        self, fixture: FixtureKey, statistics: CudaStatistics, tidy: Callable[[], None]
+        self, fixture: FixtureKey, statistics: CudaStatistics, free: Callable[[], None]
     ) -> Iterator[list[FixtureKey]]:
         """Meter the set-up of ``fixture``, which runs inside.
 
         Yields the list of fixtures that its function requests, which the caller completes with
-        those it found set up. ``tidy`` frees memory that nothing holds.
+        those it found set up. ``free`` frees memory that nothing holds.
         """
-        own = _SetUp(statistics.harvest())
+        own = _SetUp(statistics.read_and_reset_peaks())
         outer = self._open[-1] if self._open else None
         if outer is None:
             statistics.listeners.append(self._reach)
@@ -125,7 +125,7 @@ class FixtureLedger:
         try:
             yield own.nested
         finally:
-            held = own.finish(statistics, tidy)
+            held = own.finish(statistics, free)
             self._open.pop()
             self._records[fixture] = FixtureRecord(held, own.peak, tuple(own.nested))
             self._count_known(held, +1)
@@ -177,8 +177,8 @@ class FixtureLedger:
         return extents
 
 
-def _allocations(readings: Readings) -> int:
-    return sum(reading.allocations for reading in readings.values())
+def _bytes_ever_allocated(readings: Readings) -> int:
+    return sum(reading.bytes_ever_allocated for reading in readings.values())
 
 
 def _add(total: dict[int, Bytes], amounts: Mapping[int, Bytes]) -> None:

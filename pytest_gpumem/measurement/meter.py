@@ -9,12 +9,12 @@ from typing import Any
 
 from pytest_gpumem.attribution.composition import compositions
 from pytest_gpumem.attribution.timeline import timeline_of
-from pytest_gpumem.collector import collect_garbage, garbage_kept
+from pytest_gpumem.gc_schedule import collect_garbage, without_old_garbage
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.compiling import CompileContext, Compiling
-from pytest_gpumem.measurement.composition import Account, composed, leaks
+from pytest_gpumem.measurement.composition import PeakRecorder, add_compositions, leaks
 from pytest_gpumem.measurement.facts import kept_by_libraries
-from pytest_gpumem.measurement.fixtures import FixtureKey, FixtureLedger
+from pytest_gpumem.measurement.fixtures import FixtureKey, FixtureRecords
 from pytest_gpumem.measurement.leaks import blocks_reachable, leaked_blocks
 from pytest_gpumem.measurement.phases import Phase, PhaseTracker, bytes_on, record_of
 from pytest_gpumem.measurement.statistics import (
@@ -41,8 +41,8 @@ class Meter:
     def __init__(
         self,
         statistics: CudaStatistics,
-        ledger: FixtureLedger,
-        account: Account | None = None,
+        ledger: FixtureRecords,
+        account: PeakRecorder | None = None,
         *,
         numbered: bool = False,
         compile_context: CompileContext | None = None,
@@ -52,9 +52,9 @@ class Meter:
         self._numbered = numbered
         """Whether each window of a phase is a phase of its own."""
         self._statistics = statistics
-        self.account = account
+        self.recorder = account
         """Attributes the memory, where that is recorded."""
-        self._ledger = ledger
+        self._fixtures = ledger
         self._charged: list[FixtureKey] = []
         """The fixtures whose bytes have been separated from stray ones so far."""
         self._stray: dict[int, Bytes] | None = None
@@ -66,20 +66,20 @@ class Meter:
 
     @contextmanager
     def setting_up(self, fixture: FixtureKey) -> Iterator[list[FixtureKey]]:
-        """Meter the set-up of a fixture; see :meth:`FixtureLedger.metering`."""
+        """Meter the set-up of a fixture; see :meth:`FixtureRecords.metering`."""
         if not self._running:
             before = self._statistics.live_blocks()
-            tidy = partial(self._tidy_set_up, fixture, before)
-            with self._ledger.metering(fixture, self._statistics, tidy) as nested:
+            free_garbage = partial(self._free_garbage, fixture, before)
+            with self._fixtures.metering(fixture, self._statistics, free_garbage) as nested:
                 yield nested
             return
         # The body requested it. Another test may have set it up before, so neither its set-up nor
         # the time of it may count; and memory the body uses already, including workspaces and its
         # own garbage, is not touched.
         with (
-            garbage_kept(),
-            self.tracker.aside(lambda: self._ledger.held([fixture])),
-            self._ledger.metering(fixture, self._statistics, collect_garbage) as nested,
+            without_old_garbage(),
+            self.tracker.exclude(lambda: self._fixtures.held([fixture])),
+            self._fixtures.metering(fixture, self._statistics, collect_garbage) as nested,
         ):
             yield nested
         self._charge_requested(fixture)
@@ -89,16 +89,16 @@ class Meter:
         """Run the body inside, on a clean start; ``fixtures`` are those that it is charged for."""
         self._clean_start()
         if self._stray is None:
-            readings = self._statistics.harvest()
+            readings = self._statistics.read_and_reset_peaks()
             self._stray = {device: now.held for device, now in readings.items()}
         self._charge(fixtures)
         self._before = self._statistics.live_blocks()
         self.tracker.restart()
-        if self.account is not None:
-            values = values_of(self._ledger.with_nested(fixtures))
+        if self.recorder is not None:
+            values = values_of(self._fixtures.with_nested(fixtures))
             has_stray = any(stray.allocated for stray in self._stray.values())
             own = blocks_reachable(values, self._before) if has_stray else None
-            self.account.begin(values, own)
+            self.recorder.begin(values, own)
         self._running = True
         try:
             compiling = Compiling(self.tracker, self._compile_context)
@@ -106,21 +106,21 @@ class Meter:
                 yield
         finally:
             self._running = False
-            if self.account is not None:
-                self.account.end()
+            if self.recorder is not None:
+                self.recorder.end()
 
-    def account_by(self, account: Account) -> None:
-        """Attribute the memory of a further run by ``account``.
+    def record_by(self, account: PeakRecorder) -> None:
+        """Attribute the memory of a further run by ``recorder``.
 
         Memory that the earlier runs have left is stray in it.
         """
-        self.account = account
+        self.recorder = account
         self._stray = None
         self._charged.clear()
         self.tracker = self._tracker()
 
     def _tracker(self) -> PhaseTracker:
-        positions = self.account.positions if self.account else tuple
+        positions = self.recorder.positions if self.recorder else tuple
         return PhaseTracker(self._statistics, positions, numbered=self._numbered)
 
     def reused(self, fixture: FixtureKey, repeat_set_up: Callable[[], None]) -> None:
@@ -128,28 +128,31 @@ class Meter:
 
         ``repeat_set_up`` puts its blocks into the memory of this test, as its set-up would do now.
         """
-        with garbage_kept(), self.tracker.aside(lambda: self._ledger.record(fixture).held):
+        with (
+            without_old_garbage(),
+            self.tracker.exclude(lambda: self._fixtures.record(fixture).held),
+        ):
             repeat_set_up()
         self._charge_requested(fixture)
 
     def _charge_requested(self, fixture: FixtureKey) -> None:
         """Charge a fixture that the body has requested, and watch its values."""
         self._charged.append(fixture)
-        if self.account is not None:
-            self.account.watch(values_of([fixture]))
+        if self.recorder is not None:
+            self.recorder.watch(values_of([fixture]))
 
     def watching(self) -> AbstractContextManager[None]:
         """Find automatic phases inside, and observe what memory is used for."""
-        witness = self.account.witness if self.account else None
-        return AutomaticPhases(self.tracker, witness).watching()
+        observer = self.recorder.observer if self.recorder else None
+        return AutomaticPhases(self.tracker, observer).watching()
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
         """Exclude allocations inside, except that memory kept counts from the end on."""
         with ExitStack() as paused:
             paused.enter_context(self.tracker.unmeasured())
-            if self.account is not None:
-                paused.enter_context(self.account.witness.unmeasured())
+            if self.recorder is not None:
+                paused.enter_context(self.recorder.observer.unmeasured())
             paused.enter_context(self._statistics.unmeasured())
             yield
 
@@ -178,8 +181,8 @@ class Meter:
         self._statistics.synchronize()
         workspaces, after = clear_workspaces(self._statistics)
         leaked = self._left_behind(self._before, after, roots) if passed else None
-        setup = Phase(SETUP, None, entered=1, extents=self._ledger.setup_extents(fixtures))
-        now = {device: Reading(), **self._statistics.harvest()}
+        setup = Phase(SETUP, None, entered=1, extents=self._fixtures.setup_extents(fixtures))
+        now = {device: Reading(), **self._statistics.read_and_reset_peaks()}
         return {
             index: self._measurement(index, reading, setup, workspaces, leaked)
             for index, reading in now.items()
@@ -198,14 +201,14 @@ class Meter:
         phases = self.tracker.records(device, stray, workspaces)
         left: tuple[Mapping[str, Any], ...] = ()
         timeline = None
-        if self.account is not None:
-            history = self.account.history(device, self.tracker, workspaces)
-            of_fixtures = self.account.compositions(device, self.tracker)
-            phases = composed(phases, {**of_fixtures, **compositions(history)})
+        if self.recorder is not None:
+            history = self.recorder.history(device, self.tracker, workspaces)
+            of_fixtures = self.recorder.compositions(device, self.tracker)
+            phases = add_compositions(phases, {**of_fixtures, **compositions(history)})
             most = self._max_leak
             named = most is not None and bytes_on(device, leaked or frozenset()) > most
             left = leaks(history, device, leaked or (), named=named)
-            timeline = timeline_of(history, stray.reserved) if self.account.timelines else None
+            timeline = timeline_of(history, stray.reserved) if self.recorder.timelines else None
         call = phases[CALL]
         return Measurement(
             device=f"cuda:{device}",
@@ -222,24 +225,24 @@ class Meter:
             sites=call.sites,
             leaks=left,
             timeline=timeline,
-            facts=self.account.facts(call.sites) if self.account else {},
+            facts=self.recorder.facts(call.sites) if self.recorder else {},
             notes=compiled_beside(compiled),
         )
 
     def _clean_start(self) -> None:
         self._statistics.synchronize()
         self._statistics.clear_workspaces()
-        if not self._ledger.explains(self._statistics.harvest()):
+        if not self._fixtures.explains(self._statistics.read_and_reset_peaks()):
             collect_garbage()
-            self._ledger.garbage_collected(self._statistics.harvest())
+            self._fixtures.garbage_collected(self._statistics.read_and_reset_peaks())
         self._statistics.empty_cache()
         self._statistics.forget_peaks()
 
-    def _tidy_set_up(self, fixture: FixtureKey, before: frozenset[Block]) -> None:
+    def _free_garbage(self, fixture: FixtureKey, before: frozenset[Block]) -> None:
         """Free the memory that the set-up of ``fixture`` has left and does not hold."""
         self._statistics.synchronize()
         _, after = clear_workspaces(self._statistics)
-        self._left_behind(before, after, values_of(self._ledger.with_nested([fixture])))
+        self._left_behind(before, after, values_of(self._fixtures.with_nested([fixture])))
         self._statistics.empty_cache()
 
     def _left_behind(
@@ -254,10 +257,10 @@ class Meter:
 
     def _charge(self, fixtures: Iterable[FixtureKey]) -> None:
         """Subtract the bytes that ``fixtures`` hold from the stray ones."""
-        known = self._ledger.held(self._charged)
+        known = self._fixtures.held(self._charged)
         self._charged += [fixture for fixture in fixtures if fixture not in self._charged]
         stray = self._stray if self._stray is not None else {}
-        for device, held in self._ledger.held(self._charged).items():
+        for device, held in self._fixtures.held(self._charged).items():
             owned = held - known.get(device, Bytes())
             stray[device] = stray.get(device, Bytes()) - owned
 
@@ -270,8 +273,9 @@ def compiled_beside(nbytes: int) -> tuple[str, ...]:
     if not nbytes:
         return ()
     return (
-        f"torch compiled while the test ran and took up to {format_size(nbytes)} for that, which "
-        "is in no peak of allocated memory; what it reserved stays: warmup=1 measures without",
+        f"torch.compile used up to {format_size(nbytes)} while the test ran. This is not part of "
+        "the allocated peaks, but it is part of the reserved ones; warmup=1 compiles before the "
+        "measured run.",
     )
 
 

@@ -23,7 +23,7 @@ from pytest_gpumem.measurement.nvml_library import (
     reason_of,
     visible_devices,
 )
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.serialization import Plain
 
 T = TypeVar("T")
 

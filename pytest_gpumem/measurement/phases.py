@@ -23,7 +23,7 @@ def position_on(device: int, positions: Positions) -> int:
     return positions[device] if device < len(positions) else 0
 
 
-KEPT_NAMES = (SETUP, CALL)
+NEVER_NUMBERED = (SETUP, CALL)
 
 MOST_NUMBERED = 100
 """The most windows of one phase that are phases of their own; later ones only extend the whole."""
@@ -84,7 +84,7 @@ class Phase:
         for device, now in readings.items():
             if device not in self.extents:
                 self.extents[device].allocated_before = now.held.allocated
-            self.extents[device].reach(now.at_rest)
+            self.extents[device].reach(now.without_peak)
 
     def inspect(self, readings: Readings, live: Callable[[], frozenset[Block]]) -> None:
         """Take the ``live`` blocks at this end of the phase, if they can hold a new workspace.
@@ -123,7 +123,7 @@ class PhaseTracker:
         self._open: list[Phase] = []
         self._kept: tuple[Phase, ...] | None = None
         self.phases: dict[str, Phase] = {}
-        self.asides: list[Window] = []
+        self.excluded_windows: list[Window] = []
         """Events in them belong to no phase."""
         self.unmeasured_windows: list[Window] = []
         """Peaks in them do not count."""
@@ -137,7 +137,7 @@ class PhaseTracker:
             if self._kept is None:
                 self._kept = tuple(phase.copy() for phase in self.phases.values())
             self._open.clear()
-            self.asides.clear()
+            self.excluded_windows.clear()
             self.unmeasured_windows.clear()
             self.compiled.clear()
             self.phases = {phase.name: phase.copy() for phase in self._kept}
@@ -171,9 +171,9 @@ class PhaseTracker:
         with self._lock:
             if self._unmeasured or (name in self.phases and self.phases[name].open):
                 return None
-            readings = self._statistics.harvest()
+            readings = self._statistics.read_and_reset_peaks()
             phase = self._begin(name, readings)
-            if self._numbered and name not in KEPT_NAMES and phase.entered <= MOST_NUMBERED:
+            if self._numbered and name not in NEVER_NUMBERED and phase.entered <= MOST_NUMBERED:
                 self._begin(f"{name}_{phase.entered}", readings).loop = name
             return phase
 
@@ -199,7 +199,7 @@ class PhaseTracker:
         with self._lock:
             if phase not in self._open:  # ended with another one, or of a run before this one
                 return []
-            readings = self._statistics.harvest()
+            readings = self._statistics.read_and_reset_peaks()
             later = self._open[self._open.index(phase) + 1 :]
             within = [one for one in later if phase.name == CALL or one.thread == phase.thread]
             for one in later:
@@ -219,7 +219,7 @@ class PhaseTracker:
         The phase is resumed afterwards: it counts as entered once.
         """
         with self._lock:
-            self._statistics.harvest()
+            self._statistics.read_and_reset_peaks()
             found = self._open.index(phase) if phase in self._open else len(self._open)
             inner, self._open[found:] = self._open[found:], []
             for one in inner:
@@ -228,7 +228,7 @@ class PhaseTracker:
             yield
         finally:
             with self._lock:
-                readings = self._statistics.harvest()
+                readings = self._statistics.read_and_reset_peaks()
                 for one in inner:
                     one.opened = self._positions()
                     one.begin_at(readings)
@@ -240,7 +240,7 @@ class PhaseTracker:
                             one.extents[device].allocated_before = now.held.allocated
                 self._open += inner
 
-    def aside(self, amounts: Callable[[], Mapping[int, Bytes]]) -> AbstractContextManager[None]:
+    def exclude(self, amounts: Callable[[], Mapping[int, Bytes]]) -> AbstractContextManager[None]:
         """Exclude events inside from every phase.
 
         Memory kept, ``amounts()`` by device, counts as if it had been there before every phase.
@@ -255,7 +255,7 @@ class PhaseTracker:
                         extent.allocated_before += amount.allocated
                         extent.allocated_after += amount.allocated
 
-        return self._paused_while(self.asides, count)
+        return self._paused_while(self.excluded_windows, count)
 
     def compiling(self) -> AbstractContextManager[None]:
         """Exclude peaks inside from all phases; memory kept counts from the end on."""
@@ -273,17 +273,17 @@ class PhaseTracker:
         self, windows: list[Window], count: Callable[[Readings, Readings], None]
     ) -> Iterator[None]:
         """Extend no phase by the peaks inside; ``count`` the readings before and after."""
-        before = self._statistics.harvest()
+        before = self._statistics.read_and_reset_peaks()
         begin = self._positions()
         self._paused = True
         try:
             yield
         finally:
-            after = self._statistics.harvest()
+            after = self._statistics.read_and_reset_peaks()
             self._paused = False
             windows.append((begin, self._positions()))
             count(before, after)
-            self._reach({device: now.at_rest for device, now in after.items()})
+            self._reach({device: now.without_peak for device, now in after.items()})
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:

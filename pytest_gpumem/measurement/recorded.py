@@ -50,7 +50,7 @@ class RecordedOrigin:
     dtype: None = None
 
     @cached_property
-    def place(self) -> tuple[str, int, str] | None:
+    def source_line(self) -> tuple[str, int, str] | None:
         """File, line and function of the innermost Python frame outside torch and the plugin."""
         for frame in self.frames:
             filename = frame["filename"]

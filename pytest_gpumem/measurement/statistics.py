@@ -33,7 +33,7 @@ _POOLS = ("large_pool", "small_pool")
 MOST_IN_SMALL_POOL = 1 << 20
 """Bytes of the largest block there (``kSmallSize`` of c10/cuda/CUDACachingAllocator.cpp)."""
 
-MOST_HARVESTED = 64
+MOST_UNRESET = 64
 """The statistics of a device that are kept as they were read; each has some hundred numbers."""
 
 
@@ -57,13 +57,13 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Reading:
-    """A device's statistics since the last harvest, in bytes."""
+    """A device's statistics: the present values, and the peaks since they were last reset."""
 
     held: Bytes = Bytes()
     """The current values."""
     peak: Bytes = Bytes()
     """The highest values."""
-    allocations: int = 0
+    bytes_ever_allocated: int = 0
     """The bytes ever handed out: a counter that grows with every allocation."""
     in_pools: Callable[[], tuple[int, ...]] = field(default=tuple, compare=False)
     """Function that returns live blocks and bytes of the pools that can hold a workspace, and how
@@ -71,7 +71,7 @@ class Reading:
     for the size of workspaces fixes it."""
 
     @property
-    def at_rest(self) -> Reading:
+    def without_peak(self) -> Reading:
         """The current values, as if they had never been higher."""
         return replace(self, peak=self.held)
 
@@ -100,30 +100,30 @@ class CudaStatistics:
         self._workspaces = workspaces
         self._stats: Callable[[int], dict[str, Any]] = torch._C._cuda_memoryStats
         self._reset_peaks: Callable[[int], None] = torch._C._cuda_resetPeakMemoryStats
-        self._harvested: dict[int, list[dict[str, Any]]] = {}
+        self._unreset: dict[int, list[dict[str, Any]]] = {}
         """Statistics of each device since the body's last reset, whose peaks were the body's."""
         self.listeners: list[Callable[[Readings], None]] = []
-        """The callbacks for every harvest, because peaks can be taken only once."""
+        """The callbacks for every reading, because peaks can be taken only once."""
         self._unmeasured = False
         self._clear: Callable[[], None] = torch._C._cuda_clearCublasWorkspaces
         self._times_cleared = 0
 
-    def harvest(self) -> Readings:
+    def read_and_reset_peaks(self) -> Readings:
         """Return each device's reading, and begin new peaks; the body's peaks remain."""
         readings = {}
         for device in self._devices():
             stats = self._stats(device)
-            harvested = self._harvested.setdefault(device, [])
-            harvested.append(stats)
-            # Few bodies read their peaks, and each harvest has dozens.
-            if len(harvested) >= MOST_HARVESTED:
-                harvested[:] = [_raised(stats, harvested)]
+            unreset = self._unreset.setdefault(device, [])
+            unreset.append(stats)
+            # Few bodies read their peaks, and each reading has dozens.
+            if len(unreset) >= MOST_UNRESET:
+                unreset[:] = [_raised(stats, unreset)]
             self._reset_peaks(device)
             allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
             readings[device] = Reading(
                 held=Bytes(allocated["current"], reserved["current"]),
                 peak=Bytes(allocated["peak"], reserved["peak"]),
-                allocations=allocated["allocated"],
+                bytes_ever_allocated=allocated["allocated"],
                 in_pools=partial(_in_pools, device, stats, self._times_cleared),
             )
         if not self._unmeasured:
@@ -134,14 +134,14 @@ class CudaStatistics:
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
         """Report no peaks inside to listeners."""
-        self.harvest()
+        self.read_and_reset_peaks()
         self._unmeasured = True
         try:
             yield
         finally:
-            self.harvest()  # the peaks inside
+            self.read_and_reset_peaks()  # the peaks inside
             self._unmeasured = False
-            self.harvest()
+            self.read_and_reset_peaks()
 
     def live_blocks(self) -> frozenset[Block]:
         """Return every block in use, except those freed while a stream works on them.
@@ -180,12 +180,12 @@ class CudaStatistics:
 
     def forget_peaks(self) -> None:
         """Restart the body's peaks at the current values."""
-        self._harvested.clear()
+        self._unreset.clear()
         for device in self._devices():
             self._reset_peaks(device)
 
     @contextmanager
-    def screened(self) -> Iterator[None]:
+    def own_peaks_shown(self) -> Iterator[None]:
         """Show the body its own peaks, as if only the body had reset them."""
         replacements = {
             "_cuda_memoryStats": self._body_stats,
@@ -201,14 +201,14 @@ class CudaStatistics:
             yield
 
     def _body_stats(self, device: int) -> dict[str, Any]:
-        harvested = self._harvested.get(device, [])
-        if len(harvested) > 1:
-            harvested[:] = [_raised(harvested[-1], harvested)]
-        return _raised(self._stats(device), harvested)
+        unreset = self._unreset.get(device, [])
+        if len(unreset) > 1:
+            unreset[:] = [_raised(unreset[-1], unreset)]
+        return _raised(self._stats(device), unreset)
 
     def _body_reset(self, device: int) -> None:
-        self.harvest()
-        self._harvested.pop(device, None)
+        self.read_and_reset_peaks()
+        self._unreset.pop(device, None)
         self._reset_peaks(device)
 
     def _body_clears(self) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.echo import quoted
 from pytest_gpumem.measurement.statistics import unmeasured
+from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulating import simulate
 from pytest_gpumem.sizes import format_size
 
@@ -57,8 +57,8 @@ class Runs:
                     raise
             self.failed.add(self._smallest)
             self._smallest //= 2
-            _tidy()
-        _tidy()
+            _reset()
+        _reset()
         self._at_rest = _held()
 
     def end(self) -> None:
@@ -102,10 +102,10 @@ class Runs:
         _empty()
         if _held() == self._at_rest:
             return
-        _tidy()
+        _reset()
         if _held() != self._at_rest:
             self._step(self._smallest)
-            _tidy()
+            _reset()
 
 
 def largest_batch(runs: Runs, total: int) -> int | None:
@@ -168,7 +168,7 @@ def _bisected(runs: Runs, high: int) -> int:
     return low
 
 
-def _tidy() -> None:
+def _reset() -> None:
     gc.collect()
     _empty()
 
@@ -235,7 +235,8 @@ class BatchFit:
         if not self.larger_that_ran:
             return line
         farthest = self.larger_that_ran[-1]
-        return f"{line}; of larger ones up to {farthest} some ran: free memory lies in pieces"
+        more = f"some larger batches, up to {farthest}, ran as well"
+        return f"{line}; {more}: it depends on fragmentation"
 
 
 def fit_batch(

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.device import Computed
+from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.option_values import DEFAULT_GPU, DeviceChoice
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE
 from pytest_gpumem.simulated.gpu.catalogue import Machine
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.serialization import Plain
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device
@@ -111,10 +111,10 @@ class Simulations(DeviceSelector):
         super().__init__(DeviceChoice("auto", models=(DEFAULT_GPU,)))
         self.machine = machine
         self._is_dry = dry
-        self._devices: dict[tuple[Machine, Computed, RequestedRank | None], Device] = {}
+        self._devices: dict[tuple[Machine, ValueLevel, RequestedRank | None], Device] = {}
 
-    def real(
-        self, computed: Computed = Computed.AT_FIRST, requested: RequestedRank | None = None
+    def measured_device(
+        self, computed: ValueLevel = ValueLevel.AT_FIRST, requested: RequestedRank | None = None
     ) -> None:
         """Return nothing: no test is measured."""
 
@@ -122,7 +122,7 @@ class Simulations(DeviceSelector):
         self,
         model: str | None,
         *,
-        computed: Computed = Computed.AT_FIRST,
+        computed: ValueLevel = ValueLevel.AT_FIRST,
         requested: RequestedRank | None = None,
     ) -> Device:
         """Return the device of the present machine."""
@@ -139,7 +139,7 @@ class Simulations(DeviceSelector):
             self.check_torch()
             self._devices[key] = SimulatedDevice(
                 self.machine,
-                real_values=computed is Computed.ALL,
+                real_values=computed is ValueLevel.ALL,
                 stand_ins=self.stand_ins,
                 compile=self.compile,
                 requested=requested,

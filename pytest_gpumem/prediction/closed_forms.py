@@ -151,7 +151,7 @@ _STATES: Mapping[str, State] = {
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedTensors:
     """The tensors that a layer keeps for backward.
 
     Its ``input`` and ``output`` are tensors that a neighbour may keep too, so that they count once;
@@ -165,7 +165,7 @@ class Kept:
     extra: int = 0
 
 
-Layer = Callable[[Any, tuple[int, ...]], Kept]
+Layer = Callable[[Any, tuple[int, ...]], SavedTensors]
 
 
 def activation_bytes(
@@ -227,7 +227,7 @@ def _makes_new(layer: nn.Module) -> bool:
     return not getattr(layer, "inplace", False)
 
 
-def _convolution(layer: nn.modules.conv._ConvNd, shape: tuple[int, ...]) -> Kept:
+def _convolution(layer: nn.modules.conv._ConvNd, shape: tuple[int, ...]) -> SavedTensors:
     """derivatives.yaml, convolution: the input; batch · channels · height · width elements."""
     if isinstance(layer.padding, str):
         raise ValueError(f"padding={layer.padding!r} has no closed form; give it in numbers")
@@ -238,10 +238,10 @@ def _convolution(layer: nn.modules.conv._ConvNd, shape: tuple[int, ...]) -> Kept
         (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
         for size, padding, dilation, kernel, stride in sizes
     ]
-    return Kept((shape[0], layer.out_channels, *spatial), input=layer.weight.requires_grad)
+    return SavedTensors((shape[0], layer.out_channels, *spatial), input=layer.weight.requires_grad)
 
 
-def _max_pool(layer: nn.MaxPool2d, shape: tuple[int, ...]) -> Kept:
+def _max_pool(layer: nn.MaxPool2d, shape: tuple[int, ...]) -> SavedTensors:
     """derivatives.yaml, max_pool2d_with_indices: self, and an int64 index per output element."""
     kernel, stride, padding = (
         (value, value) if isinstance(value, int) else tuple(value)
@@ -251,13 +251,13 @@ def _max_pool(layer: nn.MaxPool2d, shape: tuple[int, ...]) -> Kept:
         (size + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i, size in enumerate(shape[2:])
     ]
     output = (*shape[:2], *spatial)
-    return Kept(output, input=True, extra=block_bytes(output, torch.int64))
+    return SavedTensors(output, input=True, extra=block_bytes(output, torch.int64))
 
 
-def _flatten(layer: nn.Flatten, shape: tuple[int, ...]) -> Kept:
+def _flatten(layer: nn.Flatten, shape: tuple[int, ...]) -> SavedTensors:
     """A view."""
     begin, end = layer.start_dim, layer.end_dim % len(shape)
-    return Kept((*shape[:begin], prod(shape[begin : end + 1]), *shape[end + 1 :]))
+    return SavedTensors((*shape[:begin], prod(shape[begin : end + 1]), *shape[end + 1 :]))
 
 
 def _two_of(shape: tuple[int, ...]) -> int:
@@ -268,38 +268,38 @@ def _two_of(shape: tuple[int, ...]) -> int:
 # What each layer keeps, by its formula in derivatives.yaml of autograd.
 _LAYERS: Mapping[type[nn.Module], Layer] = {
     # addmm: the weight's gradient needs the input; batch · in elements.
-    nn.Linear: lambda layer, shape: Kept(
+    nn.Linear: lambda layer, shape: SavedTensors(
         (*shape[:-1], layer.out_features), input=layer.weight.requires_grad
     ),
     nn.Conv1d: _convolution,
     nn.Conv2d: _convolution,
     nn.Conv3d: _convolution,
     # native_layer_norm: the input, and mean and rstd of each row.
-    nn.LayerNorm: lambda layer, shape: Kept(
+    nn.LayerNorm: lambda layer, shape: SavedTensors(
         shape, input=True, extra=_two_of(shape[: len(shape) - len(layer.normalized_shape)])
     ),
     # native_batch_norm: the input, and mean and inverse deviation of each channel.
-    nn.modules.batchnorm._BatchNorm: lambda _, shape: Kept(
+    nn.modules.batchnorm._BatchNorm: lambda _, shape: SavedTensors(
         shape, input=True, extra=_two_of((shape[1],))
     ),
     # embedding: the indices.
-    nn.Embedding: lambda layer, shape: Kept((*shape, layer.embedding_dim), input=True),
+    nn.Embedding: lambda layer, shape: SavedTensors((*shape, layer.embedding_dim), input=True),
     # native_dropout (aten/src/ATen/native/cuda/Dropout.cu): a mask of one byte per element.
-    nn.Dropout: lambda layer, shape: Kept(
+    nn.Dropout: lambda layer, shape: SavedTensors(
         shape, extra=block_bytes(shape, torch.bool) if layer.training and layer.p > 0 else 0
     ),
     nn.MaxPool2d: _max_pool,
     nn.Flatten: _flatten,
-    nn.Identity: lambda _, shape: Kept(shape),
+    nn.Identity: lambda _, shape: SavedTensors(shape),
     # relu, sigmoid, tanh, _softmax, _log_softmax: result.
     **dict.fromkeys(
         (nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Softmax, nn.LogSoftmax),
-        lambda _, shape: Kept(shape, output=True),
+        lambda _, shape: SavedTensors(shape, output=True),
     ),
     # gelu, silu, softplus, elu, leaky_relu, hardswish, mish: self.
     **dict.fromkeys(
         (nn.GELU, nn.SiLU, nn.Softplus, nn.ELU, nn.LeakyReLU, nn.Hardswish, nn.Mish),
-        lambda _, shape: Kept(shape, input=True),
+        lambda _, shape: SavedTensors(shape, input=True),
     ),
 }
 
@@ -325,7 +325,7 @@ def attention_bytes(
     if kind == "math":
         scaled = output + block_bytes((batch, heads, keys, head_size), dtype)
         return output + scaled + block_bytes((batch, heads, queries, keys), dtype)
-    raise ValueError(f"{kind!r} is no kernel of attention; write flash, efficient or math")
+    raise ValueError(f"{kind!r} is not a kernel of attention; write flash, efficient or math")
 
 
 class Expected:

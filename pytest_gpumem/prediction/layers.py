@@ -24,7 +24,7 @@ from pytest_gpumem.measurement.contents import tensors_in
 from pytest_gpumem.prediction.lines import MEASURED
 from pytest_gpumem.prediction.measured import on_this_device
 from pytest_gpumem.simulating import simulate
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.serialization import Plain
 
 DEEPEST = 8
 """The levels of containers in which inputs and outputs are searched."""
@@ -35,7 +35,7 @@ class NoModelError(ValueError):
 
 
 @dataclass
-class Run(Plain):
+class CallMemory(Plain):
     """The memory of one call of a module, the modules inside it included; sizes in bytes."""
 
     kept: int = 0
@@ -66,8 +66,8 @@ class Layer(Plain):
     """Bytes of the outputs that its layers write."""
     outputs_held: int = 0
     """Bytes of those outputs that have memory of their own: not views, nor in place."""
-    training: Run = field(default_factory=Run)
-    inference: Run = field(default_factory=Run)
+    training: CallMemory = field(default_factory=CallMemory)
+    inference: CallMemory = field(default_factory=CallMemory)
 
 
 def layers_of(
@@ -146,7 +146,7 @@ class _Analysis:
 
             with torch.no_grad():
                 ran()  # libraries take their workspaces
-                inference = defaultdict[str, list[Run]](list)
+                inference = defaultdict[str, list[CallMemory]](list)
                 for layer in ran():
                     inference[layer.path].append(layer.training)
             with torch.enable_grad(), FlopCounterMode(display=False) as counter:
@@ -223,7 +223,7 @@ class _Pass:
         call.layer.flops = products + call.flops
         call.layer.multiply_adds += products // 2
         kept = torch.cuda.memory_allocated() - call.before
-        call.layer.training = Run(kept, call.highest - call.before)
+        call.layer.training = CallMemory(kept, call.highest - call.before)
 
     def _count(self, call: _Open, outputs: list[torch.Tensor]) -> None:
         """Add a layer's numbers to its own call and to all enclosing ones."""

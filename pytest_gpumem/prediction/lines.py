@@ -20,11 +20,11 @@ from pytest_gpumem.attribution.history import (
     OPTIMIZER_STATE,
     PARAMETERS,
     WORKSPACE,
+    BlockLifetime,
     History,
-    Life,
 )
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
-from pytest_gpumem.measurement.composition import Account
+from pytest_gpumem.measurement.composition import PeakRecorder
 from pytest_gpumem.measurement.nvml import NvmlAbsent, read_device
 from pytest_gpumem.measurement.phases import PhaseTracker, position_on
 from pytest_gpumem.measurement.recorded import RecordedHistory, SimulatedRecorder
@@ -32,7 +32,7 @@ from pytest_gpumem.measurement.statistics import CudaStatistics, Recorder
 from pytest_gpumem.prediction.measured import on_this_device
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 from pytest_gpumem.simulating import simulate
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.serialization import Plain
 
 MEASURED = "cuda"
 """Stands for the present CUDA device in place of a model to simulate."""
@@ -164,11 +164,11 @@ def _followed(
     process: Callable[[], int | None],
 ) -> list[Line]:
     follower = _Follower(codes, lambda: position_on(device, recorder.positions()), process)
-    account = Account(recorder, "")
+    account = PeakRecorder(recorder, "")
     tracker = PhaseTracker(CudaStatistics(), account.positions)
     account.begin((), None)
     begin = position_on(device, recorder.positions())
-    with AutomaticPhases(tracker, account.witness).watching(), follower.following():
+    with AutomaticPhases(tracker, account.observer).watching(), follower.following():
         kept = target()
     account.end()
     history = account.history(device, tracker)
@@ -186,9 +186,9 @@ def _lines(history: History, executions: Sequence[_Execution]) -> list[Line]:
         found[execution.code, execution.number].append(execution)
 
     def groups(
-        times: Sequence[_Execution], belongs: Callable[[_Execution, Life], bool]
+        times: Sequence[_Execution], belongs: Callable[[_Execution, BlockLifetime], bool]
     ) -> tuple[Group, ...]:
-        lives = history.lives
+        lives = history.lifetimes
         return _groups(history, (life for at in times for life in lives if belongs(at, life)))
 
     return [
@@ -202,15 +202,15 @@ def _lines(history: History, executions: Sequence[_Execution]) -> list[Line]:
             after=allocated[times[-1].end],
             peak=max(max(allocated[one.begin : one.end + 1]) for one in times),
             process=times[-1].process,
-            added=groups(times, lambda at, life: at.begin <= life.born < at.end <= life.died),
-            removed=groups(times, lambda at, life: life.born < at.begin <= life.died < at.end),
+            added=groups(times, lambda at, one: at.begin <= one.made_at < at.end <= one.freed_at),
+            removed=groups(times, lambda at, one: one.made_at < at.begin <= one.freed_at < at.end),
         )
         for (code, number), times in found.items()
     ]
 
 
-def _groups(history: History, lives: Iterable[Life]) -> tuple[Group, ...]:
-    groups: dict[tuple[Any, ...], list[Life]] = defaultdict(list)
+def _groups(history: History, lives: Iterable[BlockLifetime]) -> tuple[Group, ...]:
+    groups: dict[tuple[Any, ...], list[BlockLifetime]] = defaultdict(list)
     for life in lives:
         origin = life.origin
         shape = None if origin is None or origin.shape is None else tuple(origin.shape)

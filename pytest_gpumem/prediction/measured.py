@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from pytest_gpumem.device import Computed
+from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.cuda import CudaDevice, find_device
 from pytest_gpumem.device.device import ComputingDevice
 from pytest_gpumem.dry.load import MODELS, is_loaded
-from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.measurement.fixtures import FixtureRecords
 from pytest_gpumem.measurement.meter import Meter
 from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.options import VALUES_LIMIT
@@ -24,7 +24,7 @@ from pytest_gpumem.values.prediction import Prediction
 T = TypeVar("T")
 
 
-def device_here(computed: Computed = Computed.AT_FIRST) -> CudaDevice:
+def device_here(computed: ValueLevel = ValueLevel.AT_FIRST) -> CudaDevice:
     """Return this process's CUDA device; raises ``DeviceError`` where torch sees none.
 
     A dry one has the ``computed`` values.
@@ -64,13 +64,13 @@ def on_this_device(name: str, run: Callable[[CudaDevice], T]) -> T:
         device = device_here(further)
 
 
-def _further(device: CudaDevice, error: BaseException | None = None) -> Computed | None:
+def _further(device: CudaDevice, error: BaseException | None = None) -> ValueLevel | None:
     """Return the values that a run needed and ``device`` has not; ``None`` for none."""
     if not isinstance(device, ComputingDevice):
         return None
     if error is not None and not isinstance(error, (Exception, UnknownValueError)):
         return None  # an interruption
-    return device.following if device.why_again(error, failed=error is not None) else None
+    return device.next_level if device.reason_to_rerun(error, failed=error is not None) else None
 
 
 def predict_measured(name: str, call: Callable[[], Any]) -> Prediction:
@@ -86,8 +86,8 @@ def _predicted(device: CudaDevice, name: str, call: Callable[[], Any]) -> Predic
     with ExitStack() as resources:
         resources.enter_context(device.measuring(name))
         statistics = CudaStatistics(device.workspaces)
-        resources.enter_context(statistics.screened())
-        meter = Meter(statistics, FixtureLedger())
+        resources.enter_context(statistics.own_peaks_shown())
+        meter = Meter(statistics, FixtureRecords())
         with meter.running(()), meter.watching():
             device.restart_collector()
             try:

@@ -10,13 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.prediction.runners import PlanError, PlannedTest, Runner
+from pytest_gpumem.prediction.runners import PlanError, PlannedTest, Rental
 from pytest_gpumem.sharing.learned import FILE_NAME, IN_SHARDS, Learned, read_learned
 from pytest_gpumem.sharing.weights import OF_PYTEST_SPLIT, read_weights
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
-    from pytest_gpumem.prediction.process import Answer
+    from pytest_gpumem.prediction.process import MachineResult
     from pytest_gpumem.values.environment import Environment
 
 CACHE = Path(".pytest_cache", "d", "gpumem")
@@ -44,7 +44,7 @@ class _Measured:
 
 def needs_of(
     given: Sequence[str],
-    runners: Sequence[Runner],
+    runners: Sequence[Rental],
     durations: Path | None = None,
     *,
     dry: bool = False,
@@ -101,7 +101,7 @@ def _of_baselines(folder: Path) -> Iterator[_Measured]:
             yield _Measured(f"{module}::{name}", file.environment, size)
 
 
-def _needs(measured: Iterable[_Measured], runners: Sequence[Runner]) -> list[PlannedTest]:
+def _needs(measured: Iterable[_Measured], runners: Sequence[Rental]) -> list[PlannedTest]:
     """Return each test once: on a runner as measured there, else the most that it took anywhere."""
     by_test: dict[str, list[_Measured]] = defaultdict(list)
     for one in measured:
@@ -126,7 +126,7 @@ def _needs(measured: Iterable[_Measured], runners: Sequence[Runner]) -> list[Pla
 
 
 def _run(
-    given: Sequence[str], runners: Sequence[Runner], *, dry: bool
+    given: Sequence[str], runners: Sequence[Rental], *, dry: bool
 ) -> tuple[list[PlannedTest], str]:
     from importlib.metadata import version
 
@@ -141,7 +141,7 @@ def _run(
         answers = run_tests(given, machines, unbounded=True, dry=dry)
     except ValueError as error:
         raise PredictionError(f"{' '.join(given)} was not run: {error}") from error
-    by_test: dict[str, list[Answer]] = defaultdict(list)
+    by_test: dict[str, list[MachineResult]] = defaultdict(list)
     for answer in answers:
         by_test[answer.nodeid].append(answer)
     release = ".".join(version("torch").split(".")[:2])
@@ -151,7 +151,7 @@ def _run(
     return [_answered(nodeid, found) for nodeid, found in by_test.items()], source
 
 
-def _answered(nodeid: str, answers: Sequence[Answer]) -> PlannedTest:
+def _answered(nodeid: str, answers: Sequence[MachineResult]) -> PlannedTest:
     sizes, refusals = {}, {}
     for answer in answers:
         if answer.measured and answer.record is not None:
@@ -170,7 +170,7 @@ def _answered(nodeid: str, answers: Sequence[Answer]) -> PlannedTest:
 
 def _timed(
     tests: Iterable[PlannedTest],
-    runners: Sequence[Runner],
+    runners: Sequence[Rental],
     measured: Iterable[_Measured],
     durations: Path | None,
 ) -> tuple[list[PlannedTest], str]:
@@ -218,7 +218,7 @@ def _durations(
     return {}, ""
 
 
-def _taken(nodeid: str, known: Seconds, runner: Runner) -> float | None:
+def _taken(nodeid: str, known: Seconds, runner: Rental) -> float | None:
     """Return the need of a test on ``runner``: measured on it, else on any GPU, else simulated."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", runner.model.full_name)
     ranked: dict[int, list[float]] = defaultdict(list)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.prediction.child import INI, RAN_OUT, REQUEST, UNBOUNDED, Request
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_gpu
-from pytest_gpumem.values.plain import Plain
 from pytest_gpumem.values.prediction import Prediction
+from pytest_gpumem.values.serialization import Plain
 
 if TYPE_CHECKING:
     from pytest_gpumem.prediction.compiled import Mode
@@ -27,7 +27,7 @@ class PredictionError(ValueError):
 
 
 @dataclass(frozen=True)
-class Answer(Plain):
+class MachineResult(Plain):
     """The result of one test on one simulated machine."""
 
     nodeid: str
@@ -62,7 +62,7 @@ def run_tests(
     seconds: float | None = None,
     modules_compiled: bool = False,
     dry: bool = False,
-) -> list[Answer]:
+) -> list[MachineResult]:
     """Run ``tests`` on each of ``machines``; the caller's process is not changed.
 
     ``tests`` are node ids relative to ``folder``, or with absolute paths; ``arguments`` are those
@@ -106,7 +106,7 @@ def _answers(
     arguments: Sequence[str],
     folder: Path | None,
     variables: Mapping[str, str] | None = None,
-) -> list[Answer]:
+) -> list[MachineResult]:
     """Return the answers of a process with these environment ``variables`` to ``request``."""
     seconds = request.seconds
     with tempfile.TemporaryDirectory() as temporary:
@@ -136,7 +136,7 @@ def _answers(
         found = json.loads(request.answer.read_bytes()) if request.answer.is_file() else []
     if not found:
         raise PredictionError(last_words(ran))
-    return [Answer.from_dict(answer) for answer in found]
+    return [MachineResult.from_dict(answer) for answer in found]
 
 
 def last_words(ran: subprocess.CompletedProcess[str]) -> str:
@@ -179,7 +179,7 @@ def predict_test(
     return [_prediction(models[answer.gpu], answer, mode) for answer in answers]
 
 
-def _prediction(model: GpuModel, answer: Answer, mode: Mode | None) -> Prediction:
+def _prediction(model: GpuModel, answer: MachineResult, mode: Mode | None) -> Prediction:
     if not answer.measured or answer.record is None or answer.record.measurement is None:
         why = answer.problem or "it allocates nothing on the device"
         raise PredictionError(f"{answer.nodeid} cannot be predicted for {model.name}: {why}")

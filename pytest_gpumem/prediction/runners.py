@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from pytest_gpumem.echo import quoted
-from pytest_gpumem.sharing.devices import CONTEXT, MARGIN
+from pytest_gpumem.quoting import quoted
+from pytest_gpumem.sharing.devices import CONTEXT, LEFT_FREE
 from pytest_gpumem.sharing.weights import PLAN_VERSION, Shard, Weight, Weights, split
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, find_gpu
 from pytest_gpumem.sizes import format_size
@@ -29,7 +29,7 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True)
-class Runner:
+class Rental:
     """A kind of machine that is available."""
 
     model: GpuModel
@@ -44,7 +44,7 @@ class Runner:
     @property
     def memory(self) -> int:
         """Bytes that a test can have: all but a CUDA context and the margin that sharing leaves."""
-        return round(self.model.total_memory * (1 - MARGIN)) - CONTEXT
+        return round(self.model.total_memory * (1 - LEFT_FREE)) - CONTEXT
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PlannedTest:
     problem: str = ""
     """The reason why its needs are unknown."""
 
-    def obstacle(self, runner: Runner) -> str:
+    def obstacle(self, runner: Rental) -> str:
         """Return why the test does not fit ``runner``, empty where it does or its need is
         unknown."""
         if runner.name in self.refusals:
@@ -74,7 +74,7 @@ class PlannedTest:
 class Job:
     """A machine and its tests."""
 
-    runner: Runner
+    runner: Rental
     tests: tuple[str, ...]
     seconds: float | None
     """Seconds with start-up; ``None`` where no duration is known."""
@@ -89,7 +89,7 @@ class Job:
 class Plan:
     """The machines for all tests."""
 
-    runners: tuple[Runner, ...]
+    runners: tuple[Rental, ...]
     tests: tuple[PlannedTest, ...]
     jobs: tuple[Job, ...]
     nowhere: tuple[PlannedTest, ...]
@@ -132,25 +132,25 @@ class Plan:
         ]
         return {"schema_version": PLAN_VERSION, "matrix": {"include": jobs}, **weights.to_dict()}
 
-    def fitting(self, runner: Runner) -> int:
+    def fitting(self, runner: Rental) -> int:
         """Return how many tests fit ``runner``, of those of which anything is known."""
         known = [test for test in self.tests if not test.problem]
         return sum(not test.obstacle(runner) for test in known)
 
 
-def parse_runner(text: str) -> Runner:
+def parse_runner(text: str) -> Rental:
     """Return the runner of ``"T4:0.35"``; raises ``ValueError`` for an unknown model or price."""
     name, colon, price = text.rpartition(":")
     if not colon or not re.fullmatch(r"\s*[0-9]{1,9}(\.[0-9]{1,9})?\s*", price):
         raise PlanError(
-            f"--runner {quoted(text)} is no model of GPU and the price of an hour, like T4:0.35"
+            f"--runner {quoted(text)} is not a GPU model and the price of an hour, like T4:0.35"
         )
-    return Runner(find_gpu(name), float(price))
+    return Rental(find_gpu(name), float(price))
 
 
 def make_plan(
     tests: Sequence[PlannedTest],
-    runners: Sequence[Runner],
+    runners: Sequence[Rental],
     *,
     limit: float | None = None,
     startup: float = 0.0,
@@ -188,7 +188,7 @@ class _Seconds:
         self._tests = {test.nodeid: test.seconds for test in tests}
         self.known = any(self._tests.values())
 
-    def of(self, nodeid: str, runner: Runner) -> float:
+    def of(self, nodeid: str, runner: Rental) -> float:
         """Return a test's seconds on ``runner``; the mean of the known ones where unknown."""
         own = self._tests[nodeid].get(runner.name)
         if own is not None:
@@ -198,7 +198,7 @@ class _Seconds:
 
 
 def _check(
-    tests: Sequence[PlannedTest], runners: Sequence[Runner], limit: float | None, startup: float
+    tests: Sequence[PlannedTest], runners: Sequence[Rental], limit: float | None, startup: float
 ) -> None:
     names = [runner.name for runner in runners]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -221,7 +221,7 @@ def _check(
 
 def _jobs(
     tests: Sequence[PlannedTest],
-    runners: Sequence[Runner],
+    runners: Sequence[Rental],
     seconds: _Seconds,
     limit: float | None,
     startup: float,
@@ -250,7 +250,7 @@ def _jobs(
 
 
 def _machines(
-    names: Sequence[str], runner: Runner, seconds: _Seconds, limit: float | None, startup: float
+    names: Sequence[str], runner: Rental, seconds: _Seconds, limit: float | None, startup: float
 ) -> Iterable[Sequence[str]]:
     """Return which tests each machine of one kind runs."""
     if limit is None:

@@ -13,7 +13,7 @@ from pytest_gpumem.attribution.composition import Composition
 from pytest_gpumem.prediction.child import UNBOUNDED
 from pytest_gpumem.prediction.compiled import Mode
 from pytest_gpumem.simulated.compiled.entry import AUTO
-from pytest_gpumem.simulated.distributed.worst import Taken, Worst
+from pytest_gpumem.simulated.distributed.worst import RankPeak, Worst
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, find_gpu
 from pytest_gpumem.simulating import SimulatedRun, simulate
 from pytest_gpumem.values.measurement import CALL
@@ -58,7 +58,7 @@ def _predicted(
     if not fits:
         _, run, held = _ran(call, replace(model, total_memory=UNBOUNDED), world, mode)
     if worst is not None:
-        worst.note(Taken(run.peak_allocated, run.events))
+        worst.note(RankPeak(run.peak_allocated, run.events_hash))
     prediction = Prediction(
         gpu=model.name,
         total_memory=model.total_memory,

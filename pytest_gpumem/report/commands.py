@@ -16,9 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.echo import quoted_for_shell
 from pytest_gpumem.paths import relative
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.quoting import quoted_for_shell
+from pytest_gpumem.values.serialization import Plain
 
 if TYPE_CHECKING:
     import pytest

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pytest_gpumem.baseline.verdict import main_verdict
-from pytest_gpumem.echo import MOST, printable, shortened
 from pytest_gpumem.paths import GitError, git, toplevel
+from pytest_gpumem.quoting import MOST, printable, shortened
 from pytest_gpumem.report.json_report import ReportError
 from pytest_gpumem.report.markdown import MOST_NAME, document, failure_lines, is_failure
 from pytest_gpumem.report.record import ReportedRun, TestRecord

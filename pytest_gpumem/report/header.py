@@ -23,7 +23,7 @@ def header_line(
     line = f"gpumem: {'; '.join(facts)}"
     if line.isprintable():
         return line
-    from pytest_gpumem.echo import printable
+    from pytest_gpumem.quoting import printable
 
     return printable(line)
 

@@ -10,10 +10,10 @@ from errno import EISDIR
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.attribution.timeline import thinned
-from pytest_gpumem.echo import MOST, printable
+from pytest_gpumem.attribution.timeline import thin_timeline
 from pytest_gpumem.garbage import paused
 from pytest_gpumem.jsonfile import NewerError, document, replace_file, schema_problem
+from pytest_gpumem.quoting import MOST, printable
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
@@ -168,4 +168,4 @@ def thin(records: Sequence[TestRecord]) -> list[TestRecord]:
 def _thin(measured: Measurement) -> Measurement:
     if measured.timeline is None:
         return measured
-    return replace(measured, timeline=thinned(measured.timeline, SAMPLES))
+    return replace(measured, timeline=thin_timeline(measured.timeline, SAMPLES))

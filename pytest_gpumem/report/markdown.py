@@ -17,7 +17,7 @@ from pytest_gpumem.baseline.verdict import (
     statement_lines,
     update_command,
 )
-from pytest_gpumem.echo import printable, shortened
+from pytest_gpumem.quoting import printable, shortened
 from pytest_gpumem.report.causes import causes_of
 from pytest_gpumem.report.compared import Compared, Row, Side, compare_environments
 from pytest_gpumem.report.record import TestRecord

@@ -11,9 +11,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pytest_gpumem.baseline.content import BaselineEntry, BaselineError, parse
-from pytest_gpumem.echo import quoted
 from pytest_gpumem.paths import git, toplevel
 from pytest_gpumem.progress import NOTHING_SHOWN, Progress
+from pytest_gpumem.quoting import quoted
 from pytest_gpumem.report.json_report import read_report
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import Tolerance, parse_tolerance

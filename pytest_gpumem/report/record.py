@@ -12,7 +12,7 @@ from pytest_gpumem.baseline.store import split_nodeid
 from pytest_gpumem.baseline.verdict import Improvement, Verdict, main_verdict
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.serialization import Plain
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from pytest_gpumem.baseline.collected import Unused
 from pytest_gpumem.baseline.store import split_nodeid
-from pytest_gpumem.echo import quoted_for_shell
+from pytest_gpumem.quoting import quoted_for_shell
 from pytest_gpumem.report.commands import PRUNE, Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_size
-from pytest_gpumem.text import Line, Span, wrap
+from pytest_gpumem.text import Line, TextRun, wrap
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ def missing_lines(missing: Missing, command: Command, *, most: int, width: int) 
             "" if missing.folder == "baselines" else f" --baselines {shlex.quote(missing.folder)}"
         )
         line = f"gpumem baselines move{folder} {quoted_for_shell(old)} {quoted_for_shell(new)}"
-        yield Line((Span("  move it: "), Span(line, "cyan")))
+        yield Line((TextRun("  move it: "), TextRun(line, "cyan")))
     drop = "drop it" if len(unused) == 1 else "drop them all"
-    yield Line((Span(f"  {drop}: "), Span(command.again(PRUNE), "cyan")))
+    yield Line((TextRun(f"  {drop}: "), TextRun(command.again(PRUNE), "cyan")))
 
 
 def _elsewhere(elsewhere: Mapping[str, int], width: int) -> Iterator[str]:

@@ -133,7 +133,7 @@ def rows_of(record: TestRecord, every_phase: bool, below_module: bool = True) ->
     if record.measurement is None:
         yield Row(name, 0, {}, _telling_verdict(record.verdicts), test_status(record))
     for measured in record.measurements:
-        judged = _Judged(record, measured)
+        judged = _JudgedDevice(record, measured)
         if measured is record.measurement:
             depth, status = 0, test_status(record)
         else:
@@ -144,7 +144,7 @@ def rows_of(record: TestRecord, every_phase: bool, below_module: bool = True) ->
 
 
 def _phase_rows(
-    measured: Measurement, judged: _Judged, every_phase: bool, depth: int
+    measured: Measurement, judged: _JudgedDevice, every_phase: bool, depth: int
 ) -> Iterator[Row]:
     """Yield the phases, each behind its parent, then those that had to run and did not."""
     depths: dict[str | None, int] = {}
@@ -163,7 +163,7 @@ def _phase_rows(
             yield Row(name, depth, {}, _telling_verdict(judged.of_phase(name)), judged.status(name))
 
 
-def _tells_more(verdict: Verdict, judged: _Judged) -> bool:
+def _tells_more(verdict: Verdict, judged: _JudgedDevice) -> bool:
     """Return whether a phase's verdict adds to that of the whole test."""
     if verdict.kind == "limit" or verdict.passed:
         return verdict.kind == "limit"
@@ -183,7 +183,7 @@ def parents_first(phases: Mapping[str, PhaseRecord]) -> Iterator[PhaseRecord]:
         pending += children[phase.name][::-1]
 
 
-class _Judged:
+class _JudgedDevice:
     """The verdicts on one test on one device."""
 
     def __init__(self, record: TestRecord, measured: Measurement) -> None:

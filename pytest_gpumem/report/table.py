@@ -11,7 +11,7 @@ from pytest_gpumem.baseline.store import split_nodeid
 from pytest_gpumem.report.causes import alike, keys_of
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import COLUMNS, GAP, STATUSES, Column, Row, rows_of, test_status
-from pytest_gpumem.text import Line, Span, cells, counted, pack, pad, shorten
+from pytest_gpumem.text import Line, TextRun, cells, counted, pack, pad, shorten
 
 ROWS = 24
 """Up to so many rows, every phase is shown; beyond so many tests, only those with remarks and the
@@ -94,11 +94,11 @@ def _lines(rows: Mapping[str, Sequence[Row]], verbose: bool, width: int) -> list
             if stacked:
                 lines += _stacked(row, width)
                 continue
-            spans = [Span(pad(shorten(row.indented, name), name))]
+            spans = [TextRun(pad(shorten(row.indented, name), name))]
             for column in columns:
                 text = row.cell(column, verbose)
                 before = 0 if column.key == "status" else widths[column.key] - cells(text)
-                spans += [Span(GAP + " " * before), Span(text, row.style(column))]
+                spans += [TextRun(GAP + " " * before), TextRun(text, row.style(column))]
             lines.append(_trimmed(spans))
     return lines
 
@@ -106,8 +106,8 @@ def _lines(rows: Mapping[str, Sequence[Row]], verbose: bool, width: int) -> list
 def _stacked(row: Row, width: int) -> Iterator[Line]:
     """Yield every number under its row's name, for a terminal too narrow for the whole table."""
     name = shorten(row.indented, width - len(GAP) - cells(row.status))
-    mark = Span(row.status, STATUSES[row.status][0])
-    yield _trimmed([Span(name), Span(GAP), mark])
+    mark = TextRun(row.status, STATUSES[row.status][0])
+    yield _trimmed([TextRun(name), TextRun(GAP), mark])
     facts = []
     for column in COLUMNS:
         text = row.cell(column, True)
@@ -118,11 +118,11 @@ def _stacked(row: Row, width: int) -> Iterator[Line]:
     yield from map(Line.of, pack(facts, width, first=indent, rest=indent))
 
 
-def _trimmed(spans: list[Span]) -> Line:
+def _trimmed(spans: list[TextRun]) -> Line:
     while spans and not spans[-1].text.strip():
         spans.pop()
     if spans:
-        spans[-1] = Span(spans[-1].text.rstrip(), spans[-1].style)
+        spans[-1] = TextRun(spans[-1].text.rstrip(), spans[-1].style)
     return Line(tuple(span for span in spans if span.text))
 
 

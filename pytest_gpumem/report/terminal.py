@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.update import UpdateReport
 from pytest_gpumem.baseline.verdict import failure_statements
-from pytest_gpumem.echo import MOST, printable
+from pytest_gpumem.quoting import MOST, printable
 from pytest_gpumem.report.commands import PLAIN, UPDATE, Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.remarks import Missing, missing_lines
@@ -18,7 +18,7 @@ from pytest_gpumem.report.rows import STATUSES, test_status
 from pytest_gpumem.report.table import Sort, table
 from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.sizes import format_size
-from pytest_gpumem.text import Line, Span, counted, pack, shorten, wrap, write_lines
+from pytest_gpumem.text import Line, TextRun, counted, pack, shorten, wrap, write_lines
 from pytest_gpumem.values.environment import Environment
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def section(
     update: UpdateReport | None = None,
     notes: Sequence[str] = (),
     command: Command = PLAIN,
-    told_above: bool = False,
+    shown_above: bool = False,
     missing: Missing | None = None,
     rows: int | None = None,
     sort: Sort | None = None,
@@ -70,7 +70,7 @@ def section(
 
     ``verbosity`` is pytest's: below 0 failures and one summary line, above 0 everything with
     exact bytes. ``command`` is pytest's command line, for suggested commands.
-    ``told_above``: pytest has shown the failures. ``missing`` lists tests compared with nothing;
+    ``shown_above``: pytest has shown the failures. ``missing`` lists tests compared with nothing;
     ``rows`` and ``sort`` are those of the table.
     """
     if update is not None and (update.added or update.changed or update.unchanged):
@@ -81,7 +81,7 @@ def section(
     quiet, verbose = verbosity < 0, verbosity > 0
     blocks: list[Iterable[Line]] = [] if quiet else [*one.tables(rows, sort)]
     blocks += [one.expected()] if verbose else []
-    blocks += [one.failures(told_above), *([one.compositions()] if verbose else [])]
+    blocks += [one.failures(shown_above), *([one.compositions()] if verbose else [])]
     if quiet:
         # Errors with files decide the exit status and are printed however quiet pytest is. So are
         # notes on numbers that are not those of the intended code.
@@ -128,10 +128,10 @@ class _Section:
                 at_most = f", at most {max(seen):,} B seen" if any(seen) else ""
                 yield from self._sentence(f"{category} {expected:,} B{at_most}")
 
-    def failures(self, told_above: bool) -> Iterator[Line]:
+    def failures(self, shown_above: bool) -> Iterator[Line]:
         verbose = self.verbosity > 0
         for record in self.records:
-            if not told_above if record.failed else record.broken and verbose:
+            if not shown_above if record.failed else record.broken and verbose:
                 yield self._marked(test_status(record), record.nodeid)
                 statements = [one.verdict for one in failure_statements(record.broken)]
                 shown = record.broken if verbose else statements
@@ -163,7 +163,7 @@ class _Section:
         if len(over) > 1:
             failed_last = ["--lf"] * self.command.cached
             line = self.command.again(*failed_last, UPDATE)
-            yield Line((Span(f"accept all {len(over)}: "), Span(line, "cyan")))
+            yield Line((TextRun(f"accept all {len(over)}: "), TextRun(line, "cyan")))
 
     def improvements(self) -> Iterator[Line]:
         improved = [record for record in self.records if test_status(record) == "better"]
@@ -270,7 +270,7 @@ class _Section:
 
     def _marked(self, status: str, nodeid: str) -> Line:
         name = shorten(nodeid, self.width - len(status) - 1)
-        return Line((Span(status, STATUSES[status][0]), Span(f" {name}", "bold")))
+        return Line((TextRun(status, STATUSES[status][0]), TextRun(f" {name}", "bold")))
 
 
 def _by_environment(records: Sequence[TestRecord]) -> dict[Environment, list[TestRecord]]:
@@ -298,7 +298,7 @@ def _device_text(reading: Mapping[str, Any]) -> str:
 
 def _command(why: str, command: str) -> Line:
     # Never broken or shortened: it is meant to be copied.
-    return Line((Span(f"  {why}: "), Span(command, "cyan")))
+    return Line((TextRun(f"  {why}: "), TextRun(command, "cyan")))
 
 
 def _rest(found: Collection[object], most: int, word: str, *, tests: bool = True) -> Iterator[Line]:

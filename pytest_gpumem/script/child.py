@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 
-from pytest_gpumem.device import Computed
+from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.cuda import find_device
 from pytest_gpumem.device.device import ComputingDevice, Device
 from pytest_gpumem.device.simulated import SimulatedDevice
 from pytest_gpumem.prediction.child import UNBOUNDED
 from pytest_gpumem.script import process as endings
 from pytest_gpumem.script.entry import ScriptError, chain, show_traceback
-from pytest_gpumem.script.measured import Run, is_out_of_memory, run_measured
-from pytest_gpumem.script.process import Answer, Request
+from pytest_gpumem.script.measured import ScriptRun, is_out_of_memory, run_measured
+from pytest_gpumem.script.process import Request, ScriptResult
 from pytest_gpumem.script.stopping import StopError
 from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
 from pytest_gpumem.values.errors import SimulationError, UnknownValueError
@@ -33,13 +33,13 @@ def main(path: str) -> None:
     atexit.register(resources.close)  # behind whatever the script registers
     if request.gpu == endings.MEASURED and not torch.cuda.is_available():
         why = "--gpu cuda: torch sees no CUDA device; name a model to be simulated"
-        Answer(endings.NOT_RUN, why).to_file(request.answer)
+        ScriptResult(endings.NOT_RUN, why).to_file(request.answer)
         return
     device = _device(request)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     note = ""
-    if request.again and request.computed is Computed.ALL:
+    if request.again and request.computed is ValueLevel.ALL:
         note = f"run again with real values on the CPU: {request.again}"
     run = run_measured(
         request.script, device, resources, steps=request.steps, seconds=request.seconds, note=note
@@ -71,22 +71,22 @@ def _device(request: Request) -> Device:
     machine = find_machine(request.gpu)
     if request.unbounded:
         machine = Machine(replace(machine.model, total_memory=UNBOUNDED), machine.count)
-    return SimulatedDevice(machine, real_values=request.computed is Computed.ALL)
+    return SimulatedDevice(machine, real_values=request.computed is ValueLevel.ALL)
 
 
-def _answer(run: Run, device: Device) -> Answer:
+def _answer(run: ScriptRun, device: Device) -> ScriptResult:
     ending, sentence = _ending(run)
     computing = device if isinstance(device, ComputingDevice) else None
-    made_up = computing is not None and computing.following is not None and computing.made_up
+    used = computing is not None and computing.next_level is not None and computing.used_placeholder
     again = None
     if computing is not None and ending != endings.INTERRUPTED:
-        failed = made_up and ending in (endings.RAISED, endings.EXITED)
+        failed = used and ending in (endings.RAISED, endings.EXITED)
         is_unknown = ending == endings.UNKNOWN
-        again = sentence if is_unknown else computing.why_again(None, failed=failed)
-        if computing.decided is not None:
-            ending, sentence = endings.UNKNOWN, computing.decided
+        again = sentence if is_unknown else computing.reason_to_rerun(None, failed=failed)
+        if computing.decided_by is not None:
+            ending, sentence = endings.UNKNOWN, computing.decided_by
     found = run.out_of_memory
-    return Answer(
+    return ScriptResult(
         ending,
         sentence,
         run.steps,
@@ -97,14 +97,14 @@ def _answer(run: Run, device: Device) -> Answer:
         run.measurements,
         found.to_dict() if found else None,
         tuple(found.lines()) if found else (),
-        made_up=made_up,
+        used_placeholder=used,
         again=again or "",
-        further=computing.following if computing is not None and again else None,
+        further=computing.next_level if computing is not None and again else None,
         work=computing.work.seconds if computing is not None else 0.0,
     )
 
 
-def _ending(run: Run) -> tuple[str, str]:
+def _ending(run: ScriptRun) -> tuple[str, str]:
     """Return how a run ended, and the sentence on it, which may be empty."""
     error = run.error
     if error is None:

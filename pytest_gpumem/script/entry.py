@@ -17,10 +17,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
-from pytest_gpumem.echo import quoted
+from pytest_gpumem.quoting import quoted
 from pytest_gpumem.sizes import MIB, format_size
 from pytest_gpumem.values.measurement import Measurement
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.serialization import Plain
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _STARTERS = ("<frozen runpy>", runpy.__file__)
@@ -52,7 +52,7 @@ class Script(Plain):
                 )
             return
         if not path.is_file():
-            raise ScriptError(f"{quoted(self.name)} is no file; give a script")
+            raise ScriptError(f"{quoted(self.name)} is not a file; give a script")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the script's own run shows them
             self._compiled()

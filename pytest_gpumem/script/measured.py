@@ -22,8 +22,8 @@ from pytest_gpumem.attribution.out_of_memory import OutOfMemory
 from pytest_gpumem.device.device import Device
 from pytest_gpumem.device.simulated import SimulatedDevice
 from pytest_gpumem.measurement.automatic_phases import BACKWARD, FORWARD, STEP
-from pytest_gpumem.measurement.composition import Account
-from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.measurement.composition import PeakRecorder
+from pytest_gpumem.measurement.fixtures import FixtureRecords
 from pytest_gpumem.measurement.meter import Meter
 from pytest_gpumem.measurement.phases import Phase, PhaseTracker
 from pytest_gpumem.measurement.recorded import RecordedHistory
@@ -40,7 +40,7 @@ STACKS = "all"
 
 
 @dataclass(frozen=True)
-class Run:
+class ScriptRun:
     """The result of one run."""
 
     error: BaseException | None
@@ -59,8 +59,8 @@ class _Meter(Meter):
     tracker: Iterations
 
     def _tracker(self) -> Iterations:
-        assert self.account is not None
-        return Iterations(self._statistics, self.account.positions)
+        assert self.recorder is not None
+        return Iterations(self._statistics, self.recorder.positions)
 
 
 def run_measured(
@@ -71,7 +71,7 @@ def run_measured(
     steps: int,
     seconds: float,
     note: str = "",
-) -> Run:
+) -> ScriptRun:
     """Run ``script`` on ``device``, for ``steps`` steps of its optimizer and ``seconds`` at most.
 
     ``note`` is added to its numbers. The device is active until ``resources`` are closed: exit
@@ -80,19 +80,19 @@ def run_measured(
     resources.enter_context(device.active())
     resources.enter_context(device.measuring(script.name))
     statistics = CudaStatistics(device.workspaces)
-    resources.enter_context(statistics.screened())
+    resources.enter_context(statistics.own_peaks_shown())
     recorder = device.recorder
     if recorder is None:
         recorder = RecordedHistory()
         resources.enter_context(recorder.during(STACKS))
-    account = Account(recorder, os.getcwd())  # noqa: PTH109 - a string
-    meter = _Meter(statistics, FixtureLedger(), account)
+    account = PeakRecorder(recorder, os.getcwd())  # noqa: PTH109 - a string
+    meter = _Meter(statistics, FixtureRecords(), account)
     device.begin_test(script.name, (), lambda *_: None)
     counter = Steps(steps, lambda more: meter.tracker.iterated(more=more))
     alarm = Alarm(seconds)
     kept: AbstractContextManager[None] = nullcontext()
     if isinstance(device, SimulatedDevice) and not device.has_values:
-        kept = checkpoints_kept(device.note)
+        kept = checkpoints_protected(device.note)
     begin = time.monotonic()
     error: BaseException | None = None
     with meter.running(()):
@@ -117,7 +117,7 @@ def run_measured(
     post_mortem = None
     if is_out_of_memory(error):
         post_mortem = account.out_of_memory(device.index, meter.tracker, device.total_memory)
-    return Run(error, counter.count, alarm.rang, taken, (own, *others), post_mortem)
+    return ScriptRun(error, counter.count, alarm.rang, taken, (own, *others), post_mortem)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -136,7 +136,7 @@ _LOOKED_AT = 1 << 24
 
 
 @contextmanager
-def checkpoints_kept(note: Callable[[str], None]) -> Iterator[None]:
+def checkpoints_protected(note: Callable[[str], None]) -> Iterator[None]:
     """Keep ``torch.save`` and safetensors inside from writing shapes over a file that holds values.
 
     A distributed checkpoint is not written to a folder that holds one with values either. ``note``

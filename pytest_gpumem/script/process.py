@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.device import Computed
+from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.dry.load import environment_of_option
 from pytest_gpumem.script.entry import Script, ScriptError
 from pytest_gpumem.values.measurement import Measurement
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.serialization import Plain
 
 MEASURED = "cuda"
 """The name of the real CUDA device, in place of a model to simulate."""
@@ -62,14 +62,14 @@ class Request(Plain):
     seconds: float
     answer: Path
     unbounded: bool = False
-    computed: Computed = Computed.AT_FIRST
+    computed: ValueLevel = ValueLevel.AT_FIRST
     """The values that the CPU computes."""
     again: str = ""
     """The reason why it computes more than at first; empty where it does not."""
 
 
 @dataclass(frozen=True)
-class Answer(Plain):
+class ScriptResult(Plain):
     """The result of one run; sizes in bytes."""
 
     ending: str
@@ -85,18 +85,18 @@ class Answer(Plain):
     out_of_memory: Mapping[str, Any] | None = None
     """The reason why the last allocation that failed did so."""
     post_mortem: tuple[str, ...] = ()
-    made_up: bool = False
+    used_placeholder: bool = False
     """Whether the run used a value that was not computed."""
     again: str = ""
     """Why the run depends on a value that was not computed; empty where it does not."""
-    further: Computed | None = None
+    further: ValueLevel | None = None
     """The values with which another run may get further; ``None`` for none."""
     work: float = 0.0
     """The least seconds that computing all values takes."""
 
-    def next_values(self, seconds: float) -> Computed | None:
+    def next_values(self, seconds: float) -> ValueLevel | None:
         """Return the values of another run that takes at most ``seconds``; ``None`` for none."""
-        takes_too_long = self.further is Computed.ALL and self.work > seconds
+        takes_too_long = self.further is ValueLevel.ALL and self.work > seconds
         return None if takes_too_long else self.further
 
 
@@ -105,7 +105,7 @@ GRACE = 120.0
 
 STDERR = 2
 
-_VALUES = {Computed.SMALL: "values of small tensors", Computed.ALL: "real values"}
+_VALUES = {ValueLevel.SMALL: "values of small tensors", ValueLevel.ALL: "real values"}
 """The values that a further run computes."""
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -124,13 +124,13 @@ main(sys.argv[2])
 class Result:
     """The results of a script on one GPU."""
 
-    answer: Answer
+    answer: ScriptResult
     fits: bool = True
-    larger: Answer | None = None
+    larger: ScriptResult | None = None
     """The answer of a second run with unlimited memory, if the script does not fit."""
 
     @property
-    def reported_answer(self) -> Answer:
+    def reported_answer(self) -> ScriptResult:
         """The answer whose numbers are the script's."""
         return self.larger or self.answer
 
@@ -151,7 +151,10 @@ def run_on(script: Script, gpu: str, *, steps: int, seconds: float, quiet: bool)
     fits = answer.ending != OUT_OF_MEMORY
     if fits or gpu == MEASURED or gpu.startswith(DRY):
         return Result(answer, fits)
-    _print(f"{script.name} ran out of memory on {answer.gpu}: again, with as much as it wants")
+    _print(
+        f"{script.name} ran out of memory on {answer.gpu}. Running again without a memory limit, "
+        "to see what it needs"
+    )
     larger = _answered(replace(request, unbounded=True), quiet=quiet)
     _check(larger, request)
     return Result(answer, fits, larger)
@@ -161,7 +164,7 @@ def _print(sentence: str) -> None:
     print(f"gpumem: {sentence}", file=sys.stderr, flush=True)
 
 
-def _answered(request: Request, *, quiet: bool) -> Answer:
+def _answered(request: Request, *, quiet: bool) -> ScriptResult:
     sys.stdout.flush()
     with tempfile.TemporaryDirectory() as folder:
         request = replace(request, answer=Path(folder) / "answer.json")
@@ -176,13 +179,13 @@ def _answered(request: Request, *, quiet: bool) -> Answer:
             ending = _waited(process, request)
         if not request.answer.is_file():
             raise ScriptError(f"{request.script.name} {ending}")
-        answer = Answer.from_file(request.answer)
+        answer = ScriptResult.from_file(request.answer)
     if answer.ending == INTERRUPTED:
         raise KeyboardInterrupt
     return answer
 
 
-def _check(answer: Answer, request: Request) -> None:
+def _check(answer: ScriptResult, request: Request) -> None:
     """Raise :class:`ScriptError` where a run has no result for the script."""
     name = request.script.name
     if answer.ending == UNKNOWN and answer.further is not None:
@@ -207,8 +210,8 @@ def _waited(process: subprocess.Popen[bytes], request: Request) -> str:
     except subprocess.TimeoutExpired:
         process.kill()
         return (
-            f"did not end {GRACE:.0f} s after it was stopped, and was killed: does it catch what "
-            "ends a process?"
+            f"did not end {GRACE:.0f} s after it was stopped, and was killed: it may catch "
+            "SystemExit or KeyboardInterrupt"
         )
     except KeyboardInterrupt:  # which the process has received, too
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):

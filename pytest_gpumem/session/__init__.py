@@ -1,4 +1,4 @@
-"""One pytest session, and each test's life in it: prepare, run, explain, judge. No interface.
+"""One pytest session, and each test's life in it: prepare, run, judge, explain. No interface.
 
 docs/how_a_test_runs.md goes through it step by step. Names that need a word:
 

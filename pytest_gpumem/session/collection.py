@@ -11,8 +11,8 @@ import pytest
 
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.report.pytest_reports import SKIPPED_AT_IMPORT
+from pytest_gpumem.session.context import REFUSAL, Parts
 from pytest_gpumem.session.expected import MARKER_NAME
-from pytest_gpumem.session.parts import REFUSAL, Parts
 
 _DEVICE = r"(?i)cuda|gpu|accelerator|is_available|device"
 """Words in conditions on a device, and in their reasons."""
@@ -34,9 +34,9 @@ class Collection:
             report.longrepr = "\n".join(errors)
             report.result = []
         # A question that imports torch is asked only where its answer matters.
-        elif items and (why := self._parts.refusal):
+        elif items and (why := self._parts.why_not):
             found = (self._parts.shares(item) for item in items)
-            if any(shares and shares[1] is self._parts.selector.real() for shares in found):
+            if any(one and one[1] is self._parts.selector.measured_device() for one in found):
                 if not self._parts.is_worker:
                     raise pytest.UsageError(why)
                 # The controller ends the run.
@@ -91,7 +91,7 @@ class Collection:
             and any(item.get_closest_marker(MARKER_NAME) for item in items)
         ):
             try:
-                parts.selector.real()
+                parts.selector.measured_device()
             except DeviceError as error:
                 raise pytest.UsageError(str(error)) from None
         if not (parts.selector.off or parts.is_one_of_several):
@@ -99,7 +99,7 @@ class Collection:
             if any(expectation and expectation.isolate for expectation in expectations):
                 parts.isolation.prepare()
         if parts.launched is not None:
-            parts.launched.meet(items, parts.expectations)
+            parts.launched.join_ranks(items, parts.expectations)
         if parts.sharing is not None and parts.is_worker:
             shared = ((item, parts.shares(item)) for item in items)
             parts.sharing.plan((item, *found) for item, found in shared if found)

@@ -87,7 +87,7 @@ class Conclusion:
             update=self._update,
             notes=notes,
             command=Command.of(self._config),
-            told_above=failures_are_shown,
+            shown_above=failures_are_shown,
             missing=self._missing,
             rows=self._settings.rows,
             sort=self._settings.sort,

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from pytest_gpumem.device.device import Device
-from pytest_gpumem.sharing.admission import Cause, Need, Refusal, cause_of
+from pytest_gpumem.sharing.admission import FailedAllocation, FailureCause, Need, cause_of
 from pytest_gpumem.sharing.database import SharingError
 from pytest_gpumem.sharing.gate import Admission, Gate
 from pytest_gpumem.sizes import format_size
 
-MOST_CALM = 30.0
+MOST_QUIET_SECONDS = 30.0
 """The most seconds that a test that was crowded out waits until others leave it its room."""
 
 MOST_YIELDS = 2
@@ -50,7 +50,7 @@ class DeviceAdmissions:
     """A function called with each admission at its end."""
     quota: int | None = None
     """The bytes that an elastic quota has grown to."""
-    refusal: str | None = None
+    why_not: str | None = None
     """The reason why the test may not run at all."""
     admission: Admission | None = None
     _inside: ExitStack = field(default_factory=ExitStack)
@@ -61,12 +61,12 @@ class DeviceAdmissions:
     _own_quota: int | None = None
 
     def enter(self) -> None:
-        """Wait until the test may run; :attr:`refusal` is set if it may not."""
+        """Wait until the test may run; :attr:`why_not` is set if it may not."""
         try:
             passing = self.gate.admitted(self.nodeid, self.need)
             self.admission = self._inside.enter_context(passing)
         except SharingError as error:
-            self.refusal = str(error)
+            self.why_not = str(error)
             return
         self._inside.callback(self.device.empty_cache)
         self._waited += self.admission.waited
@@ -88,35 +88,36 @@ class DeviceAdmissions:
         self.enter()
 
     def next_run(
-        self, error: BaseException | None, refusal: Refusal | None, quota: int | None
+        self, error: BaseException | None, failed: FailedAllocation | None, quota: int | None
     ) -> NextRun | None:
-        """Return the run after one with ``error`` and ``refusal``, ``None`` where that stands."""
+        """Return the run after one with ``error`` and ``why_not``, ``None`` where that stands."""
         need = self.need
         if isinstance(error, YieldedError):
             self._yields += 1
             guaranteed = need.guaranteed or self._yields >= MOST_YIELDS
             note = "made room for a guaranteed test, and was run again"
             return NextRun(replace(need, guaranteed=guaranteed), note)
-        if refusal is None:
+        if failed is None:
             return None
-        cause = cause_of(refusal, quota)
-        if cause is Cause.NEIGHBOUR and not need.calm:
-            return self._by_itself(refusal)
-        if cause is Cause.QUOTA and isinstance(error, torch.OutOfMemoryError):
-            return self._with_more(refusal, quota)
+        cause = cause_of(failed, quota)
+        if cause is FailureCause.NEIGHBOUR and not need.quiet_seconds:
+            return self._by_itself(failed)
+        if cause is FailureCause.QUOTA and isinstance(error, torch.OutOfMemoryError):
+            return self._with_more(failed, quota)
         return None
 
-    def crowded_out(self, refusal: Refusal | None, quota: int | None) -> str | None:
+    def crowded_out(self, failed: FailedAllocation | None, quota: int | None) -> str | None:
         """Return the sentence on a test for which there was no room even alone."""
-        if refusal is None or not self.need.calm:
+        if failed is None or not self.need.quiet_seconds:
             return None
-        if cause_of(refusal, quota) is not Cause.NEIGHBOUR:
+        if cause_of(failed, quota) is not FailureCause.NEIGHBOUR:
             return None
-        holders = self.gate.foreign_processes() or "they are gone by now"
+        holders = self.gate.foreign_processes() or "they have ended since"
         return (
-            f"infrastructure error, not the test's: {format_size(refusal.asked)} could not be had "
-            f"with {format_size(refusal.reserved)} reserved, also when {self.nodeid} ran alone, "
-            f"because other processes held {format_size(refusal.of_others)}: {holders}"
+            f"infrastructure error, not the test's: {format_size(failed.asked)} could not be "
+            f"allocated ({format_size(failed.reserved)} was reserved already), even when "
+            f"{self.nodeid} ran alone: other processes held {format_size(failed.of_others)} "
+            f"({holders})"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,30 +133,30 @@ class DeviceAdmissions:
             "notes": list(self._notes),
         }
 
-    def _by_itself(self, refusal: Refusal) -> NextRun:
+    def _by_itself(self, failed: FailedAllocation) -> NextRun:
         # Other processes' memory may come and go: as long as the test took, and a second at least.
         granted = self.admission.granted if self.admission else 0.0
-        calm = min(max(time.time() - granted, 1.0), MOST_CALM)
-        least = max(self.need.bytes or 0, refusal.wanted)
+        quiet = min(max(time.time() - granted, 1.0), MOST_QUIET_SECONDS)
+        least = max(self.need.bytes or 0, failed.wanted)
         return NextRun(
-            replace(self.need, bytes=least, exclusive=True, calm=calm),
-            f"run again alone: other processes held {format_size(refusal.of_others)} of the "
-            f"device when {format_size(refusal.asked)} were asked for",
+            replace(self.need, bytes=least, exclusive=True, quiet_seconds=quiet),
+            f"run again alone: other processes held {format_size(failed.of_others)} of the "
+            f"device when {format_size(failed.asked)} were asked for",
         )
 
-    def _with_more(self, refusal: Refusal, quota: int | None) -> NextRun | None:
+    def _with_more(self, failed: FailedAllocation, quota: int | None) -> NextRun | None:
         """Borrow twice the quota, or the requested bytes if that is more, so that runs are few."""
         most = self.gate.capacity
-        if not self.is_elastic or quota is None or quota >= most or refusal.wanted > most:
+        if not self.is_elastic or quota is None or quota >= most or failed.wanted > most:
             return None
-        larger = min(max(2 * quota, refusal.wanted), most)
+        larger = min(max(2 * quota, failed.wanted), most)
         self._own_quota = self._own_quota or quota
         needed = self.need.bytes
         need = replace(self.need, bytes=needed if needed is None else max(needed, larger))
         return NextRun(need, "", quota=larger)
 
 
-LOOKED_EVERY = 0.1
+CHECK_SECONDS = 0.1
 """Seconds between two checks whether another test waits."""
 
 _SIGNAL = getattr(signal, "SIGUSR2", None)
@@ -186,7 +187,7 @@ def interruptible(has_to_yield: Callable[[], bool]) -> Iterator[None]:
     main = threading.get_ident()
 
     def watch() -> None:
-        while not done.wait(LOOKED_EVERY):
+        while not done.wait(CHECK_SECONDS):
             if has_to_yield():
                 signal.pthread_kill(main, _SIGNAL)
                 return

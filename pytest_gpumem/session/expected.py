@@ -86,7 +86,8 @@ class Expectations:
             return None
         size = self.ranks(item)
         with suppress(DeviceError):  # reported where the test begins
-            if size is not None and not self._settings.share and self._selector.real() is not None:
+            share = self._settings.share
+            if size is not None and not share and self._selector.measured_device() is not None:
                 from pytest_gpumem.device.cuda import device_count
 
                 if device_count() >= size:

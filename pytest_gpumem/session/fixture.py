@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.echo import printable, quoted
+from pytest_gpumem.quoting import printable, quoted
 
 if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.prediction.batch import BatchFit
-    from pytest_gpumem.session.run import Run
+    from pytest_gpumem.session.run import TestRun
     from pytest_gpumem.values.measurement import PhaseRecord
 
 
 class Gpumem:
     """The interface of a test to its measurement."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TestRun) -> None:
         self._run = run
 
     @property
@@ -122,7 +122,7 @@ class IdleGpumem:
 class _Phases(dict[str, "PhaseRecord"]):
     def __missing__(self, name: str) -> PhaseRecord:
         known = printable(", ".join(self)) or "none"
-        raise KeyError(f"{quoted(name)} is no phase that has been left; there are: {known}")
+        raise KeyError(f"no phase {quoted(name)} has ended yet; phases so far: {known}")
 
 
 def _check_name(name: object) -> None:

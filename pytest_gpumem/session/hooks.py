@@ -16,7 +16,7 @@ from pytest_gpumem.attribution.history import CATEGORIES, Origin
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.device.device import Device
 from pytest_gpumem.device.select import SELECTOR
-from pytest_gpumem.echo import printable, quoted
+from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.report.record import TestRecord
 
 _FAILURES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
@@ -112,14 +112,14 @@ class Hooks:
             def problem_of(answer: object) -> str:
                 if isinstance(answer, int) and 0 <= answer < len(frames):
                     return ""
-                return f"returned {quoted(answer)}, which is no index of {len(frames)} frames"
+                return f"returned {quoted(answer)}, which is not an index of {len(frames)} frames"
 
             stack = tuple((frame["filename"], frame["line"]) for frame in frames)
             if frames and stack not in known:
                 answers = self._answers(hook, problem_of, item=item, frames=frames)
                 known[stack] = next(answers, None)
             if (index := known.get(stack)) is None:
-                return origin.place
+                return origin.source_line
             frame = frames[index]
             return frame["filename"], frame["line"], frame["name"]
 

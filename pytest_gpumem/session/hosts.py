@@ -16,7 +16,7 @@ import pytest
 from pytest_gpumem.sharing.admission import NOWHERE, Need, Place
 from pytest_gpumem.sharing.learned import Learned
 from pytest_gpumem.sharing.ledger import Entry
-from pytest_gpumem.sharing.usage import Usage, usages
+from pytest_gpumem.sharing.usage import RunUsage, usages
 
 CHANNEL = "gpumem_channel"
 """Key of a pytest-xdist worker's input: its channel to :class:`Hosts`."""
@@ -116,7 +116,7 @@ class Hosts:
         """Return the device that a worker's tests run on."""
         return self._places.get(worker, NOWHERE)
 
-    def usages(self, run: str) -> list[Usage]:
+    def usages(self, run: str) -> list[RunUsage]:
         """Return the usage of each host's devices by tests."""
         hosts = sorted(set(self._hosts.values()))
         names = [host.name for host in hosts]

@@ -14,12 +14,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pytest_gpumem.baseline.store import (
-    BaselineError,
-)
+from pytest_gpumem.baseline.store import BaselineError
 from pytest_gpumem.baseline.verdict import failure_text
 from pytest_gpumem.measurement.composition import explained_by
-from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.measurement.fixtures import FixtureRecords
 from pytest_gpumem.measurement.recorded import RecordedHistory, write_snapshot
 from pytest_gpumem.options import Settings
 from pytest_gpumem.report.commands import Command
@@ -27,19 +25,19 @@ from pytest_gpumem.report.pytest_reports import ATTRIBUTE, BROKEN_PLUGINS, SENTE
 from pytest_gpumem.report.record import TestRecord, set_user_properties
 from pytest_gpumem.session.hooks import Hooks
 from pytest_gpumem.session.judge import Judge
-from pytest_gpumem.session.run import EXPLAINED_BY, Prepared, Run
-from pytest_gpumem.sharing.admission import Refusal, refusal_sentence
+from pytest_gpumem.session.run import STACKS_FOR_EXPLANATION, Prepared, TestRun
+from pytest_gpumem.sharing.admission import FailedAllocation, failed_allocation_sentence
 from pytest_gpumem.sizes import format_size, in_words
 from pytest_gpumem.values.errors import SimulationError
 from pytest_gpumem.values.measurement import Measurement
 
-RunsAgain = Callable[[Refusal | None, int | None, Exception], bool]
+RunsAgain = Callable[[FailedAllocation | None, int | None, Exception], bool]
 
 _OUTCOMES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 """Exceptions of a second run that do not replace the first one's failure."""
 
 
-class MeasuredItem(Run):
+class MeasuredItem(TestRun):
     """An attempt at a test: a run that is judged and explained.
 
     ``runs_again`` returns, where devices are shared, whether a test that ran out of memory is run
@@ -49,7 +47,7 @@ class MeasuredItem(Run):
     def __init__(
         self,
         prepared: Prepared,
-        ledger: FixtureLedger,
+        ledger: FixtureRecords,
         settings: Settings,
         hooks: Hooks,
         judge: Judge,
@@ -162,7 +160,7 @@ class MeasuredItem(Run):
         """Judge with the sites of a second run, if that passes; return notes."""
         item, recorder = self.item, RecordedHistory()
         try:
-            with recorder.during(EXPLAINED_BY):
+            with recorder.during(STACKS_FOR_EXPLANATION):
                 self.record_again(recorder)
                 with self.body():
                     item.runtest()
@@ -171,8 +169,9 @@ class MeasuredItem(Run):
                 notes = self._snapshot()
         except _OUTCOMES as error:
             why = (
-                f"{item.nodeid}: nothing explains its memory, because the body does not run "
-                f"twice: {type(error).__name__}: {error}"
+                f"{item.nodeid}: the lines that hold its memory are unknown, because the body "
+                "failed when it was run a second time to record them: "
+                f"{type(error).__name__}: {error}"
             )
             return [*self._snapshot(), why]
         again = {one.device: one for one in (own, *others)}
@@ -194,7 +193,7 @@ class MeasuredItem(Run):
         # shows the traceback all the same, without the values of its variables.
         traceback.clear_frames(error.__traceback__)
         recorder = RecordedHistory()
-        with recorder.during(EXPLAINED_BY), suppress(*_OUTCOMES):
+        with recorder.during(STACKS_FOR_EXPLANATION), suppress(*_OUTCOMES):
             self.record_again(recorder)
             try:
                 with self.body():
@@ -208,7 +207,8 @@ class MeasuredItem(Run):
 
     def _post_mortem(self) -> list[str]:
         found, shortage, record = self.out_of_memory(), self.shortage, self._record
-        lines = [] if shortage is None else [refusal_sentence(shortage, self.prepared.quota)]
+        quota = self.prepared.quota
+        lines = [] if shortage is None else [failed_allocation_sentence(shortage, quota)]
         if found is None or record is None:
             return lines
         lines += found.lines()

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.expected import Expectations
     from pytest_gpumem.session.item import MeasuredItem
     from pytest_gpumem.session.results import Results
-    from pytest_gpumem.simulated.distributed.meeting import Meeting
+    from pytest_gpumem.simulated.distributed.exchange import RankExchange
     from pytest_gpumem.values.world import World
 
 _SKIPS = (pytest.skip.Exception, SimulationError)
@@ -52,7 +52,7 @@ _ENDED = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.Ex
 """Exit codes of a run that did not complete: the other ranks may be anywhere."""
 
 
-class Launched:
+class TorchrunRank:
     """A rank's part in a run of all of them."""
 
     def __init__(self, config: pytest.Config, world: World, selector: DeviceSelector) -> None:
@@ -60,8 +60,8 @@ class Launched:
         self._selector = selector
         self.world = world
         self._address = address_of_process(os.environ)
-        self._meeting: Meeting | None = None
-        self._met = False
+        self._exchange: RankExchange | None = None
+        self._has_joined = False
         self._group = ExitStack()
         self._ensure_group: Callable[[], None] | None = None
         self._status: int | None = None
@@ -88,9 +88,9 @@ class Launched:
     @property
     def writes_output(self) -> bool:
         """Whether this process writes the output of the run."""
-        return self.world.rank == 0 or not self._met
+        return self.world.rank == 0 or not self._has_joined
 
-    def meet(self, items: Sequence[pytest.Item], expectations: Expectations) -> None:
+    def join_ranks(self, items: Sequence[pytest.Item], expectations: Expectations) -> None:
         """Meet the other ranks if any of ``items`` is measured, else write the kept output."""
         if not any(map(expectations.is_measured, items)):
             reporter = self._config.pluginmanager.getplugin("terminalreporter")
@@ -99,27 +99,27 @@ class Launched:
                 reporter._tw.write(self._kept.getvalue(), flush=True)
             return
         # Nothing else in a run has to import torch before a test needs it.
-        from pytest_gpumem.simulated.distributed.meeting import meeting_of
+        from pytest_gpumem.simulated.distributed.exchange import exchange_of
 
-        self._met = True
-        with self._in_company():
-            self._meeting = meeting = meeting_of(self.world, self._address)
+        self._has_joined = True
+        with self._with_all_ranks():
+            self._exchange = exchange = exchange_of(self.world, self._address)
             if self.world.rank == 0 and _is_main_thread():
                 self._terminate = signal.signal(signal.SIGTERM, self._terminated)
             own = sha256("\n".join(item.nodeid for item in items).encode()).hexdigest()
-            hashes = meeting.gather("its tests", own)
+            hashes = exchange.gather("its tests", own)
             problems = [
                 f"rank {rank} would run other tests than rank 0, or in another order: start all of "
                 "them alike, with -p no:randomly, or one seed, where a plugin shuffles tests"
                 for rank, one in enumerate(hashes)
                 if one != own
             ]
-            problem = meeting.hear("its tests", problems[0] if problems else None)
+            problem = exchange.broadcast("its tests", problems[0] if problems else None)
         if problem:
             self._leave(problem, pytest.ExitCode.USAGE_ERROR)
 
     @contextmanager
-    def settling(
+    def one_outcome(
         self,
         item: pytest.Item,
         current: Callable[[], MeasuredItem | None],
@@ -130,23 +130,23 @@ class Launched:
         """Set up ``item`` inside, or call it if ``called``, with one outcome on all ranks."""
         try:
             # A device that cannot be had is reported when the test begins.
-            real = None
+            gpu = None
             with suppress(DeviceError):
-                real = None if called or self._meeting is None else self._selector.real()
-            if self._meeting is not None and real is not None:
+                gpu = None if called or self._exchange is None else self._selector.measured_device()
+            if self._exchange is not None and gpu is not None:
                 if self._ensure_group is None:
-                    own = own_group(self._meeting.store, self.world)
+                    own = own_group(self._exchange.store, self.world)
                     self._ensure_group = self._group.enter_context(own)
                 with scope.opened():  # no device is active yet
                     self._ensure_group()
             yield
         except BaseException as error:
-            self._settle(item, current(), expectation, error)
+            self._agree(item, current(), expectation, error)
             raise
         if called:
-            self._settle(item, current(), expectation, collected_error(item))
+            self._agree(item, current(), expectation, collected_error(item))
 
-    def _settle(
+    def _agree(
         self,
         item: pytest.Item,
         current: MeasuredItem | None,
@@ -157,7 +157,7 @@ class Launched:
 
         Raises the test's failure, where that is not ``error``.
         """
-        if self._meeting is None or isinstance(error, KeyboardInterrupt | pytest.exit.Exception):
+        if self._exchange is None or isinstance(error, KeyboardInterrupt | pytest.exit.Exception):
             return
         measurement = current.measurement if current is not None and error is None else None
         failed = "skipped" if isinstance(error, _SKIPS) else "failed"
@@ -166,16 +166,16 @@ class Launched:
             "text": _text(item, error),
             "measurement": measurement and measurement.to_dict(),
         }
-        with self._in_company():
-            outcomes = self._meeting.gather(item.nodeid, outcome)
+        with self._with_all_ranks():
+            outcomes = self._exchange.gather(item.nodeid, outcome)
         verdict = error
         if self.world.rank == 0 and error is None:
             try:
                 self._judge(current, expectation, outcomes)
             except (Exception, pytest.fail.Exception) as failure:
                 verdict = failure
-        with self._in_company():
-            failure_of_first = self._meeting.hear(item.nodeid, _text(item, verdict))
+        with self._with_all_ranks():
+            failure_of_first = self._exchange.broadcast(item.nodeid, _text(item, verdict))
         if error is not None:
             return
         if verdict is not None:
@@ -218,11 +218,11 @@ class Launched:
 
     def finish(self, session: pytest.Session, results: Results) -> None:
         """End all ranks with one exit status: rank 0 has written the output."""
-        if self._meeting is None or session.exitstatus in _ENDED:
+        if self._exchange is None or session.exitstatus in _ENDED:
             return
-        with self._in_company():
+        with self._with_all_ranks():
             own = {"status": int(session.exitstatus), "failures": self._failures}
-            others = self._meeting.gather("the end of its tests", own)
+            others = self._exchange.gather("the end of its tests", own)
             for rank, one in enumerate(others):
                 for nodeid, text in one["failures"].items():
                     if nodeid not in self._failures:
@@ -231,25 +231,25 @@ class Launched:
             if session.exitstatus in HARMLESS:
                 bad = (one["status"] for one in others if one["status"] not in HARMLESS)
                 session.exitstatus = next(bad, session.exitstatus)
-            status: int = self._meeting.hear("its exit status", int(session.exitstatus))
+            status: int = self._exchange.broadcast("its exit status", int(session.exitstatus))
         session.exitstatus = self._status = status
 
     def end(self) -> None:
         """Leave after rank 0 has written to the terminal: a process that leaves ends the others."""
-        meeting, self._meeting = self._meeting, None
+        exchange, self._exchange = self._exchange, None
         self._group.close()
         if self._terminate is not None:
             signal.signal(signal.SIGTERM, self._terminate)
-        if meeting is None or self._status is None:
+        if exchange is None or self._status is None:
             return  # the others may be anywhere, or gone
         sys.stdout.flush()
         if self._status not in HARMLESS and _is_main_thread():
             # torchrun terminates remaining ranks of a failed run, and would report that instead.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        from pytest_gpumem.simulated.distributed.meeting import MeetingError
+        from pytest_gpumem.simulated.distributed.exchange import RankExchangeError
 
-        with suppress(MeetingError):  # rank 0 has left already
-            meeting.hear("the end", None)
+        with suppress(RankExchangeError):  # rank 0 has left already
+            exchange.broadcast("the end", None)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         """Record a failure, which another rank may not have."""
@@ -263,23 +263,23 @@ class Launched:
         self.pytest_runtest_logreport(report)
 
     @contextmanager
-    def _in_company(self) -> Iterator[None]:
+    def _with_all_ranks(self) -> Iterator[None]:
         """End the run if another rank is gone."""
-        from pytest_gpumem.simulated.distributed.meeting import MeetingError
+        from pytest_gpumem.simulated.distributed.exchange import RankExchangeError
 
         try:
             yield
-        except MeetingError as error:
+        except RankExchangeError as error:
             self._leave(str(error), pytest.ExitCode.INTERRUPTED)
 
     def _terminated(self, number: int, frame: FrameType | None) -> NoReturn:
         """End the run with the reason of torchrun's SIGTERM: usually another rank has ended."""
-        lost = self._meeting.lost() if self._meeting is not None else []
+        lost = self._exchange.lost() if self._exchange is not None else []
         ended = [f"rank {rank} has ended before the run was over" for rank in lost]
         self._leave("; ".join(ended) or "SIGTERM has ended the run", pytest.ExitCode.INTERRUPTED)
 
     def _leave(self, sentence: str, status: pytest.ExitCode) -> NoReturn:
-        self._meeting = None
+        self._exchange = None
         pytest.exit(sentence, returncode=int(status))
 
 
@@ -323,18 +323,18 @@ def own_group(store: Store, world: World) -> Iterator[Callable[[], None]]:
             )
             is_there = True
 
-    def give_way() -> None:
+    def destroy_group() -> None:
         nonlocal is_there
         if is_there and dist.is_initialized():
             dist.destroy_process_group()
         is_there = False
 
     def giving_way(*args: Any, **kwargs: Any) -> Any:
-        give_way()
+        destroy_group()
         return init(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patches:
         for owner in (dist, c10d):
             patches.setattr(owner, "init_process_group", giving_way)
         yield ensure
-    give_way()
+    destroy_group()

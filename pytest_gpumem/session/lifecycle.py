@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 from _pytest.tmpdir import tmppath_result_key
 
-from pytest_gpumem.device import Computed
+from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.garbage import importing
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, LOST, of_builtin_types
-from pytest_gpumem.session.kept import process_kept
-from pytest_gpumem.session.results import BESIDE
-from pytest_gpumem.session.used_fixtures import FixtureDevices, taken_back
+from pytest_gpumem.session.restored import process_restored
+from pytest_gpumem.session.results import NEIGHBOURS
+from pytest_gpumem.session.used_fixtures import FixtureDevices, undo_failed_set_up
 
 if TYPE_CHECKING:
     from _pytest.fixtures import FixtureDef
 
     from pytest_gpumem.device.device import Device
+    from pytest_gpumem.session.context import Parts
     from pytest_gpumem.session.item import MeasuredItem
-    from pytest_gpumem.session.parts import Parts
     from pytest_gpumem.session.prepare import Preparation
     from pytest_gpumem.session.rerun import Rerun, WorstRank
     from pytest_gpumem.sharing.watched import Watched
@@ -65,7 +65,7 @@ class TestLifecycle:
     def isolated(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         """Run ``item`` in a process of its own if it requests that; return whether it did."""
         parts = self._parts
-        if parts.is_one_of_several or (parts.sharing is not None and parts.sharing.refusal):
+        if parts.is_one_of_several or (parts.sharing is not None and parts.sharing.why_not):
             return False
         if (processes := parts.expectations.processes(item)) is None:
             return False
@@ -73,7 +73,7 @@ class TestLifecycle:
         return True
 
     def begin(
-        self, item: pytest.Item, *, computed: Computed = Computed.AT_FIRST, first: bool = False
+        self, item: pytest.Item, *, computed: ValueLevel = ValueLevel.AT_FIRST, first: bool = False
     ) -> None:
         """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence."""
         self.current = None
@@ -87,7 +87,7 @@ class TestLifecycle:
                 self._worst = WorstRank(requested.size)
         if parts.selector.off or item.get_closest_marker("skip"):
             return
-        problem = parts.sharing.refusal if parts.sharing is not None else None
+        problem = parts.sharing.why_not if parts.sharing is not None else None
         # Of a marker, too, that was added after collection.
         if problem := problem or expectations.problem(item):
             pytest.fail(problem, pytrace=False)
@@ -131,7 +131,7 @@ class TestLifecycle:
                     contexts.enter_context(device.setting_up(fixture))
             if self.current:
                 contexts.enter_context(self.current.setting_up(fixture, request))
-            contexts.enter_context(taken_back(fixture, request))
+            contexts.enter_context(undo_failed_set_up(fixture, request))
             yield
 
     def forget(self, fixture: FixtureDef[Any]) -> None:
@@ -139,27 +139,27 @@ class TestLifecycle:
         self._fixture_devices.forget(fixture)
         self._parts.selector.forget(fixture)
         if self._preparation is not None:
-            self._preparation.ledger.forget(fixture)
+            self._preparation.fixture_records.forget(fixture)
 
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Measure the current test's call inside."""
         measured, sharing = self.current, self._parts.sharing
         if measured is None:
-            with process_kept() if self._parts.results.any_marked else nullcontext():
+            with process_restored() if self._parts.results.any_marked else nullcontext():
                 yield
             return
         with measured.calling(), sharing.interruptible() if sharing else nullcontext():
             yield
 
     @contextmanager
-    def settling(self, item: pytest.Item, *, called: bool) -> Iterator[None]:
+    def one_outcome(self, item: pytest.Item, *, called: bool) -> Iterator[None]:
         """Set up ``item`` inside, or call it if ``called``, with one outcome on all ranks."""
         launched, expectations = self._parts.launched, self._parts.expectations
         if launched is None or not expectations.is_measured(item):
             yield
             return
-        with launched.settling(item, lambda: self.current, expectations.of(item), called=called):
+        with launched.one_outcome(item, lambda: self.current, expectations.of(item), called=called):
             yield
 
     def again(self, item: pytest.Item, error: BaseException | None = None) -> Rerun | None:
@@ -177,7 +177,7 @@ class TestLifecycle:
 
             return Rerun(begin_admitted)
 
-        def begin(computed: Computed) -> Device:
+        def begin(computed: ValueLevel) -> Device:
             self.begin(item, computed=computed)
             assert self.current is not None
             return self.current.device
@@ -228,8 +228,8 @@ class TestLifecycle:
                 record["sharing"] = sharing.admissions.to_dict()
             if report.failed and not self._context_lost:
                 self._check_context(item, report, self.current.device)
-        if report.when == "teardown" and sharing and (beside := sharing.beside()) is not None:
-            setattr(report, BESIDE, beside)
+        if report.when == "teardown" and sharing and (beside := sharing.neighbours()) is not None:
+            setattr(report, NEIGHBOURS, beside)
 
     def _check_context(self, item: pytest.Item, report: pytest.TestReport, device: Device) -> None:
         """Check after a failed test whether its process can run others.
@@ -262,7 +262,9 @@ class TestLifecycle:
 
     def _machine(self, device: Device | None) -> Device | None:
         """Return the simulated device that stands for a machine, ``None`` for the real one."""
-        return None if device is None or device is self._parts.selector.real() else device
+        return (
+            None if device is None or device is self._parts.selector.measured_device() else device
+        )
 
 
 def _leave(item: pytest.Item) -> NoReturn:

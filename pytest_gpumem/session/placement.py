@@ -16,7 +16,7 @@ from pytest_gpumem.option_values import Quota
 from pytest_gpumem.options import Settings
 from pytest_gpumem.sharing.database import SharingError, default_folder
 from pytest_gpumem.sharing.devices import CONTEXT, CandidateDevice, take_place
-from pytest_gpumem.sharing.devices import MARGIN as LEFT_FREE
+from pytest_gpumem.sharing.devices import LEFT_FREE as LEFT_FREE
 from pytest_gpumem.sizes import MIB
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -152,9 +152,9 @@ def _rooms(settings: Settings) -> tuple[list[Room], str]:
 
 def _needs(settings: Settings, gpu: str) -> Iterator[float]:
     """Yield the needs of tests, from a common declaration, or from the baselines of this GPU."""
-    from pytest_gpumem.session.sharing import MARGIN
+    from pytest_gpumem.session.sharing import RESERVED_PER_ALLOCATED
 
-    for keyword, margin in (("max_reserved", 1.0), ("max", MARGIN)):
+    for keyword, margin in (("max_reserved", 1.0), ("max", RESERVED_PER_ALLOCATED)):
         if declared := settings.defaults.get(keyword):
             yield declared * margin
             return
@@ -171,4 +171,4 @@ def _needs(settings: Settings, gpu: str) -> Iterator[float]:
         except BaselineError:
             continue  # reported where a baseline is needed
         for entry in content.tests.values() if content else ():
-            yield max(entry.peak_reserved, entry.peak_allocated * MARGIN)
+            yield max(entry.peak_reserved, entry.peak_allocated * RESERVED_PER_ALLOCATED)

@@ -23,12 +23,12 @@ from pytest_gpumem.values.prediction import PredictedTest
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.cuda import CudaDevice
-    from pytest_gpumem.prediction.process import Answer
+    from pytest_gpumem.prediction.process import MachineResult
 
 PATIENCE = 120.0
 """Seconds after which the simulation begins no other test: remaining ones run alone."""
 
-KEPT = 86_400.0
+SECONDS_KEPT = 86_400.0
 """Seconds for which a result is left to other workers of its run."""
 
 _PREFIX = "foreseen-"
@@ -92,7 +92,7 @@ class Predictions:
         }
 
 
-def _predicted(answer: Answer | None, gpu: str) -> PredictedTest:
+def _predicted(answer: MachineResult | None, gpu: str) -> PredictedTest:
     if answer is None:
         return PredictedTest(gpu, None, "the simulation did not run it")
     if answer.measured and answer.record is not None:
@@ -122,7 +122,7 @@ def foreseen(folder: Path, run: str, simulate: Callable[[], Mapping[str, int]]) 
             return found
         for path in folder.glob(f"{_PREFIX}*"):  # of runs of earlier days
             with suppress(OSError):
-                if path.stat().st_mtime < time.time() - KEPT:
+                if path.stat().st_mtime < time.time() - SECONDS_KEPT:
                     path.unlink()
         found = dict(simulate())
         replace_file(answer, json.dumps(found).encode("ascii"))

@@ -7,18 +7,18 @@ from typing import NoReturn
 import pytest
 
 from pytest_gpumem.baseline import store, update
-from pytest_gpumem.device import Computed, DeviceError
+from pytest_gpumem.device import DeviceError, ValueLevel
 from pytest_gpumem.device.cuda import CudaDevice, device_count
 from pytest_gpumem.device.device import Device
 from pytest_gpumem.device.quota import QuotaError
 from pytest_gpumem.marker import Expectation
-from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.measurement.fixtures import FixtureRecords
 from pytest_gpumem.report import json_report, record, terminal
 from pytest_gpumem.session import conclusion, rerun, used_fixtures
+from pytest_gpumem.session.context import Parts
 from pytest_gpumem.session.expected import model_of
 from pytest_gpumem.session.item import MeasuredItem
 from pytest_gpumem.session.judge import Judge
-from pytest_gpumem.session.parts import Parts
 from pytest_gpumem.session.run import Prepared
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.world import RequestedRank
@@ -36,10 +36,10 @@ class Preparation:
         self._judge = Judge(parts.config, parts.settings)
         self._problems: set[str] = set()
         """Reasons why there is no device, which are the same for every test."""
-        self.ledger = FixtureLedger()
+        self.fixture_records = FixtureRecords()
         """The memory of living fixtures."""
 
-    def device_of(self, item: pytest.Item, rank: int, *, computed: Computed) -> Device:
+    def device_of(self, item: pytest.Item, rank: int, *, computed: ValueLevel) -> Device:
         """Return the device of ``item`` as ``rank``; skip or fail it with a sentence if none."""
         expectations, selector = self._parts.expectations, self._parts.selector
         model, models = expectations.models(item)
@@ -53,7 +53,7 @@ class Preparation:
             self._check_ranks(asked)
         device = self._select(model, computed, expectations.requested_rank(item, rank))
         known = (*models[:1], selector.only_model, None)
-        if not simulated and selector.real() and model not in known:
+        if not simulated and selector.measured_device() and model not in known:
             pytest.skip(
                 f"measured on a real GPU, once, as [{models[0]}]: {model} is for simulation"
             )
@@ -83,7 +83,7 @@ class Preparation:
             among_ranks=parts.selector.world is not None,
         )
         runs_again = parts.sharing.runs_again if parts.sharing else None
-        given = self.ledger, parts.settings, parts.hooks, self._judge, runs_again
+        given = self.fixture_records, parts.settings, parts.hooks, self._judge, runs_again
         try:
             return MeasuredItem(prepared, *given)
         except QuotaError as error:
@@ -98,7 +98,7 @@ class Preparation:
                 _skip(f"is for {asked} ranks, and {selector.world.size} have been started")
             return
         try:
-            real = selector.real()
+            real = selector.measured_device()
         except DeviceError:
             return  # reported when the device is chosen
         count = device_count()
@@ -117,10 +117,10 @@ class Preparation:
         )
 
     def _select(
-        self, model: str | None, computed: Computed, requested: RequestedRank | None
+        self, model: str | None, computed: ValueLevel, requested: RequestedRank | None
     ) -> Device:
         if self._parts.settings.sim_values == "always":
-            computed = Computed.ALL
+            computed = ValueLevel.ALL
         try:
             return self._parts.selector.select(model, computed=computed, requested=requested)
         except DeviceError as error:

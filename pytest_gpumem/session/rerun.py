@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from pytest_gpumem.device import Computed
+from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.device import ComputingDevice, Device
-from pytest_gpumem.simulated.distributed.worst import Taken, Worst
+from pytest_gpumem.simulated.distributed.worst import RankPeak, Worst
 from pytest_gpumem.values.errors import HostMemoryError, WorkLimitError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class WorstRank(Worst):
         if current.body_raised or current.measurement is None or failed or not can_run_again(item):
             return False
         assert isinstance(current.device, ComputingDevice)
-        self.note(Taken(current.measurement.peak_allocated, current.device.events))
+        self.note(RankPeak(current.measurement.peak_allocated, current.device.events_hash))
         following = self.next()
         if following is None:
             current.note(self.sentence)
@@ -71,7 +71,7 @@ def run_with_values(
     item: pytest.Item,
     error: BaseException | None,
     settings: Settings,
-    begin: Callable[[Computed], Device],
+    begin: Callable[[ValueLevel], Device],
 ) -> Rerun | None:
     """Return the run with values that ``item`` needs after ``error``, ``None`` for none.
 
@@ -80,21 +80,21 @@ def run_with_values(
     device = current.device
     if not isinstance(device, ComputingDevice):
         return None
-    computed = device.following
+    computed = device.next_level
     if computed is None or not can_run_again(item):
         return None
-    if computed is Computed.ALL and settings.sim_values != "auto":
+    if computed is ValueLevel.ALL and settings.sim_values != "auto":
         return None
     error = collected_error(item) if error is None else error
     failed = isinstance(error, (Exception, pytest.fail.Exception)) and current.body_raised
-    reason = device.why_again(error, failed=failed)
+    reason = device.reason_to_rerun(error, failed=failed)
     if reason is None:
         return None
     following = error
     while following is not None:  # their frames hold memory, in cycles, and are not displayed
         clear_frames(following.__traceback__)
         following = following.__cause__ or following.__context__
-    if computed is not Computed.ALL:
+    if computed is not ValueLevel.ALL:
         return Rerun(lambda: begin(computed))
     return _with_all_values(item, reason, begin, settings.sim_values_limit, device.work.seconds)
 
@@ -102,7 +102,7 @@ def run_with_values(
 def _with_all_values(
     item: pytest.Item,
     reason: str,
-    begin: Callable[[Computed], Device],
+    begin: Callable[[ValueLevel], Device],
     limit: float,
     expected: float,
 ) -> Rerun:
@@ -115,7 +115,7 @@ def _with_all_values(
             shown(f": {seconds:.0f} s of at most {limit:g} s")
 
     def begin_computing() -> None:
-        device = begin(Computed.ALL)
+        device = begin(ValueLevel.ALL)
         assert isinstance(device, ComputingDevice)
         device.work.bound(limit, show)
         device.note(f"run again with real values on the CPU: {in_short}")

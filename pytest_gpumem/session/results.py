@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from pytest_gpumem.options import Settings
     from pytest_gpumem.report.record import TestRecord
     from pytest_gpumem.sharing.learned import Learned
-    from pytest_gpumem.sharing.usage import Usage
+    from pytest_gpumem.sharing.usage import RunUsage
     from pytest_gpumem.values.environment import Environment
 
 OUTPUT = "gpumem"
 """Key of a pytest-xdist worker's output."""
 
 
-BESIDE = "gpumem_beside"
+NEIGHBOURS = "gpumem_beside"
 """Attribute of a teardown's report: the number of other tests on its devices while it ran."""
 
-Run = tuple[str, str]
+RunKey = tuple[str, str]
 """A test by its id, and the worker where several run all of them."""
 
 
@@ -46,10 +46,10 @@ class Results:
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
         self.config = config
         self.settings = settings
-        self.by_run: dict[Run, TestRecord] = {}
-        self.failed: set[Run] = set()
-        self.subtest_failed: set[Run] = set()
-        self.reruns: set[Run] = set()
+        self.by_run: dict[RunKey, TestRecord] = {}
+        self.failed: set[RunKey] = set()
+        self.subtest_failed: set[RunKey] = set()
+        self.reruns: set[RunKey] = set()
         self.existing: set[str] = set()
         self.incomplete: dict[str, str] = {}
         self.notes: list[str] = []
@@ -67,7 +67,7 @@ class Results:
         self.environments: dict[str, set[Environment]] = {}
         """The environments of measurements, by worker of pytest-xdist."""
         self.stopwatch = Stopwatch()
-        self.usages: Sequence[Usage] = ()
+        self.usages: Sequence[RunUsage] = ()
         self.foreseen: Learned | None = None
         """The simulated needs of tests, as far as they were requested."""
         self.shard = ""
@@ -153,7 +153,9 @@ class Results:
         skipped = self.skipped_at_import or self.skipped_modules or self.unsimulated
         return bool(is_off or skipped or self.notes or self.broken_plugins or self.shard)
 
-    def failures_told_once(self, reporter: pytest.TerminalReporter) -> AbstractContextManager[None]:
+    def failures_shown_once(
+        self, reporter: pytest.TerminalReporter
+    ) -> AbstractContextManager[None]:
         """Return the context in which pytest writes its summary, with each cause once."""
         if not self.sentences and not any(record.failed for record in self.by_run.values()):
             return nullcontext()
@@ -169,12 +171,12 @@ class Stopwatch:
     """The durations of tests, and the number of tests beside them."""
 
     def __init__(self) -> None:
-        self._seconds: dict[Run, float] = {}
-        self._beside: dict[Run, int] = {}
+        self._seconds: dict[RunKey, float] = {}
+        self._neighbours: dict[RunKey, int] = {}
         self._workers: set[str] = set()
-        self._passed: set[Run] = set()
+        self._passed: set[RunKey] = set()
 
-    def take(self, run: Run, report: pytest.TestReport) -> None:
+    def take(self, run: RunKey, report: pytest.TestReport) -> None:
         """Take in one report of a test; if it runs again the last attempt counts."""
         if hasattr(report, "context"):
             return  # a subtest's time is its test's
@@ -187,17 +189,17 @@ class Stopwatch:
             self._passed.add(run)
         elif not report.passed:
             self._passed.discard(run)
-        if report.when == "teardown" and hasattr(report, BESIDE):
-            self._beside[run] = getattr(report, BESIDE)
+        if report.when == "teardown" and hasattr(report, NEIGHBOURS):
+            self._neighbours[run] = getattr(report, NEIGHBOURS)
 
-    def timed(self, run: Run, record: TestRecord) -> TestRecord:
+    def timed(self, run: RunKey, record: TestRecord) -> TestRecord:
         """Return ``record`` with the whole test's duration, and the number of others beside it."""
         if run not in self._seconds:
             return record
         duration = round(self._seconds[run], 6)
-        return replace(record, duration=duration, beside=self._beside.get(run))
+        return replace(record, duration=duration, beside=self._neighbours.get(run))
 
-    def costs(self, records: Mapping[Run, TestRecord]) -> Learned:
+    def costs(self, records: Mapping[RunKey, TestRecord]) -> Learned:
         """Return the data to keep of the tests that passed; ``records`` are of the measured."""
         from pytest_gpumem.sharing.learned import NO_DEVICE, Learned, TestCost
 
@@ -215,9 +217,9 @@ class Stopwatch:
                 learned.learn(record.environment.key, run[0], cost)
         return learned
 
-    def _was_alone(self, run: Run, record: TestRecord) -> bool:
+    def _was_alone(self, run: RunKey, record: TestRecord) -> bool:
         """Return whether nothing else is known to have computed on the test's device."""
-        beside = self._beside.get(run)
+        beside = self._neighbours.get(run)
         if beside is not None or record.environment.is_exact:
             return not beside
         # Several workers without a shared gate may each have been beside the others.

@@ -15,8 +15,8 @@ from _pytest.fixtures import FixtureDef
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory
 from pytest_gpumem.device.device import Device
 from pytest_gpumem.marker import Expectation
-from pytest_gpumem.measurement.composition import Account
-from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.measurement.composition import PeakRecorder
+from pytest_gpumem.measurement.fixtures import FixtureRecords
 from pytest_gpumem.measurement.leaks import values_given
 from pytest_gpumem.measurement.meter import Meter, values_of
 from pytest_gpumem.measurement.recorded import RecordedHistory
@@ -24,18 +24,18 @@ from pytest_gpumem.measurement.statistics import CudaStatistics, Recorder, pausa
 from pytest_gpumem.options import Settings
 from pytest_gpumem.prediction.closed_forms import Expected
 from pytest_gpumem.session.hooks import Hooks
-from pytest_gpumem.session.kept import process_kept
+from pytest_gpumem.session.restored import process_restored
 from pytest_gpumem.session.used_fixtures import (
     active_fixtures,
+    call_after_getfixturevalue,
     expected_fixtures,
     fixtures_of,
-    noticing,
 )
-from pytest_gpumem.sharing.admission import Cause, Refusal, cause_of
+from pytest_gpumem.sharing.admission import FailedAllocation, FailureCause, cause_of
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 from pytest_gpumem.values.prediction import PredictedTest
 
-EXPLAINED_BY = "all"
+STACKS_FOR_EXPLANATION = "all"
 """The stacks recorded to explain a failure: Python's, and C++'s, which name operators."""
 
 
@@ -60,11 +60,11 @@ class Prepared:
         return self.expectation.warmup + self.expectation.repeat if self.expectation else 1
 
 
-class Run:
+class TestRun:
     """One attempt at a test: its device is active until it is closed."""
 
     def __init__(
-        self, prepared: Prepared, ledger: FixtureLedger, settings: Settings, hooks: Hooks
+        self, prepared: Prepared, ledger: FixtureRecords, settings: Settings, hooks: Hooks
     ) -> None:
         self.prepared = prepared
         self.settings = settings
@@ -79,16 +79,16 @@ class Run:
             starting.enter_context(device.active())
             starting.enter_context(device.measuring(item.nodeid))
             statistics = CudaStatistics(device.workspaces)
-            starting.enter_context(statistics.screened())
+            starting.enter_context(statistics.own_peaks_shown())
             recorder = device.recorder
             # A rank cannot run once more without the others.
             always = ("always", "failed") if prepared.among_ranks else ("always",)
             if recorder is None and (settings.history or settings.explain in always):
                 recorder = RecordedHistory()
-                starting.enter_context(recorder.during(settings.history or EXPLAINED_BY))
+                starting.enter_context(recorder.during(settings.history or STACKS_FOR_EXPLANATION))
             self.is_explained_later = recorder is None and settings.explain == "failed"
             """Whether it has to be repeated before its memory can be explained."""
-            account = None if recorder is None else self._account(recorder)
+            account = None if recorder is None else self._recorder(recorder)
             self._meter = Meter(
                 statistics,
                 ledger,
@@ -99,15 +99,15 @@ class Run:
             starting.enter_context(pausable(self._meter.unmeasured))
             starting.enter_context(pausable(device.unmeasured))
             fixtures = ledger.with_nested(expected_fixtures(item))
-            device.begin_test(item.nodeid, fixtures, ledger.renewed)
-            self._refusals: Sequence[Refusal] = ()
+            device.begin_test(item.nodeid, fixtures, ledger.replace_record)
+            self._failed_allocations: Sequence[FailedAllocation] = ()
             if prepared.quota is not None:
                 # Its key is computed from the settings before a quota adds one for child processes.
                 assert device.environment
                 starting.enter_context(device.limited(prepared.quota))
             if prepared.quota is not None or settings.share:
                 # Behind the quota, which is tried out by an allocation that is refused.
-                self._refusals = starting.enter_context(device.refusals())
+                self._failed_allocations = starting.enter_context(device.failed_allocations())
             if account is not None:
                 account.set_up()
             self._resources = starting.pop_all()
@@ -145,8 +145,8 @@ class Run:
 
     def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Attribute the memory of ``holder`` to it."""
-        if self._meter.account is not None:
-            self._meter.account.witness.watch(holder)
+        if self._meter.recorder is not None:
+            self._meter.recorder.observer.watch(holder)
         (self._expected if self.in_body else self._expected_before).add(holder)
 
     def phases(self) -> Mapping[str, PhaseRecord]:
@@ -164,10 +164,10 @@ class Run:
             try:
                 with (
                     self._meter.watching(),
-                    noticing(self.item, self._repeat_set_ups),
+                    call_after_getfixturevalue(self.item, self._repeat_set_ups),
                 ):
                     device.restart_collector()
-                    with process_kept():
+                    with process_restored():
                         yield
                 device.end_body()
             finally:
@@ -175,7 +175,7 @@ class Run:
 
     def record_again(self, recorder: RecordedHistory) -> None:
         """Record the blocks of the following runs of the body."""
-        self._meter.account_by(self._account(recorder))
+        self._meter.record_by(self._recorder(recorder))
 
     def measured(self, *, passed: bool) -> tuple[Measurement, tuple[Measurement, ...]]:
         """Return the measurements of the last run: of the test's device, and all others."""
@@ -193,23 +193,23 @@ class Run:
         return replace(own, expected=dict(self._expected.categories)), tuple(measured.values())
 
     @property
-    def shortage(self) -> Refusal | None:
+    def shortage(self) -> FailedAllocation | None:
         """The last allocation that the allocator refused, preferably one caused by a neighbour."""
         quota = self.prepared.quota
-        crowded = [one for one in self._refusals if cause_of(one, quota) is Cause.NEIGHBOUR]
-        found = crowded or self._refusals
+        failed = self._failed_allocations
+        found = [one for one in failed if cause_of(one, quota) is FailureCause.NEIGHBOUR] or failed
         return found[-1] if found else None
 
     def out_of_memory(self) -> OutOfMemory | None:
         """Return who held the memory when it ran out, ``None`` where that is not known."""
         device, meter = self.device, self._meter
-        if meter.account is None:
+        if meter.recorder is None:
             return None
-        return meter.account.out_of_memory(device.index, meter.tracker, device.total_memory)
+        return meter.recorder.out_of_memory(device.index, meter.tracker, device.total_memory)
 
-    def _account(self, recorder: Recorder) -> Account:
+    def _recorder(self, recorder: Recorder) -> PeakRecorder:
         item = self.item
-        return Account(
+        return PeakRecorder(
             recorder,
             str(item.config.rootpath),
             timelines=any(target.kind == "html" for target in self.settings.reports),

@@ -11,8 +11,8 @@ import pytest
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.paths import relative
 from pytest_gpumem.report.pytest_reports import HARMLESS, LOST, RESCHEDULED
+from pytest_gpumem.session.context import REFUSAL, SIZED, Parts, begin, current_ambient
 from pytest_gpumem.session.expected import MARKER_NAME
-from pytest_gpumem.session.parts import REFUSAL, SIZED, Parts, begin, current_ambient
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.hosts import Hosts
     from pytest_gpumem.session.lifecycle import TestLifecycle
     from pytest_gpumem.session.shard import Sharding
-    from pytest_gpumem.sharing.usage import Usage
+    from pytest_gpumem.sharing.usage import RunUsage
     from pytest_gpumem.sharing.weights import Weights
 
 
@@ -184,7 +184,7 @@ class Controller:
         """Send this process's data to a worker, which may be on another host."""
         self._run_id = node.workerinput["testrunuid"]
         if node.gateway.spec.popen:  # a worker of this host
-            node.workerinput[REFUSAL] = self._parts.refusal
+            node.workerinput[REFUSAL] = self._parts.why_not
         if weights is None and not self._parts.settings.share:
             return
         from pytest_gpumem.sharing.learned import INPUT, WEIGHTS, learned_before
@@ -203,7 +203,7 @@ class Controller:
 
         return MemoryScheduling(config, log, self.hosts.place_of)
 
-    def usages(self) -> list[Usage]:
+    def usages(self) -> list[RunUsage]:
         """Return the usage of each host's devices; none where there are no workers."""
         return self.hosts.usages(self._run_id) if self._run_id else []
 

@@ -14,12 +14,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.baseline.store import (
-    BaselineEntry,
-    BaselineError,
-    BaselineStore,
-    split_nodeid,
-)
+from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.device.device import Device
 from pytest_gpumem.marker import GUARANTEED, Expectation
 from pytest_gpumem.options import Settings
@@ -29,15 +24,15 @@ from pytest_gpumem.session.hosts import ControllerChannel
 from pytest_gpumem.session.item import MeasuredItem
 from pytest_gpumem.session.predictions import Predictions
 from pytest_gpumem.session.rerun import can_run_again
-from pytest_gpumem.sharing.admission import Need, Refusal
+from pytest_gpumem.sharing.admission import FailedAllocation, Need
 from pytest_gpumem.sharing.database import SharingError, default_folder
 from pytest_gpumem.sharing.gate import Admission, Gate
 from pytest_gpumem.sharing.learned import Learned, TestCost, learned_before
 from pytest_gpumem.sharing.ledger import Ledger
-from pytest_gpumem.sharing.usage import Usage
+from pytest_gpumem.sharing.usage import RunUsage
 from pytest_gpumem.values.measurement import Measurement
 
-MARGIN = 1.1
+RESERVED_PER_ALLOCATED = 1.1
 """The factor on allocated bytes of a limit or baseline that estimates the reserved ones."""
 
 
@@ -65,15 +60,15 @@ class Sharing:
         """The current test's entries and exits, ``None`` for one that does not share."""
 
     @property
-    def refusal(self) -> str | None:
+    def why_not(self) -> str | None:
         """The reason why the current test may not run at all."""
-        return self.admissions.refusal if self.admissions is not None else self._unusable
+        return self.admissions.why_not if self.admissions is not None else self._unusable
 
     @contextmanager
     def admitted(
         self, item: pytest.Item, expectation: Expectation | None, device: Device
     ) -> Iterator[None]:
-        """Wait until ``item`` may run, and run it inside; :attr:`refusal` is set if it may not."""
+        """Wait until ``item`` may run, and run it inside; :attr:`why_not` is set if it may not."""
         self._unusable = None
         try:
             gate = self._gate(item, device)
@@ -93,9 +88,11 @@ class Sharing:
             self.admissions.leave()
             self.admissions = None
 
-    def runs_again(self, refusal: Refusal | None, quota: int | None, error: Exception) -> bool:
+    def runs_again(
+        self, failed: FailedAllocation | None, quota: int | None, error: Exception
+    ) -> bool:
         """Return whether the current test, which ``error`` ended, will run once more."""
-        return self.admissions is not None and bool(self.admissions.next_run(error, refusal, quota))
+        return self.admissions is not None and bool(self.admissions.next_run(error, failed, quota))
 
     def again(
         self, current: MeasuredItem, item: pytest.Item, error: BaseException | None
@@ -188,7 +185,7 @@ class Sharing:
         self._learned.merge(learned)
         self._channel.send(learned=learned.to_dict())
 
-    def usages(self) -> list[Usage]:
+    def usages(self) -> list[RunUsage]:
         """Return the usage of the devices that this process shared."""
         from pytest_gpumem.sharing.usage import usages
 
@@ -208,12 +205,12 @@ class Sharing:
         ]
         self._channel.send(entries=entries)
 
-    def beside(self) -> int | None:
+    def neighbours(self) -> int | None:
         """Return the number of other tests that the current one has shared its devices with."""
         if self._ledger is None or self.admissions is None or self.admissions.admission is None:
             return None
         with suppress(SharingError):
-            return self._ledger.beside(self._worker)
+            return self._ledger.neighbours(self._worker)
         return None
 
     def close(self) -> None:
@@ -234,7 +231,7 @@ class Sharing:
                 self._worker,
                 device.share(folder),
                 held=device.held,
-                tidy=lambda: item.session._setupstate.teardown_exact(None),
+                tear_down_fixtures=lambda: item.session._setupstate.teardown_exact(None),
                 patience=self._settings.share_timeout,
                 waits=self._channel.report_wait,
             )
@@ -269,7 +266,7 @@ class Sharing:
             if expectation.max_reserved is not None:
                 return int(expectation.max_reserved), "max_reserved"
             if expectation.max is not None:
-                return round(expectation.max * MARGIN), "max"
+                return round(expectation.max * RESERVED_PER_ALLOCATED), "max"
         try:
             stored = self._store.entry(device.environment, *split_nodeid(nodeid))
         except BaselineError:
@@ -291,4 +288,4 @@ def _reserved(peaks: Measurement | BaselineEntry | None) -> int:
     """Return the bytes that a test with these peaks reserves, 0 where it was not measured."""
     if peaks is None:
         return 0
-    return max(peaks.peak_reserved, round(peaks.peak_allocated * MARGIN))
+    return max(peaks.peak_reserved, round(peaks.peak_allocated * RESERVED_PER_ALLOCATED))

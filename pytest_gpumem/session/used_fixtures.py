@@ -90,7 +90,7 @@ def active_fixtures(request: pytest.FixtureRequest) -> dict[str, FixtureDef[Any]
 
 
 @contextmanager
-def noticing(item: pytest.Item, notice: Callable[[], None]) -> Iterator[None]:
+def call_after_getfixturevalue(item: pytest.Item, notice: Callable[[], None]) -> Iterator[None]:
     """Call ``notice`` after each ``request.getfixturevalue`` of the body, which runs inside.
 
     A fixture that is set up has a hook, and one that an earlier test has set up has none.
@@ -114,7 +114,7 @@ def noticing(item: pytest.Item, notice: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def taken_back(fixture: FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[None]:
+def undo_failed_set_up(fixture: FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[None]:
     """Reset ``fixture`` if the simulation cannot set it up, which happens inside.
 
     pytest does so for ordinary exceptions; any other leaves it half set up for the next test.

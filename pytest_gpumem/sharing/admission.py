@@ -39,7 +39,7 @@ class Need:
     priority: int = 0
     guaranteed: bool = True
     """``False`` for an opportunistic test: it goes last."""
-    calm: float = 0.0
+    quiet_seconds: float = 0.0
     """Seconds for which other processes have to leave its bytes free before it is admitted; not 0
     where it was crowded out and runs alone."""
     devices: int = 1
@@ -50,7 +50,7 @@ class Need:
         return capacity if self.exclusive or self.bytes is None else self.bytes
 
 
-NO_MEMORY = Need(0, "no marker")
+NEEDS_NO_GPU = Need(0, "no marker")
 """The need of a test that does not ask for GPU memory."""
 
 
@@ -91,7 +91,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Device:
+class Budget:
     """The memory of one device and its holders; bytes."""
 
     capacity: int
@@ -110,7 +110,7 @@ class Device:
         return self.capacity - self.foreign - held - taken
 
 
-Devices = Mapping[str, Device]
+Devices = Mapping[str, Budget]
 
 
 def admissible(
@@ -135,7 +135,7 @@ def admissible(
     return admitted
 
 
-def to_tidy(
+def must_tear_down(
     waiting: Iterable[Request], running: Iterable[Request], devices: Devices, now: float
 ) -> frozenset[int]:
     """Return the workers whose fixtures are all that the first test that waits still waits for.
@@ -145,7 +145,7 @@ def to_tidy(
     """
     order = in_order(waiting, now)
     busy, blocked = list(running), list[Request]()
-    tidying: set[int] = set()
+    to_tear_down: set[int] = set()
     for request in order:
         if _shares(request, blocked):
             blocked.append(request)
@@ -154,10 +154,10 @@ def to_tidy(
         elif _can_fit(request, (), devices):
             blocked.append(request)
             others = {one.owner for one in order if one not in busy and one is not request}
-            if _fits(request, busy, _tidied(devices, others)):
+            if _fits(request, busy, _without_fixtures(devices, others)):
                 held = {owner for name in request.needs for owner in devices[name].fixtures}
-                tidying |= others & held
-    return frozenset(tidying)
+                to_tear_down |= others & held
+    return frozenset(to_tear_down)
 
 
 def to_yield(
@@ -175,7 +175,7 @@ def to_yield(
 
     def has_room(kept: Sequence[Request]) -> bool:
         # Workers whose test waits or makes room tear their fixtures down.
-        return _fits(head, kept, _tidied(devices, owners - {one.owner for one in kept}))
+        return _fits(head, kept, _without_fixtures(devices, owners - {one.owner for one in kept}))
 
     kept = list(running)
     candidates = [one for one in kept if not one.guaranteed and _shares(one, [head])]
@@ -219,19 +219,19 @@ def _fits(request: Request, running: Iterable[Request], devices: Devices) -> boo
 
 
 def _can_fit(request: Request, running: Sequence[Request], devices: Devices) -> bool:
-    """Return whether there is room once all but its worker and those of ``running`` have tidied."""
+    """Return whether there is room without fixtures, but of its worker and those of ``running``."""
     kept = {request.owner, *(one.owner for one in running)}
     gone = {owner for one in devices.values() for owner in one.fixtures} - kept
-    return _fits(request, running, _tidied(devices, gone))
+    return _fits(request, running, _without_fixtures(devices, gone))
 
 
-def _tidied(devices: Devices, workers: Container[int]) -> Devices:
+def _without_fixtures(devices: Devices, workers: Container[int]) -> Devices:
     """Return the devices once ``workers`` have torn their fixtures down."""
-    tidied = {}
+    without = {}
     for name, device in devices.items():
         kept = {owner: held for owner, held in device.fixtures.items() if owner not in workers}
-        tidied[name] = replace(device, fixtures=kept)
-    return tidied
+        without[name] = replace(device, fixtures=kept)
+    return without
 
 
 def _may_pass(
@@ -270,7 +270,7 @@ def _end_of(request: Request, now: float) -> float:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class FailedAllocation:
     """An allocation that failed after the allocator had tried everything; bytes."""
 
     asked: int
@@ -294,7 +294,7 @@ class Refusal:
         return max(self.total - self.free - self.reserved - self.context, 0)
 
 
-class Cause(Enum):
+class FailureCause(Enum):
     """The cause of a refused allocation."""
 
     QUOTA = "quota"
@@ -305,31 +305,31 @@ class Cause(Enum):
     """The test wanted more than the device has."""
 
 
-def cause_of(refusal: Refusal, quota: int | None) -> Cause:
-    """Return the cause of ``refusal`` for a process that may reserve ``quota`` bytes."""
-    if quota is not None and refusal.wanted > quota:
-        return Cause.QUOTA
-    if refusal.asked <= refusal.free + refusal.of_others:
-        return Cause.NEIGHBOUR
-    return Cause.DEVICE
+def cause_of(failed: FailedAllocation, quota: int | None) -> FailureCause:
+    """Return the cause of ``failed`` for a process that may reserve ``quota`` bytes."""
+    if quota is not None and failed.wanted > quota:
+        return FailureCause.QUOTA
+    if failed.asked <= failed.free + failed.of_others:
+        return FailureCause.NEIGHBOUR
+    return FailureCause.DEVICE
 
 
-def refusal_sentence(refusal: Refusal, quota: int | None) -> str:
+def failed_allocation_sentence(failed: FailedAllocation, quota: int | None) -> str:
     """Return the refusal as a sentence for the user."""
-    asked, reserved = format_size(refusal.asked), format_size(refusal.reserved)
-    cause = cause_of(refusal, quota)
-    if cause is Cause.QUOTA:
+    asked, reserved = format_size(failed.asked), format_size(failed.reserved)
+    cause = cause_of(failed, quota)
+    if cause is FailureCause.QUOTA:
         assert quota is not None
         return (
             f"over its quota: {asked} asked for with {reserved} reserved is "
-            f"{format_size(refusal.wanted - quota)} over the quota of {format_size(quota)}"
+            f"{format_size(failed.wanted - quota)} over the quota of {format_size(quota)}"
         )
-    if cause is Cause.DEVICE:
+    if cause is FailureCause.DEVICE:
         return (
             f"over the device: {asked} asked for with {reserved} reserved, and the device has "
-            f"{format_size(refusal.total - refusal.context)} for this process"
+            f"{format_size(failed.total - failed.context)} for this process"
         )
     return (
         f"crowded out: {asked} asked for with {reserved} reserved, and other processes held "
-        f"{format_size(refusal.of_others)} of the device"
+        f"{format_size(failed.of_others)} of the device"
     )

@@ -33,7 +33,7 @@ from pytest_gpumem.sharing.database import (
 CONTEXT = 600 * 2**20
 """Bytes of a CUDA context that has not been measured: 300 to 600 MB are usual."""
 
-MARGIN = 0.02
+LEFT_FREE = 0.02
 """Share of a device that is left free for undeclared memory: library handles and kernels."""
 
 SIMULATED_FILE, PLACE_FILE = "simulated.sqlite3", "placed.sqlite3"
@@ -93,7 +93,7 @@ class NvmlDevice:
     @property
     def capacity(self) -> int:
         """Bytes that tests may have, all together."""
-        return round(self.total * (1 - MARGIN))
+        return round(self.total * (1 - LEFT_FREE))
 
     def taken(self) -> Mapping[int, int]:
         """Return the bytes that each process holds, those of no process as :data:`UNKNOWN_PROCESS`.
@@ -174,8 +174,7 @@ class SharedSimulatedDevice(Database):
 
     def _forget(self, process: Process) -> None:
         self.execute(
-            "DELETE FROM taken WHERE device = ? AND pid = ? AND started = ?",
-            (self.name, *process),
+            "DELETE FROM taken WHERE device = ? AND pid = ? AND started = ?", (self.name, *process)
         )
 
 

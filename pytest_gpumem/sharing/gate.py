@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 
-from pytest_gpumem.sharing.admission import Device, Need
+from pytest_gpumem.sharing.admission import Budget, Need
 from pytest_gpumem.sharing.database import (
     UNKNOWN_PROCESS,
     Process,
@@ -55,7 +55,7 @@ class Gate:
     _: KW_ONLY
     held: Callable[[str], tuple[int, int]]
     """The bytes that this process holds between two tests, by device: context and fixtures."""
-    tidy: Callable[[], None]
+    tear_down_fixtures: Callable[[], None]
     """The function that tears down the fixtures that live between two tests."""
     patience: float
     """The seconds that a test may wait."""
@@ -104,7 +104,7 @@ class Gate:
     def _waited(self, test: int, nodeid: str, need: Need) -> Admission:
         began = crowded = self.clock()
         pause = FIRST_PAUSE
-        is_tidy = False
+        is_torn_down = False
         holders = ""
         while True:
             view = self.view()
@@ -112,8 +112,9 @@ class Gate:
             waited = now - began
             if view[self.name].capacity - view[self.name].foreign < (need.bytes or 0):
                 crowded = now  # other processes do not leave enough memory for the test
-            elif now - crowded < need.calm and waited <= self.patience:
-                self.waits(nodeid, waited, f"{_amount(need)} to stay free for {need.calm:.0f} s")
+            elif now - crowded < need.quiet_seconds and waited <= self.patience:
+                quiet = f"{_amount(need)} to stay free for {need.quiet_seconds:.0f} s"
+                self.waits(nodeid, waited, quiet)
                 self.sleep(LONGEST_PAUSE)
                 continue
             answer = self.ledger.try_grant(test, view)
@@ -125,12 +126,12 @@ class Gate:
                     one.request.needs.keys() & request.needs.keys() for one in answer.state.running
                 )
                 return Admission(nodeid, test, need, waited, holders, request.needs, alone)
-            if answer.tidy and not is_tidy:
+            if answer.must_tear_down and not is_torn_down:
                 # Only once: what is left after that is a leak, which no teardown frees.
-                is_tidy = True
-                self.tidy()
+                is_torn_down = True
+                self.tear_down_fixtures()
                 self.declare()
-                self.ledger.ask_anew(test, self._above_held(need))
+                self.ledger.ask_again(test, self._above_held(need))
                 continue
             self._refuse_too_large(answer.state, nodeid, need)
             holders = self._holders(answer.state)
@@ -140,10 +141,10 @@ class Gate:
             self.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE)
 
-    def view(self) -> dict[str, Device]:
+    def view(self) -> dict[str, Budget]:
         """Return the memory of each device, and what other processes hold of it."""
         return {
-            each.name: Device(each.capacity, foreign=sum(self._held_by_others(each).values()))
+            each.name: Budget(each.capacity, foreign=sum(self._held_by_others(each).values()))
             for each in self.devices
         }
 
@@ -164,7 +165,7 @@ class Gate:
         workers = {process.pid for process in self.ledger.owners().values()}
         taken = device.taken()
         if taken.get(UNKNOWN_PROCESS):
-            state = self.ledger.state({device.name: Device(device.capacity)})
+            state = self.ledger.state({device.name: Budget(device.capacity)})
             taken = without_hidden(taken, claims_of(state, device.name, self.ledger.owners()))
         return {
             pid: size
@@ -186,7 +187,7 @@ class Gate:
             if held
         ]
         parts += filter(None, [self.foreign_processes()])
-        return ", ".join(parts) or "no process holds memory, and tests before it wait too"
+        return ", ".join(parts) or "no process holds memory; earlier tests in the queue wait too"
 
     def _above_held(self, need: Need) -> dict[str, int]:
         """Return the bytes of each device that the test takes beyond what its worker holds anyway.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pytest_gpumem.values.plain import OMITTED, Plain
+from pytest_gpumem.values.serialization import OMITTED, Plain
 
 if TYPE_CHECKING:
     import pytest

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pytest_gpumem.sharing.admission import Device, Request, admissible, to_tidy, to_yield
+from pytest_gpumem.sharing.admission import Budget, Request, admissible, must_tear_down, to_yield
 from pytest_gpumem.sharing.database import Database, Process, is_alive, this_process
 
 FILE_NAME = "ledger.sqlite3"
-KEPT = 86_400.0
+SECONDS_KEPT = 86_400.0
 """Seconds for which log entries are kept."""
 
 _SCHEMA = """
@@ -48,7 +48,7 @@ CREATE INDEX IF NOT EXISTS log_time ON log (time);
 
 
 @dataclass(frozen=True)
-class Lease:
+class QueuedTest:
     """A test that runs or waits, in readable form."""
 
     nodeid: str
@@ -77,17 +77,17 @@ class Entry:
 class State:
     """The tests that hold memory and those that wait for it, at one moment."""
 
-    devices: Mapping[str, Device]
-    running: tuple[Lease, ...]
-    waiting: tuple[Lease, ...]
+    devices: Mapping[str, Budget]
+    running: tuple[QueuedTest, ...]
+    waiting: tuple[QueuedTest, ...]
 
 
 @dataclass(frozen=True)
-class Answer:
+class Decision:
     """The answer to a test's request."""
 
     granted: bool
-    tidy: bool
+    must_tear_down: bool
     """Whether its worker has to tear its fixtures down before it waits on."""
     state: State
     """The state from which the answer was found."""
@@ -109,7 +109,7 @@ class Ledger(Database):
         with self.transaction():
             self._void_dead()
             for table in ("log", "suspect"):
-                self.execute(f"DELETE FROM {table} WHERE time < ?", (self._clock() - KEPT,))
+                self.execute(f"DELETE FROM {table} WHERE time < ?", (self._clock() - SECONDS_KEPT,))
             return self._insert(
                 "INSERT INTO worker (pid, started, run, name) VALUES (?, ?, ?, ?)",
                 (*process, run, name),
@@ -149,13 +149,13 @@ class Ledger(Database):
             self._enter_needs(test, needs)
             return test
 
-    def ask_anew(self, test: int, needs: Mapping[str, int]) -> None:
+    def ask_again(self, test: int, needs: Mapping[str, int]) -> None:
         """Change the needs of a waiting test; it keeps its place."""
         with self.transaction():
             self.execute("DELETE FROM need WHERE test = ?", (test,))
             self._enter_needs(test, needs)
 
-    def try_grant(self, test: int, devices: Mapping[str, Device]) -> Answer:
+    def try_grant(self, test: int, devices: Mapping[str, Budget]) -> Decision:
         """Grant ``test`` its memory if it may run now on ``devices``, which hold no workers yet."""
         with self.transaction():
             answer = self._answer(test, devices)
@@ -164,7 +164,7 @@ class Ledger(Database):
                 answer = self._answer(test, devices)
             return answer
 
-    def _answer(self, test: int, devices: Mapping[str, Device]) -> Answer:
+    def _answer(self, test: int, devices: Mapping[str, Budget]) -> Decision:
         state = self._state(devices)
         now = self._clock()
         asked = next(lease for lease in state.waiting if lease.request.id == test)
@@ -173,13 +173,13 @@ class Ledger(Database):
         if asked.request in admissible(waiting, running, state.devices, now):
             self.execute("UPDATE test SET granted = ? WHERE id = ?", (now, test))
             self._log("granted", asked)
-            return Answer(granted=True, tidy=False, state=state)
-        tidy = asked.request.owner in to_tidy(waiting, running, state.devices, now)
+            return Decision(granted=True, must_tear_down=False, state=state)
+        tear_down = asked.request.owner in must_tear_down(waiting, running, state.devices, now)
         self.executemany(
             "INSERT OR IGNORE INTO yielding VALUES (?)",
             [(one,) for one in to_yield(waiting, running, state.devices, now)],
         )
-        return Answer(granted=False, tidy=tidy, state=state)
+        return Decision(granted=False, must_tear_down=tear_down, state=state)
 
     def has_to_yield(self, test: int) -> bool:
         """Return whether ``test``, which runs, has to make room for another."""
@@ -188,15 +188,15 @@ class Ledger(Database):
     def release(self, test: int) -> None:
         """Remove a test, whether it runs or waits."""
         with self.transaction():
-            for lease in self._leases():
+            for lease in self._queued():
                 if lease.request.id == test:
                     self._log("released" if lease.is_running else "withdrawn", lease)
             self.execute("DELETE FROM test WHERE id = ?", (test,))
 
-    def beside(self, worker: int) -> int | None:
+    def neighbours(self, worker: int) -> int | None:
         """Return how many other tests have used the devices of ``worker``'s running test."""
         with self.transaction():
-            running = [one for one in self._leases() if one.is_running]
+            running = [one for one in self._queued() if one.is_running]
             own = next((one for one in running if one.request.owner == worker), None)
             if own is None:
                 return None
@@ -214,7 +214,7 @@ class Ledger(Database):
             others |= {tuple(who) for *who, device in ended if device in devices}
             return sum((run, name) != (own.run, own.worker) for run, name, _ in others)
 
-    def state(self, devices: Mapping[str, Device]) -> State:
+    def state(self, devices: Mapping[str, Budget]) -> State:
         """Return the tests that hold memory and those that wait for it now."""
         with self.transaction():
             self._void_dead()
@@ -249,12 +249,12 @@ class Ledger(Database):
         return bool(dead)
 
     def _take_out(self, worker: int, event: str = "released") -> None:
-        for lease in self._leases():
+        for lease in self._queued():
             if lease.request.owner == worker and lease.is_running:
                 self._log(event, lease)
         self.execute("DELETE FROM worker WHERE id = ?", (worker,))
 
-    def _log(self, event: str, lease: Lease) -> None:
+    def _log(self, event: str, lease: QueuedTest) -> None:
         now, who = self._clock(), (lease.run, lease.worker, lease.process.pid, lease.nodeid)
         self.executemany(
             "INSERT INTO log VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -271,7 +271,7 @@ class Ledger(Database):
         rows = [(test, device, need) for device, need in needs.items()]
         self.executemany("INSERT INTO need VALUES (?, ?, ?)", rows)
 
-    def _state(self, devices: Mapping[str, Device]) -> State:
+    def _state(self, devices: Mapping[str, Budget]) -> State:
         held = list(self.execute("SELECT device, worker, context, fixtures FROM held"))
         known = {
             name: replace(
@@ -281,11 +281,11 @@ class Ledger(Database):
             )
             for name, device in devices.items()
         }
-        leases = list(self._leases())
+        leases = list(self._queued())
         running = tuple(lease for lease in leases if lease.is_running)
         return State(known, running, tuple(lease for lease in leases if not lease.is_running))
 
-    def _leases(self) -> Iterator[Lease]:
+    def _queued(self) -> Iterator[QueuedTest]:
         needs: dict[int, dict[str, int]] = {}
         for test, device, need in self.execute("SELECT test, device, bytes FROM need"):
             needs.setdefault(test, {})[device] = need
@@ -301,4 +301,4 @@ class Ledger(Database):
                 *(test, worker, needs.get(test, {}), asked, duration),
                 *(bool(exclusive), priority, bool(guaranteed)),
             )
-            yield Lease(nodeid, run, name, Process(pid, started), request, granted is not None)
+            yield QueuedTest(nodeid, run, name, Process(pid, started), request, granted is not None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from xdist.scheduler.load import LoadScheduling
 
-from pytest_gpumem.sharing.admission import NO_MEMORY, Need, Place
+from pytest_gpumem.sharing.admission import NEEDS_NO_GPU, Need, Place
 
 if TYPE_CHECKING:
     import pytest
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 def next_test(pending: Sequence[Need], beside: Sequence[Need], capacity: int) -> int:
     """Return the position in ``pending`` of the test to run beside ``beside``.
 
-    The highest priority first; of these, the test with the largest product of bytes and seconds
-    that still fits; where none fits, the one that needs least. Tests without GPU memory fill the
-    gaps.
+    Of the tests that fit, the one of highest priority; of these guaranteed ones first, then the
+    largest bytes x seconds. Where none fits, the smallest of the first of these.
     """
     taken = sum(test.on(capacity) for test in beside)
 
@@ -76,7 +75,7 @@ class MemoryScheduling(LoadScheduling):  # type: ignore[misc]  # untyped in pyte
 
     def _need(self, index: int, place: Place) -> Need:
         assert self.collection is not None
-        return place.needs.get(self.collection[index], NO_MEMORY)
+        return place.needs.get(self.collection[index], NEEDS_NO_GPU)
 
     def _may_run(self, index: int, place: Place) -> bool:
         """Return whether the test may run there: on a real device, if any worker has one."""

@@ -18,7 +18,7 @@ COLUMNS = 60
 """Characters of the picture of a device's use over time."""
 
 
-class Span(NamedTuple):
+class TestStay(NamedTuple):
     """A test's stay on one device; seconds of the host's clock, and bytes."""
 
     nodeid: str
@@ -34,12 +34,12 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Usage:
+class RunUsage:
     """The tests of one run on one device."""
 
     device: str
     capacity: int
-    spans: tuple[Span, ...]
+    spans: tuple[TestStay, ...]
 
     @property
     def makespan(self) -> float:
@@ -115,10 +115,10 @@ class Usage:
         return [time for time, _ in changes], list(accumulate(change for _, change in changes))
 
 
-def usages(log: Iterable[Entry], run: str, capacity: int) -> list[Usage]:
+def usages(log: Iterable[Entry], run: str, capacity: int) -> list[RunUsage]:
     """Return the use of each device by ``run`` according to the log, for tests that ended."""
     begun: dict[tuple[str, str, str], Entry] = {}
-    spans: dict[str, list[Span]] = {}
+    spans: dict[str, list[TestStay]] = {}
     for entry in log:
         if entry.run != run:
             continue
@@ -128,12 +128,12 @@ def usages(log: Iterable[Entry], run: str, capacity: int) -> list[Usage]:
         elif key in begun:
             since = begun.pop(key)
             spans.setdefault(entry.device, []).append(
-                Span(entry.nodeid, entry.worker, since.time, entry.time, since.bytes)
+                TestStay(entry.nodeid, entry.worker, since.time, entry.time, since.bytes)
             )
-    return [Usage(device, capacity, tuple(found)) for device, found in sorted(spans.items())]
+    return [RunUsage(device, capacity, tuple(found)) for device, found in sorted(spans.items())]
 
 
-def lines(found: Sequence[Usage]) -> list[str]:
+def lines(found: Sequence[RunUsage]) -> list[str]:
     """Return the use of each device as lines for the user."""
     text = []
     for usage in found:

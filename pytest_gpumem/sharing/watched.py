@@ -15,14 +15,14 @@ from pathlib import Path
 import psutil
 
 from pytest_gpumem.sharing.database import Process, default_folder, is_alive, this_process
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.serialization import Plain
 
 WATCHERS = "watchers"
 RUNS = "watched"
 
 
 @dataclass(frozen=True)
-class Run(Plain):
+class WatchedProcess(Plain):
     """A process that runs tests; times as ``time.time()`` gives them, sizes in bytes."""
 
     process: Process
@@ -51,7 +51,7 @@ def is_watched(folder: Path) -> bool:
         return False
 
 
-def show(folder: Path, run: Run) -> None:
+def show(folder: Path, run: WatchedProcess) -> None:
     """Write ``run`` for watchers; a failure to write is ignored."""
     with suppress(OSError):
         path = folder / RUNS / f"{run.process.pid}.json"
@@ -67,12 +67,12 @@ def hide(folder: Path) -> None:
         (folder / RUNS / f"{os.getpid()}.json").unlink(missing_ok=True)
 
 
-def runs(folder: Path) -> list[Run]:
+def runs(folder: Path) -> list[WatchedProcess]:
     """Return the runs to show, those of dead processes left out and removed."""
     found = []
     for path in sorted((folder / RUNS).glob("*.json")):
         try:
-            run = Run.from_file(path)
+            run = WatchedProcess.from_file(path)
         except (OSError, ValueError, TypeError, KeyError):
             continue  # removed since, or not ours
         if is_alive(run.process):
@@ -104,7 +104,7 @@ class Watched:
     def __init__(self, rootdir: str, worker: str) -> None:
         self._folder = default_folder()
         self._is_published = False
-        self._run = Run(this_process(), rootdir, worker, device="")
+        self._run = WatchedProcess(this_process(), rootdir, worker, device="")
 
     def begins(self, test: str, device: str) -> None:
         """Publish that a measured test begins."""
@@ -120,7 +120,7 @@ class Watched:
         if self._is_published:
             hide(self._folder)
 
-    def _publish(self, run: Run) -> None:
+    def _publish(self, run: WatchedProcess) -> None:
         self._run = run
         if is_watched(self._folder):
             show(self._folder, run)

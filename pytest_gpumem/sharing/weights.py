@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpumem.jsonfile import decoded
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.serialization import Plain
 
 PLAN_VERSION = 1
 

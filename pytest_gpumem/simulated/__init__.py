@@ -1,7 +1,7 @@
 """The simulated CUDA device, in layers; each may use those above it in this list.
 
 ========== =====================================================================================
-common     errors, true properties of tensors, places in the code
+common     true properties of tensors, source lines, replaced names
 gpu        one device: catalogue, memory, workspaces, estimates
 machine    the state of a machine: devices, storages, values, streams, graphs, pools
 operators  allocations of CUDA's operators, by family

@@ -18,16 +18,16 @@ from pytest_gpumem.allocator.trace import Timeline
 from pytest_gpumem.simulated.common.late_imports import LateImports
 from pytest_gpumem.simulated.common.patching import Patches, patched_when_imported
 from pytest_gpumem.simulated.compiled.entry import AUTO, Compilation
-from pytest_gpumem.simulated.distributed import parts as distributed
+from pytest_gpumem.simulated.distributed import replacements as distributed
 from pytest_gpumem.simulated.distributed.nccl import Communicator
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_machine
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.operators.autocast import CastCache
-from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
+from pytest_gpumem.simulated.operators.custom_kernels import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.engine import references_of_sole_owner
 from pytest_gpumem.simulated.operators.tables import installed
-from pytest_gpumem.simulated.stand_ins.imports import served
+from pytest_gpumem.simulated.stand_ins.imports import make_importable
 from pytest_gpumem.simulated.surface import (
     autocast,
     backends,
@@ -38,8 +38,8 @@ from pytest_gpumem.simulated.surface import (
     gradients,
     kernels,
     legacy,
+    monitoring,
     pools,
-    sensors,
     several,
     storages,
     streams,
@@ -60,7 +60,7 @@ _stack: list[Simulation] = []
 
 _PARTS = (
     *(tensors, gradients, factories, cuda, several, streams, pools),
-    *(checkpoints, backends, kernels, sensors, storages, unsupported, wrappers, legacy),
+    *(checkpoints, backends, kernels, monitoring, storages, unsupported, wrappers, legacy),
 )
 """The parts of the surface, in the order in which their replacements are added."""
 
@@ -98,7 +98,7 @@ class SimulatedGPU(GPU):
     ) -> tuple[SimulatedGPU, ...]:
         """Return the GPUs of machine ``name``, like ``"A100-80GB*2"``: ``cuda:0``, ``cuda:1``, ...
 
-        It is the one that a rank of ``world`` runs in, which has a GPU for each of its ranks.
+        With a ``world`` it is that rank's machine, with ``local_size`` GPUs.
         ``settings`` are those of the constructor, and so are the errors.
         """
         machine = find_machine(name)
@@ -204,7 +204,7 @@ class Simulation(SimulatedMachine):
                 patches.apply()
                 resources.callback(patches.undo)
             resources.callback(self._of_triton.undo)
-            resources.enter_context(self._single_rank.kept())
+            resources.enter_context(self._single_rank.restored())
             self._follow_imports()
             late = LateImports("triton", self._importing_triton, itself=True)
             resources.enter_context(late.watched())
@@ -215,13 +215,13 @@ class Simulation(SimulatedMachine):
             # torch.tensor(..., device="cuda") then builds on the CPU and copies in sight of a mode.
             torch._C._set_only_lift_cpu_tensors(True)
             resources.callback(torch._C._set_only_lift_cpu_tensors, lifts)
-            resources.enter_context(compilers.kept_out(self._as_torch_is, self.compilation.hooked))
+            resources.enter_context(compilers.deferred(self._as_torch_is, self.compilation.hooked))
             resources.enter_context(patched_when_imported({COMPILES: plan_compiling}))
             resources.enter_context(EXTENSIONS.guarded())
             resources.enter_context(loading_on(self))
-            resources.enter_context(DESCRIPTIONS.served(self.kernel_wrote))
+            resources.enter_context(DESCRIPTIONS.replace_described(self.kernel_wrote))
             if self._stand_ins:
-                resources.enter_context(served(self.note))
+                resources.enter_context(make_importable(self.note))
             resources.enter_context(installed(self, self._casts))
             resources.enter_context(tensors.answering(self))
             resources.enter_context(self.execution)

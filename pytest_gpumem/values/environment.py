@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 
-from pytest_gpumem.values.plain import OMITTED, Plain
+from pytest_gpumem.values.serialization import OMITTED, Plain
 
 
 def alloc_conf_of_process(version: tuple[int, int]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from pytest_gpumem.values.plain import KEY, OMITTED, Plain
+from pytest_gpumem.values.serialization import KEY, OMITTED, Plain
 
 SETUP = "setup"
 """The phase in which a test's fixtures are set up."""
@@ -70,7 +70,7 @@ class Measurement(Plain):
     leaks: tuple[Mapping[str, Any], ...] = ()
     """The leaked blocks, by source line and operator."""
     notes: tuple[str, ...] = ()
-    """Sentences that a reader of the numbers needs, e.g. on neutral values that were read."""
+    """Sentences that a reader of the numbers needs, e.g. on placeholders that were read."""
     timeline: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
     """The allocated bytes over time, where a report shows them; see ``attribution.timeline``."""
     dry: bool = field(default=False, metadata=OMITTED)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pytest_gpumem.values.measurement import CALL, SETUP, Measurement
-from pytest_gpumem.values.plain import OMITTED, Plain
+from pytest_gpumem.values.serialization import OMITTED, Plain
 
 
 @dataclass(frozen=True)

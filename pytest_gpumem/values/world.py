@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
-from pytest_gpumem.echo import quoted
 from pytest_gpumem.marker import MOST_RANKS, is_int
+from pytest_gpumem.quoting import quoted
 
 MOST_LOCAL = 8
 """The most ranks in a machine whose number of GPUs is not given: an HGX board's."""

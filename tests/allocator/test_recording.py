@@ -227,7 +227,8 @@ def test_a_few_bytes_that_stand_for_millions_of_events_are_refused(
 
     assert path.stat().st_size < 10_000
     assert refusal(path) == (
-        "The trace of device 0 holds the same event more than once, so it is no recording of torch."
+        "The trace of device 0 holds the same event more than once, so "
+        "it is not a recording of torch."
     )
 
 
@@ -238,5 +239,6 @@ def test_segments_that_share_their_blocks_are_refused(
     path = write(pickle.dumps({**snapshot, "segments": [first, {**first, "address": 1}]}))
 
     assert refusal(path) == (
-        "The snapshot holds the same list of blocks more than once, so it is no recording of torch."
+        "The snapshot holds the same list of blocks more than once, so "
+        "it is not a recording of torch."
     )

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_gpumem.attribution.composition import Composition, compositions, settled
-from pytest_gpumem.attribution.history import Event, History, Sighting, Span
+from pytest_gpumem.attribution.composition import Composition, compositions, with_rest_as_other
+from pytest_gpumem.attribution.history import Event, History, Observation, Span
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,7 +15,7 @@ class Made:
     """An origin whose every part is given."""
 
     operator_name: str | None = "torch.mm"
-    place: tuple[str, int, str] | None = ("/home/me/project/model.py", 7, "forward")
+    source_line: tuple[str, int, str] | None = ("/home/me/project/model.py", 7, "forward")
     kind: str = "computed"
     library: str | None = None
     node: str | None = None
@@ -43,8 +43,8 @@ def history(
     phases: Sequence[Span] = (),
     automatic: Sequence[Span] = (),
     modules: Sequence[tuple[int, str]] = (),
-    sightings: Sequence[Sighting] = (),
-    asides: Sequence[tuple[int, int]] = (),
+    observations: Sequence[Observation] = (),
+    excluded_windows: Sequence[tuple[int, int]] = (),
 ) -> History:
     return History(
         held,
@@ -52,8 +52,8 @@ def history(
         phases or (Span("call", 0, len(events)),),
         automatic,
         modules,
-        sightings,
-        asides,
+        observations,
+        excluded_windows,
         root="/home/me/project",
     )
 
@@ -124,17 +124,17 @@ def test_an_address_is_what_was_seen_there_while_the_block_lived() -> None:
         alloc(1, 512),
         free(1),
         alloc(1, 1024),
-        sightings=[
-            Sighting(1, 1, "inputs", "", ""),
-            Sighting(3, 1, "parameters", "head", "weight"),
+        observations=[
+            Observation(1, 1, "inputs", "", ""),
+            Observation(3, 1, "parameters", "head", "weight"),
         ],
     )
     assert composition(told).categories == {"parameters": 1024}
 
 
 def test_a_parameter_that_is_passed_to_a_module_stays_a_parameter() -> None:
-    seen = [Sighting(1, 1, "parameters", "emb", "weight"), Sighting(1, 1, "inputs", "", "")]
-    told = history(alloc(1, 512), sightings=seen)
+    seen = [Observation(1, 1, "parameters", "emb", "weight"), Observation(1, 1, "inputs", "", "")]
+    told = history(alloc(1, 512), observations=seen)
     assert composition(told).categories == {"parameters": 512}
 
 
@@ -206,8 +206,10 @@ def test_blocks_of_one_line_and_layer_are_one_site() -> None:
 
 
 def test_backward_is_traced_to_the_forward_line_by_autograd_s_number() -> None:
-    forward = Made(sequence=8, place=("/home/me/project/model.py", 3, "forward"))
-    backward = Made(node="MmBackward0", sequence=7, place=("/home/me/project/t.py", 1, "test"))
+    forward = Made(sequence=8, source_line=("/home/me/project/model.py", 3, "forward"))
+    backward = Made(
+        node="MmBackward0", sequence=7, source_line=("/home/me/project/t.py", 1, "test")
+    )
     told = history(
         alloc(1, 512, forward),
         free(1),
@@ -226,7 +228,7 @@ def test_a_fixture_that_the_body_asked_for_counts_as_held_before() -> None:
         alloc(2, 4096),
         alloc(3, 1024),
         free(2),
-        asides=[(2, 5)],
+        excluded_windows=[(2, 5)],
         phases=[Span("call", 0, 5)],
     )
     # What only the fixture's set-up needed, 4,096 bytes, belongs to no phase.
@@ -234,13 +236,13 @@ def test_a_fixture_that_the_body_asked_for_counts_as_held_before() -> None:
 
 
 def test_paths_are_never_those_of_the_machine() -> None:
-    library = Made(place=("/opt/venv/lib/python3.11/site-packages/lib/nn.py", 5, "f"))
-    elsewhere = Made(place=("/tmp/other/thing.py", 6, "g"))
+    library = Made(source_line=("/opt/venv/lib/python3.11/site-packages/lib/nn.py", 5, "f"))
+    elsewhere = Made(source_line=("/tmp/other/thing.py", 6, "g"))
     sites = composition(history(alloc(1, 512, library), alloc(2, 1024, elsewhere))).sites
     assert [site.site for site in sites] == ["thing.py:6", "lib/nn.py:5"]
 
 
 def test_what_the_allocator_adds_is_other() -> None:
-    told = settled(composition(history(alloc(1, 512, Made(kind="copy")))), 1024)
+    told = with_rest_as_other(composition(history(alloc(1, 512, Made(kind="copy")))), 1024)
     assert told.categories == {"inputs": 512, "other": 512}
     assert told.total == sum(site.bytes for site in told.sites) == 1024

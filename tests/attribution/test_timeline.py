@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pytest_gpumem.attribution import timeline
-from pytest_gpumem.attribution.history import Sighting, Span
+from pytest_gpumem.attribution.history import Observation, Span
 from pytest_gpumem.attribution.timeline import timeline_of
 from tests.attribution.test_history import Made, alloc, free, history
 
@@ -19,7 +19,7 @@ def test_a_short_time_line_has_every_event() -> None:
         free(1),
         held=[(7, 2048, None)],
         phases=[Span("call", 0, 3), Span("forward", 0, 2)],
-        sightings=[Sighting(1, 7, "parameters", "head", "weight")],
+        observations=[Observation(1, 7, "parameters", "head", "weight")],
     )
     assert timeline_of(told) == {
         "events": 3,

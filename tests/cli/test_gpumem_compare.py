@@ -426,8 +426,8 @@ def test_a_damaged_baseline(refusal: Refusal, tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         ([], "gpumem: the following arguments are required: COMMAND; see gpumem --help"),
-        (["fly"], "gpumem: 'fly' is no command: there are run, predict, "),
-        (["comapre"], "gpumem: 'comapre' is no command: did you mean compare?; see gpumem --"),
+        (["fly"], "gpumem: 'fly' is not a command: there are run, predict, "),
+        (["comapre"], "gpumem: 'comapre' is not a command: did you mean compare?; see gpumem --"),
         (["compare", "a"], "gpumem: the following arguments are required: B; see gpumem compare"),
         (["compare", "a", "b", "--no"], "gpumem: unrecognized arguments: --no; see gpumem --help"),
     ],

@@ -18,7 +18,7 @@ import pytest
 
 from pytest_gpumem.cli import main
 from pytest_gpumem.cli.gpus import frame, watch
-from pytest_gpumem.sharing.admission import Device
+from pytest_gpumem.sharing.admission import Budget
 from pytest_gpumem.sharing.database import FOLDER_VARIABLE, Process
 from pytest_gpumem.sharing.devices import SharedSimulatedDevice
 from pytest_gpumem.sharing.ledger import Ledger
@@ -107,7 +107,7 @@ def busy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     runs, waits, idle = (ledger.join("run", name, worker) for name in ("gw0", "gw1", "gw2"))
     ledger.hold(runs, gpu.uuid, context=GIB, fixtures=0)
     ledger.hold(idle, gpu.uuid, context=GIB, fixtures=GIB // 2)
-    device = {gpu.uuid: Device(140 * GIB)}
+    device = {gpu.uuid: Budget(140 * GIB)}
     assert ledger.try_grant(ledger.ask(runs, "test_a.py::test_runs", {gpu.uuid: GIB}), device)
     assert not ledger.try_grant(
         ledger.ask(waits, "test_a.py::test_\x1b[31mwaits", {gpu.uuid: 139 * GIB}), device

@@ -139,7 +139,7 @@ def test_tests_that_cannot_be_predicted(tests: Command, name: str, sentence: str
         ("net.py:value", "net.py:value: bool() at "),
         ("net.py:needs", "cannot be called without arguments"),
         ("absent.py:f", "there is no file absent.py"),
-        ("net", "'net' is no target; write module:function, path.py:function or path.py::test"),
+        ("net", "'net' is not a target; write module:function, path.py:function or path.py::test"),
     ],
 )
 def test_bad_input_is_one_sentence(gpumem: Command, target: str, sentence: str) -> None:
@@ -173,7 +173,7 @@ def test_the_worst_of_each_number_of_ranks(gpumem: Command) -> None:
 @pytest.mark.parametrize("ranks", ["0", "eight", "8,8", ""])
 def test_a_number_of_ranks_that_cannot_be(gpumem: Command, ranks: str) -> None:
     sentence = gpumem.refusal("net.py:train", "--gpu", "T4", "--ranks", ranks)
-    assert "is no number of ranks, nor several, each once; write 8 or 8,64" in sentence
+    assert "is not a number of ranks, nor several different ones; write 8 or 8,64" in sentence
 
 
 def test_a_test_has_its_ranks_in_its_marker(gpumem: Command) -> None:

@@ -13,7 +13,7 @@ import torch
 from pytest_gpumem.cli import main
 from pytest_gpumem.cli.run import lines
 from pytest_gpumem.script.entry import Script
-from pytest_gpumem.script.process import Answer, Result
+from pytest_gpumem.script.process import Result, ScriptResult
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 
 pytest_plugins = ["pytester"]
@@ -162,7 +162,9 @@ def test_what_does_not_fit_says_who_holds_what_and_how_much_is_missing(gpumem: G
     ran = gpumem("--gpu", "T4", "--gpu", "A100-40GB", script)
 
     assert ran.code == 1
-    assert "gpumem: script.py ran out of memory on T4: again, with as much as it wants" in ran.err
+    assert (
+        "gpumem: script.py ran out of memory on T4. Running again without a memory limit" in ran.err
+    )
     assert "Traceback" not in ran.err
     assert ran.lines[0] == f"script.py on a simulated T4 (torch {TORCH}): ran to its end, 0 steps"
     assert ran.lines[2].startswith("out of memory: 10.00 GiB asked for by script.py:3 torch.empty")
@@ -281,7 +283,7 @@ def test_many_iterations_are_left_out_but_for_those_that_tell_something() -> Non
     peaks = {name: 4 * MIB if name == "iteration_6" else MIB for name in NINE}
     phases = {name: PhaseRecord(name, peak, peak, 0, 0) for name, peak in peaks.items()}
     measured = Measurement("cuda:0", True, 4 * MIB, 4 * MIB, 0, 0, None, 0, phases=phases)
-    answer = Answer("stopped", steps=9, gpu="T4", torch="2.13.0", measurements=(measured,))
+    answer = ScriptResult("stopped", steps=9, gpu="T4", torch="2.13.0", measurements=(measured,))
 
     shown = list(lines(Script("train.py"), [Result(answer)], None))
     assert [line.split()[0] for line in shown[3:9]] == [
@@ -301,8 +303,8 @@ def test_many_iterations_are_left_out_but_for_those_that_tell_something() -> Non
         (["wrong.py"], "gpumem: 'wrong.py', line 2: SyntaxError: "),
         ([], "gpumem: the following arguments are required: SCRIPT"),
         (["--gpu", "T5", "train.py"], "gpumem: 'T5' is not a simulated GPU"),
-        (["--steps", "0", "train.py"], "gpumem: argument --steps: '0' is no number of steps"),
-        (["--steps", "x", "train.py"], "gpumem: argument --steps: 'x' is no number of steps"),
+        (["--steps", "0", "train.py"], "gpumem: argument --steps: '0' is not a number of steps"),
+        (["--steps", "x", "train.py"], "gpumem: argument --steps: 'x' is not a number of steps"),
         (
             ["--seconds", "nan", "train.py"],
             "gpumem: argument --seconds: 'nan' is not a number of s",

@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-RUN = watched.Run(
+RUN = watched.WatchedProcess(
     this_process(),
     "/home/me/project",
     "gw1",

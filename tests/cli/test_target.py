@@ -46,7 +46,10 @@ def test_a_test_id(project: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("step", "'step' is no target; write module:function, path.py:function or path.py::test"),
+        (
+            "step",
+            "'step' is not a target; write module:function, path.py:function or path.py::test",
+        ),
         ("nowhere.py:step", "nowhere.py:step: there is no file nowhere.py"),
         ("nowhere.py::test", "nowhere.py::test: there is no file nowhere.py"),
         ("training_script:nothing", "training_script:nothing: training_script has no nothing"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.device import host_gpus as rooms
-from pytest_gpumem.device.host_gpus import describe, host_gpus, refusal
+from pytest_gpumem.device.host_gpus import describe, host_gpus, why_not_usable
 from pytest_gpumem.measurement.nvml import NvmlReading, read_visible
 from pytest_gpumem.option_values import DeviceChoice
 from tests.fake_nvml import MACHINES, FakeNvml
@@ -35,7 +35,13 @@ def gpus(machine: str) -> list[NvmlReading]:
         ("two exclusive", ["2 x NVIDIA A100-SXM4-40GB (exclusive-process mode)"]),
         ("vgpu", ["GRID A100D-20C (vGPU)"]),
         ("hami", ["NVIDIA A100-SXM4-40GB (HAMi leaves 2.93 GiB)"]),
-        ("docker", ["NVML numbers processes as the host does: whose memory it is stays unknown"]),
+        (
+            "docker",
+            [
+                "NVML reports PIDs of the host, so memory cannot be assigned to processes in this "
+                "container"
+            ],
+        ),
     ],
 )
 def test_what_is_out_of_the_ordinary_is_said(
@@ -55,32 +61,32 @@ EXCLUSIVE = (
 
 
 def test_a_second_process_is_refused_in_exclusive_mode() -> None:
-    assert refusal(gpus("exclusive"), 1, placed=False) is None
-    assert refusal(gpus("exclusive"), 2, placed=False) == EXCLUSIVE
-    assert refusal(gpus("exclusive"), 2, placed=True) == EXCLUSIVE
+    assert why_not_usable(gpus("exclusive"), 1, placed=False) is None
+    assert why_not_usable(gpus("exclusive"), 2, placed=False) == EXCLUSIVE
+    assert why_not_usable(gpus("exclusive"), 2, placed=True) == EXCLUSIVE
 
 
 def test_each_exclusive_gpu_takes_one_of_the_placed() -> None:
     two = gpus("two exclusive")
-    assert refusal(two, 2, placed=True) is None
-    assert refusal(two, 2, placed=False) == EXCLUSIVE
-    assert str(refusal(two, 3, placed=True)).startswith(
+    assert why_not_usable(two, 2, placed=True) is None
+    assert why_not_usable(two, 2, placed=False) == EXCLUSIVE
+    assert str(why_not_usable(two, 3, placed=True)).startswith(
         "-n 3: 2 GPUs are in exclusive-process mode, in which one process at a time can use each,"
     )
-    assert refusal([*gpus("exclusive"), *gpus("plain")], 5, placed=True) is None
+    assert why_not_usable([*gpus("exclusive"), *gpus("plain")], 5, placed=True) is None
 
 
 @pytest.mark.parametrize("machine", ["plain", "mps", "mig", "vgpu", "docker", "wsl"])
 def test_nothing_else_is_refused(machine: str) -> None:
-    assert refusal(gpus(machine), 16, placed=False) is None
-    assert refusal([], 16, placed=False) is None
+    assert why_not_usable(gpus(machine), 16, placed=False) is None
+    assert why_not_usable([], 16, placed=False) is None
 
 
 def test_mode_prohibited_is_refused_to_one_process_too() -> None:
-    assert str(refusal(gpus("prohibited"), 1, placed=False)).startswith(
+    assert str(why_not_usable(gpus("prohibited"), 1, placed=False)).startswith(
         "NVIDIA A100-SXM4-40GB is in compute mode prohibited, in which no process can use it;"
     )
-    assert refusal([*gpus("prohibited"), *gpus("plain")], 3, placed=True) is None
+    assert why_not_usable([*gpus("prohibited"), *gpus("plain")], 3, placed=True) is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.garbage import imports_watched
+from pytest_gpumem.garbage import clear_frames_of_imports
 
 OWN_FRAME = """
 import inspect
@@ -64,7 +64,7 @@ def import_beside_a_variable() -> weakref.ref[Anything]:
 @pytest.mark.parametrize("source", [OWN_FRAME, STORED_EXCEPTION, CYCLE_WITH_AN_EXCEPTION])
 def test_a_variable_dies_with_its_function(folder: Path, source: str) -> None:
     (folder / "leaves_frames.py").write_text(source)
-    with imports_watched():
+    with clear_frames_of_imports():
         assert import_beside_a_variable()() is None
 
 
@@ -76,7 +76,7 @@ def test_unwatched_it_lives_on(folder: Path, source: str) -> None:
 
 def test_an_exception_that_is_stored_keeps_its_text(folder: Path) -> None:
     (folder / "leaves_frames.py").write_text(STORED_EXCEPTION)
-    with imports_watched():
+    with clear_frames_of_imports():
         import_beside_a_variable()
     reason = sys.modules["leaves_frames"].reason
     assert str(reason) == "No module named 'there_is_no_such_module'"
@@ -85,7 +85,7 @@ def test_an_exception_that_is_stored_keeps_its_text(folder: Path) -> None:
 
 def test_a_module_has_its_own_loader(folder: Path) -> None:
     (folder / "leaves_frames.py").write_text("loader = __loader__, __spec__.loader")
-    with imports_watched():
+    with clear_frames_of_imports():
         import_beside_a_variable()
     module = sys.modules["leaves_frames"]
     expected = importlib.util.spec_from_file_location("other", folder / "leaves_frames.py")
@@ -97,20 +97,20 @@ def test_a_module_has_its_own_loader(folder: Path) -> None:
 
 def test_who_only_asks_for_a_spec_gets_it_as_it_is(folder: Path) -> None:
     (folder / "leaves_frames.py").write_text("")
-    with imports_watched():
+    with clear_frames_of_imports():
         spec = importlib.util.find_spec("leaves_frames")
     assert spec == importlib.util.find_spec("leaves_frames")
 
 
 def test_an_error_of_the_module_is_raised_as_it_is(folder: Path) -> None:
     (folder / "leaves_frames.py").write_text("1 / 0")
-    with imports_watched(), pytest.raises(ZeroDivisionError) as raised:
+    with clear_frames_of_imports(), pytest.raises(ZeroDivisionError) as raised:
         import_beside_a_variable()
     assert str(raised.traceback[-1].path).endswith("leaves_frames.py")
 
 
 def test_finders_are_as_before_afterwards() -> None:
     before = list(sys.meta_path)
-    with imports_watched():
+    with clear_frames_of_imports():
         assert sys.meta_path[1:] == before
     assert sys.meta_path == before

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.device.random_numbers import own_numbers
+from pytest_gpumem.device.random_numbers import seeded_generators
 
 Drawn = tuple[float, float, float, list[float]]
 
@@ -23,32 +23,32 @@ def draw() -> Drawn:
 
 def test_each_test_draws_the_same_numbers() -> None:
     with simulate("T4"):
-        with own_numbers():
+        with seeded_generators():
             first = draw()
             draw()
         draw()
-        with own_numbers():
+        with seeded_generators():
             assert draw() == first
 
 
 def test_the_numbers_of_others_go_on_behind_it() -> None:
     with simulate("T4"):
-        with own_numbers():
+        with seeded_generators():
             draw()
             expected = draw()
-        with own_numbers():
+        with seeded_generators():
             draw()
-            with own_numbers():
+            with seeded_generators():
                 draw()
             assert draw() == expected
 
 
 def test_generators_of_gpus_that_none_has_used_stay_new() -> None:
     with simulate("T4"):
-        with own_numbers():
+        with seeded_generators():
             expected = draw()
-        with own_numbers():
-            with own_numbers():
+        with seeded_generators():
+            with seeded_generators():
                 torch.randn(3, device="cuda")
             assert draw() == expected
 
@@ -60,9 +60,9 @@ def test_a_generator_of_numpy_s_own_kind_comes_back() -> None:
     numpy.set_bit_generator(np.random.PCG64(7))
     try:
         with simulate("T4"):
-            with own_numbers():
+            with seeded_generators():
                 np.random.rand()
-            with own_numbers():
+            with seeded_generators():
                 pass
         found = np.random.rand()
         numpy.set_bit_generator(np.random.PCG64(7))

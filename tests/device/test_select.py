@@ -73,8 +73,8 @@ def test_the_machine_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: next(answers))
     auto = selector("auto", "T4")
 
-    assert auto.real() is None
-    assert auto.real() is None
+    assert auto.measured_device() is None
+    assert auto.measured_device() is None
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -33,7 +33,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def chosen(text: str = "auto", baselines: Path = Path("none")) -> DeviceChoice:
-    return host_gpus.settled(device_choice(text), baselines)
+    return host_gpus.resolved(device_choice(text), baselines)
 
 
 def test_it_is_the_dry_device_without_a_gpu(machine: Path) -> None:

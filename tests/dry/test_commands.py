@@ -184,7 +184,7 @@ def test_plan_runs_tests_on_each_runner(project: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["predict", "train.py:step", "--device", "tpu"], "'tpu' is no device"),
+        (["predict", "train.py:step", "--device", "tpu"], "'tpu' is not a device"),
         (["predict", "train.py:step", "--device", "dry:Z9"], "Z9"),
         (["predict", "train.py:step", "--device", "dry:T4", "--gpu", "L4"], "leave one out"),
         (["predict", "train.py:step", "--device", "dry:T4", "--ranks", "2"], "leave --device dry"),

@@ -230,7 +230,7 @@ def test_what_cannot_be_is_said(names: str, message: str) -> None:
 def test_a_simulated_device_is_an_instance_too() -> None:
     model = find_machine("A100-40GB/2g.10gb").model
     assert (model.total_memory, model.sm_count, model.l2_cache_bytes) == (9_984 * MIB, 28, 10 * MIB)
-    assert (model.whole, model.profile, model.compute_capability) == (
+    assert (model.parent_name, model.profile, model.compute_capability) == (
         "A100-40GB",
         "2g.10gb",
         (8, 0),

@@ -24,7 +24,7 @@ def test_numbers_are_readable_after_a_phase(project: Project) -> None:
             assert load.peak_allocated == 4096 + 16384
             assert load.allocated_before == 4096
             assert load.allocated_after == 4096 + 512
-            with pytest.raises(KeyError, match="'other' is no phase that has been left"):
+            with pytest.raises(KeyError, match="no phase 'other' has ended yet"):
                 gpumem.phases["other"]
         """
     )

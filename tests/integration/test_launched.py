@@ -107,7 +107,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_a_sentence(project: Project) ->
         project.path, "-c", PYTEST, *_arguments((), "--gpumem-device=sim:H100", ())
     )
     assert (status, other) == (pytest.ExitCode.INTERRUPTED, -signal.SIGKILL)
-    assert "rank 1 has ended, and had said nothing of test_it.py::test_killed" in shown
+    assert "rank 1 ended before it sent test_it.py::test_killed" in shown
 
 
 def test_a_script_is_told_what_all_ranks_took(project: Project) -> None:

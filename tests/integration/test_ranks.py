@@ -149,7 +149,7 @@ def test_groups_of_a_shared_fixture_last(project: Project) -> None:
 @pytest.mark.parametrize(
     ("keywords", "sentence"),
     [
-        ("rank=3", "rank=3 is one of how many? give ranks=, too"),
+        ("rank=3", "rank=3 needs ranks=, the number of ranks"),
         ("ranks=8, rank=8", "rank=8 is none of 8; write an int from 0 to 7, or 'worst'"),
         ("ranks=[8, 4], rank=5", "rank=5 is none of 4"),
         ("ranks=0", "ranks=0 is not a number of ranks; write an int from 1 to 1,048,576, or"),

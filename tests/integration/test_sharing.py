@@ -182,7 +182,7 @@ def test_a_test_that_never_fits_says_so(project: Project) -> None:
 
 
 def test_who_waits_too_long_says_for_whom(project: Project, folder: Path) -> None:
-    from pytest_gpumem.sharing.admission import Device
+    from pytest_gpumem.sharing.admission import Budget
 
     project.write(
         test_it="""
@@ -195,7 +195,7 @@ def test_who_waits_too_long_says_for_whom(project: Project, folder: Path) -> Non
     worker = ledger.join("another", "gw7")
     name = "simulated T4 cuda:0"
     test = ledger.ask(worker, "test_theirs", {name: 10 * GIB})
-    assert ledger.try_grant(test, {name: Device(T4)}).granted
+    assert ledger.try_grant(test, {name: Budget(T4)}).granted
 
     result = project.run("--gpumem-share", "--gpumem-share-timeout=0.2")
 

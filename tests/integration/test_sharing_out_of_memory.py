@@ -128,9 +128,9 @@ def test_it():
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "infrastructure error, not the test's: 4.00 GiB could not be had with 0 B reserved, "
-            "also when test_it.py::test_it ran alone, because other processes held 12.00 GiB: "
-            "PID 1 (*) holds 12.00 GiB of simulated T4 cuda:0"
+            "infrastructure error, not the test's: 4.00 GiB could not be allocated (0 B was "
+            "reserved already), even when test_it.py::test_it ran alone: other processes held "
+            "12.00 GiB (PID 1 (*) holds 12.00 GiB of simulated T4 cuda:0)"
         ]
     )
 

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem import simulate
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
+from pytest_gpumem.measurement.observer import MemoryObserver
 from pytest_gpumem.measurement.phases import PhaseTracker
 from pytest_gpumem.measurement.statistics import Bytes
-from pytest_gpumem.measurement.witness import Witness
 from tests.fake_statistics import FakeStatistics
 
 
@@ -239,9 +239,9 @@ def test_torch_is_as_it_was_afterwards(tracker: PhaseTracker) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_a_lazy_module_is_watched_before_it_has_a_shape() -> None:
     with simulate("T4"):
-        witness = Witness(list, list, list)
+        witness = MemoryObserver(list, list, list)
         witness.watch(nn.LazyLinear(4).cuda())
-        assert witness.sightings == []
+        assert witness.observations == []
 
 
 @pytest.mark.parametrize("witnesses", [False, True])
@@ -256,7 +256,7 @@ def test_a_module_that_is_compiled_is_one_graph_and_one_phase(
         return graph.forward
 
     model = net()
-    witness = Witness(list, list, list) if witnesses else None
+    witness = MemoryObserver(list, list, list) if witnesses else None
     with AutomaticPhases(tracker, witness).watching():
         compiled: Any = torch.compile(model, backend=backend, fullgraph=True)
         compiled(torch.ones(1, 2))

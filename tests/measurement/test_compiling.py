@@ -194,6 +194,6 @@ def test_it_is_said_how_much_it_was() -> None:
     assert compiled_beside(0) == ()
     (note,) = compiled_beside(256 * 1024 * 1024)
     assert note == (
-        "torch compiled while the test ran and took up to 256.0 MiB for that, which is in no peak "
-        "of allocated memory; what it reserved stays: warmup=1 measures without"
+        "torch.compile used up to 256.0 MiB while the test ran. This is not part of the allocated "
+        "peaks, but it is part of the reserved ones; warmup=1 compiles before the measured run."
     )

@@ -22,7 +22,7 @@ def statistics(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaStatistics]:
     with simulate("T4", torch_version="2.13"):
         torch.cuda.init()
         statistics = CudaStatistics()
-        with statistics.screened():
+        with statistics.own_peaks_shown():
             yield statistics
 
 
@@ -34,12 +34,12 @@ def test_a_harvest_reads_and_begins_new_peaks(statistics: CudaStatistics) -> Non
     kept = empty(1024)
     empty(4096)
 
-    assert statistics.harvest()[0] == Reading(
+    assert statistics.read_and_reset_peaks()[0] == Reading(
         held=Bytes(1024, SMALL_SEGMENT),
         peak=Bytes(5120, SMALL_SEGMENT),
-        allocations=5120,
+        bytes_ever_allocated=5120,
     )
-    assert statistics.harvest()[0].peak.allocated == kept.nbytes
+    assert statistics.read_and_reset_peaks()[0].peak.allocated == kept.nbytes
 
 
 def test_every_harvest_is_told_to_all_listeners(statistics: CudaStatistics) -> None:
@@ -47,7 +47,7 @@ def test_every_harvest_is_told_to_all_listeners(statistics: CudaStatistics) -> N
     statistics.listeners.append(lambda readings: heard.append(readings[0].peak.allocated))
 
     empty(512)
-    statistics.harvest()
+    statistics.read_and_reset_peaks()
     empty(1024)
     torch.cuda.reset_peak_memory_stats()
 
@@ -56,7 +56,7 @@ def test_every_harvest_is_told_to_all_listeners(statistics: CudaStatistics) -> N
 
 def test_the_body_does_not_see_harvests(statistics: CudaStatistics) -> None:
     empty(4096)
-    statistics.harvest()
+    statistics.read_and_reset_peaks()
     empty(512)
 
     assert torch.cuda.max_memory_allocated() == 4096
@@ -66,12 +66,12 @@ def test_the_body_does_not_see_harvests(statistics: CudaStatistics) -> None:
 
 def test_the_body_s_own_reset_is_the_body_s(statistics: CudaStatistics) -> None:
     empty(4096)
-    statistics.harvest()
+    statistics.read_and_reset_peaks()
     torch.cuda.reset_peak_memory_stats()
     assert torch.cuda.max_memory_allocated() == 0
 
     empty(512)
-    statistics.harvest()
+    statistics.read_and_reset_peaks()
     assert torch.cuda.max_memory_allocated() == 512
 
 
@@ -87,9 +87,9 @@ def test_torch_accelerator_s_entry_points_are_screened_too(
         statistics = CudaStatistics()
         heard: list[int] = []
         statistics.listeners.append(lambda readings: heard.append(readings[0].peak.allocated))
-        with statistics.screened():
+        with statistics.own_peaks_shown():
             empty(4096)
-            statistics.harvest()
+            statistics.read_and_reset_peaks()
             accelerator_stats = torch._C._accelerator_getDeviceStats(0)
             empty(512)
             torch._C._accelerator_resetPeakStats(0)
@@ -100,7 +100,7 @@ def test_torch_accelerator_s_entry_points_are_screened_too(
 
 def test_forgotten_peaks_are_forgotten_for_the_body_too(statistics: CudaStatistics) -> None:
     empty(4096)
-    statistics.harvest()
+    statistics.read_and_reset_peaks()
     statistics.forget_peaks()
 
     assert torch.cuda.max_memory_allocated() == 0
@@ -168,13 +168,13 @@ def test_the_cache_is_emptied(statistics: CudaStatistics) -> None:
     statistics.synchronize()
     statistics.empty_cache()
 
-    assert statistics.harvest()[0].held.reserved == 0
+    assert statistics.read_and_reset_peaks()[0].held.reserved == 0
 
 
 def test_what_was_replaced_is_back_afterwards() -> None:
     with simulate("T4"):
         before = torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
-        with CudaStatistics().screened():
+        with CudaStatistics().own_peaks_shown():
             assert torch._C._cuda_memoryStats is not before[0]
         assert (torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats) == before
 
@@ -184,7 +184,7 @@ def test_before_cuda_is_initialised_there_is_nothing(monkeypatch: pytest.MonkeyP
         statistics = CudaStatistics()
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
 
-        assert statistics.harvest() == {}
+        assert statistics.read_and_reset_peaks() == {}
         assert statistics.live_blocks() == frozenset()
         statistics.synchronize()
         statistics.clear_workspaces()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.measurement import meter as meter_module
-from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.measurement.fixtures import FixtureRecords
 from pytest_gpumem.measurement.meter import Meter
 from pytest_gpumem.values.measurement import Measurement
 from tests.fake_statistics import FakeStatistics
@@ -22,8 +22,8 @@ def device() -> FakeStatistics:
 
 
 @pytest.fixture
-def ledger() -> FixtureLedger:
-    return FixtureLedger()
+def ledger() -> FixtureRecords:
+    return FixtureRecords()
 
 
 def fixture(name: str) -> Any:
@@ -40,7 +40,7 @@ def measured(meter: Meter, fixtures: tuple[Any, ...] = (), *, passed: bool = Tru
 
 
 def test_a_body_is_charged_for_what_it_allocates(
-    device: FakeStatistics, ledger: FixtureLedger
+    device: FakeStatistics, ledger: FixtureRecords
 ) -> None:
     device.allocate(1000)
     meter = Meter(device, ledger)
@@ -62,7 +62,7 @@ def test_a_body_is_charged_for_what_it_allocates(
     )
 
 
-def test_what_is_left_over_is_leaked(device: FakeStatistics, ledger: FixtureLedger) -> None:
+def test_what_is_left_over_is_leaked(device: FakeStatistics, ledger: FixtureRecords) -> None:
     meter = Meter(device, ledger)
     with meter.running([]):
         device.allocate(30)
@@ -71,7 +71,7 @@ def test_what_is_left_over_is_leaked(device: FakeStatistics, ledger: FixtureLedg
     assert (result.leaked, result.allocated_after) == (30, 30)
 
 
-def test_a_failed_body_is_not_said_to_leak(device: FakeStatistics, ledger: FixtureLedger) -> None:
+def test_a_failed_body_is_not_said_to_leak(device: FakeStatistics, ledger: FixtureRecords) -> None:
     meter = Meter(device, ledger)
     with pytest.raises(RuntimeError), meter.running([]):
         device.allocate(30)
@@ -101,7 +101,7 @@ def no_automatic_collection() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_automatic_collection")
-def test_garbage_in_cycles_is_not_leaked(device: FakeStatistics, ledger: FixtureLedger) -> None:
+def test_garbage_in_cycles_is_not_leaked(device: FakeStatistics, ledger: FixtureRecords) -> None:
     meter = Meter(device, ledger)
     with meter.running([]):
         InCycle(device, 30)
@@ -112,7 +112,7 @@ def test_garbage_in_cycles_is_not_leaked(device: FakeStatistics, ledger: Fixture
 
 @pytest.mark.usefixtures("no_automatic_collection")
 def test_garbage_in_cycles_is_not_what_a_fixture_holds(
-    device: FakeStatistics, ledger: FixtureLedger
+    device: FakeStatistics, ledger: FixtureRecords
 ) -> None:
     model = fixture("model")
     meter = Meter(device, ledger)
@@ -125,7 +125,7 @@ def test_garbage_in_cycles_is_not_what_a_fixture_holds(
 
 @pytest.mark.usefixtures("no_automatic_collection")
 def test_garbage_of_the_body_is_not_taken_off_a_fixture_it_asks_for(
-    device: FakeStatistics, ledger: FixtureLedger
+    device: FakeStatistics, ledger: FixtureRecords
 ) -> None:
     late = fixture("late")
     meter = Meter(device, ledger)
@@ -138,7 +138,7 @@ def test_garbage_of_the_body_is_not_taken_off_a_fixture_it_asks_for(
 
 
 def test_garbage_is_looked_for_only_where_memory_is_unexplained(
-    device: FakeStatistics, ledger: FixtureLedger, monkeypatch: pytest.MonkeyPatch
+    device: FakeStatistics, ledger: FixtureRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collections: list[None] = []
     monkeypatch.setattr(meter_module, "collect_garbage", lambda: collections.append(None))
@@ -162,7 +162,7 @@ def test_garbage_is_looked_for_only_where_memory_is_unexplained(
 
 
 def test_workspaces_are_told_apart_and_are_not_leaked(
-    device: FakeStatistics, ledger: FixtureLedger
+    device: FakeStatistics, ledger: FixtureRecords
 ) -> None:
     meter = Meter(device, ledger)
     with meter.running([]):
@@ -179,7 +179,7 @@ def test_workspaces_are_told_apart_and_are_not_leaked(
 
 
 def test_a_body_starts_without_the_workspaces_of_others(
-    device: FakeStatistics, ledger: FixtureLedger
+    device: FakeStatistics, ledger: FixtureRecords
 ) -> None:
     device.allocate(64, workspace=True)
     meter = Meter(device, ledger)
@@ -188,7 +188,7 @@ def test_a_body_starts_without_the_workspaces_of_others(
 
 
 def test_own_fixtures_are_charged_and_strangers_are_not(
-    device: FakeStatistics, ledger: FixtureLedger
+    device: FakeStatistics, ledger: FixtureRecords
 ) -> None:
     own, stranger = fixture("own"), fixture("stranger")
     earlier = Meter(device, ledger)
@@ -209,7 +209,7 @@ def test_own_fixtures_are_charged_and_strangers_are_not(
 
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_fixture_that_the_body_asks_for_counts_from_the_start(
-    device: FakeStatistics, ledger: FixtureLedger, earlier: bool
+    device: FakeStatistics, ledger: FixtureRecords, earlier: bool
 ) -> None:
     late = fixture("late")
 
@@ -237,7 +237,7 @@ def test_a_fixture_that_the_body_asks_for_counts_from_the_start(
 
 
 def test_the_last_run_counts_and_what_earlier_ones_left_is_the_test_s(
-    device: FakeStatistics, ledger: FixtureLedger
+    device: FakeStatistics, ledger: FixtureRecords
 ) -> None:
     device.allocate(1000)
     meter = Meter(device, ledger)
@@ -253,7 +253,7 @@ def test_the_last_run_counts_and_what_earlier_ones_left_is_the_test_s(
 
 
 def test_phases_can_be_read_while_the_body_runs(
-    device: FakeStatistics, ledger: FixtureLedger
+    device: FakeStatistics, ledger: FixtureRecords
 ) -> None:
     device.allocate(1000)
     meter = Meter(device, ledger)
@@ -265,7 +265,7 @@ def test_phases_can_be_read_while_the_body_runs(
 
 
 def test_a_device_that_was_not_used_has_a_measurement_of_nothing(
-    device: FakeStatistics, ledger: FixtureLedger
+    device: FakeStatistics, ledger: FixtureRecords
 ) -> None:
     meter = Meter(device, ledger)
     with meter.running([]):

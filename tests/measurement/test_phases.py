@@ -259,7 +259,7 @@ def test_what_is_set_up_aside_counts_as_if_it_had_always_been_there(
         device.use(5)
     with tracker.window("work"):
         device.use(10)
-        with tracker.aside(lambda: {0: Bytes(allocated=100)}):
+        with tracker.exclude(lambda: {0: Bytes(allocated=100)}):
             device.use(900)
             device.allocate(100)
         device.use(20)
@@ -272,11 +272,11 @@ def test_what_is_set_up_aside_counts_as_if_it_had_always_been_there(
 def test_a_device_seen_for_the_first_time_within_a_phase_was_empty_before(
     device: FakeStatistics, tracker: PhaseTracker
 ) -> None:
-    harvest, readings = device.harvest, dict(device.harvest())
+    harvest, readings = device.read_and_reset_peaks, dict(device.read_and_reset_peaks())
     readings.clear()
-    device.harvest = lambda: readings  # type: ignore[method-assign]  # CUDA is not initialised
+    device.read_and_reset_peaks = lambda: readings  # type: ignore[method-assign]  # CUDA is not initialised
     phase = tracker.enter("work")
-    device.harvest = harvest  # type: ignore[method-assign]
+    device.read_and_reset_peaks = harvest  # type: ignore[method-assign]
     device.allocate(30)
     assert phase is not None
     tracker.leave(phase)

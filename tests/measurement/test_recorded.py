@@ -24,7 +24,7 @@ FRAMES = [
 
 
 def test_the_innermost_frame_outside_torch_is_the_place() -> None:
-    assert RecordedOrigin(FRAMES).place == ("/home/me/model.py", 71, "forward")
+    assert RecordedOrigin(FRAMES).source_line == ("/home/me/model.py", 71, "forward")
 
 
 def test_cpp_frames_name_operator_and_node() -> None:
@@ -133,6 +133,6 @@ def test_the_last_failure_has_a_place() -> None:
     position, origin = failure
     assert position == 1
     assert origin is not None
-    assert origin.place is not None
-    assert origin.place[0] == __file__
+    assert origin.source_line is not None
+    assert origin.source_line[0] == __file__
     del kept

@@ -182,5 +182,5 @@ def test_attention_keeps_what_its_kernel_does(kind: str, dtype: torch.dtype, gpu
 
 
 def test_an_unknown_kernel_of_attention_is_refused() -> None:
-    with pytest.raises(ValueError, match="'magic' is no kernel of attention"):
+    with pytest.raises(ValueError, match="'magic' is not a kernel of attention"):
         attention_bytes(1, 1, 1, 1, 1, torch.float32, "magic")

@@ -8,7 +8,7 @@ from pytest_gpumem.prediction.runners import (
     Plan,
     PlanError,
     PlannedTest,
-    Runner,
+    Rental,
     make_plan,
     parse_runner,
 )
@@ -149,7 +149,7 @@ def test_the_shards_name_every_test_once() -> None:
 
 @pytest.mark.parametrize("text", ["T4", "T4:", "T4:x", "T4:-1", "T4:nan", "T4:1e9", ""])
 def test_a_runner_without_a_price_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match="is no model of GPU and the price of an hour, like T4"):
+    with pytest.raises(PlanError, match="is not a GPU model and the price of an hour, like T4"):
         parse_runner(text)
 
 
@@ -160,7 +160,7 @@ def test_an_unknown_runner_gets_a_suggestion() -> None:
 
 def test_the_same_runner_twice_is_refused() -> None:
     with pytest.raises(PlanError, match="--runner T4 is given twice"):
-        make_plan(SUITE, [T4, Runner(T4.model, 1.0)])
+        make_plan(SUITE, [T4, Rental(T4.model, 1.0)])
 
 
 def test_a_start_that_leaves_no_time_is_refused() -> None:

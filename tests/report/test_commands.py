@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.echo import quoted_for_shell
+from pytest_gpumem.quoting import quoted_for_shell
 from pytest_gpumem.report.commands import PLAIN, Command
 
 pytest_plugins = ("pytester",)

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("markdown_it")
 from markdown_it import MarkdownIt
 
-from pytest_gpumem.echo import printable
+from pytest_gpumem.quoting import printable
 from pytest_gpumem.report.github import workflow_commands
 from pytest_gpumem.report.markdown import difference_section, document
 from pytest_gpumem.report.record import ReportedRun, TestRecord

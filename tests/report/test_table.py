@@ -5,7 +5,7 @@ import pytest
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import test_status as status
 from pytest_gpumem.report.table import table
-from pytest_gpumem.text import Line, Span, cells
+from pytest_gpumem.text import Line, TextRun, cells
 from tests.report.example_run import (
     MIB,
     failing,
@@ -23,7 +23,7 @@ def text_of(*records: TestRecord, verbosity: int = 0, width: int = 100) -> list[
     return [line.text for line in table(records, verbosity=verbosity, width=width)]
 
 
-def span_of(lines: list[Line], row: str, text: str) -> Span:
+def span_of(lines: list[Line], row: str, text: str) -> TextRun:
     line = next(line for line in lines if line.text.strip().startswith(row))
     return next(span for span in line.spans if span.text == text)
 

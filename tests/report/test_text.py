@@ -3,7 +3,7 @@ import io
 import pytest
 from _pytest._io import TerminalWriter
 
-from pytest_gpumem.text import Line, Span, cells, pack, pad, shorten, wrap, write_lines
+from pytest_gpumem.text import Line, TextRun, cells, pack, pad, shorten, wrap, write_lines
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_styles_are_the_writers_and_vanish_without_colour(colour: bool, expected
     file = io.StringIO()
     writer = TerminalWriter(file)
     writer.hasmarkup = colour
-    lines = [Line((Span("plain "), Span("bad", "bold red"))), Line.of("dim", "dim")]
+    lines = [Line((TextRun("plain "), TextRun("bad", "bold red"))), Line.of("dim", "dim")]
     write_lines(writer, lines)
     assert file.getvalue() == expected
     assert [line.text for line in lines] == ["plain bad", "dim"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pytest_gpumem.attribution.timeline import thinned
+from pytest_gpumem.attribution.timeline import thin_timeline
 from pytest_gpumem.report.json_report import MOST_WHOLE, SAMPLES, thin
 from pytest_gpumem.report.record import TestRecord
 from tests.report.example_run import MIB, failing, measured, record
@@ -28,7 +28,7 @@ def line(peak_at: int) -> dict[str, Any]:
 
 
 def test_first_last_peak_and_the_peak_of_each_phase_are_kept() -> None:
-    found = thinned(line(123), 20)
+    found = thin_timeline(line(123), 20)
     positions = found["positions"]
     assert {0, 20, 123, COUNT - 1} <= set(positions)
     assert len(positions) <= 20 + 3
@@ -39,7 +39,7 @@ def test_first_last_peak_and_the_peak_of_each_phase_are_kept() -> None:
 
 
 def test_a_short_line_stays_as_it_is() -> None:
-    assert thinned(line(5), COUNT) == line(5)
+    assert thin_timeline(line(5), COUNT) == line(5)
 
 
 def timed(name: str, peak: int) -> TestRecord:

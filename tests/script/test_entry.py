@@ -126,7 +126,7 @@ def test_what_is_not_there_is_one_sentence(folder: Path) -> None:
         ("absent.py", "there is no script 'absent.py'"),
         ("no\0name", "there is no script"),
         ("empty", "'empty' is a folder without a __main__.py; give a script"),
-        ("pipe", "'pipe' is no file; give a script"),
+        ("pipe", "'pipe' is not a file; give a script"),
     ):
         with pytest.raises(ScriptError, match=sentence):
             Script(name).check()

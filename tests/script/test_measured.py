@@ -16,12 +16,12 @@ from pytest_gpumem import run_script, simulate
 from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.device.simulated import SimulatedDevice
 from pytest_gpumem.script.entry import Script, kept_test, process_as_it_was
-from pytest_gpumem.script.measured import Run, run_measured
+from pytest_gpumem.script.measured import ScriptRun, run_measured
 from pytest_gpumem.script.stopping import StopError
 
 MIB = 1 << 20
 
-Running = Callable[..., Run]
+Running = Callable[..., ScriptRun]
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def run(folder: Path) -> Running:
     """Run a script on a simulated T4."""
 
-    def running(text: str, *arguments: str, steps: int = 2, seconds: float = 60.0) -> Run:
+    def running(text: str, *arguments: str, steps: int = 2, seconds: float = 60.0) -> ScriptRun:
         (folder / "script.py").write_text(dedent(text))
         script = Script("script.py", arguments)
         with ExitStack() as resources:

@@ -28,7 +28,7 @@ def test_without_such_a_signal_it_runs_to_its_end(monkeypatch: pytest.MonkeyPatc
         pytest.fail("nobody is to be asked")
 
     with interruptible(somebody_waits):
-        time.sleep(2 * device_admissions.LOOKED_EVERY)
+        time.sleep(2 * device_admissions.CHECK_SECONDS)
 
 
 def test_another_thread_runs_to_its_end() -> None:
@@ -36,7 +36,7 @@ def test_another_thread_runs_to_its_end() -> None:
 
     def body() -> None:
         with interruptible(lambda: True):
-            time.sleep(2 * device_admissions.LOOKED_EVERY)
+            time.sleep(2 * device_admissions.CHECK_SECONDS)
         ended.append("whole")
 
     thread = threading.Thread(target=body)

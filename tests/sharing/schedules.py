@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_gpumem.sharing.admission import PATIENCE, Device
+from pytest_gpumem.sharing.admission import PATIENCE, Budget
 from pytest_gpumem.sharing.ledger import Ledger
 
 CAPACITY = 1000
@@ -110,9 +110,9 @@ class Day:
             worker.bounds.append(self._bound(worker))
             self.check_capacity()
             return True
-        if answer.tidy and worker.fixtures:
+        if answer.must_tear_down and worker.fixtures:
             self._hold(worker, 0)
-            self.ledger.ask_anew(worker.asked, {"gpu": test.need})
+            self.ledger.ask_again(worker.asked, {"gpu": test.need})
             return True
         return is_new
 
@@ -142,8 +142,8 @@ class Day:
             worker.number, "gpu", context=state.contexts[worker.number], fixtures=fixtures
         )
 
-    def _devices(self) -> dict[str, Device]:
-        return {"gpu": Device(CAPACITY, foreign=self.foreign)}
+    def _devices(self) -> dict[str, Budget]:
+        return {"gpu": Budget(CAPACITY, foreign=self.foreign)}
 
     def check_capacity(self) -> None:
         state = self.ledger.state(self._devices())

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_gpumem.sharing.admission import PATIENCE, Device, Request, admissible, to_tidy, to_yield
+from pytest_gpumem.sharing.admission import (
+    PATIENCE,
+    Budget,
+    Request,
+    admissible,
+    must_tear_down,
+    to_yield,
+)
 
 GPU = "gpu"
 
@@ -16,7 +23,7 @@ def request(id: int, need: int, **more: Any) -> Request:
 def admitted(
     waiting: list[Request], running: list[Request] | None = None, now: float = 0.0, **device: Any
 ) -> list[int]:
-    devices = {GPU: Device(**{"capacity": 100, **device})}
+    devices = {GPU: Budget(**{"capacity": 100, **device})}
     return [one.id for one in admissible(waiting, running or [], devices, now)]
 
 
@@ -39,14 +46,14 @@ def test_an_exclusive_test_runs_alone() -> None:
 
 def test_other_devices_are_not_waited_for() -> None:
     elsewhere = Request(id=2, owner=2, needs={"other": 100}, since=0.0)
-    devices = {GPU: Device(100), "other": Device(100)}
+    devices = {GPU: Budget(100), "other": Budget(100)}
     running = [request(9, 100)]
     assert admissible([request(1, 1), elsewhere], running, devices, 0.0) == [elsewhere]
 
 
 def test_a_test_of_two_devices_takes_both_or_none() -> None:
     both = Request(id=1, owner=1, needs={GPU: 50, "other": 50}, since=0.0)
-    devices = {GPU: Device(100), "other": Device(40)}
+    devices = {GPU: Budget(100), "other": Budget(40)}
     assert admissible([both], [], devices, 0.0) == []
 
 
@@ -121,24 +128,24 @@ def test_priority_and_guarantee_come_first_until_others_have_waited() -> None:
 
 
 def test_fixtures_of_those_who_wait_give_way() -> None:
-    devices = {GPU: Device(100, fixtures={1: 50, 2: 30})}
+    devices = {GPU: Budget(100, fixtures={1: 50, 2: 30})}
     waiting = [request(1, 40), request(2, 40)]
     # 20 are free. The first needs 40 above the 50 that it holds: the 30 of the other have to go.
     assert admissible(waiting, [], devices, 0.0) == []
-    assert to_tidy(waiting, [], devices, 0.0) == {2}
+    assert must_tear_down(waiting, [], devices, 0.0) == {2}
 
 
 def test_fixtures_stay_where_it_is_tests_that_are_waited_for() -> None:
-    devices = {GPU: Device(100, fixtures={2: 10})}
-    assert to_tidy([request(1, 40)], [request(9, 80)], devices, 0.0) == frozenset()
+    devices = {GPU: Budget(100, fixtures={2: 10})}
+    assert must_tear_down([request(1, 40)], [request(9, 80)], devices, 0.0) == frozenset()
 
 
 def test_fixtures_give_way_beside_tests_that_leave_room() -> None:
     # 50 run, and 40 have room beside them without the 20 of worker 2; those of 9 have to stay.
-    devices = {GPU: Device(100, fixtures={2: 20, 9: 5})}
+    devices = {GPU: Budget(100, fixtures={2: 20, 9: 5})}
     waiting = [request(1, 40), request(2, 0)]
-    assert to_tidy(waiting, [request(9, 50)], devices, 0.0) == {2}
-    assert to_tidy(waiting, [request(9, 56)], devices, 0.0) == frozenset()
+    assert must_tear_down(waiting, [request(9, 50)], devices, 0.0) == {2}
+    assert must_tear_down(waiting, [request(9, 56)], devices, 0.0) == frozenset()
 
 
 class TestYielding:
@@ -151,7 +158,7 @@ class TestYielding:
     )
 
     def asked(self, *waiting: Request, also: tuple[Request, ...] = ()) -> list[int]:
-        devices = {GPU: Device(100)}
+        devices = {GPU: Budget(100)}
         return sorted(to_yield(waiting, [*self.running, *also], devices, 4.0))
 
     def test_the_youngest_makes_room(self) -> None:
@@ -166,7 +173,7 @@ class TestYielding:
         assert self.asked(request(9, 10)) == []
 
     def test_nobody_where_fixtures_of_those_who_wait_give_way(self) -> None:
-        devices = {GPU: Device(100, fixtures={8: 10})}
+        devices = {GPU: Budget(100, fixtures={8: 10})}
         waiting = [request(7, 10), request(8, 0)]
         assert not to_yield(waiting, [*self.running], devices, 4.0)
         # 11 need one of the tests, too.
@@ -174,12 +181,12 @@ class TestYielding:
         assert to_yield(waiting, [*self.running], devices, 4.0) == {3}
 
     def test_its_own_fixtures_go_with_it(self) -> None:
-        devices = {GPU: Device(100, fixtures={1: 50})}
+        devices = {GPU: Budget(100, fixtures={1: 50})}
         running = [request(1, 10, guaranteed=False)]
         assert to_yield([request(9, 100)], running, devices, 4.0) == {1}
 
     def test_nobody_for_what_would_not_fit_all_the_same(self) -> None:
-        devices = {GPU: Device(100)}
+        devices = {GPU: Budget(100)}
         running = [*self.running[:2], request(5, 50)]
         assert not to_yield([request(9, 60)], running, devices, 4.0)
 
@@ -187,5 +194,5 @@ class TestYielding:
         assert self.asked(request(9, 50, guaranteed=False)) == []
 
     def test_guaranteed_tests_stay(self) -> None:
-        devices = {GPU: Device(100)}
+        devices = {GPU: Budget(100)}
         assert not to_yield([request(9, 50)], [request(1, 60)], devices, 4.0)

@@ -40,12 +40,12 @@ def test_a_test_that_was_crowded_out_waits_until_a_stranger_stays_away(tmp_path:
         ledger.join("run", "gw0"),
         [gpu],
         held=lambda name: (0, 0),
-        tidy=lambda: None,
+        tear_down_fixtures=lambda: None,
         patience=60.0,
         clock=lambda: now[0],
         sleep=pass_time,
     )
-    with gate.admitted("test_it", Need(90, "max", exclusive=True, calm=3.0)) as admission:
+    with gate.admitted("test_it", Need(90, "max", exclusive=True, quiet_seconds=3.0)) as admission:
         assert now[0] == pytest.approx(11.0, abs=0.2)
         assert "holds 20 B of gpu" in admission.waited_for
     with gate.admitted("test_it", Need(90, "max")):
@@ -72,7 +72,7 @@ def test_fixtures_that_do_not_go_are_torn_down_once(tmp_path: Path) -> None:
         second,
         [Gpu()],
         held=lambda name: (0, 50),
-        tidy=lambda: torn_down.append("torn down"),
+        tear_down_fixtures=lambda: torn_down.append("torn down"),
         patience=1.0,
         clock=lambda: now[0],
         sleep=pass_time,

@@ -12,11 +12,11 @@ from textwrap import dedent
 
 import pytest
 
-from pytest_gpumem.sharing.admission import Device
+from pytest_gpumem.sharing.admission import Budget
 from pytest_gpumem.sharing.database import FOLDER_VARIABLE, SharingError, default_folder
-from pytest_gpumem.sharing.ledger import FILE_NAME, KEPT, Ledger
+from pytest_gpumem.sharing.ledger import FILE_NAME, SECONDS_KEPT, Ledger
 
-GPU = {"gpu": Device(100)}
+GPU = {"gpu": Budget(100)}
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_the_log_keeps_a_day(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, clock=lambda: now[0])
     worker = ledger.join("run", "gw0")
     ledger.try_grant(ledger.ask(worker, "a", {"gpu": 1}), GPU)
-    now[0] += KEPT + 1
+    now[0] += SECONDS_KEPT + 1
     ledger.join("run", "gw1")
     assert ledger.log() == []
 
@@ -84,14 +84,14 @@ def test_the_log_keeps_a_day(tmp_path: Path) -> None:
 HOLDER = """
     import sys, time
     from pathlib import Path
-    from pytest_gpumem.sharing.admission import Device
+    from pytest_gpumem.sharing.admission import Budget
     from pytest_gpumem.sharing.ledger import Ledger
 
     ledger = Ledger(Path(sys.argv[1]))
     worker = ledger.join("other", "gw9")
     ledger.hold(worker, "gpu", context=0, fixtures=20)
     test = ledger.ask(worker, "theirs", {"gpu": 60})
-    assert ledger.try_grant(test, {"gpu": Device(100)}).granted
+    assert ledger.try_grant(test, {"gpu": Budget(100)}).granted
     print("holds", flush=True)
     time.sleep(600)
 """
@@ -161,20 +161,20 @@ def test_the_folder_is_of_the_host_and_the_user(monkeypatch: pytest.MonkeyPatch)
 
 def test_how_many_were_beside_a_test(ledger: Ledger) -> None:
     workers = [ledger.join("run", f"gw{number}") for number in range(3)]
-    devices = {"gpu": Device(100), "other": Device(100)}
+    devices = {"gpu": Budget(100), "other": Budget(100)}
 
     def begin(worker: int, name: str, device: str = "gpu") -> int:
         test = ledger.ask(workers[worker], name, {device: 10})
         assert ledger.try_grant(test, devices).granted
         return test
 
-    assert ledger.beside(workers[0]) is None
+    assert ledger.neighbours(workers[0]) is None
     ledger.release(begin(1, "before"))
     first = begin(1, "when it began")
     begin(0, "test")
-    assert ledger.beside(workers[0]) == 1
+    assert ledger.neighbours(workers[0]) == 1
     ledger.release(first)
     ledger.release(begin(2, "meanwhile"))
     begin(1, "still")
     begin(2, "elsewhere", "other")
-    assert ledger.beside(workers[0]) == 3
+    assert ledger.neighbours(workers[0]) == 3

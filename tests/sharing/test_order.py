@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from pytest_gpumem.sharing.admission import NO_MEMORY, Need, Place
+from pytest_gpumem.sharing.admission import NEEDS_NO_GPU, Need, Place
 from pytest_gpumem.sharing.order import MemoryScheduling, next_test
 
 
@@ -26,8 +26,8 @@ def test_where_nothing_fits_what_needs_least() -> None:
 
 
 def test_tests_without_memory_fill_the_gaps() -> None:
-    assert next_test([need(90), NO_MEMORY], [need(60)], 100) == 1
-    assert next_test([need(30), NO_MEMORY], [need(60)], 100) == 0
+    assert next_test([need(90), NEEDS_NO_GPU], [need(60)], 100) == 1
+    assert next_test([need(30), NEEDS_NO_GPU], [need(60)], 100) == 0
 
 
 def test_who_runs_alone_comes_where_there_is_room_for_all_of_it() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
-from pytest_gpumem.sharing.admission import Device
+from pytest_gpumem.sharing.admission import Budget
 from pytest_gpumem.sharing.database import UNKNOWN_PROCESS, SharingError
 from pytest_gpumem.sharing.devices import NvmlDevice
 from pytest_gpumem.sharing.gate import Gate, claims_of, without_hidden
@@ -45,7 +45,7 @@ def test_a_worker_claims_what_it_holds_and_is_granted(tmp_path: Path) -> None:
     worker = ledger.join("run", "gw0")
     ledger.hold(worker, "gpu", context=3, fixtures=4)
     test = ledger.ask(worker, "test", {"gpu": 20})
-    devices = {"gpu": Device(100)}
+    devices = {"gpu": Budget(100)}
     assert claims_of(ledger.state(devices), "gpu", ledger.owners()) == {ME: 7}
     assert ledger.try_grant(test, devices).granted
     assert claims_of(ledger.state(devices), "gpu", ledger.owners()) == {ME: 27}
@@ -110,7 +110,7 @@ def test_own_memory_that_nobody_names_is_not_a_strangers(tmp_path: Path) -> None
         worker,
         [shared],
         held=lambda name: (600 * MIB, 400 * MIB),
-        tidy=lambda: None,
+        tear_down_fixtures=lambda: None,
         patience=1.0,
     )
     gate.declare()

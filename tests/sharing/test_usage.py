@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.sharing.ledger import Entry
-from pytest_gpumem.sharing.usage import Usage, lines, usages, waits
+from pytest_gpumem.sharing.usage import RunUsage, lines, usages, waits
 
 
 def entry(time: float, event: str, worker: str, nodeid: str, size: int, run: str = "run") -> Entry:
@@ -27,27 +27,27 @@ LOG = [
 
 
 @pytest.fixture
-def usage() -> Usage:
+def usage() -> RunUsage:
     (usage,) = usages(LOG, "run", 100)
     return usage
 
 
-def test_makespan_and_peak(usage: Usage) -> None:
+def test_makespan_and_peak(usage: RunUsage) -> None:
     assert (usage.makespan, usage.workers, usage.peak) == (6, 2, 100)
 
 
-def test_the_bound_is_the_tightest_of_three(usage: Usage) -> None:
+def test_the_bound_is_the_tightest_of_three(usage: RunUsage) -> None:
     # Longest 4 s; 8 s on 2 workers 4 s; (60 * 4 + 40 * 2 + 80 * 2) / 100 = 4.8 s on the device.
     assert usage.bound == pytest.approx(4.8)
 
 
-def test_the_picture_shows_the_mean_of_each_part(usage: Usage) -> None:
+def test_the_picture_shows_the_mean_of_each_part(usage: RunUsage) -> None:
     # 100 % for 2 s, 60 % for 2 s, 80 % for 2 s.
     assert usage.picture(6) == "██▅▅▇▇"
     assert usage.picture(3) == "█▅▇"
 
 
-def test_what_a_person_reads(usage: Usage) -> None:
+def test_what_a_person_reads(usage: RunUsage) -> None:
     assert lines([usage])[0] == (
         "gpu: 3 tests on 2 workers in 6.0 s, 1.25 x the 4.8 s that no order can beat"
     )
@@ -73,7 +73,7 @@ def test_what_a_person_reads_of_waits() -> None:
     ]
 
 
-def test_the_json_form_counts_seconds_from_the_first_test(usage: Usage) -> None:
+def test_the_json_form_counts_seconds_from_the_first_test(usage: RunUsage) -> None:
     data = usage.to_dict()
     assert (data["device"], data["capacity"]) == ("gpu", 100)
     assert [tuple(span.values()) for span in data["spans"]] == [

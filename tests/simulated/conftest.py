@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 
-from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
+from pytest_gpumem.simulated.operators.custom_kernels import DESCRIPTIONS
 from pytest_gpumem.values.errors import SimulationError
 
 

@@ -48,7 +48,7 @@ _NAMELESS = frozenset({"prim", "prims", "profiler"})
 
 
 @contextmanager
-def followed(follow: Follow, *, of_torch: bool = False) -> Iterator[None]:
+def follow_operators(follow: Follow, *, of_torch: bool = False) -> Iterator[None]:
     """Call ``follow`` for every operator inside, of this thread and those that it starts.
 
     Or for those ``of_torch`` alone: libraries that have been loaded since may be left out.
@@ -100,7 +100,7 @@ def _register() -> None:
             namespace = schema.name.partition("::")[0]
             has_kernel = not is_view(schema) and schema.name not in _UNDECLARED
             if namespace not in _NAMELESS and has_kernel:
-                _library(namespace).impl(name, _passing(schema), "Fake")
+                _library(namespace).impl(name, _kernel_of(schema), "Fake")
 
 
 def _library(namespace: str) -> torch.library.Library:
@@ -109,7 +109,7 @@ def _library(namespace: str) -> torch.library.Library:
     return _libraries[namespace]
 
 
-def _passing(schema: Any) -> Callable[..., Any]:
+def _kernel_of(schema: Any) -> Callable[..., Any]:
     """Return the kernel of the operator that ``schema`` describes."""
     namespace, _, name = schema.name.partition("::")
     overload = schema.overload_name or "default"

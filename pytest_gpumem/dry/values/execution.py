@@ -81,7 +81,7 @@ class Execution:
         with self._lock, unseen(), torch._C.DisableTorchFunction():
             with torch._C._DisableTorchDispatch():  # a mode of the program's does not see it
                 self._values.end()
-                self._values.adopt(tensor for tensor in tensors if tensor.is_cuda)
+                self._values.track(tensor for tensor in tensors if tensor.is_cuda)
             return handler(args, kwargs)
 
     def _with_subclasses(self, func: Any, kinds: set[Any], args: Args, kwargs: Kwargs) -> Any:
@@ -120,7 +120,7 @@ class Execution:
     def _compute(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator, and then its CPU kernel."""
         values, func = self._values, operator.func
-        if self._storages.on_host and self._is_lost((args, kwargs)):
+        if self._storages.unknown_on_cpu and self._is_lost((args, kwargs)):
             return self._of_lost(operator, args, kwargs)
         if sizes.has_sparse(args) and not is_view(func._schema):
             return self._of_sparse(operator, args, kwargs)
@@ -172,7 +172,7 @@ class Execution:
         whole, count = second.shape[-1] if first.dim() == 3 else whole, len(ends)
         equal = torch.tensor([whole * (at + 1) // count for at in range(count)], device="cpu")
         seen_by_cpu(place, ends.dtype).copy_(equal)
-        memory.know(place)
+        memory.mark_known(place)
         try:
             return self._compute(operator, args, kwargs)
         finally:
@@ -205,7 +205,7 @@ class Execution:
                 if len(known) == len(parts):
                     values.keep(part, known[at])
                 else:
-                    values.lost(part)
+                    values.mark_unknown(part)
         return result
 
     def _read(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
@@ -227,14 +227,14 @@ class Execution:
                 return value
         else:
             value = operator.func(*args, **kwargs)
-            if not self._storages.on_host or not self._is_lost(args):
+            if not self._storages.unknown_on_cpu or not self._is_lost(args):
                 return value
             thread.unknown += 1
         if thread.expected:
             return value
         if compares:
             reads.refuse(f"{shown_operator(operator.name)}()")
-        return reads.neutral(args[0], value)
+        return reads.placeholder(args[0], value)
 
     def _copy(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run ``copy_`` or ``_to_copy``: between host and GPU, and on each."""
@@ -268,10 +268,10 @@ class Execution:
             self._bring(operator, args, kwargs, target)
         elif known is not None:
             target.copy_(known)
-            self._storages.forget_on_host(target)
+            self._storages.mark_known(target)
         else:
-            reads.made_up = True
-            self._storages.adopt_on_host(target)
+            reads.used_placeholder = True
+            self._storages.mark_unknown(target)
         return result
 
     def _bring(self, operator: Operator, args: Args, kwargs: Kwargs, target: torch.Tensor) -> None:
@@ -279,14 +279,14 @@ class Execution:
         values, source = self._values, args[1 if operator.written else 0]
         if torch.cuda.is_current_stream_capturing():
             self._graphs.add(operator, args, kwargs, target)
-        elif self._storages.is_on_host(source):
-            values.lost(target)
-        elif not values.adopt_whole(target, finite.held(source)):
+        elif self._storages.is_unknown_on_cpu(source):
+            values.mark_unknown(target)
+        elif not values.track_whole(target, finite.held(source)):
             follow = values.follow if operator.written else values.make
             follow(operator, args, kwargs, target)
 
     def _is_lost(self, given: Any) -> bool:
-        return any(map(self._storages.is_on_host, tensors_in(given)))
+        return any(map(self._storages.is_unknown_on_cpu, tensors_in(given)))
 
     def _of_lost(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator of CPU tensors, some of which hold unknown values."""
@@ -301,9 +301,9 @@ class Execution:
         written = [args[at] for at, _ in operator.written if at < len(args)]
         for tensor in tensors_in((result, written)):
             if tensor.is_cuda:
-                self._values.lost(tensor)
+                self._values.mark_unknown(tensor)
             else:
-                self._storages.adopt_on_host(tensor)
+                self._storages.mark_unknown(tensor)
         return result
 
 
@@ -327,7 +327,7 @@ class _Parts:
         if self._graphs is not None:
             for tensor in tensors_in((result, self._operator.targets(args, kwargs))):
                 if tensor.is_cuda:
-                    self._graphs.lost(tensor)
+                    self._graphs.mark_unknown(tensor)
         return result
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.dry.values.dispatch import followed
+from pytest_gpumem.dry.values.dispatch import follow_operators
 from pytest_gpumem.dry.values.execution import Execution
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
@@ -22,7 +22,7 @@ from pytest_gpumem.simulated.common.raw import PLAIN, tensors_in
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages
-from pytest_gpumem.simulated.operators.described import base_function
+from pytest_gpumem.simulated.operators.custom_kernels import base_function
 from pytest_gpumem.simulated.operators.triton_stores import Stores
 
 _LAUNCHERS = {
@@ -52,7 +52,7 @@ def launches_seen(values: DryValues, graphs: Graphs) -> Iterator[None]:
             values.uncomputed = values.uncomputed or f"the Triton kernel {name}"
             for tensor in tensors_in(_written(stores, kernel, args, kwargs)):
                 if tensor.__class__ in PLAIN and tensor.is_cuda:
-                    graphs.lost(tensor)
+                    graphs.mark_unknown(tensor)
             return result
 
         patches.add(kind, "run", launch)
@@ -170,7 +170,7 @@ class Follower:
                 inside.enter_context(self.reads.patched())
                 inside.enter_context(launches_seen(self.values, self._graphs))
                 if self._follows:
-                    inside.enter_context(followed(self._execution))
+                    inside.enter_context(follow_operators(self._execution))
                     inside.enter_context(snapshots_without_own())
                     inside.enter_context(self._graphs.replays_computed())
                 yield
@@ -183,7 +183,9 @@ class Follower:
 
         Operators ``of_torch`` alone take less time to begin with.
         """
-        return nullcontext() if self._follows else followed(self._execution, of_torch=of_torch)
+        return (
+            nullcontext() if self._follows else follow_operators(self._execution, of_torch=of_torch)
+        )
 
     def begin(self) -> None:
         """Begin a test."""
@@ -192,6 +194,6 @@ class Follower:
         self.values.begin()
 
     @property
-    def made_up(self) -> bool:
+    def used_placeholder(self) -> bool:
         """Whether the present test has read an unknown value."""
-        return self.reads.made_up or self.notes.granted
+        return self.reads.used_placeholder or self.notes.assumed

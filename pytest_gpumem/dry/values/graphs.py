@@ -15,7 +15,7 @@ import torch
 
 from pytest_gpumem.dry.values.dispatch import unseen
 from pytest_gpumem.dry.values.known import DryValues
-from pytest_gpumem.dry.values.memory import Memory, Place, seen_by_cpu
+from pytest_gpumem.dry.values.memory import Memory, MemoryRange, seen_by_cpu
 from pytest_gpumem.dry.values.random_numbers import share_state
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
@@ -24,7 +24,7 @@ from pytest_gpumem.simulated.machine.values.recording import Recorder, View
 from pytest_gpumem.simulated.machine.values.views import view_of
 
 
-class _Recording(Recorder[Place]):
+class _Recording(Recorder[MemoryRange]):
     """The operators of one capture."""
 
     def __init__(self, memory: Memory, values: DryValues) -> None:
@@ -32,9 +32,9 @@ class _Recording(Recorder[Place]):
         self._values = values
         self._memory = memory
 
-    def place_of(self, tensor: torch.Tensor) -> Place:
+    def place_of(self, tensor: torch.Tensor) -> MemoryRange:
         """Return the block that ``tensor`` lies in."""
-        return self._memory.place_of(tensor)
+        return self._memory.range_of(tensor)
 
     def generator_of(self, kwargs: Kwargs) -> torch.Generator:
         """Return a generator with the state that a random operator draws from now."""
@@ -42,7 +42,7 @@ class _Recording(Recorder[Place]):
         shared: torch.Generator = generator.graphsafe_get_state()
         return shared
 
-    def memory(self, view: View[Place], *, is_read: bool) -> torch.Tensor | None:
+    def memory(self, view: View[MemoryRange], *, is_read: bool) -> torch.Tensor | None:
         """Return the memory of ``view``; ``None`` if it is not there, or unknown and read."""
         place = _place_of(view)
         if not self._memory.holds(place):
@@ -59,14 +59,14 @@ class _Recording(Recorder[Place]):
         self._values.random.replayed = generator
         return self._values.run(operator, args, kwargs)
 
-    def know(self, view: View[Place]) -> None:
+    def mark_known(self, view: View[MemoryRange]) -> None:
         """Mark the present content as the values of ``view``."""
         self._values.replayed(view.place[0], known=True)
-        self._memory.know(_place_of(view))
+        self._memory.mark_known(_place_of(view))
 
-    blank = know
+    mark_uninitialized = mark_known
 
-    def forget(self, view: View[Place]) -> None:
+    def forget(self, view: View[MemoryRange]) -> None:
         """Mark the values of ``view`` as unknown."""
         self._values.replayed(view.place[0], known=False)
         self._memory.forget(_place_of(view))
@@ -84,7 +84,7 @@ class _Recording(Recorder[Place]):
         self.steps = [replace(step, generator=of_state[step.generator]) for step in self.steps]
 
 
-def _place_of(view: View[Place]) -> Place:
+def _place_of(view: View[MemoryRange]) -> MemoryRange:
     """Return the place of the tensor itself, from its first to its last element."""
     layout = view.layout
     first = layout.offset * layout.dtype.itemsize
@@ -140,9 +140,9 @@ class Graphs:
         if self._under_way:
             self._under_way[-1].add(operator, args, kwargs, result)
 
-    def lost(self, tensor: torch.Tensor) -> None:
+    def mark_unknown(self, tensor: torch.Tensor) -> None:
         """Forget the values of ``tensor``, to which a kernel writes unknown ones now, or later."""
         if not torch.cuda.is_current_stream_capturing():
-            self._values.lost(tensor)
+            self._values.mark_unknown(tensor)
         elif self._under_way and tensor.layout is torch.strided:
             self._under_way[-1].wrote([tensor])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.dry.values.memory import Memory, Place, seen_by_cpu
+from pytest_gpumem.dry.values.memory import Memory, MemoryRange, seen_by_cpu
 from pytest_gpumem.dry.values.random_numbers import RandomNumbers
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.notes import Notes
@@ -23,14 +23,16 @@ from pytest_gpumem.sizes import MIB
 class DryValues(Values):
     """The results of operators, and read facts, written to memory that torch's own code reads."""
 
-    lacking = "which a dry GPU does not have: no copy has brought it, and kernels compute nothing"
+    why_unknown = (
+        "which a dry GPU does not have: no copy has brought it, and kernels compute nothing"
+    )
 
     def __init__(
         self, memory: Memory, storages: Storages, notes: Notes, *, everything: bool
     ) -> None:
         super().__init__(storages, notes, everything=everything)
         self._memory = memory
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, MemoryRange] = {}
         """Places of values known to the runtime, by key."""
         self._watched: dict[int, tuple[int, int]] = {}
         """Key of a block's storage and the block's number, by address."""
@@ -39,15 +41,15 @@ class DryValues(Values):
         self.random = RandomNumbers()
         """The numbers that operators draw."""
 
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+    def track(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record the values of ``tensors`` that copies, and no followed operator, have written."""
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 continue
             key = storage_key(tensor)
-            if key in self._bases or key in self._blank:
+            if key in self._bases or key in self._uninitialized:
                 continue
-            start, size = self._memory.place_of(tensor)
+            start, size = self._memory.range_of(tensor)
             if not size:
                 # No block, but numbers: it was made of the address of memory in a graph's pool.
                 size = layout_of(tensor).end if tensor.numel() else 0
@@ -63,7 +65,7 @@ class DryValues(Values):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether the values of ``tensor`` are known."""
-        self.adopt([tensor])
+        self.track([tensor])
         return self.of(tensor) is not None
 
     def end(self) -> None:
@@ -100,7 +102,7 @@ class DryValues(Values):
             self.forget_dead()
             for start in watched:
                 tensor = tensors[start]
-                key, place = storage_key(tensor), self._memory.place_of(tensor)
+                key, place = storage_key(tensor), self._memory.range_of(tensor)
                 if key in self._bases:
                     self._hold_at(tensor, place, self._bases[key].dtype)
                 elif key in self._places:
@@ -109,31 +111,31 @@ class DryValues(Values):
 
         return moved
 
-    def adopt_whole(self, tensor: torch.Tensor, infinite: Infinity) -> bool:
+    def track_whole(self, tensor: torch.Tensor, infinite: Infinity) -> bool:
         """Record the values of ``tensor``, a copy's target; return whether all are known."""
         key = storage_key(tensor)
         if key in self._bases:
             return False
-        self.adopt([tensor])
+        self.track([tensor])
         self._stated.pop(key, None)
         if infinite:
             self._set_fact(tensor, Fact(infinite=infinite))
         return key in self._bases
 
-    def lost(self, tensor: torch.Tensor) -> None:
+    def mark_unknown(self, tensor: torch.Tensor) -> None:
         """Forget the values of ``tensor`` and of its storage."""
         self.forget(storage_key(tensor))
         if tensor.layout is torch.strided and raw.is_on_device(tensor):
-            self._memory.forget(self._memory.place_of(tensor))
+            self._memory.forget(self._memory.range_of(tensor))
 
     def write_facts(self, tensor: torch.Tensor) -> None:
         """Write known facts on all elements of ``tensor`` to its memory, for reads."""
         key = storage_key(tensor)
         uniform = self.facts.uniform(tensor) if key and key not in self._bases else None
         if uniform is not None:
-            place = self._memory.place_of(tensor)
+            place = self._memory.range_of(tensor)
             seen_by_cpu(place, tensor.dtype).fill_(uniform)
-            self._memory.know(place)
+            self._memory.mark_known(place)
             self._places[key] = place
 
     def forget_copied(self, result: Any, args: Args, kwargs: Kwargs) -> None:
@@ -143,10 +145,11 @@ class DryValues(Values):
         has a kernel change that afterwards.
         """
         made = [each for each in on_device(result) if storage_key(each) not in self._bases]
-        given = self._blank.union(map(storage_key, on_device((args, kwargs)))) if made else ()
+        blank = self._uninitialized
+        given = blank.union(map(storage_key, on_device((args, kwargs)))) if made else ()
         for tensor in made:
             if storage_key(tensor) not in given:
-                self._memory.forget(self._memory.place_of(tensor))
+                self._memory.forget(self._memory.range_of(tensor))
 
     def forget(self, key: int) -> None:
         """Drop the values of a storage, because they are no longer known or it has died."""
@@ -176,42 +179,42 @@ class DryValues(Values):
         return self.random.source_of(generator)
 
     def _put(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
-        place = self._memory.place_of(tensor)
+        place = self._memory.range_of(tensor)
         seen_by_cpu(place, tensor.dtype)[: base.numel()].copy_(base)
         self._hold_at(tensor, place)
 
     def _put_blank(self, tensor: torch.Tensor) -> None:
-        self._hold_at(tensor, self._memory.place_of(tensor))
+        self._hold_at(tensor, self._memory.range_of(tensor))
 
     def _hold_at(
-        self, tensor: torch.Tensor, place: Place, dtype: torch.dtype | None = None
+        self, tensor: torch.Tensor, place: MemoryRange, dtype: torch.dtype | None = None
     ) -> None:
         """Take the memory at ``place`` for the values of the storage of ``tensor``."""
         if not place[1]:
-            return  # without elements, which :meth:`adopt` handles
+            return  # without elements, which :meth:`track` handles
         key = storage_key(tensor)
         self.put(key, seen_by_cpu(place, dtype or tensor.dtype))
         self._places[key] = place
-        self._memory.know(place)
+        self._memory.mark_known(place)
         self._watch_at(place, key)
 
     def _keeps(self, tensor: torch.Tensor) -> bool:
-        has_block = not tensor.numel() or self._memory.place_of(tensor)[1] > 0
+        has_block = not tensor.numel() or self._memory.range_of(tensor)[1] > 0
         return has_block and super()._keeps(tensor)
 
     def _elements(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
-        return self._memory.place_of(tensor)[1] // (dtype or tensor.dtype).itemsize
+        return self._memory.range_of(tensor)[1] // (dtype or tensor.dtype).itemsize
 
     def _covers(self, tensor: torch.Tensor) -> bool:
-        size = self._memory.place_of(tensor)[1]
+        size = self._memory.range_of(tensor)[1]
         is_first = tensor.storage_offset() == 0 and tensor.is_contiguous()
         return is_first and _is_nearly(tensor.numel() * tensor.dtype.itemsize, size)
 
     def _watch(self, tensor: torch.Tensor) -> None:
         # No Python object of the storage: that would be one more owner (``storage_key``).
-        self._watch_at(self._memory.place_of(tensor), storage_key(tensor))
+        self._watch_at(self._memory.range_of(tensor), storage_key(tensor))
 
-    def _watch_at(self, place: Place, key: int) -> None:
+    def _watch_at(self, place: MemoryRange, key: int) -> None:
         start, size = place
         if size and start not in self._watched:
             self._watched[start] = key, self._memory.watch(start)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-Place = tuple[int, int]
+MemoryRange = tuple[int, int]
 """Address and bytes of a block on the device."""
 
 _OnUnknownRead = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
@@ -75,25 +75,25 @@ class Memory:
         self._copy_all(everything)
         self._follow(followed)
 
-    def knows(self, place: Place) -> bool:
+    def knows(self, place: MemoryRange) -> bool:
         """Return whether all values of ``place`` are known."""
         return bool(place[1] and self._knows(*place))
 
-    def holds(self, place: Place) -> bool:
+    def holds(self, place: MemoryRange) -> bool:
         """Return whether ``place`` lies in a segment of the device."""
         return bool(not place[1] or self._holds(*place))
 
-    def know(self, place: Place) -> None:
+    def mark_known(self, place: MemoryRange) -> None:
         """Mark the present content of ``place`` as its values."""
         if place[1]:
             self._know(*place)
 
-    def forget(self, place: Place) -> None:
+    def forget(self, place: MemoryRange) -> None:
         """Mark the values of ``place`` as unknown."""
         if place[1]:
             self._forget(*place)
 
-    def place_of(self, tensor: torch.Tensor) -> Place:
+    def range_of(self, tensor: torch.Tensor) -> MemoryRange:
         """Return the block of the allocator's that ``tensor`` lies in; no bytes if it is none."""
         if tensor.layout is not torch.strided:
             return 0, 0
@@ -119,7 +119,7 @@ class Memory:
             self._answer(None, 0)
 
 
-def seen_by_cpu(place: Place, dtype: torch.dtype) -> torch.Tensor:
+def seen_by_cpu(place: MemoryRange, dtype: torch.dtype) -> torch.Tensor:
     """Return the memory of ``place``, flat, as a CPU tensor of ``dtype``."""
     address, size = place
     count = size // dtype.itemsize

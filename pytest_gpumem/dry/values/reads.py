@@ -24,17 +24,17 @@ from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.machine.values.assumptions import (
     FINITE,
+    assumption_of,
     drawn_seed,
     is_printing,
     printing,
     seeds_dropout,
-    taken_for_granted,
 )
-from pytest_gpumem.simulated.machine.values.neutral import (
-    NeutralFloat,
-    NeutralInt,
+from pytest_gpumem.simulated.machine.values.placeholder import (
+    PlaceholderFloat,
+    PlaceholderInt,
     dots,
-    neutral_integers,
+    placeholder_integers,
 )
 from pytest_gpumem.values.errors import UnknownValueError
 
@@ -91,9 +91,9 @@ class Reads:
         which operators are followed. An unknown integer of ``item()`` is an error, or made up.
         """
         self.thread = ThreadReads()
-        self.decided: str | None = None
+        self.decided_by: str | None = None
         """The reason why the present run is invalid: it decides by an unknown value."""
-        self.made_up = False
+        self.used_placeholder = False
         """Whether an unknown number has been read."""
         self._storages = storages
         self._notes = notes
@@ -137,11 +137,11 @@ class Reads:
 
     def begin(self) -> None:
         """Begin a test."""
-        self.decided = None
-        self.made_up = False
+        self.decided_by = None
+        self.used_placeholder = False
         self._notes.notes.clear()
-        self._notes.neutral_reads.clear()
-        self._notes.granted = False
+        self._notes.placeholder_reads.clear()
+        self._notes.assumed = False
 
     @contextmanager
     def expected(self) -> Iterator[None]:
@@ -157,14 +157,14 @@ class Reads:
         self.thread.unknown += 1
         if self.thread.expected or seeds_dropout():
             return None
-        self.made_up = True
+        self.used_placeholder = True
         if size > MOST_DECIDED_BY or self._followed:
             self._note_first(
                 "torch's own code" if size <= MOST_DECIDED_BY else "a copy to the host"
             )
             return None
         sentence = self._refusal(f"a read in torch's own code at {_where()} depends on")
-        self.decided = self.decided or sentence
+        self.decided_by = self.decided_by or sentence
         # Raised as soon as the thread is back in Python.
         kind = type("UnknownValueError", (_UnknownError,), {"sentence": sentence})
         self._interrupted[threading.get_ident()] = kind
@@ -173,17 +173,17 @@ class Reads:
     def refuse(self, read: str) -> NoReturn:
         """Raise :class:`UnknownValueError` for ``read``, and record it."""
         sentence = self._refusal(f"{read} at {_where()} depends on")
-        self.decided = self.decided or sentence
+        self.decided_by = self.decided_by or sentence
         raise UnknownValueError(sentence)
 
-    def neutral(self, tensor: torch.Tensor, value: Any, *, in_python: bool = False) -> Any:
+    def placeholder(self, tensor: torch.Tensor, value: Any, *, in_python: bool = False) -> Any:
         """Return the result of ``item()`` of an unknown number, called ``in_python`` or by C++.
 
         C++ reads integers as sizes: raises :class:`UnknownValueError` then.
         """
         if seeds_dropout():
             return value
-        self.made_up = True
+        self.used_placeholder = True
         seed = None if tensor.dtype.is_floating_point else drawn_seed(torch.cuda.current_device())
         if seed is not None:
             return seed
@@ -193,12 +193,12 @@ class Reads:
             self.refuse("item()")
         self._note_first("item()")
         if is_integer:
-            return NeutralInt()
-        return NeutralFloat(value) if in_python else value
+            return PlaceholderInt()
+        return PlaceholderFloat(value) if in_python else value
 
     def _note_first(self, read: str) -> None:
         line = self._notes.count_read(read)
-        if len(self._notes.neutral_reads) == 1 and self._notes.neutral_reads[line] == 1:
+        if len(self._notes.placeholder_reads) == 1 and self._notes.placeholder_reads[line] == 1:
             self._notes.note(
                 f"{read} at {line} read a number that no copy has brought and no kernel has "
                 f"computed: it got 0, as later such reads of this test did",
@@ -217,12 +217,12 @@ class Reads:
         if is_known or is_printing():
             return value
         if sys._getframe(2).f_globals.get("__name__") == _SCALER:
-            self.made_up = True
+            self.used_placeholder = True
             self._notes.note(FINITE)
             return value
         if name == "item()":
-            return self.neutral(tensor, value, in_python=True)
-        self.made_up = True
+            return self.placeholder(tensor, value, in_python=True)
+        self.used_placeholder = True
         if self._everything or not tensor.dtype.is_floating_point:
             self.refuse(name)
         self._note_first(name)
@@ -237,9 +237,9 @@ class Reads:
         answer, is_known = self._known(_bool, tensor)
         if is_known or is_printing():
             return _Truth(answer)
-        self.made_up = True
+        self.used_placeholder = True
         asking = sys._getframe(2)
-        granted = taken_for_granted(asking)
+        granted = assumption_of(asking)
         if granted is None:
             module = str(asking.f_globals.get("__name__", ""))
             self.refuse(f"bool() in {module}" if module.startswith("torch.") else "bool()")
@@ -248,13 +248,13 @@ class Reads:
 
     def _list(self, tensor: torch.Tensor) -> Any:
         found, is_known = self._known(_tolist, tensor)
-        if (is_known and not self._storages.is_on_host(tensor)) or is_printing():
+        if (is_known and not self._storages.is_unknown_on_cpu(tensor)) or is_printing():
             return found
-        self.made_up = True
+        self.used_placeholder = True
         if self._everything or not raw.is_integer(tensor.dtype):
             self.refuse("tolist()")
         self._note_first("tolist()")
-        return neutral_integers(tensor.shape) if tensor.dim() else self.refuse("tolist()")
+        return placeholder_integers(tensor.shape) if tensor.dim() else self.refuse("tolist()")
 
     def _printed(self, tensor: torch.Tensor, **kwargs: Any) -> str:
         """Format ``tensor`` by operators of its device, as torch does; unknown numbers are dots.
@@ -270,8 +270,8 @@ class Reads:
 
     def _unless_lost(self, read: Callable[..., Any]) -> Callable[..., Any]:
         def array(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._storages.is_on_host(tensor):  # of unknown values
-                self.made_up = True
+            if self._storages.is_unknown_on_cpu(tensor):  # of unknown values
+                self.used_placeholder = True
                 self.refuse("numpy()")
             return read(tensor, *args, **kwargs)
 
@@ -293,7 +293,7 @@ class Reads:
         def copied(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             found = read(tensor, *args, **kwargs)
             if found.is_cpu and tensor.is_cuda and self._is_outdated(tensor):
-                self.made_up = True
+                self.used_placeholder = True
                 if found.numel() * found.element_size() <= MOST_DECIDED_BY:
                     self.refuse(shown)
             return found

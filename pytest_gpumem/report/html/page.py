@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.echo import printable
+from pytest_gpumem.quoting import printable
 from pytest_gpumem.report.html.view import detail_of, overview_of
 from pytest_gpumem.report.json_report import write_file
 from pytest_gpumem.report.record import TestRecord

@@ -47,7 +47,7 @@ RELEASED = "free"
 COMPUTED = "computed"
 """The kind of an operator's results; as a purpose, of compiled code's."""
 
-Place = tuple[str, int, str]
+SourceLine = tuple[str, int, str]
 """Filename, line and function."""
 
 
@@ -58,7 +58,7 @@ class Purpose(NamedTuple):
     """The name in the operator's place: ``all-gather of layers.3``."""
     kind: str
     """The kind that :attr:`Provenance.kind` describes."""
-    place: Place | None = None
+    source_line: SourceLine | None = None
     """The user's code that it comes from, where frames do not show it."""
 
 
@@ -67,7 +67,7 @@ class Running(threading.local):
 
     operator: Any = None
     """The overload that was dispatched last."""
-    whole: Any = None
+    composite: Any = None
     """The overload that is run in parts: what these allocate with ``empty`` is its own."""
     purpose: Purpose | None = None
     """The purpose of allocations, by any operator."""
@@ -81,11 +81,11 @@ class Running(threading.local):
     @contextmanager
     def in_parts(self, operator: Any) -> Iterator[None]:
         """Run ``operator`` in parts inside."""
-        before, self.whole = self.whole, operator
+        before, self.composite = self.composite, operator
         try:
             yield
         finally:
-            self.whole = before
+            self.composite = before
 
     @contextmanager
     def doing(self, purpose: Purpose) -> Iterator[None]:
@@ -117,8 +117,8 @@ class Provenance:
         self._frames: list[dict[str, Any]] | None = None
         self.operator: Any = running.operator
         """The overload that ran, ``aten.mm.default``; of parts that only make room, the whole."""
-        if running.whole is not None and hasattr(self.operator, "_schema"):
-            self.operator = running.whole if _is_factory(self.operator) else self.operator
+        if running.composite is not None and hasattr(self.operator, "_schema"):
+            self.operator = running.composite if _is_factory(self.operator) else self.operator
         self.purpose = running.purpose
         self.nbytes = 0
         """Bytes of the block, after rounding."""
@@ -155,8 +155,8 @@ class Provenance:
                 {"filename": code.co_filename, "line": _line(code, offset), "name": code.co_name}
                 for code, offset in self._entries
             ]
-            if self.purpose is not None and self.purpose.place is not None:
-                filename, line, function = self.purpose.place
+            if self.purpose is not None and self.purpose.source_line is not None:
+                filename, line, function = self.purpose.source_line
                 self._frames.insert(0, {"filename": filename, "line": line, "name": function})
         return self._frames
 
@@ -175,10 +175,10 @@ class Provenance:
         return [{"filename": "??", "line": 0, "name": name} for name in names]
 
     @property
-    def place(self) -> Place | None:
+    def source_line(self) -> SourceLine | None:
         """Filename, line and function of the innermost frame outside torch and this package."""
-        if self.purpose is not None and self.purpose.place is not None:
-            return self.purpose.place
+        if self.purpose is not None and self.purpose.source_line is not None:
+            return self.purpose.source_line
         for code, offset in self._entries:
             if not is_internal(code.co_filename):
                 return code.co_filename, _line(code, offset), code.co_name
@@ -331,7 +331,7 @@ def _folder(package: str) -> str:
     return str(Path(file).parent) + os.sep if file else "<"
 
 
-def let_go(traceback: TracebackType | None) -> None:
+def clear_own_frames(traceback: TracebackType | None) -> None:
     """Clear the frames of the simulation's code, and of operators it calls, that have ended.
 
     In a handler of an error C++ holds no tensor of the call any more.

@@ -41,13 +41,13 @@ _SHARED: dict[Any, Any] = {_aten.view.default: _aten.reshape.default}
 """Replacements for other strides on the CPU; Inductor treats both as the same, too."""
 
 
-class Computed:
+class GraphValues:
     """The values that ``graph``, not yet changed by Inductor, computes beside its wrapper."""
 
     def __init__(self, machine: SimulatedMachine, graph: GraphModule) -> None:
         self._machine = machine
         graphs = [each.graph for each in graph.modules() if isinstance(each, GraphModule)]
-        lacking = (_lacking(node) for each in graphs for node in each.nodes)
+        lacking = (_uncomputable_part(node) for each in graphs for node in each.nodes)
         self.lacks = _copied_to_host(graph) or next(filter(None, lacking), None)
         """The first operation that cannot be computed; ``None`` where all can be."""
         self._written = _written(graph)
@@ -80,7 +80,7 @@ class Computed:
                 with _unfollowed(values):  # it empties its inputs to free them
                     results = wrapper(inputs)
                 try:
-                    values.know(results, self._compute(*given), given)
+                    values.mark_known(results, self._compute(*given), given)
                 except _UncomputableError:
                     for key in keys:
                         values.forget(key)
@@ -200,7 +200,7 @@ _OF_STORAGES = re.compile("as_strided|eager_offset")
 """Operators that ask for the strides, or for the random numbers, of a GPU."""
 
 
-def _lacking(node: Node) -> str | None:
+def _uncomputable_part(node: Node) -> str | None:
     """Return the part of ``node`` that is not computed beside a wrapper, or ``None``."""
     target: Any = node.target
     if node.meta.get("unbacked_bindings"):

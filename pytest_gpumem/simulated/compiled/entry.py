@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 
-from pytest_gpumem.garbage import FramesLetGo
+from pytest_gpumem.garbage import FramesCleared
 from pytest_gpumem.simulated.common.callsite import is_own, user_line
 from pytest_gpumem.simulated.common.compiled_notes import (
     FOLLOWED_SINCE,
@@ -279,7 +279,7 @@ class Compilation:
 
             with (
                 self._exclusively(),
-                FramesLetGo(),
+                FramesCleared(),
                 self._tracer().entered(),
                 streams_refused() as refusals,
             ):

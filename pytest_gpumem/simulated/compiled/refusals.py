@@ -43,7 +43,9 @@ def not_followed(machine: SimulatedMachine, error: Exception, *, refuses: bool) 
     if refuses:
         raise CompiledCodeError(f"{OF_COMPILED_CODE} {user_line()} {what}: {first}") from error
     note_at_line(
-        machine, f"{what}, so it {RUNS_EAGERLY}, and compiled code allocates less: {first}"
+        machine,
+        f"{what}, so it {RUNS_EAGERLY}; the number is eager code's, and compiled code may allocate "
+        f"less: {first}",
     )
 
 

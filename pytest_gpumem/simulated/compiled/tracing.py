@@ -43,18 +43,18 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from pytest_gpumem.garbage import FramesLetGo, paused
+from pytest_gpumem.garbage import FramesCleared, paused
 from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.compiled import fakes, gradients, settings, wrapper
-from pytest_gpumem.simulated.compiled.computed import Computed
+from pytest_gpumem.simulated.compiled.computed import GraphValues
 from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, note_at_line
 from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.operators.layout import HALVES
+from pytest_gpumem.simulated.operators.layout import HALF_DTYPES
 from pytest_gpumem.simulated.operators.rules import on_machine
-from pytest_gpumem.simulated.operators.tables import COMPOSITES
+from pytest_gpumem.simulated.operators.tables import ABOVE_AUTOGRAD
 
 Context = Callable[[], AbstractContextManager[object]]
 """A context in which torch is its own, but for the functions that answer for the GPU."""
@@ -158,13 +158,14 @@ class Tracing:
     def _writing(self, write: Callable[..., Any]) -> Callable[..., Any]:
         def compile_fx_inner(graph: GraphModule, *args: Any, **options: Any) -> Any:
             self.say_tuned({})
-            with FramesLetGo(), self.entered(), standing_in(), config.patch(settings.UNTUNED):
+            with FramesCleared(), self.entered(), standing_in(), config.patch(settings.UNTUNED):
                 if not self._machine.values.everything:
                     return write(graph, *args, **options)
-                computed = Computed(self._machine, graph)  # Inductor changes the graph
+                computed = GraphValues(self._machine, graph)  # Inductor changes the graph
                 if computed.lacks is not None and not options.get("is_backward"):
                     raise CompiledCodeError(
-                        f"values are computed, and those of {computed.lacks} not beside kernels"
+                        f"real values are requested, and those of {computed.lacks} cannot be "
+                        "computed on the CPU"
                     )
                 written = write(graph, *args, **options)
                 if isinstance(written, CompiledFxGraph):
@@ -217,7 +218,7 @@ class Tracing:
             m, k, n = (size if isinstance(size, int) else size.node.hint for size in sizes)
             # Multiplications per number that is read or written (is_mm_compute_bound).
             intensity = m * k * n / (m * k + k * n + m * n)
-            pads = one.dtype in HALVES or torch.backends.cuda.matmul.allow_tf32
+            pads = one.dtype in HALF_DTYPES or torch.backends.cuda.matmul.allow_tf32
             pads = pads and intensity > _WAITS_FOR_MEMORY
             self._machine.note(
                 f"Inductor measures whether a product of {one.dtype} is faster with padded rows; "
@@ -379,7 +380,7 @@ def _as_on_cuda(machine: SimulatedMachine, decompose: Callable[..., Any]) -> Cal
     """
 
     def call(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        implementation = COMPOSITES.get(str(operator))
+        implementation = ABOVE_AUTOGRAD.get(str(operator))
         if implementation is None or not fakes.are_of_gpu((args, kwargs)):
             return decompose(operator, *args, **kwargs)
         return on_machine(implementation, operator, machine)(*args, **kwargs)

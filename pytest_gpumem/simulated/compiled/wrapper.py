@@ -23,8 +23,8 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from pytest_gpumem.simulated.common.callsite import (
     COMPUTED,
-    Place,
     Purpose,
+    SourceLine,
     is_internal,
     running,
     shown_operator,
@@ -36,7 +36,7 @@ from pytest_gpumem.values.operator_names import FUSED
 
 def add_patches(patches: Patches) -> None:
     """Plan the names that wrappers load, and changes to their source."""
-    patches.add(torch._C._dynamo.guards, "_empty_strided_cuda", Memory())
+    patches.add(torch._C._dynamo.guards, "_empty_strided_cuda", WrapperAllocator())
     patches.add(
         torch._C._dynamo.guards,
         "_empty_strided_cpu_pinned",
@@ -51,10 +51,10 @@ def add_patches(patches: Patches) -> None:
         patches.add(PythonWrapperCodegen, name, write(getattr(PythonWrapperCodegen, name)))
 
 
-class Memory:
+class WrapperAllocator:
     """``empty_strided_cuda`` of a wrapper, with the purpose of the next allocation."""
 
-    def of(self, operators: tuple[str, ...], place: Place | None) -> None:
+    def of(self, operators: tuple[str, ...], place: SourceLine | None) -> None:
         """Set the purpose of the next allocation: the results of ``operators`` at ``place``."""
         running.purpose = Purpose(_together(operators), COMPUTED, place)
 
@@ -138,7 +138,7 @@ def _between_origins(write: Callable[..., None]) -> Callable[..., None]:
     return generate
 
 
-def origin_of(nodes: Iterable[torch.fx.Node]) -> tuple[tuple[str, ...], Place | None] | None:
+def origin_of(nodes: Iterable[torch.fx.Node]) -> tuple[tuple[str, ...], SourceLine | None] | None:
     """Return the operators that ``nodes`` compute together, and their filename, line and function.
 
     The line is that of the last one, ``None`` where none of them comes from the user's code: of
@@ -160,7 +160,7 @@ def origin_of(nodes: Iterable[torch.fx.Node]) -> tuple[tuple[str, ...], Place | 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 
 
-def _place(stack: str | None) -> Place | None:
+def _place(stack: str | None) -> SourceLine | None:
     """Return the innermost frame outside torch."""
     for filename, line, function in reversed(_FRAME.findall(stack or "")):
         if not is_internal(filename):

@@ -2,5 +2,5 @@
 
 May use: ``common``, ``gpu``, ``machine``, ``operators``, ``execution``,
 ``surface``, ``compiled``, ``stand_ins``. ``process_groups`` connects a rank with those that do not
-exist, ``collectives`` runs their operators, ``parts`` raises where no world is given.
+exist, ``collectives`` runs their operators, ``replacements`` raises where no world is given.
 """

@@ -27,7 +27,7 @@ from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.distributed.nccl import Communicator
 from pytest_gpumem.simulated.distributed.results import (
     DoneFuture,
-    Sent,
+    Transfer,
     exchanged,
     gathered,
     kept,
@@ -53,7 +53,7 @@ class _Collective(NamedTuple):
 
     written: str = ""
     read: str = ""
-    alike: Callable[[Sent], None] | None = None
+    alike: Callable[[Transfer], None] | None = None
     """Function that writes the results if all ranks send the same; ``None`` if they are unknown."""
     flattened: str = ""
     """The lists of tensors of one size that it copies from or to a tensor that holds them all."""
@@ -260,10 +260,10 @@ class Collectives:
                 result = func(*args, **kwargs)
                 # Between CPU tensors: every rank's values are taken to be these.
                 if group.size() == 1:
-                    kept(Sent(written, read, 0, 1, "", ()))
-                if any(map(self._machine.storages.is_on_host, read)):
+                    kept(Transfer(written, read, 0, 1, "", ()))
+                if any(map(self._machine.storages.is_unknown_on_cpu, read)):
                     for tensor in written:
-                        self._machine.storages.adopt_on_host(tensor)
+                        self._machine.storages.mark_unknown(tensor)
                 return result
             known = self._communicators.get(group.group_name)
             to_each = name in _TO_EACH or (known is not None and known.to_each)
@@ -292,8 +292,8 @@ class Collectives:
         if name == _BARRIER:
             scratch.take(_BARRIER_BYTES)
         splits = given.get("input_split_sizes") or ()
-        sent = Sent(written, read, group.rank(), group.size(), self._operation, splits)
-        self._know(collective, sent, given.get("output_split_sizes") or ())
+        sent = Transfer(written, read, group.rank(), group.size(), self._operation, splits)
+        self._write_results(collective, sent, given.get("output_split_sizes") or ())
 
         def end() -> None:
             scratch.free()
@@ -314,7 +314,9 @@ class Collectives:
         self._pending.add(work)
         return work
 
-    def _know(self, collective: _Collective, sent: Sent, received: Sequence[int]) -> None:
+    def _write_results(
+        self, collective: _Collective, sent: Transfer, received: Sequence[int]
+    ) -> None:
         """Write the results that follow if every rank sends the same as this one."""
         tensors = sent.read or sent.written
         known = self._machine.values.of

@@ -184,7 +184,7 @@ _TABLES = (
 _SETTINGS = ("_world", "_group_count", "_default_pg_init_method")
 
 
-class Membership:
+class RankProcessGroups:
     """The groups of a rank, for as long as this object lives; they can be entered repeatedly.
 
     Enter :meth:`taken` while a simulation of ``world`` is active.
@@ -310,7 +310,7 @@ def _add_spawned(world: World, patches: Patches) -> None:
                 f"{world.rank} of {world.size}: spawn {world.local_size}, as many as there are "
                 "GPUs (torch.cuda.device_count())"
             )
-        with Membership(world).for_good():
+        with RankProcessGroups(world).for_good():
             try:
                 fn(index, *args)
             except SystemExit as left:

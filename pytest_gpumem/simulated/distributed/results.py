@@ -17,7 +17,7 @@ from torch.futures import Future
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
-class Sent(NamedTuple):
+class Transfer(NamedTuple):
     """The tensors that one rank sends and receives."""
 
     written: Sequence[torch.Tensor]
@@ -30,25 +30,25 @@ class Sent(NamedTuple):
     """Elements for each rank, where these are not equal parts."""
 
 
-def unchanged(sent: Sent) -> None:
+def unchanged(sent: Transfer) -> None:
     """Broadcast: the root has the same values."""
 
 
-def reduced(sent: Sent) -> None:
+def reduced(sent: Transfer) -> None:
     """Multiply sums by the number of ranks; other reductions leave equal values as they are."""
     for tensor in sent.written:
         if sent.operation == "SUM":
             tensor.mul_(sent.size)
 
 
-def exchanged(sent: Sent) -> None:
+def exchanged(sent: Transfer) -> None:
     """Write for each rank's part what this rank sends itself."""
     for source, target in zip(sent.read, sent.written, strict=True):
         own = (source.split(sent.splits) if sent.splits else source.chunk(sent.size))[sent.rank]
         target.view(sent.size, *own.shape).copy_(own)
 
 
-def gathered(sent: Sent) -> None:
+def gathered(sent: Transfer) -> None:
     """Write to every part what this rank sends."""
     parts = len(sent.written) // len(sent.read)
     for position, tensor in enumerate(sent.written):
@@ -56,7 +56,7 @@ def gathered(sent: Sent) -> None:
         tensor.view(-1, *source.shape).copy_(source)
 
 
-def kept(sent: Sent) -> None:
+def kept(sent: Transfer) -> None:
     """Write what the only rank of a group sends to its own results, for any collective."""
     for source, target in zip(sent.read, sent.written, strict=False):
         target.view(source.shape).copy_(source)

@@ -39,11 +39,11 @@ def imbalance(peaks: Mapping[int, int]) -> str:
     )
 
 
-class Taken(NamedTuple):
+class RankPeak(NamedTuple):
     """The memory and events of one rank."""
 
     peak_allocated: int
-    events: int
+    events_hash: int
     """A hash of its allocator's events."""
 
 
@@ -54,9 +54,9 @@ class Worst:
         self.size = size
         self.rank = 0
         """The rank that runs now."""
-        self._taken: dict[int, Taken] = {}
+        self._taken: dict[int, RankPeak] = {}
 
-    def note(self, taken: Taken) -> None:
+    def note(self, taken: RankPeak) -> None:
         """Record the numbers of the present rank."""
         self._taken[self.rank] = taken
 
@@ -78,7 +78,7 @@ class Worst:
         listed = ", ".join(map(str, ran))
         if len(ran) == self.size:
             return f"rank {self.found} has the highest peak of {self.size} ranks, all of which ran"
-        alike = len({self._taken[rank].events for rank in ran}) == 1
+        alike = len({self._taken[rank].events_hash for rank in ran}) == 1
         how = "made the same allocations" if alike else "differ"
         return (
             f"rank {self.found} has the highest peak of {self.size} ranks: {listed} ran and {how}; "
@@ -96,5 +96,5 @@ class Worst:
         if len(self._taken) >= MOST_RUNS:
             return
         for low, high in pairwise(sorted(self._taken)):
-            if high - low > 1 and self._taken[low].events != self._taken[high].events:
+            if high - low > 1 and self._taken[low].events_hash != self._taken[high].events_hash:
                 yield (low + high) // 2

@@ -46,11 +46,11 @@ def may_resize(func: Any) -> bool:
 def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool) -> Handler:
     """Return a handler of ``func`` that also allocates as ``rule`` describes beside the outputs."""
     machine = runner.machine
-    adopt = runner.adopt
+    adopt = runner.track
     shapes = runner.shapes
     storages = runner.storages
     fresh = not any(r.alias_info is not None for r in func._schema.returns)
-    is_placed = rule is not None and rule.placed is not None
+    is_placed = rule is not None and rule.outputs is not None
     is_shaped = rule is not None and rule.shapes is not None and not resizes
     operator = Operator.of(func)
     follow = runner.values.follow
@@ -65,8 +65,8 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
         device = machine.current if placement is None else placement.of(name, args, kwargs)
-        if machine.has_real_meta or storages.on_host or rule is not None:
-            owner = runner.owner(args, kwargs)
+        if machine.has_real_meta or storages.unknown_on_cpu or rule is not None:
+            owner = runner.device_kind_of(args, kwargs)
             if owner is None:
                 return runner.run_elsewhere(func, args, kwargs)
             if owner == HOST:
@@ -76,11 +76,11 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
             in_parts is not None
             and make is NEW
             and sparse.is_in_parts(overload, args)
-            and runner.owner(args, kwargs) == CUDA
+            and runner.device_kind_of(args, kwargs) == CUDA
         ):
             with runner.mode:
                 return in_parts(*args, **kwargs)
-        if make is NEW and is_checked and runner.is_elsewhere(func, args, kwargs):
+        if make is NEW and is_checked and runner.check_placement(func, args, kwargs):
             return runner.run_elsewhere(func, args, kwargs)
         call = None if rule is None else Call(rule, device, args, kwargs)
         if make is NEW or make is None:
@@ -93,7 +93,7 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
                     result = run(func, args, kwargs)
             except BaseException:
                 if call is not None:
-                    call.abandon()
+                    call.free_before()
                 raise
             if make is NEW and key is not None:
                 shapes.learn(key, args, kwargs, result)
@@ -103,8 +103,8 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
             if call is None or not is_placed:
                 adopt(result, device)
             else:
-                adopt(call.placed(result), device)
-                storages.adopt_numbers(tensors_in(result))
+                adopt(call.outputs(result), device)
+                storages.mark_host_scalars(tensors_in(result))
         if resizes:
             for tensor in tensors_in((args, kwargs)):
                 storages.resized(tensor)
@@ -197,7 +197,7 @@ def factory(runner: Runner, func: Any) -> Handler:
         if kwargs.get("pin_memory"):
             # Host memory is pageable here: pinning it needs a driver.
             return machine.pinned.add(handle(args, {**kwargs, "pin_memory": False}))
-        owner = runner.owner(args, kwargs)
+        owner = runner.device_kind_of(args, kwargs)
         if target is None:
             if owner is None:
                 return runner.run_elsewhere(func, args, kwargs)
@@ -251,9 +251,9 @@ def factory(runner: Runner, func: Any) -> Handler:
                 return sparse.converted(args[0], kwargs.get("dtype"))
         result = make(args, shapes_only)
         if has_memory:
-            runner.adopt(result, device)
+            runner.track(result, device)
         else:
-            runner.storages.adopt_numbers([result])
+            runner.storages.mark_host_scalars([result])
         if copies and runner.storages.of(args[0]) is None:
             non_blocking = bool(kwargs.get("non_blocking"))
             transfers.stage_upload(device, result, args[0], non_blocking)
@@ -282,7 +282,7 @@ def scalar(runner: Runner, func: Any) -> Handler:
             # x[i] = 1.0: on CUDA the number becomes a CPU scalar and nothing is allocated
             # (torch/csrc/autograd/python_variable_indexing.cpp, THPVariable_setitem).
             result = runner.run(func, args, kwargs)
-            runner.storages.adopt_numbers([result])
+            runner.storages.mark_host_scalars([result])
             runner.values.make(operator, args, kwargs, result)
             return result
         return make(args, kwargs)

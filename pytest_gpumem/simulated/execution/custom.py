@@ -26,7 +26,7 @@ from pytest_gpumem.simulated.execution.runner import CUDA, DATA_DEPENDENT, Runne
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import extensions, tables
-from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, checked_outputs, on_gpu
+from pytest_gpumem.simulated.operators.custom_kernels import DESCRIPTIONS, checked_outputs, on_gpu
 from pytest_gpumem.simulated.operators.rules import Call, on_machine
 from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
 
@@ -153,15 +153,15 @@ def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
         computed = None
-        if runner.owner(args, kwargs) == CUDA:
+        if runner.device_kind_of(args, kwargs) == CUDA:
             computed = runner.values.computed(operator, args, kwargs)
         if computed is None:
             return otherwise(args, kwargs)
-        runner.is_elsewhere(func, args, kwargs)
+        runner.check_placement(func, args, kwargs)
         device = machine.current if placement is None else placement.of(name, args, kwargs)
         call = None if rule is None else Call(rule, device, args, kwargs)
         result = _shaped_as(func, computed)
-        runner.adopt(result if call is None else call.placed(result), device)
+        runner.track(result if call is None else call.outputs(result), device)
         if call is not None:
             call.end(result)
         for tensor, values in zip(tensors_in(result), tensors_in(computed), strict=True):
@@ -194,7 +194,7 @@ def is_composite(func: Any) -> bool:
 
 def composite(runner: Runner, func: Any) -> Handler:
     """Return a handler that runs ``func`` as CUDA's parts, else as torch's decomposition."""
-    implementation = tables.COMPOSITES.get(str(func))
+    implementation = tables.ABOVE_AUTOGRAD.get(str(func))
     if implementation is None:
         return of_parts(runner, func.decompose)
     return of_parts(runner, _named(func, on_machine(implementation, func, runner.machine)))
@@ -213,14 +213,14 @@ def _named(func: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
 def in_view(runner: Runner, func: Any) -> Handler:
     """Return a handler of an operator that autograd sees whole and CUDA builds from others."""
     parts = of_parts(
-        runner, _named(func, on_machine(tables.IN_VIEW[str(func)], func, runner.machine))
+        runner, _named(func, on_machine(tables.BELOW_AUTOGRAD[str(func)], func, runner.machine))
     )
     elsewhere = computing.of_rule(runner, func, None, resizes=False)
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
-        if runner.owner(args, kwargs) != CUDA:
+        if runner.device_kind_of(args, kwargs) != CUDA:
             return elsewhere(args, kwargs)
-        runner.is_elsewhere(func, args, kwargs)
+        runner.check_placement(func, args, kwargs)
         return parts(args, kwargs)
 
     return whole(runner, func, handle)
@@ -255,20 +255,20 @@ def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
 
 
 def of_parts(runner: Runner, implementation: Callable[..., Any]) -> Handler:
-    """Run ``implementation``, and each operator in it for itself."""
+    """Return a handler that runs ``implementation``, and each operator in it for itself."""
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
         # Under inference_mode composite operators arrive whole: take them apart in view.
         with runner.mode:
             return implementation(*args, **kwargs)
 
-    return followed(runner, handle)
+    return placement_noting(runner, handle)
 
 
-def followed(runner: Runner, handler: Handler) -> Handler:
-    """Note where an operator runs whose tensors may be on several GPUs."""
+def placement_noting(runner: Runner, handler: Handler) -> Handler:
+    """Return a handler that also notes the GPU of an operator whose tensors may be on several."""
     placement = runner.machine.placement
-    return handler if placement is None else placement.following(handler)
+    return handler if placement is None else placement.noting(handler)
 
 
 def whole(runner: Runner, func: Any, handler: Handler) -> Handler:

@@ -17,20 +17,14 @@ import torch
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.execution import computing, custom
 from pytest_gpumem.simulated.execution.computing import may_resize
-from pytest_gpumem.simulated.execution.custom import followed, of_parts
+from pytest_gpumem.simulated.execution.custom import of_parts, placement_noting
 from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner, no_shapes
 from pytest_gpumem.simulated.execution.shapes import is_of_lists
 from pytest_gpumem.simulated.machine.checks import NO_DATA
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.operators import (
-    comparisons,
-    rnn,
-    sparse,
-    tables,
-    transfers,
-)
+from pytest_gpumem.simulated.operators import comparisons, rnn, sparse, tables, transfers
 from pytest_gpumem.simulated.operators.indexing import is_masked_fill
 from pytest_gpumem.simulated.operators.sparse import is_sparse
 from pytest_gpumem.values.errors import UnknownValueError
@@ -53,7 +47,7 @@ def _pinned(machine: SimulatedMachine, tensor: torch.Tensor, device: Any = None)
     """
     if machine.storages.of(tensor) is not None:
         raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
-    if tensor.layout is not torch.strided or machine.storages.is_on_host(tensor):
+    if tensor.layout is not torch.strided or machine.storages.is_unknown_on_cpu(tensor):
         return machine.pinned.add(tensor.clone())
     return machine.pinned.copied(tensor)
 
@@ -66,33 +60,33 @@ def makes_views(func: Any) -> bool:
 
 
 def views(runner: Runner, func: Any) -> Handler:
-    """Run torch's own kernel, and nothing else."""
+    """Return a handler that runs torch's own kernel, and nothing else."""
     run = runner.run
     machine = runner.machine
 
     def viewed(args: Args, kwargs: Kwargs) -> Any:
         if machine.has_real_meta:
-            runner.owner(args, kwargs)  # numbers that C++ makes next are of the same device
+            runner.device_kind_of(args, kwargs)  # numbers that C++ makes next are of the same
         return run(func, args, kwargs)
 
     parts = sparse.TRANSPOSES.get(str(func))
     if parts is None:
-        return followed(runner, viewed)
+        return placement_noting(runner, viewed)
     copied = of_parts(runner, parts)
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
-        if is_sparse(args[0]) and runner.owner(args, kwargs) == CUDA:
+        if is_sparse(args[0]) and runner.device_kind_of(args, kwargs) == CUDA:
             return copied(args, kwargs)
         return viewed(args, kwargs)
 
-    return followed(runner, handle)
+    return placement_noting(runner, handle)
 
 
 def quantize(runner: Runner, func: Any) -> Handler:
     """Return a handler that refuses quantizing, but for tensors of the CPU."""
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
-        if runner.owner(args, kwargs) is None:
+        if runner.device_kind_of(args, kwargs) is None:
             return runner.run_elsewhere(func, args, kwargs)
         # The meta kernel returns an ordinary tensor of the input's type.
         raise no_shapes(runner, func, args, kwargs)
@@ -107,18 +101,18 @@ _READS = frozenset(
 
 
 def read(runner: Runner, func: Any) -> Handler:
-    """Return a handler that gives the known value, else a neutral one, else an error."""
+    """Return a handler that gives the known value, else a placeholder, else an error."""
     machine = runner.machine
     operator = Operator.of(func)
     parts = comparisons.PARTS.get(func._schema.name)
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
-        if runner.owner(args, kwargs) is None:
+        if runner.device_kind_of(args, kwargs) is None:
             return runner.run_elsewhere(func, args, kwargs)
         machine.streams.host_waits(machine.current_index)
         value = runner.values.computed(operator, args, kwargs)
         if value is None and func is torch.ops.aten._local_scalar_dense.default:
-            value = machine.neutral_value(args[0])
+            value = machine.placeholder_value(args[0])
         if value is None:
             raise UnknownValueError(runner.unknown(func))
         if parts is not None:
@@ -144,7 +138,7 @@ def selected(runner: Runner, func: Any, handler: Handler) -> Handler:
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
         tensor, mask = args
-        if runner.owner(args[:1], {}) != CUDA or not _is_countable(runner, mask):
+        if runner.device_kind_of(args[:1], {}) != CUDA or not _is_countable(runner, mask):
             return handler(args, kwargs)
         with runner.mode:
             pair = [one if one.dim() else one.unsqueeze(0) for one in (mask, tensor)]
@@ -165,7 +159,7 @@ def masked(runner: Runner, func: Any, handler: Handler) -> Handler:
     def handle(args: Args, kwargs: Kwargs) -> Any:
         if (
             any(map(_is_mask, args[1]))
-            and runner.owner(args[:1], {}) == CUDA
+            and runner.device_kind_of(args[:1], {}) == CUDA
             and all(_is_countable(runner, index) for index in args[1])
             and not (writes and is_masked_fill(runner.storages, *args[1:4]))
         ):
@@ -224,14 +218,14 @@ def copy(runner: Runner, func: Any) -> Handler:
         if sparse.is_sparse(target) and raw.is_meta(target):
             with runner.mode:
                 return sparse.copy_(target, source)
-        if not raw.is_meta(target) and runner.owner((source,), {}) is not None:
+        if not raw.is_meta(target) and runner.device_kind_of((source,), {}) is not None:
             _stage(runner, target, source, args, kwargs)
             if runner.values.everything and runner.values.records(operator, args, kwargs, None):
                 return target
             if runner.values.computed(operator, args, kwargs) is None:
-                runner.on_host.lose(func, target)
+                runner.unknown_on_cpu.mark_unknown(func, target)
             return target
-        if runner.storages.on_host and runner.owner(args, kwargs) == HOST:
+        if runner.storages.unknown_on_cpu and runner.device_kind_of(args, kwargs) == HOST:
             return runner.run_on_host(operator, args, kwargs)
         if not raw.is_meta(source):
             _stage(runner, target, source, args, kwargs)
@@ -259,9 +253,9 @@ def _stage(
 
 
 def each_device(runner: Runner, func: Any, handler: Handler) -> Handler:
-    """Run ``func``, of lists of tensors, on one GPU after the other where there are several."""
+    """Return a handler that runs ``func``, of lists of tensors, on one GPU after the other."""
     placement = runner.machine.placement
-    return handler if placement is None else placement.each(handler)
+    return handler if placement is None else placement.device_by_device(handler)
 
 
 def _name(func: Any) -> str:
@@ -274,7 +268,7 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any], Handler]], ...
         lambda runner, func: of_parts(runner, rnn.FLATTENING[str(func)]),
     ),
     (custom.is_composite, custom.composite),
-    (lambda func: str(func) in tables.IN_VIEW, custom.in_view),
+    (lambda func: str(func) in tables.BELOW_AUTOGRAD, custom.in_view),
     # Inductor's primitive between separate parts of a graph is made of ``Tensor.to``
     # (torch/_prims/__init__.py, 2.6 to 2.15).
     (
@@ -297,8 +291,9 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any], Handler]], ...
     (lambda func: _name(func) == "aten::copy_", copy),
     (makes_views, views),
 )
-"""The kinds of operators: a test of a kind's operators, which is asked if they are of none above,
-and the function that returns their handler. An operator of no kind computes."""
+"""Pairs of predicate and handler factory; the first predicate that holds decides.
+
+An operator for which none holds computes."""
 
 SPECIAL: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any, Handler], Handler]], ...] = (
     (custom.is_sized_by_values, custom.sized),
@@ -306,8 +301,7 @@ SPECIAL: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any, Handler], Han
     (lambda func: _name(func) == "aten::masked_select" and not may_resize(func), selected),
     (is_of_lists, each_device),
 )
-"""Operators that compute, of which some calls go another way, from the inside out; the function
-gets the handler of the other calls."""
+"""Wrappers for operators of which some calls need another handler; the first is innermost."""
 
 
 def handler_of(runner: Runner, func: Any) -> Handler:

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.callsite import let_go, running
+from pytest_gpumem.simulated.common.callsite import clear_own_frames, running
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.execution import custom
 from pytest_gpumem.simulated.execution.computing import is_factory
@@ -99,7 +99,7 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
                 handler = self._handlers[func] = self._bind(func)
             return handler(args, kwargs or {})
         except torch.OutOfMemoryError as error:
-            let_go(error.__traceback__)
+            clear_own_frames(error.__traceback__)
             del args, kwargs
             raise
         finally:
@@ -130,8 +130,8 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
 
 
 def in_place(func: Any, handler: Handler, run: Callable[[Any, Args, Kwargs], Any]) -> Handler:
-    """Return ``handler`` for the formulas that call ``func`` otherwise on a GPU: in place, or for
-    a type."""
+    """Wrap ``handler``: autograd's formulas call some operators in place, or with another dtype,
+    only on a GPU."""
     sums = str(func) in ACCUMULATED
     chosen = IN_PLACE.get(str(func))
     if not sums and chosen is None:
@@ -178,7 +178,7 @@ def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) ->
 
 
 def _draws(func: Any) -> Callable[[Args, Kwargs], bool]:
-    """Return whether a call uses the generator: fused attention does only to drop something.
+    """Return a function: whether a call draws numbers; fused attention only to drop something.
 
     Source: native/transformers/cuda/attention.cu (_efficient_attention_forward) and
     flash_attn/flash_api.cpp (mha_fwd), ``if (p_dropout > 0.0)``; cuDNN's always does.

@@ -28,7 +28,7 @@ from pytest_gpumem.simulated.machine.storages import Storages, poison, storage_k
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.views import covers
-from pytest_gpumem.simulated.operators.described import how_to_describe
+from pytest_gpumem.simulated.operators.custom_kernels import how_to_describe
 from pytest_gpumem.values.errors import (
     UndescribedKernelError,
     UnknownValueError,
@@ -59,12 +59,12 @@ class Runner:
         self.mode = mode
         self.storages = machine.storages
         self.values = machine.values
-        self.shapes = Shapes(machine.storages, self.place, alike=machine.gpus[0].version)
-        self.on_host = OnHost(self.storages, self.run, self.unknown)
+        self.shapes = Shapes(machine.storages, self.device_name, alike=machine.gpus[0].version)
+        self.unknown_on_cpu = UnknownOnCpu(self.storages, self.run, self.unknown)
         self._dispatch = dispatch
 
     def run(self, func: Any, args: Args, kwargs: Kwargs, *, unknown: bool = False) -> Any:
-        """Run a kernel of torch's; ``unknown``: it stands for one of unknown values."""
+        """Run a kernel of torch's; ``unknown``: instead of one on CPU tensors of unknown values."""
         self._dispatch.inside = True
         try:
             return func(*args, **kwargs)
@@ -72,7 +72,7 @@ class Runner:
             is_ours = unknown or kwargs.get("device") == META
             if not is_ours and self.machine.has_real_meta:
                 # Other tensors than those that stand for memory of a GPU have errors of their own.
-                is_ours = self.owner(args, kwargs) is not None
+                is_ours = self.device_kind_of(args, kwargs) is not None
             elif not is_ours:
                 is_ours = any(map(raw.is_meta, tensors_in((args, kwargs))))
             if is_ours:
@@ -104,14 +104,14 @@ class Runner:
             result = func(*args, **kwargs)
         finally:
             self._dispatch.inside = False
-        self.storages.adopt_users_own(tensors_in(result))
+        self.storages.mark_users_own(tensors_in(result))
         return result
 
     def run_on_host(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run an operator of CPU tensors whose values are unknown."""
         func = operator.func
-        result = self.on_host.run(operator, args, kwargs)
-        if func in finite.QUESTIONS and self.storages.is_on_host(args[0]):
+        result = self.unknown_on_cpu.run(operator, args, kwargs)
+        if func in finite.QUESTIONS and self.storages.is_unknown_on_cpu(args[0]):
             answer = self.values.if_finite(func, args)
             if answer is not None:
                 self.machine.note_finite()
@@ -121,9 +121,10 @@ class Runner:
 
     def concealed(self, args: Args, kwargs: Kwargs) -> Any:
         """Return the arguments, with CPU tensors of unknown values on ``meta``."""
-        return self.on_host.concealed((args, kwargs)) if self.storages.on_host else (args, kwargs)
+        given = args, kwargs
+        return self.unknown_on_cpu.concealed(given) if self.storages.unknown_on_cpu else given
 
-    def is_elsewhere(self, func: Any, args: Args, kwargs: Kwargs) -> bool:
+    def check_placement(self, func: Any, args: Args, kwargs: Kwargs) -> bool:
         """Check arguments of a new kind: raise the errors of a GPU, which meta kernels do not.
 
         Returns whether they are on ``meta``, although not by a request in this simulation.
@@ -131,11 +132,11 @@ class Runner:
         indexes = func._schema.name in checks.INDEXING
 
         def place_of(tensor: torch.Tensor) -> str:
-            place = self.place(tensor)
+            place = self.device_name(tensor)
             if place == "meta" and indexes and tensor.dtype in _OF_LISTS:
                 # Of x[:, [0, 1]] C++ makes a tensor out of sight.
                 is_users = storage_key(tensor) in self.storages.users_own
-                return place if is_users else checks.NUMBER
+                return place if is_users else checks.HOST_SCALAR
             return place
 
         tensors = checks.placed(func, args, kwargs, place_of)
@@ -147,16 +148,16 @@ class Runner:
         checks.refuse_types(func, tensors, (*args, *kwargs.values()))
         return False
 
-    def adopt(self, result: Any, device: GPU) -> None:
+    def track(self, result: Any, device: GPU) -> None:
         """Give every new storage in ``result`` a block on ``device``."""
         if isinstance(result, torch.Tensor):
             if raw.is_meta(result):
-                self.storages.adopt(result, device)
+                self.storages.track(result, device)
         elif isinstance(result, _SEVERAL):
             for item in result:
-                self.adopt(item, device)
+                self.track(item, device)
 
-    def owner(self, args: Args, kwargs: Kwargs) -> str | None:
+    def device_kind_of(self, args: Args, kwargs: Kwargs) -> str | None:
         """Return the owner of the memory that the tensors among the arguments stand for."""
         owner = None
         is_number = False
@@ -170,10 +171,10 @@ class Runner:
                 if machine.has_real_meta:
                     machine.thread_state.on_meta = False
                 return CUDA
-            if self.storages.is_on_host(tensor):
+            if self.storages.is_unknown_on_cpu(tensor):
                 owner = HOST
             elif raw.is_meta(tensor):
-                if storage_key(tensor) in self.storages.numbers:
+                if storage_key(tensor) in self.storages.host_scalars:
                     is_number = True
                 elif machine.has_real_meta:
                     machine.thread_state.on_meta = True
@@ -184,16 +185,16 @@ class Runner:
 
     def is_users_own(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is on ``meta`` because user code requested that."""
-        return raw.is_meta(tensor) and self.place(tensor) == "meta"
+        return raw.is_meta(tensor) and self.device_name(tensor) == "meta"
 
-    def place(self, tensor: torch.Tensor) -> str:
-        """Return the device on which ``tensor`` would be on a machine with a GPU, or ``NUMBER``."""
+    def device_name(self, tensor: torch.Tensor) -> str:
+        """Return the device of ``tensor`` on a machine with a GPU, or ``HOST_SCALAR``."""
         record = self.storages.of(tensor)
         if record is not None:
             return str(record.device.torch_device)
         if not raw.is_meta(tensor):
             return HOST
-        return checks.NUMBER if storage_key(tensor) in self.storages.numbers else "meta"
+        return checks.HOST_SCALAR if storage_key(tensor) in self.storages.host_scalars else "meta"
 
     def unknown(self, func: Any) -> str:
         """Return the sentence that ``func`` reads an unknown value."""
@@ -224,14 +225,14 @@ def no_shapes(runner: Runner, func: Any, args: Args, kwargs: Kwargs) -> Unsuppor
     return UndescribedKernelError(f"{sentence}: {how_to_describe(func)}", func._schema.name)
 
 
-Run = Callable[..., Any]
+RunKernel = Callable[..., Any]
 _empty_strided = torch.empty_strided
 
 
-class OnHost:
+class UnknownOnCpu:
     """Runs operators of CPU tensors where the values of some are unknown."""
 
-    def __init__(self, storages: Storages, run: Run, unknown: Callable[[Any], str]) -> None:
+    def __init__(self, storages: Storages, run: RunKernel, unknown: Callable[[Any], str]) -> None:
         self._storages = storages
         self._run = run
         self._unknown = unknown
@@ -247,33 +248,33 @@ class OnHost:
         if targets and self._writes_known_values(operator, args, kwargs, targets):
             result = self._run(func, args, kwargs)
             for target in filter(covers, targets):
-                self._storages.forget_on_host(target)
+                self._storages.mark_known(target)
             return result
-        pairs = _StandIns(self._storages, targets)
+        pairs = _OnMeta(self._storages, targets)
         result = self._run(func, pairs.of(args), pairs.of(kwargs), unknown=True)
         for target in targets:
             shape = pairs.made[id(target)].shape
             if target.shape != shape:
                 target.resize_(shape)
-            self.lose(func, target)
+            self.mark_unknown(func, target)
         return self._made(result, pairs)
 
     def concealed(self, value: Any) -> Any:
         """Return ``value`` with tensors of unknown values on ``meta``: no kernel may read them."""
-        return _StandIns(self._storages, (), unknown_only=True).of(value)
+        return _OnMeta(self._storages, (), unknown_only=True).of(value)
 
-    def lose(self, func: Any, target: torch.Tensor) -> None:
+    def mark_unknown(self, func: Any, target: torch.Tensor) -> None:
         """Mark the values of a CPU tensor as unknown from now on.
 
         Its memory may be read out of sight, through numpy: it is filled with NaN where possible.
         """
-        if self._storages.is_on_host(target):
+        if self._storages.is_unknown_on_cpu(target):
             return
         if not (target.dtype.is_floating_point or target.dtype.is_complex):
             raise UnknownValueError(self._unknown(func))
         with torch.no_grad():
             poison(target)
-        self._storages.adopt_on_host(target)
+        self._storages.mark_unknown(target)
 
     def _writes_known_values(
         self, operator: Operator, args: Args, kwargs: Kwargs, targets: Sequence[torch.Tensor]
@@ -284,22 +285,22 @@ class OnHost:
         names = {name for _, name in operator.written}
         read = [value for at, value in enumerate(args) if at not in places]
         read += [value for name, value in kwargs.items() if name not in names]
-        return not any(map(self._storages.is_on_host, tensors_in(read)))
+        return not any(map(self._storages.is_unknown_on_cpu, tensors_in(read)))
 
-    def _made(self, result: Any, pairs: _StandIns) -> Any:
+    def _made(self, result: Any, pairs: _OnMeta) -> Any:
         if isinstance(result, torch.Tensor):
             given = pairs.originals.get(id(result))
             if given is not None:
                 return given
             if not raw.is_meta(result):
                 return result
-            return self._storages.unknown_on_host(result.shape, result.stride(), result.dtype)
+            return self._storages.new_unknown_on_cpu(result.shape, result.stride(), result.dtype)
         if isinstance(result, (list, tuple)):
             return type(result)([self._made(item, pairs) for item in result])
         return result
 
 
-class _StandIns:
+class _OnMeta:
     """``meta`` tensors in the place of CPU tensors.
 
     A single known number stays one, beside which CUDA tensors may stand too.
@@ -308,7 +309,7 @@ class _StandIns:
     def __init__(
         self, storages: Storages, targets: Iterable[torch.Tensor], *, unknown_only: bool = False
     ) -> None:
-        self._is_unknown = storages.is_on_host
+        self._is_unknown = storages.is_unknown_on_cpu
         self._unknown_only = unknown_only
         self._targets = {id(target) for target in targets}
         self.made: dict[int, torch.Tensor] = {}
@@ -319,14 +320,14 @@ class _StandIns:
     def of(self, value: Any) -> Any:
         """Return ``value`` with the tensors in it replaced."""
         if isinstance(value, torch.Tensor):
-            return self.made.get(id(value)) if id(value) in self.made else self._stand_in(value)
+            return self.made.get(id(value)) if id(value) in self.made else self._on_meta(value)
         if isinstance(value, dict):
             return {name: self.of(item) for name, item in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)([self.of(item) for item in value])
         return value
 
-    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _on_meta(self, tensor: torch.Tensor) -> torch.Tensor:
         if raw.is_meta(tensor) or tensor.layout is not torch.strided:
             return tensor
         stays = not tensor.dim() and id(tensor) not in self._targets

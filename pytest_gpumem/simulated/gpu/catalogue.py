@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pytest_gpumem.echo import printable, quoted
+from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.sizes import KIB, MIB
-from pytest_gpumem.values.plain import Plain
+from pytest_gpumem.values.serialization import Plain
 
 
 class GpuError(ValueError):
@@ -40,7 +40,7 @@ class GpuModel(Plain):
     l2_cache_bytes: int
 
     @property
-    def whole(self) -> str:
+    def parent_name(self) -> str:
         """The name of the GPU that an instance of MIG is a part of, or its own."""
         return self.name.partition("/")[0]
 
@@ -96,7 +96,8 @@ _CATALOGUE = (
 )
 
 GPUS: Mapping[str, GpuModel] = MappingProxyType({gpu.name: gpu for gpu in _CATALOGUE})
-"""Every model by name. ``total_memory`` is exact to the byte, except A10G's, exact to 1 MiB."""
+"""Every model by name. ``total_memory`` is exact to the byte, except A10G's, exact to 1 MiB,
+and RTX-4060's, which is the laptop model's."""
 
 
 BUS_WIDTHS = {

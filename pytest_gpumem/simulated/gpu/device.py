@@ -17,8 +17,8 @@ from pytest_gpumem.allocator.device_memory import (
 )
 from pytest_gpumem.allocator.releases import OLDEST
 from pytest_gpumem.allocator.trace import Timeline
-from pytest_gpumem.collector import Collector
-from pytest_gpumem.echo import quoted
+from pytest_gpumem.gc_schedule import Collector
+from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulated.common.callsite import provenance
 from pytest_gpumem.simulated.gpu.catalogue import GpuError, GpuModel, find_machine
 from pytest_gpumem.simulated.gpu.estimates import Estimates
@@ -27,7 +27,7 @@ from pytest_gpumem.simulated.gpu.workspaces import Version, Workspaces
 from pytest_gpumem.values.environment import alloc_conf_of_process, alloc_conf_variable
 
 
-class Device:
+class GpuState:
     """A single CUDA device of ``model``: its memory, and the state of torch and its libraries.
 
     ``alloc_conf`` and ``cublas_workspace_config`` stand for PYTORCH_CUDA_ALLOC_CONF and
@@ -83,7 +83,7 @@ class Device:
         """Memory that other processes allocate from too; ``None`` for a device of one process."""
         self._collector: Collector | None = None
         self.estimates = Estimates(self._allocated_and_peak)
-        self.frugal_plans: set[object] = set()
+        self.calls_without_workspace: set[object] = set()
         """Calls of cuDNN whose workspace once did not fit: later ones use none."""
         self.dropout_state = 0
         """Address of the state of recurrent layers' dropout; 0 for none."""
@@ -104,7 +104,7 @@ class Device:
         self.allocator.growth = 0
 
     def forget(self) -> Memory:
-        """Free everything; return an empty memory for :meth:`go_on_with`."""
+        """Free everything; return an empty memory for :meth:`use_memory`."""
         self.workspaces.clear()
         self.workspaces.settings.forget()
         self.allocator.memory.shared = None
@@ -114,7 +114,7 @@ class Device:
         memory.memory.shared = self.shared
         return memory
 
-    def go_on_with(self, memory: Memory) -> None:
+    def use_memory(self, memory: Memory) -> None:
         """Make ``memory`` this device's own, as if nothing had been allocated before."""
         memory.trace.clear()
         memory.reset_peak_stats()
@@ -122,7 +122,7 @@ class Device:
         memory.observers = self.allocator.observers
         self.allocator = self.workspaces.memory = memory
         self.estimates = Estimates(self._allocated_and_peak)
-        self.frugal_plans.clear()
+        self.calls_without_workspace.clear()
         self.dropout_state = 0
 
     def hold_dropout_state(self) -> None:

@@ -38,7 +38,7 @@ class Estimates:
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
         """Leave peaks inside out of the count."""
-        self._settle(self._read()[1], self.live)
+        self._follow_peak(self._read()[1], self.live)
         known = (self._highest, self._in_peak, self._largest, self._latest, self._at_peak)
         try:
             yield
@@ -50,16 +50,16 @@ class Estimates:
         """Count an allocated block of ``nbytes`` for ``what``."""
         allocated, peak = self._read()
         if allocated != peak:
-            self._settle(peak, self.live)
+            self._follow_peak(peak, self.live)
         self._latest = f"{what} at {user_line()}"
         if self._largest is None or nbytes > self._largest[0]:
             self._largest = (nbytes, self._latest)
         self.live += nbytes
-        self._settle(peak, self.live)
+        self._follow_peak(peak, self.live)
 
     def freed(self, nbytes: int) -> None:
         """Stop counting a freed block of ``nbytes``."""
-        self._settle(self._read()[1], self.live)
+        self._follow_peak(self._read()[1], self.live)
         self.live -= nbytes
 
     def hold(self, tensor: torch.Tensor, nbytes: int, what: str) -> None:
@@ -77,7 +77,7 @@ class Estimates:
     @property
     def in_peak(self) -> int:
         """The estimated bytes in the highest peak since :meth:`clear`."""
-        self._settle(self._read()[1], self.live)
+        self._follow_peak(self._read()[1], self.live)
         return self._in_peak
 
     @property
@@ -87,7 +87,7 @@ class Estimates:
             return None
         return estimate_note(*self._largest, self.in_peak, self._at_peak)
 
-    def _settle(self, peak: int, live: int) -> None:
+    def _follow_peak(self, peak: int, live: int) -> None:
         if peak != self._seen:
             self._seen = peak  # Lower than before: it was reset.
             if peak > self._highest:

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from pytest_gpumem.echo import quoted
+from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulated.common.callsite import provenance
 from pytest_gpumem.simulated.gpu.releases import (
     LARGE_MAJORS,

@@ -32,7 +32,7 @@ from pytest_gpumem.simulated.machine.storages import Storages
 NO_DATA = "Cannot copy out of meta tensor; no data!"
 """Source: aten/src/ATen/native/Copy.cpp (copy_impl), torch 2.6 to 2.15; a NotImplementedError."""
 
-NUMBER = "number"
+HOST_SCALAR = "number"
 """The place of a number that C++ made a tensor of: it may stand anywhere."""
 
 INDEXING = frozenset(
@@ -59,7 +59,7 @@ _COMPARE_THEIRS = frozenset({"aten::embedding"})
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor argument and where it is: a device, or ``NUMBER``."""
+    """A tensor argument and where it is: a device, or ``HOST_SCALAR``."""
 
     name: str
     tensor: torch.Tensor
@@ -68,7 +68,7 @@ class Placed:
     @property
     def is_scalar(self) -> bool:
         """Whether it is a number on the host."""
-        return self.device == NUMBER or (self.device == "cpu" and not self.tensor.dim())
+        return self.device == HOST_SCALAR or (self.device == "cpu" and not self.tensor.dim())
 
 
 def placed(
@@ -81,16 +81,16 @@ def placed(
 
 def refuse_mixed(func: Any, tensors: Sequence[Placed]) -> None:
     """Raise an error if ``tensors``, the arguments of ``func``, are on too many devices."""
-    devices = {each.device for each in tensors} - {NUMBER}
+    devices = {each.device for each in tensors} - {HOST_SCALAR}
     if len(devices) < 2 or not any(device.startswith("cuda") for device in devices):
         return
     name = func._schema.name.removesuffix("_")
     indices = {each.device for each in tensors if each.name == "indices"}
-    if name in INDEXING and indices - {"cpu", NUMBER, tensors[0].device}:
+    if name in INDEXING and indices - {"cpu", HOST_SCALAR, tensors[0].device}:
         raise RuntimeError(indices_elsewhere(tensors[0].device))
     if "meta" not in devices and name.startswith(_ANYWHERE):
         return
-    compared = [each for each in tensors if each.device != NUMBER]
+    compared = [each for each in tensors if each.device != HOST_SCALAR]
     if name == "aten::masked_fill":  # cuda/IndexKernel.cpp: only the value may be a number
         compared = [each for each in compared if each.name != "value" or not each.is_scalar]
     elif "meta" in devices or not _compares_devices(func):
@@ -192,5 +192,5 @@ def refuse_in_child(storages: Storages, args: Args, kwargs: Kwargs, target: Any)
     for tensor in tensors_in((args, kwargs)):
         if storages.of(tensor) is not None:
             raise RuntimeError(IN_CHILD)
-        if storages.is_on_host(tensor):
+        if storages.is_unknown_on_cpu(tensor):
             raise RuntimeError(_UNKNOWN)

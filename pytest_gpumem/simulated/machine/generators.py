@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.gpu.memory import Memory
 
 _by_address: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -185,7 +185,7 @@ class RandomState:
     def __init__(self) -> None:
         self._shared: dict[object, tuple[set[int], Memory, list[int]]] = {}
 
-    def register(self, graph: object, state: object, gpu: Device) -> None:
+    def register(self, graph: object, state: object, gpu: GpuState) -> None:
         """Run ``register_graph`` of a generator's state, up to 2.11."""
         known = self._shared.get(state)
         # A test before this one may have left a graph, in a memory that is no longer the GPU's.
@@ -202,12 +202,12 @@ class RandomState:
                 del self._shared[state]
 
 
-def state_of(generator: torch.Generator | None, gpu: Device) -> object:
+def state_of(generator: torch.Generator | None, gpu: GpuState) -> object:
     """Return the state of a generator, by default of the GPU's own: generators can share one."""
     return drawn_from(torch.cuda.default_generators[gpu.index] if generator is None else generator)
 
 
-def state_tensors(gpu: Device, stream: int) -> list[int]:
+def state_tensors(gpu: GpuState, stream: int) -> list[int]:
     """Allocate both; return their addresses."""
     return [gpu.allocator.malloc(RNG_BYTES, stream) for _ in range(2)]
 

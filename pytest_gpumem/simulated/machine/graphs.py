@@ -16,12 +16,12 @@ import torch
 from pytest_gpumem.allocator import AllocatorError
 from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.releases import CLEARS_WORKSPACES, LAZY_RNG, RNG_PER_CAPTURE
 from pytest_gpumem.simulated.machine.generators import free_all, state_of, state_tensors
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.machine.pool_contents import Recording
+from pytest_gpumem.simulated.machine.pool_contents import GraphRecording
 from pytest_gpumem.simulated.machine.signatures import is_view
 from pytest_gpumem.simulated.machine.streams import Capture, cuda_error
 from pytest_gpumem.values.errors import UnsupportedOperatorError
@@ -72,7 +72,7 @@ class Graph:
             raise cuda_error("the operation cannot be performed in the present state")
         chosen = SHARED_POOL if pool is None else (pool[0], pool[1])
         identity = (next(machine.graph_pools), 0) if chosen == SHARED_POOL else chosen
-        recording = Recording(machine.values, machine.pool_contents.of(gpu, identity))
+        recording = GraphRecording(machine.values, machine.pool_contents.of(gpu, identity))
         capture = Capture(gpu, identity, recording, self._use_random_operator)
         captures = machine.streams.captures
         try:
@@ -169,12 +169,12 @@ class Graph:
     raw_cuda_graph_exec = partialmethod(_refuse, "raw_cuda_graph_exec")
     get_graph_data = partialmethod(_refuse, "get_graph_data")
 
-    def _use_random_operator(self, gpu: Device, generator: torch.Generator | None) -> None:
+    def _use_random_operator(self, gpu: GpuState, generator: torch.Generator | None) -> None:
         """Note a captured random operator: since 2.14 it allocates a state of the capture's own."""
         if gpu.version >= LAZY_RNG and (state := state_of(generator, gpu)) not in self._random:
             self._random[state] = state_tensors(gpu, 0)
 
-    def _register(self, gpu: Device, state: object) -> None:
+    def _register(self, gpu: GpuState, state: object) -> None:
         """Run ``register_graph`` of a generator, up to 2.13."""
         if self._machine.streams.is_capturing(gpu.index):
             raise RuntimeError(

@@ -25,7 +25,7 @@ from pytest_gpumem.allocator.trace import TraceEntry
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.gpu.catalogue import Machine
-from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.machine.dispatch import Dispatch, ThreadState
 from pytest_gpumem.simulated.machine.generators import RandomState
 from pytest_gpumem.simulated.machine.notes import Notes
@@ -42,11 +42,11 @@ from pytest_gpumem.simulated.machine.streams import (
 )
 from pytest_gpumem.simulated.machine.values.assumptions import drawn_seed, is_printing
 from pytest_gpumem.simulated.machine.values.known import Values
-from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat
+from pytest_gpumem.simulated.machine.values.placeholder import PlaceholderFloat
 from pytest_gpumem.values.environment import Environment
 
 
-class GPU(Device):
+class GPU(GpuState):
     """A device in a machine."""
 
     @cached_property
@@ -116,9 +116,9 @@ class GPU(Device):
         Live blocks stay behind and count no more, but for those that :meth:`repeat` moves over.
         So a test's state does not depend on earlier tests, down to the last address.
         """
-        self.go_on_with(self.forget())
+        self.use_memory(self.forget())
 
-    def repeat(self, log: SetupLog) -> Taken:
+    def repeat(self, log: SetupLog) -> RepeatedSetUp:
         """Repeat the events of ``log``; allocated storages that still live move over."""
         memory = self.allocator
         allocated, reserved = memory.allocated, memory.reserved
@@ -139,7 +139,7 @@ class GPU(Device):
             else:
                 record.allocator, record.address = memory, address
         memory.empty_cache()
-        return Taken(
+        return RepeatedSetUp(
             memory.allocated - allocated,
             memory.reserved - reserved,
             peak_allocated - allocated,
@@ -156,7 +156,7 @@ class GPU(Device):
         )
 
 
-class Taken(NamedTuple):
+class RepeatedSetUp(NamedTuple):
     """Bytes that a repeated set-up left behind, and how far it went above its start."""
 
     allocated: int
@@ -246,7 +246,7 @@ class SimulatedMachine(Notes):
         finally:
             self.thread_state.destination = before
 
-    def neutral_value(self, tensor: torch.Tensor) -> NeutralFloat | int | None:
+    def placeholder_value(self, tensor: torch.Tensor) -> PlaceholderFloat | int | None:
         """Return the result of reading an unknown number: 0, or ``None`` where none may be made up.
 
         It may not where every value is computed. Integers may in ``item()``, not in C++, which
@@ -257,7 +257,7 @@ class SimulatedMachine(Notes):
         """
         is_floating = tensor.dtype.is_floating_point
         if is_printing():
-            return NeutralFloat() if is_floating else 0
+            return PlaceholderFloat() if is_floating else 0
         seed = None if is_floating else drawn_seed(self.current_index)
         if seed is not None:
             return seed
@@ -266,14 +266,14 @@ class SimulatedMachine(Notes):
         if self.values.everything or not may_be_made_up:
             return None
         line = self.count_read("item()")
-        value = NeutralFloat() if is_floating else 0
+        value = PlaceholderFloat() if is_floating else 0
         self.note(f"item() at {line} read a value that is not computed: it got {value}")
         return value
 
-    def reads_neutral_integers(self, tensor: torch.Tensor, read: str) -> bool:
-        """Note and return whether ``read`` of all of an unknown ``tensor`` yields neutral integers.
+    def reads_placeholder_integers(self, tensor: torch.Tensor, read: str) -> bool:
+        """Note and return whether ``read`` of all of an unknown ``tensor`` yields placeholders.
 
-        Raises :class:`UnknownValueError` as :meth:`neutral_value` does.
+        Raises :class:`UnknownValueError` as :meth:`placeholder_value` does.
         """
         if self.values.everything or not raw.is_integer(tensor.dtype):
             return False
@@ -325,8 +325,8 @@ class SimulatedMachine(Notes):
 
     def forget_reads(self) -> None:
         """Reset the counts of reads, and look up how much memory the host has."""
-        self.neutral_reads.clear()
-        self.granted = False
+        self.placeholder_reads.clear()
+        self.assumed = False
         self.values.begin()
 
 
@@ -344,8 +344,8 @@ class Numbering:
         self._starts = [0]
         """By pass: how many nodes the program's thread had made before."""
         self._shifts = [_next()]
-        """By pass, and before the first: this thread's number of a node of the program's, less its
-        number on a GPU."""
+        """For each backward pass: difference between the sequence number that a node of the main
+        thread gets here and the one it would get on a GPU."""
         self._on_gpu = 0
 
     def ended(self, began: int) -> Callable[[int], int]:

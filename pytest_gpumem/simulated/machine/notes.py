@@ -17,9 +17,9 @@ class Notes:
 
     def __init__(self) -> None:
         self.notes: dict[str, None] = {}
-        self.neutral_reads: Counter[str] = Counter()
-        """By line: how often a neutral value was read there."""
-        self.granted = False
+        self.placeholder_reads: Counter[str] = Counter()
+        """By line: how often a placeholder was read there."""
+        self.assumed = False
         """Whether a condition on unknown values was answered by an assumption."""
 
     def note(self, sentence: str, *, always: bool = False) -> None:
@@ -33,11 +33,12 @@ class Notes:
         Raises :class:`UnknownValueError` where one line reads without end.
         """
         line = user_line()
-        self.neutral_reads[line] += 1
-        if self.neutral_reads[line] > MOST_READS:
+        self.placeholder_reads[line] += 1
+        if self.placeholder_reads[line] > MOST_READS:
             raise UnknownValueError(
                 f"{name} at {line} read values that a simulated GPU does not have {MOST_READS:,} "
-                f"times: a loop that waits for one of them would never end"
+                f"times: this looks like a loop that waits for a value, which a simulated GPU "
+                f"never computes"
             )
         return line
 
@@ -47,7 +48,7 @@ class Notes:
         Raises :class:`UnknownValueError` where one line does so without end.
         """
         line = self.count_read("a search for infinities and NaN")
-        self.granted = True
+        self.assumed = True
         self.note(
             f"{line} looks for infinities or NaN in numbers that are not computed: they were "
             f"taken for finite"

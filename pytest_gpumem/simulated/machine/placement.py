@@ -9,12 +9,12 @@ import torch
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.raw import tensors_in
-from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.machine.checks import INDEXING, indices_elsewhere, two_devices
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages
 
-_D = TypeVar("_D", bound=Device)
+_D = TypeVar("_D", bound=GpuState)
 
 _ANYWHERE = ("aten::_foreach_copy_", "aten::_amp_foreach_non_finite_check_and_unscale_")
 """Operators that take tensors of several devices: each on its own."""
@@ -55,8 +55,8 @@ class Placement(Generic[_D]):
             self.latest = self._gpus[found.index]
         return self.latest
 
-    def following(self, handler: Handler) -> Handler:
-        """Note where ``handler``'s operator runs; its parts may span several GPUs."""
+    def noting(self, handler: Handler) -> Handler:
+        """Return a handler that notes the operator's GPU; its parts may span several."""
 
         def handle(args: Args, kwargs: Kwargs) -> Any:
             self.follow(args, kwargs)
@@ -73,11 +73,11 @@ class Placement(Generic[_D]):
         found = filter(None, map(self._storages.of, tensors_in(values)))
         return next((self._gpus[record.device.index] for record in found), None)
 
-    def each(self, handler: Handler) -> Handler:
-        """Run a ``_foreach_`` operator device by device, as CUDA's slow path does."""
+    def device_by_device(self, handler: Handler) -> Handler:
+        """Return a handler that runs a ``_foreach_`` operator by device, as CUDA's slow path."""
 
         def handle(args: Args, kwargs: Kwargs) -> Any:
-            positions: dict[Device | None, list[int]] = {}
+            positions: dict[GpuState | None, list[int]] = {}
             tensors = next(value for value in args if isinstance(value, (list, tuple)))
             for position, tensor in enumerate(tensors):
                 positions.setdefault(self.first(tensor), []).append(position)
@@ -98,7 +98,7 @@ class Placement(Generic[_D]):
         return handle
 
 
-def return_gradient(moved: torch.Tensor, source: Device, position: int = 0) -> None:
+def return_gradient(moved: torch.Tensor, source: GpuState, position: int = 0) -> None:
     """Make autograd bring the gradient of ``moved``, a copy, back to the GPU ``source``.
 
     The formula does so by the options of the original, which are only ``meta`` here. ``position``
@@ -119,7 +119,7 @@ def return_gradient(moved: torch.Tensor, source: Device, position: int = 0) -> N
     node.register_hook(move)
 
 
-def source_of_node() -> Device | None:
+def source_of_node() -> GpuState | None:
     """Return the GPU that the running node brings its gradient to; ``None`` if it is no copy."""
     if torch._C._current_graph_task_id() == -1:
         return None

@@ -14,7 +14,7 @@ import torch
 
 from pytest_gpumem.allocator.blocks import PoolId
 from pytest_gpumem.simulated.common.raw import CPU
-from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.machine.generators import shared_state
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
@@ -25,7 +25,7 @@ from pytest_gpumem.simulated.machine.values.recording import Recorder, View
 from pytest_gpumem.simulated.machine.values.views import view_of
 
 
-class Place:
+class StorageSlot:
     """A storage that captured work reads or writes."""
 
     def __init__(self, tensor: torch.Tensor, contents: PoolContents) -> None:
@@ -50,7 +50,7 @@ class PoolContents:
     """The known values in all graphs' pools of one GPU, by address."""
 
     def __init__(
-        self, values: Values, memory: Memory, places: WeakValueDictionary[int, Place]
+        self, values: Values, memory: Memory, places: WeakValueDictionary[int, StorageSlot]
     ) -> None:
         self._values = values
         self.memory = memory
@@ -58,7 +58,7 @@ class PoolContents:
         """By key: the places of storages that live in pools of any GPU."""
         self.pools: set[PoolId] = set()
         """The pools that captures have taken memory from."""
-        self.owners: dict[int, Place] = {}
+        self.owners: dict[int, StorageSlot] = {}
         """By address: the storage that was there last, of those that captures have seen."""
         self.held: dict[int, torch.Tensor] = {}
         """By address: the bytes that were written there last, flat."""
@@ -78,7 +78,7 @@ class PoolContents:
         base = self.held.get(address) if base is None else base
         return None if base is None or base.nbytes < nbytes else base
 
-    def at(self, place: Place) -> torch.Tensor | None:
+    def at(self, place: StorageSlot) -> torch.Tensor | None:
         """Return all elements at ``place``; ``None`` where they are unknown."""
         if not place.address:
             return self._values.base(place.key) if place.lives else None
@@ -94,7 +94,7 @@ class PoolContents:
             self.put(place, base)
         return base
 
-    def put(self, place: Place, base: torch.Tensor) -> None:
+    def put(self, place: StorageSlot, base: torch.Tensor) -> None:
         """Set the contents at ``place`` to ``base``."""
         owner = place
         if place.address:
@@ -107,14 +107,14 @@ class PoolContents:
         else:
             self._values.forget(owner.key)
 
-    def overwritten(self, place: Place) -> None:
+    def overwritten(self, place: StorageSlot) -> None:
         """Forget the contents of other addresses in the memory of ``place``."""
         start, end = place.address, place.address + place.nbytes
         for address, base in list(self.held.items()) if start else ():
             if address != start and address < end and address + base.nbytes > start:
                 self._forget_at(address)
 
-    def forget(self, place: Place) -> None:
+    def forget(self, place: StorageSlot) -> None:
         """Forget the contents at ``place``."""
         if place.address:
             self._forget_at(place.address)
@@ -134,9 +134,9 @@ class EveryPoolContents:
     def __init__(self, values: Values) -> None:
         self._values = values
         self._by_index: WeakValueDictionary[int, PoolContents] = WeakValueDictionary()
-        self._places: WeakValueDictionary[int, Place] = WeakValueDictionary()
+        self._places: WeakValueDictionary[int, StorageSlot] = WeakValueDictionary()
 
-    def of(self, gpu: Device, pool: PoolId) -> PoolContents:
+    def of(self, gpu: GpuState, pool: PoolId) -> PoolContents:
         """Return the contents of a GPU's pools, ``pool`` among them from now on."""
         found = self._by_index.get(gpu.index)
         if found is None or found.memory is not gpu.allocator:
@@ -163,23 +163,23 @@ class EveryPoolContents:
         return None
 
 
-class Recording(Recorder[Place]):
+class GraphRecording(Recorder[StorageSlot]):
     """The operators of one capture."""
 
     def __init__(self, values: Values, contents: PoolContents) -> None:
         super().__init__()
         self._values = values
         self._contents = contents
-        self._places: dict[int, Place] = {}
-        self._blank: set[Place] = set()
+        self._places: dict[int, StorageSlot] = {}
+        self._uninitialized: set[StorageSlot] = set()
         """Memory made for a write: its earlier contents do not matter."""
 
-    def place_of(self, tensor: torch.Tensor) -> Place:
+    def place_of(self, tensor: torch.Tensor) -> StorageSlot:
         """Return the place of the storage of ``tensor``, with its address in a pool."""
         key = storage_key(tensor)
         place = self._places.get(key)
         if place is None or not place.lives:
-            place = self._places[key] = Place(tensor, self._contents)
+            place = self._places[key] = StorageSlot(tensor, self._contents)
         return place
 
     def generator_of(self, kwargs: Kwargs) -> torch.Generator | None:
@@ -187,12 +187,12 @@ class Recording(Recorder[Place]):
         given = kwargs.get("generator")
         return None if given is None else shared_state(given)
 
-    def memory(self, view: View[Place], *, is_read: bool) -> torch.Tensor | None:
+    def memory(self, view: View[StorageSlot], *, is_read: bool) -> torch.Tensor | None:
         """Return ``view`` as a CPU tensor; ``None`` if it is unknown and read."""
         place = view.place
         base = self._contents.at(place)
         if base is None:
-            if is_read and place not in self._blank:
+            if is_read and place not in self._uninitialized:
                 return None
             dtype = view.layout.dtype
             base = torch.empty(place.nbytes // dtype.itemsize, dtype=dtype, device=CPU)
@@ -207,15 +207,15 @@ class Recording(Recorder[Place]):
             kwargs = {**kwargs, "generator": generator}
         return self._values.run(operator, args, kwargs)
 
-    def blank(self, view: View[Place]) -> None:
-        """Note that ``view`` is memory that any write may be to."""
-        self._blank.add(view.place)
+    def mark_uninitialized(self, view: View[StorageSlot]) -> None:
+        """Note that ``view`` is memory whose old contents do not matter."""
+        self._uninitialized.add(view.place)
 
-    def know(self, view: View[Place]) -> None:
+    def mark_known(self, view: View[StorageSlot]) -> None:
         """Forget the contents of other addresses in the memory of ``view``."""
         self._contents.overwritten(view.place)
 
-    def forget(self, view: View[Place]) -> None:
+    def forget(self, view: View[StorageSlot]) -> None:
         """Forget the contents of the place."""
-        self._blank.discard(view.place)
+        self._uninitialized.discard(view.place)
         self._contents.forget(view.place)

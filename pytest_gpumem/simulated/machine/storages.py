@@ -13,7 +13,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import provenance
-from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.gpu.memory import Memory
 
 ELSEWHERE = 1 << 48
@@ -49,7 +49,7 @@ class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
     key: int
     address: int
     nbytes: int
-    device: Device
+    device: GpuState
     allocator: Memory
     """The owner of ``address``: not the device's present allocator once that has been renewed."""
 
@@ -73,18 +73,18 @@ class Storages:
 
     def __init__(self) -> None:
         self.by_key: dict[int, SimulatedStorage] = {}
-        self.on_host: dict[int, SimulatedStorage] = {}
+        self.unknown_on_cpu: dict[int, SimulatedStorage] = {}
         """CPU tensors of unknown values: copies of CUDA tensors, and results computed from them.
 
         ``nbytes`` is the memory that was requested and is not used.
         """
-        self.numbers: dict[int, SimulatedStorage] = {}
+        self.host_scalars: dict[int, SimulatedStorage] = {}
         """Tensors that CUDA keeps on the host although torch reports ``meta``: seeds of dropout,
         numbers that C++ made tensors of. They may stand beside any tensor."""
         self.users_own: dict[int, SimulatedStorage] = {}
         """Tensors that user code requested on ``meta``."""
         self.without_values: dict[int, torch.Tensor] = {}
-        """By key of a storage ``on_host``: memory marked as unknown, for readers in C."""
+        """By key of a storage ``unknown_on_cpu``: memory marked as unknown, for readers in C."""
         self.taken_back: dict[int, str] = {}
         """By key: the error for readers of a storage whose memory a graph uses again."""
         self.lock: RLock | None = None
@@ -108,21 +108,21 @@ class Storages:
         except ValueError:
             return self.by_key.get(storage_key(tensor))
 
-    def is_on_host(self, tensor: torch.Tensor) -> bool:
+    def is_unknown_on_cpu(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a CPU tensor of unknown values."""
-        return bool(self.on_host) and storage_key(tensor) in self.on_host
+        return bool(self.unknown_on_cpu) and storage_key(tensor) in self.unknown_on_cpu
 
-    def adopt_on_host(self, tensor: torch.Tensor) -> SimulatedStorage:
+    def mark_unknown(self, tensor: torch.Tensor) -> SimulatedStorage:
         """Mark the values of ``tensor``, a CPU tensor, as unknown."""
-        return self._remember(tensor, self.on_host)
+        return self._remember(tensor, self.unknown_on_cpu)
 
-    def adopt_numbers(self, tensors: Iterable[torch.Tensor]) -> None:
+    def mark_host_scalars(self, tensors: Iterable[torch.Tensor]) -> None:
         """Mark those of ``tensors`` that have no block as numbers of the host."""
         for tensor in tensors:
             if self.of(tensor) is None:
-                self._remember(tensor, self.numbers)
+                self._remember(tensor, self.host_scalars)
 
-    def adopt_users_own(self, tensors: Iterable[torch.Tensor]) -> None:
+    def mark_users_own(self, tensors: Iterable[torch.Tensor]) -> None:
         """Mark those of ``tensors`` that are on ``meta`` as requested there by user code."""
         for tensor in tensors:
             if raw.is_meta(tensor) and storage_key(tensor):
@@ -138,7 +138,7 @@ class Storages:
         among[record.key] = record
         return record
 
-    def unknown_on_host(
+    def new_unknown_on_cpu(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """Return a CPU tensor of unknown values.
@@ -151,12 +151,12 @@ class Storages:
         poison(_as_strided(made, (MOST_POISONED,), (1,)) if large else made)
         if large:
             torch._C._set_throw_on_mutable_data_ptr(made)
-        record = self.adopt_on_host(made)
+        record = self.mark_unknown(made)
         record.nbytes = made.untyped_storage().nbytes() if large else 0
         return made
 
     def address_without_values(self, storage: torch.UntypedStorage) -> int:
-        """Return where the bytes of ``storage``, of unknown values, are no number of any type."""
+        """Return where ``storage``, of unknown values, holds a NaN pattern in every dtype."""
         made = self.without_values.get(storage._cdata)
         if made is None:
             with torch._C._DisableTorchDispatch():
@@ -166,22 +166,22 @@ class Storages:
 
     def is_untouched(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a CPU tensor whose memory was allocated and never used."""
-        record = self.on_host.get(storage_key(tensor)) if self.on_host else None
+        record = self.unknown_on_cpu.get(storage_key(tensor)) if self.unknown_on_cpu else None
         return record is not None and record.nbytes > 0
 
-    def forget_on_host(self, tensor: torch.Tensor) -> None:
+    def mark_known(self, tensor: torch.Tensor) -> None:
         """Mark the values of ``tensor``, a CPU tensor, as known again."""
         key = tensor.untyped_storage()._cdata
-        self.on_host.pop(key, None)
+        self.unknown_on_cpu.pop(key, None)
         self.without_values.pop(key, None)
 
-    def adopt(self, tensor: torch.Tensor, device: Device) -> None:
+    def track(self, tensor: torch.Tensor, device: GpuState) -> None:
         """Allocate a block on ``device`` for ``tensor``'s storage unless it has one."""
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             for part in parts_of_sparse(tensor):
-                self.adopt(part, device)
+                self.track(part, device)
             return
         if storage._cdata in self.by_key:
             return
@@ -193,7 +193,11 @@ class Storages:
         self.refer(storage, address, device, allocator)
 
     def refer(
-        self, storage: torch.UntypedStorage, address: int, device: Device, owner: Memory = BORROWED
+        self,
+        storage: torch.UntypedStorage,
+        address: int,
+        device: GpuState,
+        owner: Memory = BORROWED,
     ) -> SimulatedStorage:
         """Make ``storage`` refer to memory at ``address``, which it gives back to its ``owner``."""
         record = SimulatedStorage(storage, self._died)
@@ -234,7 +238,7 @@ class Storages:
 
     def _forget(self, record: _Reference) -> None:
         assert isinstance(record, SimulatedStorage)
-        for among in (self.on_host, self.numbers, self.users_own):
+        for among in (self.unknown_on_cpu, self.host_scalars, self.users_own):
             if among.get(record.key) is record:
                 del among[record.key]
                 self.without_values.pop(record.key, None)

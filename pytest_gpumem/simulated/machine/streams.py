@@ -30,8 +30,8 @@ import torch.autograd.graph
 
 from pytest_gpumem.allocator.blocks import PoolId
 from pytest_gpumem.allocator.trace import Marks, StreamKey, Timeline
-from pytest_gpumem.simulated.gpu.device import Device
-from pytest_gpumem.simulated.machine.pool_contents import Recording
+from pytest_gpumem.simulated.gpu.device import GpuState
+from pytest_gpumem.simulated.machine.pool_contents import GraphRecording
 
 STREAMS_PER_POOL = 32
 """kStreamsPerPool of c10/cuda/CUDAStream.cpp: after these the first stream is returned again."""
@@ -48,17 +48,17 @@ class Capture:
 
     def __init__(
         self,
-        gpu: Device,
+        gpu: GpuState,
         pool: PoolId,
-        recording: Recording,
-        draws: Callable[[Device, torch.Generator | None], None],
+        recording: GraphRecording,
+        draws: Callable[[GpuState, torch.Generator | None], None],
     ) -> None:
         self.gpu = gpu
         self.pool = pool
         self.stream = gpu.stream
         self.memory = gpu.allocator
         self.recording = recording
-        self.draws: Callable[[Device, torch.Generator | None], None] | None = draws
+        self.draws: Callable[[GpuState, torch.Generator | None], None] | None = draws
         """Called for each random operator until the capture ends: it refers to the graph."""
         self.under_way = True
         self.is_empty = True

@@ -33,9 +33,9 @@ from pytest_gpumem.simulated.operators.rules import (
     Composite,
     Rule,
     Scratch,
+    borrow,
     copies_of,
     first_of,
-    passing,
 )
 
 _aten = torch.ops.aten
@@ -67,7 +67,8 @@ def dropout(input: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
-    """The product, whose strides are in the order of its factors', and a contiguous copy of it."""
+    """``_softmax_backward_data``: grad * output, a contiguous copy where its strides are not
+    those of a contiguous tensor, and one of ``output`` where it is not contiguous."""
     sizes = [grad_output.nbytes]
     if not (grad_output.is_contiguous() and output.is_contiguous()):
         strides = compute_elementwise_output_strides(grad_output, output)
@@ -75,13 +76,13 @@ def _backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
         compared = zip(output.shape, strides, wanted, strict=True)
         if any(size != 1 and stride != step for size, stride, step in compared):
             sizes *= 2
-    passing(gpu, *sizes, *copied(output))
+    borrow(gpu, *sizes, *copied(output))
 
 
 def _safe(gpu: GPU, dim: int, result: Tensor) -> None:
     """Allocate for ``_safe_softmax`` of native/transformers/attention.cpp."""
     rows = result.numel() // max(result.shape[dim], 1) if result.dim() else 1
-    passing(gpu, result.numel(), rows, result.element_size())
+    borrow(gpu, result.numel(), rows, result.element_size())
 
 
 def _of_halves(whole: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Composite:
@@ -154,7 +155,7 @@ def _reducing(*, in_result: bool) -> Rule:
             _reduce_all(gpu, elements, result.dtype)
             other.free()
 
-    return Rule(placed=_enlarged, after=after)
+    return Rule(outputs=_enlarged, after=after)
 
 
 def _huber(gpu: GPU, self: Tensor, reduction: int, result: Tensor) -> None:
@@ -164,7 +165,7 @@ def _huber(gpu: GPU, self: Tensor, reduction: int, result: Tensor) -> None:
 
 def _margin_of_rows(gpu: GPU, self: Tensor, reduction: int) -> None:
     if self.dim() == 2 and reduction:
-        passing(gpu, self.shape[0] * self.element_size())
+        borrow(gpu, self.shape[0] * self.element_size())
 
 
 def _target_first(
@@ -220,7 +221,7 @@ def _ctc_backward(log_probs: Tensor, log_alpha: Tensor) -> Tensor:
     return gradient
 
 
-COMPOSITES: dict[str, Composite] = {
+ABOVE_AUTOGRAD: dict[str, Composite] = {
     "aten.mish_backward.default": mish_backward,
     "aten.dropout.default": dropout,
     "aten.softmax.int": _of_halves(_aten.softmax.int.decompose, _aten._softmax),
@@ -229,7 +230,7 @@ COMPOSITES: dict[str, Composite] = {
     "aten.ctc_loss.IntList": _ctc_loss(_aten.ctc_loss.IntList),
 }
 
-IN_VIEW: dict[str, Composite] = {
+BELOW_AUTOGRAD: dict[str, Composite] = {
     "aten.logsumexp.default": logsumexp,
     "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
     "aten._ctc_loss_backward.default": _ctc_backward,
@@ -242,22 +243,22 @@ RULES = {
     "_safe_softmax": Rule(after=_safe),
     # dropout_cuda makes the mask first; where everything is dropped, zeros come before theirs.
     "native_dropout": Rule(
-        placed=lambda p, train, result: result if p == 1 or train is False else result[::-1]
+        outputs=lambda p, train, result: result if p == 1 or train is False else result[::-1]
     ),
     # The lengths of targets and of inputs, and where each target begins.
     "_ctc_loss": Rule(
         before=lambda gpu, log_probs: Scratch(gpu, *[log_probs.shape[1] * INDEX_BYTES] * 3),
-        placed=lambda result: result[::-1],
+        outputs=lambda result: result[::-1],
     ),
     # The buffer is empty on CUDA.
-    "log_sigmoid_forward": Rule(placed=lambda result: result[:1]),
+    "log_sigmoid_forward": Rule(outputs=lambda result: result[:1]),
     "mse_loss smooth_l1_loss": _reducing(in_result=False),
     "binary_cross_entropy soft_margin_loss": _reducing(in_result=True),
     "huber_loss": Rule(
         before=lambda gpu, self, reduction: Scratch(gpu, self.nbytes if reduction else 0),
         after=_huber,
     ),
-    "nll_loss2d_forward": Rule(placed=lambda result: result[::-1]),
+    "nll_loss2d_forward": Rule(outputs=lambda result: result[::-1]),
     "multi_margin_loss": Rule(after=_margin_of_rows),
-    "multilabel_margin_loss_forward": Rule(placed=_target_first),
+    "multilabel_margin_loss_forward": Rule(outputs=_target_first),
 }

@@ -26,8 +26,8 @@ from pytest_gpumem.simulated.operators.attention_choice import (
     AttentionCall,
     splits_of,
 )
-from pytest_gpumem.simulated.operators.layout import HALVES, copied, round_up
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, first_of, passing
+from pytest_gpumem.simulated.operators.layout import HALF_DTYPES, copied, round_up
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow, first_of
 
 _FLOAT_BYTES = 4
 
@@ -77,7 +77,7 @@ def scaled_dot_product_attention(gpu: GPU, *args: Any) -> Tensor:
     )
 
 
-COMPOSITES: dict[str, Composite] = {
+ABOVE_AUTOGRAD: dict[str, Composite] = {
     "aten.scaled_dot_product_attention.default": scaled_dot_product_attention
 }
 
@@ -117,7 +117,7 @@ def _by_products(call: AttentionCall, mask: Tensor | None, scale: float | None) 
     """_scaled_dot_product_attention_math, with the mask added in place."""
     query, key, value = call.query, call.key, call.value
     dtype = query.dtype
-    if dtype in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+    if dtype in HALF_DTYPES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()
     factor = math.sqrt(abs(scale if scale is not None else 1 / math.sqrt(query.shape[-1])))
     scaled = query * factor
@@ -181,7 +181,7 @@ def flash_outputs(
     taken = parts.take(rows), parts.take(rows * head_size_rounded(size))
     yield from state
     if dropout_p and state:
-        passing(gpu, _RNG_STATE)
+        borrow(gpu, _RNG_STATE)
     parts.drop(*taken)
 
 
@@ -204,7 +204,7 @@ def _cudnn_backward(gpu: GPU, grad_out: Tensor, query: Tensor, out: Tensor) -> N
     (scaled_dot_product_flash_attention.h, dQ_accum and softmax_sum); seen on torch's own code.
     """
     sums = (query.numel() // query.shape[-1]) * (query.shape[-1] + 1) * _FLOAT_BYTES
-    passing(gpu, out.nbytes if grad_out.stride() != out.stride() else 0, sums)
+    borrow(gpu, out.nbytes if grad_out.stride() != out.stride() else 0, sums)
 
 
 def head_size_rounded(size: int) -> int:
@@ -239,7 +239,7 @@ def flash_backward(gpu: GPU, query: Tensor, key: Tensor, starts: Tensor | None =
     if torch.are_deterministic_algorithms_enabled():
         copies = -(-gpu.model.sm_count // (batch * heads))
     expanded = [key.nbytes // key.shape[1] * heads] * 2 if key.shape[1] != heads else []
-    passing(gpu, rows, copies * rows * head_size_rounded(size), *expanded)
+    borrow(gpu, rows, copies * rows * head_size_rounded(size), *expanded)
 
 
 _KEYS_AT_ONCE = 128
@@ -248,8 +248,8 @@ _KEYS_AT_ONCE = 128
 
 def efficient_forward(gpu: GPU, query: Tensor, value: Tensor, result: tuple[Tensor, ...]) -> None:
     """Allocate the output in float32, where it does not stay in registers."""
-    if query.dtype in HALVES and value.shape[-1] > _KEYS_AT_ONCE:
-        passing(gpu, result[0].numel() * 4)
+    if query.dtype in HALF_DTYPES and value.shape[-1] > _KEYS_AT_ONCE:
+        borrow(gpu, result[0].numel() * 4)
 
 
 def efficient_backward(
@@ -267,7 +267,7 @@ def efficient_backward(
     batch, heads, length, size = query.shape
     sizes = size, value.shape[-1]
     rows = batch * heads * length
-    half = query.dtype in HALVES
+    half = query.dtype in HALF_DTYPES
     block, keys_block = _backward_blocks(gpu, half, max(sizes))
     in_registers = half and max(sizes) <= block
     scratch = Scratch(gpu)
@@ -359,13 +359,13 @@ def _workspace(
 
 
 RULES = {
-    "_scaled_dot_product_flash_attention": Rule(placed=_flash_outputs),
+    "_scaled_dot_product_flash_attention": Rule(outputs=_flash_outputs),
     "_scaled_dot_product_flash_attention_backward": Rule(
         before=lambda gpu, grad_out, out: _copies_by_length(gpu, grad_out, out),
         after=flash_backward,
     ),
     "_scaled_dot_product_efficient_attention": Rule(
-        after=efficient_forward, placed=efficient_outputs
+        after=efficient_forward, outputs=efficient_outputs
     ),
     "_scaled_dot_product_efficient_attention_backward": Rule(
         before=lambda gpu, grad_out_: _copies_by_length(gpu, grad_out_),
@@ -374,7 +374,7 @@ RULES = {
     ),
     # _cudnn_attention_forward: seed and offset even without dropout; logsumexp only to train.
     "_scaled_dot_product_cudnn_attention": Rule(
-        placed=lambda compute_log_sumexp, result: (*result[6:8], *result[: 1 + compute_log_sumexp])
+        outputs=lambda compute_log_sumexp, result: (*result[6:8], *result[: 1 + compute_log_sumexp])
     ),
     "_scaled_dot_product_cudnn_attention_backward": Rule(after=_cudnn_backward),
 }

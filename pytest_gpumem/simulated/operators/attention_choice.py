@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.layout import HALVES
+from pytest_gpumem.simulated.operators.layout import HALF_DTYPES
 
 MATH, FLASH, EFFICIENT, CUDNN = "math", "flash", "efficient", "cudnn"
 _NAMES = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
@@ -82,7 +82,7 @@ class AttentionCall:
         return dtype == self.key.dtype == self.value.dtype and dtype in dtypes
 
     def _low_precision(self) -> bool:
-        return self._same_dtype(HALVES if self.capability >= (8, 0) else {torch.float16})
+        return self._same_dtype(HALF_DTYPES if self.capability >= (8, 0) else {torch.float16})
 
     def _flash(self) -> bool:
         size = self.query.shape[-1]
@@ -103,7 +103,7 @@ class AttentionCall:
 
     def _efficient(self) -> bool:
         size, value_size = self.query.shape[-1], self.value.shape[-1]
-        half = self.query.dtype in HALVES
+        half = self.query.dtype in HALF_DTYPES
         alignment = 4 if self.capability >= (8, 0) else 1
         if self.capability >= (8, 0) or (self.capability >= (7, 0) and half):
             alignment = max(alignment, 8 if half else 4)

@@ -21,7 +21,7 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import INDEXABLE, accumulated, suggested_format
-from pytest_gpumem.simulated.operators.rules import Composite, Gradients, Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Composite, Gradients, Rule, Scratch, borrow
 
 _LARGEST_BATCH = {True: 880_801, False: 65_535}
 """Most samples that cuDNN normalises, by whether it trains."""
@@ -107,7 +107,7 @@ def _stage(gpu: GPU, input: Tensor, values: int) -> None:
     rows = min(-(-per_channel // (height * _PER_THREAD)), _MOST_ROWS)
     if rows >= _FEWEST_ROWS:
         columns = -(-channels // width)
-        passing(gpu, values * channels * rows * _accumulated_bytes(input), 4 * columns)
+        borrow(gpu, values * channels * rows * _accumulated_bytes(input), 4 * columns)
 
 
 def _batch_norm_forward(
@@ -128,7 +128,7 @@ def _batch_norm_forward(
     elif training and are_channels_last:
         _stage(gpu, input, _MOMENTS)
     if is_general:
-        passing(gpu, *[_accumulated_bytes(input) for given in (weight, bias) if given is None])
+        borrow(gpu, *[_accumulated_bytes(input) for given in (weight, bias) if given is None])
 
 
 def _batch_norm_backward(
@@ -140,7 +140,7 @@ def _batch_norm_backward(
     output_mask: Sequence[bool],
     result: Gradients,
 ) -> Iterator[Tensor]:
-    adopt = gpu.simulation.storages.adopt
+    adopt = gpu.simulation.storages.track
     by_input, by_weight, by_bias = output_mask
     grad_input, grad_weight, grad_bias = result
     reduces = train or by_weight or by_bias
@@ -270,8 +270,8 @@ def _backward_elemt(grad_out: Tensor, input: Tensor) -> Tensor:
     return grad_input
 
 
-COMPOSITES: dict[str, Composite] = {"aten.batch_norm.default": batch_norm}
-IN_VIEW: dict[str, Composite] = {
+ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.batch_norm.default": batch_norm}
+BELOW_AUTOGRAD: dict[str, Composite] = {
     "aten.batch_norm_stats.default": _statistics,
     "aten.batch_norm_update_stats.default": _statistics,
     "aten.batch_norm_elemt.default": lambda input: torch.empty_like(input),
@@ -284,7 +284,7 @@ IN_VIEW: dict[str, Composite] = {
 
 RULES = {
     "native_batch_norm": Rule(after=_batch_norm_forward),
-    "native_batch_norm_backward": Rule(placed=_batch_norm_backward),
+    "native_batch_norm_backward": Rule(outputs=_batch_norm_backward),
     "_batch_norm_with_update": Rule(after=_update),
-    "batch_norm_backward": Rule(placed=_update_backward),
+    "batch_norm_backward": Rule(outputs=_update_backward),
 }

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import is_dense
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow
 
 _THREADS = 128
 """BLOCK_SIZE."""
@@ -43,7 +43,7 @@ def _split(
     at_once = min(ceil(sqrt(factor)), chunks)
     in_turn = -(-factor // at_once)
     launched = sum(-(-size // (_BLOCK * in_turn)) for size in sizes)
-    passing(gpu, _NUMBER * (4 * len(sizes) + 1 + launched))
+    borrow(gpu, _NUMBER * (4 * len(sizes) + 1 + launched))
 
 
 def _concatenated(
@@ -53,7 +53,7 @@ def _concatenated(
     dtype = first.dtype if out is None else out.dtype
     is_widened = (first.dtype, dtype) == (torch.bfloat16, torch.float32)
     if all(map(is_dense, tensors)) and (dtype == first.dtype or is_widened):
-        passing(gpu, _NUMBER * (numbers_of(tensors, dim, num_chunks, dtype.itemsize) + 2))
+        borrow(gpu, _NUMBER * (numbers_of(tensors, dim, num_chunks, dtype.itemsize) + 2))
 
 
 def numbers_of(tensors: Sequence[Tensor], dim: int, num_chunks: int, itemsize: int) -> int:

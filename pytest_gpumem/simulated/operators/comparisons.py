@@ -22,7 +22,7 @@ from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values.views import layout_of
 from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow
 
 _as_it_is = torch.ops.aten.isclose.default.decompose
 
@@ -85,14 +85,14 @@ def _isin(gpu: GPU, elements: Tensor | None = None, test_elements: Tensor | None
         return
     count, others = elements.numel(), test_elements.numel()
     if count and others < int(10 * math.pow(count, 0.145)):
-        passing(gpu, count * others, count)
+        borrow(gpu, count * others, count)
 
 
 def _number(gpu: GPU, self: Tensor | float, sorter: Tensor | None = None) -> Scratch | None:
     """Make a number a tensor of 64 bits, and check the places in ``sorter``."""
     scratch = None if isinstance(self, Tensor) else Scratch(gpu, 8)
     if sorter is not None and sorter.numel():
-        passing(gpu, 8, 8)
+        borrow(gpu, 8, 8)
     return scratch
 
 
@@ -149,7 +149,7 @@ def _before(
     if sorted is not None and self.dtype == torch.bool:
         scratch.take(4)
         model = gpu.model
-        scratch.passing(cub.count_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
+        scratch.borrow(cub.device_sum_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
         return scratch
     count, size = self.numel(), self.element_size()
     if sorted is not None:
@@ -158,7 +158,7 @@ def _before(
         indices = scratch.take(count * index)
         scratch.take(count * index)
         at = gpu.model.compute_capability, gpu.model.sm_count
-        scratch.passing(cub.radix_sort_pairs_bytes(count, size, index, 8 * size, *at))
+        scratch.borrow(cub.radix_sort_pairs_bytes(count, size, index, 8 * size, *at))
         scratch.drop(indices)
     if return_inverse:
         # The inverse is there already; it comes to stay where this leaves room.
@@ -237,17 +237,17 @@ def _static(gpu: GPU, self: Tensor) -> None:
     tiles = -(-self.numel() // _STATIC_TILE)
     in_turn = -(-tiles // gpu.model.sm_count)
     blocks = -(-self.numel() // (in_turn * _STATIC_TILE))
-    passing(gpu, blocks * 4, blocks * INDEX_BYTES)
+    borrow(gpu, blocks * 4, blocks * INDEX_BYTES)
 
 
-COMPOSITES: dict[str, Composite] = {"aten.isclose.default": isclose}
+ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.isclose.default": isclose}
 
 RULES = {
     "_assert_async": Rule(before=_assert),
     "isin": Rule(after=_isin),
     "searchsorted bucketize": Rule(before=_number, after=_search),
     "nonzero_static": Rule(after=_static),
-    "_unique2 unique_consecutive": Rule(before=_before, placed=_placed, after=_select),
+    "_unique2 unique_consecutive": Rule(before=_before, outputs=_placed, after=_select),
     "bincount": Rule(before=_bins),
     "histc": Rule(after=_range),
 }

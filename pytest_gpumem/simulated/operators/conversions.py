@@ -15,7 +15,7 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.reductions import Over
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow
 
 
 def _as_complex(gpu: GPU, self: Tensor) -> Scratch:
@@ -60,7 +60,7 @@ def _base(gpu: GPU, self: Tensor | complex, exponent: Tensor | complex) -> Scrat
 def _number(gpu: GPU, self: Tensor | complex) -> None:
     """A base that is a number becomes a tensor of its own type: 64-bit, or complex."""
     if not isinstance(self, Tensor) and self != 1:
-        passing(gpu, 16 if isinstance(self, complex) else 8)
+        borrow(gpu, 16 if isinstance(self, complex) else 8)
 
 
 RULES = {

@@ -24,7 +24,7 @@ from pytest_gpumem.simulated.operators.convolution_choice import (
     CUDNN,
     DEPTHWISE,
     SLOW,
-    Choice,
+    ConvolutionKernels,
     Parameters,
     SlowConvolution,
     common_format,
@@ -38,14 +38,14 @@ _Sizes = Sequence[int]
 
 def convolution(gpu: GPU, input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
     """``aten::convolution`` (``_convolution``)."""
-    return _convolved(gpu, input, weight, bias, *args[3:9])
+    return _convolve(gpu, input, weight, bias, *args[3:9])
 
 
-def _convolved(
+def _convolve(
     gpu: GPU, input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any
 ) -> Tensor:
     """Return the output; ``settings`` are those of ``parameters_of``, in the schema's order."""
-    call = _Call(gpu, parameters_of(weight, *settings))
+    call = ConvolutionCall(gpu, parameters_of(weight, *settings))
     if weight.dim() > 3:
         return call.forward(input, weight, bias)
     return call.forward(input.contiguous().unsqueeze(2), weight.unsqueeze(2), bias).squeeze(2)
@@ -60,7 +60,7 @@ def convolution_backward(
     *args: Any,
 ) -> Gradients:
     """``aten::convolution_backward``."""
-    call = _Call(gpu, parameters_of(weight, *args[4:10]))
+    call = ConvolutionCall(gpu, parameters_of(weight, *args[4:10]))
     if weight.dim() > 3:
         return call.backward(grad_output, input, weight, output_mask)
     flat = input.contiguous()
@@ -85,10 +85,10 @@ def _by_cudnn(
 ) -> Tensor:
     transposed = output_padding is not None
     settings = stride, padding, dilation, transposed, output_padding or (0,), groups
-    return _convolved(gpu, self, weight, None, *settings)
+    return _convolve(gpu, self, weight, None, *settings)
 
 
-IN_VIEW: dict[str, Composite] = {
+BELOW_AUTOGRAD: dict[str, Composite] = {
     "aten.convolution.default": convolution,
     "aten.convolution_backward.default": convolution_backward,
     # Its four switches at the end are those of torch's context, which hold.
@@ -132,7 +132,7 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, parameters: Param
 
 
 @dataclass(frozen=True)
-class _Call(Choice):
+class ConvolutionCall(ConvolutionKernels):
     """A convolution on a device."""
 
     def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -143,7 +143,7 @@ class _Call(Choice):
         if kernel == CUDNN:
             direction = cudnn.INPUT if self.parameters.transposed else cudnn.FORWARD
             given = input.contiguous(memory_format=common_format(input, weight))
-            output = self._toward(direction, given, weight, shape)
+            output = self._convolve(direction, given, weight, shape)
             del given
             if bias is not None:
                 output.add_(bias.view(1, -1, *[1] * (input.dim() - 2)))
@@ -154,7 +154,7 @@ class _Call(Choice):
             return _depthwise_forward(input, weight, bias, shape)
         return input.new_empty(shape)
 
-    def _toward(self, direction: str, given: Tensor, weight: Tensor, shape: _Sizes) -> Tensor:
+    def _convolve(self, direction: str, given: Tensor, weight: Tensor, shape: _Sizes) -> Tensor:
         """cudnn_convolution, and cudnn_convolution_backward_input for the direction ``INPUT``.
 
         Of a transposed one the output is computed as an input's gradient, and the other way round.
@@ -167,11 +167,11 @@ class _Call(Choice):
                 given.contiguous(memory_format=memory_format),
             ]
             input, output = (given, made) if direction == cudnn.FORWARD else (made, given)
-            self._plan(direction, input, weight, output, memory_format is not CONTIGUOUS)
+            self._take_workspace(direction, input, weight, output, memory_format is not CONTIGUOUS)
             del kept
         return made
 
-    def _toward_weight(self, grad_output: Tensor, input: Tensor, shape: _Sizes) -> Tensor:
+    def _convolve_weight(self, grad_output: Tensor, input: Tensor, shape: _Sizes) -> Tensor:
         """cudnn_convolution_backward_weight."""
         memory_format = common_format(input, grad_output)
         kept = [
@@ -179,11 +179,13 @@ class _Call(Choice):
             input.contiguous(memory_format=memory_format),
         ]
         grad_weight = _empty(shape, grad_output, memory_format)
-        self._plan(cudnn.WEIGHT, input, grad_weight, grad_output, memory_format is not CONTIGUOUS)
+        self._take_workspace(
+            cudnn.WEIGHT, input, grad_weight, grad_output, memory_format is not CONTIGUOUS
+        )
         del kept
         return grad_weight
 
-    def _plan(
+    def _take_workspace(
         self, direction: str, input: Tensor, weight: Tensor, output: Tensor, channels_last: bool
     ) -> None:
         """run_conv_plan: the workspace, for the time of the call.
@@ -191,7 +193,7 @@ class _Call(Choice):
         Where it does not fit, cuDNN's next plans are tried, of which the last ones need none, and
         the one that ran is kept for such calls (try_configs and benchmark_cache in Conv_v8.cpp).
         """
-        parameters = self.parameters
+        parameters, capability = self.parameters, self.gpu.model.compute_capability
         call = cudnn.Convolution(
             direction,
             tuple(input.shape),
@@ -205,22 +207,17 @@ class _Call(Choice):
             output.nbytes,
             input.element_size(),
             channels_last,
-            self._on_tensor_cores(input.dtype),
-            self.gpu.model.compute_capability,
+            cudnn.on_tensor_cores(input.dtype == torch.float32, input.element_size(), capability),
+            capability,
         )
-        frugal = self.gpu.frugal_plans
-        nbytes = 0 if frugal and call in frugal else cudnn.convolution_bytes(call)
+        without = self.gpu.calls_without_workspace
+        nbytes = 0 if without and call in without else cudnn.convolution_bytes(call)
         if nbytes:
             dims = 1 if weight.shape[2] == 1 < weight.shape[3] else weight.dim() - 2
             try:
                 Scratch(self.gpu).estimate(nbytes, "cuDNN", f"conv{dims}d ({direction})")
             except torch.OutOfMemoryError:
-                frugal.add(call)
-
-    def _on_tensor_cores(self, dtype: torch.dtype) -> bool:
-        if dtype == torch.float32:
-            return self.ampere and bool(torch.backends.cudnn.allow_tf32)
-        return dtype.itemsize == 2 and self.gpu.model.compute_capability >= (7, 0)
+                without.add(call)
 
     def _slow_forward(
         self, input: Tensor, weight: Tensor, shape: tuple[int, ...], has_bias: bool
@@ -269,10 +266,10 @@ class _Call(Choice):
         grad_input = grad_weight = None
         if mask[0]:
             direction = cudnn.FORWARD if transposed else cudnn.INPUT
-            grad_input = self._toward(direction, grad_output, weight, input.shape)
+            grad_input = self._convolve(direction, grad_output, weight, input.shape)
         if mask[1]:
             pair = (input, grad_output) if transposed else (grad_output, input)
-            grad_weight = self._toward_weight(*pair, weight.shape)
+            grad_weight = self._convolve_weight(*pair, weight.shape)
         return grad_input, grad_weight
 
     def _slow_backward(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.layout import HALVES, INDEXABLE, suggested_format
+from pytest_gpumem.simulated.operators.layout import HALF_DTYPES, INDEXABLE, suggested_format
 from pytest_gpumem.simulated.operators.rules import Gradients, Scratch
 
 CUDNN, DEPTHWISE, SLOW, EMPTY = "cudnn", "depthwise", "slow", "empty"
@@ -81,7 +81,7 @@ def parameters_of(
 
 
 @dataclass(frozen=True)
-class Choice:
+class ConvolutionKernels:
     """A convolution on a device, with the kernel for its tensors."""
 
     gpu: GPU
@@ -109,7 +109,7 @@ class Choice:
             return False
         if (
             self.gpu.version in _BROKEN_VOLUMES
-            and input.dtype in HALVES
+            and input.dtype in HALF_DTYPES
             and weight.dim() == 5
             and set(weight.shape[2:]) != {1}
             and common_format(input, weight) is CONTIGUOUS

@@ -75,7 +75,7 @@ def scan_bytes(
 def unique_by_key_bytes(
     count: int, index_bytes: int, capability: Capability, version: Version
 ) -> int:
-    """Return the bytes for finding where runs of ``count`` equal keys begin."""
+    """Return the bytes for finding where runs of equal keys begin among ``count`` keys."""
     tile = 64 * max(1, 11 * 4 // index_bytes)
     if capability >= (9, 0):
         tile = 448 * 11 if index_bytes == 8 else 512 * 14
@@ -102,7 +102,7 @@ def flagged_bytes(count: int, capability: Capability, version: Version) -> int:
     return _tile_states(count, tile, 8, version)
 
 
-def count_bytes(count: int, sms: int, threads_per_sm: int) -> int:
+def device_sum_bytes(count: int, sms: int, threads_per_sm: int) -> int:
     """Return the bytes for adding ``count`` 32-bit numbers up."""
     if count <= 256 * 16:
         return 1

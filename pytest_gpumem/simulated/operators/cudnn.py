@@ -11,6 +11,7 @@ estimated.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 from pytest_gpumem.simulated.operators.layout import round_up
@@ -35,6 +36,13 @@ _WINOGRAD_CHANNELS = 64
 _WINOGRAD_PIXELS = 256 * 256
 """Channels in and out, and pixels of all images, up to which a 3x3 convolution was seen to be
 computed by Winograd's method."""
+
+
+def on_tensor_cores(is_float32: bool, itemsize: int, capability: tuple[int, int]) -> bool:
+    """Return whether a convolution of such numbers runs on tensor cores: float32 only as TF32."""
+    if is_float32:
+        return capability >= (8, 0) and bool(sys.modules["torch"].backends.cudnn.allow_tf32)
+    return itemsize == 2 and capability >= (7, 0)
 
 
 @dataclass(frozen=True)

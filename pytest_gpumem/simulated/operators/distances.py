@@ -22,7 +22,7 @@ from pytest_gpumem.simulated.operators.reductions import (
     reduce,
     reduce_tensor,
 )
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow
 
 
 def _parts(gpu: GPU, shape: tuple[int, int, int, int], like: Tensor) -> None:
@@ -55,16 +55,11 @@ def _renorm(gpu: GPU, self: Tensor, dim: int) -> None:
     dtype = accumulated(self.dtype)
     is_converted = dtype != self.dtype.to_real()
     norms = slices * dtype.to_real().itemsize
-    passing(gpu, norms, slices * self.element_size() if is_converted else 0)
+    borrow(gpu, norms, slices * self.element_size() if is_converted else 0)
 
 
 def _norm(
-    gpu: GPU,
-    self: Tensor,
-    result: Tensor,
-    dim: Over = None,
-    ord: float = 2,
-    p: float | None = 2,
+    gpu: GPU, self: Tensor, result: Tensor, dim: Over = None, ord: float = 2, p: float | None = 2
 ) -> None:
     """A norm, which of single elements is their absolute value.
 
@@ -72,7 +67,7 @@ def _norm(
     """
     are_single = outputs_of(self, dim) == self.numel() and (self.dim() > 0 or not dim)
     if self.is_complex() and ord != 0 and p != 0 and are_single:
-        passing(gpu, self.nbytes)
+        borrow(gpu, self.nbytes)
     else:
         reduce_tensor(gpu, self, dim, NORMS, result.dtype)
 

@@ -211,16 +211,16 @@ def _gradients(
     return made[0], made[1], made[2], by_bias
 
 
-IN_VIEW: dict[str, Composite] = {
+BELOW_AUTOGRAD: dict[str, Composite] = {
     "aten._native_multi_head_attention.default": _attention,
     "aten._transformer_encoder_layer_fwd.default": _encoder_layer,
 }
 
 RULES = {
-    "_flash_attention_forward": Rule(placed=_flash_outputs),
+    "_flash_attention_forward": Rule(outputs=_flash_outputs),
     "_flash_attention_backward": Rule(before=copies_of("grad_out", "out"), after=_flash_backward),
     "_efficient_attention_forward": Rule(
-        after=attention.efficient_forward, placed=attention.efficient_outputs
+        after=attention.efficient_forward, outputs=attention.efficient_outputs
     ),
     "_efficient_attention_backward": Rule(
         before=copies_of("grad_out_"), after=_efficient_backward, shapes=_gradients

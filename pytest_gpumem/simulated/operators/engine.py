@@ -232,5 +232,5 @@ def cumprod_backward(grad: Tensor, input: Tensor, dim: int, output: Tensor) -> T
     return reversed_sum.div(input.conj())
 
 
-COMPOSITES: dict[str, Composite] = {"aten.cumprod_backward.default": cumprod_backward}
+ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.cumprod_backward.default": cumprod_backward}
 """By overload: formulas that look at values, and for tensor subclasses take a road of their own."""

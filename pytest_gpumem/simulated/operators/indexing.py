@@ -31,7 +31,7 @@ from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.comparisons import BOTH_EXTREMES_SINCE
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, accumulated, copied
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow
 from pytest_gpumem.simulated.operators.sorting import sort_row
 
 _aten = torch.ops.aten
@@ -85,7 +85,7 @@ def _given(gpu: GPU, indices: _Indices) -> list[Tensor]:
     for index in given:
         # A list of numbers has become a tensor on the indexed tensor's device, out of sight.
         if not _on_cpu(index):
-            gpu.simulation.storages.adopt(index, gpu)
+            gpu.simulation.storages.track(index, gpu)
     return given
 
 
@@ -174,7 +174,7 @@ def _put_sorted(
         scratch.take(count * INDEX_BYTES)
     bits = cub.bits_of(self.numel() // math.prod(self.shape[places[-1] + 1 :]) - 1)
     capability = gpu.model.compute_capability
-    scratch.passing(cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability))
+    scratch.borrow(cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability))
 
 
 def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
@@ -187,7 +187,7 @@ def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
         reductions.reduce(gpu, (count,), (1,), torch.int64, None, kind)
         contiguous.free()
         for _ in range(comparisons):
-            extremes.passing(1)
+            extremes.borrow(1)
         extremes.free()
 
 
@@ -197,7 +197,7 @@ def _where(gpu: GPU, self: Tensor, other: Tensor) -> Scratch:
     for tensor in (self, other):
         if not tensor.dim() and raw.is_meta(tensor):
             # A number has become a tensor of no dimensions on the condition's device.
-            gpu.simulation.storages.adopt(tensor, gpu)
+            gpu.simulation.storages.track(tensor, gpu)
         elif not tensor.dim() and tensor.dtype == result:
             scratch.take(tensor.element_size())
         if tensor.dtype != result:
@@ -210,14 +210,14 @@ def _count_set(gpu: GPU, self: Tensor) -> Scratch:
     if self.numel():
         scratch.take(4)
         model = gpu.model
-        scratch.passing(cub.count_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
+        scratch.borrow(cub.device_sum_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
     return scratch
 
 
 def _place_set(gpu: GPU, self: Tensor) -> None:
     if self.dim() and self.numel():
         capability = gpu.model.compute_capability
-        passing(gpu, cub.flagged_bytes(self.numel(), capability, gpu.version))
+        borrow(gpu, cub.flagged_bytes(self.numel(), capability, gpu.version))
 
 
 # Scattering, and reducing by index or segment.
@@ -227,23 +227,23 @@ def _scattered_mean(gpu: GPU, src: Tensor, reduce: str, result: Tensor) -> None:
     """Allocate for adding up ones like the source where it went; nothing is divided by zero."""
     if reduce != "mean" or not src.numel():
         return
-    passing(gpu, src.nbytes, result.nbytes, result.numel())
+    borrow(gpu, src.nbytes, result.nbytes, result.numel())
 
 
 def _mean_by_index(gpu: GPU, source: Tensor, reduce: str, result: Tensor) -> None:
     if reduce == "mean":
         counts = Scratch(gpu, result.nbytes)
-        counts.passing(source.nbytes)
-        counts.passing(result.numel())
+        counts.borrow(source.nbytes)
+        counts.borrow(result.numel())
 
 
 def _before_segments(gpu: GPU, lengths: Tensor | None, unsafe: bool) -> None:
     """Allocate for the check that lengths are not negative, and add up to the whole."""
     if lengths is None or unsafe:
         return
-    passing(gpu, lengths.element_size())
+    borrow(gpu, lengths.element_size())
     rows = max(lengths.numel() // max(lengths.shape[-1], 1), 1)
-    passing(gpu, rows * INDEX_BYTES, rows, 1)
+    borrow(gpu, rows * INDEX_BYTES, rows, 1)
 
 
 def _segments(
@@ -258,7 +258,7 @@ def _segments(
     if lengths is None:
         if offsets is not None:
             rows = offsets.numel() // max(offsets.shape[-1], 1)
-            passing(gpu, (offsets.numel() - rows) * offsets.element_size(), *[1] * of_a_row)
+            borrow(gpu, (offsets.numel() - rows) * offsets.element_size(), *[1] * of_a_row)
         return
     size = lengths.element_size()
     rows = lengths.numel() // max(lengths.shape[-1], 1)
@@ -267,9 +267,9 @@ def _segments(
     scratch.take((lengths.numel() + rows) * size)
     scratch.drop(first)
     if rows == 1:
-        scratch.passing(cub.scan_bytes(lengths.numel() + 1, size, gpu.version))
+        scratch.borrow(cub.scan_bytes(lengths.numel() + 1, size, gpu.version))
     if of_a_row:
-        scratch.passing(1)
+        scratch.borrow(1)
 
 
 def _unfold_backward(
@@ -277,7 +277,7 @@ def _unfold_backward(
 ) -> None:
     """Allocate for adding up overlapping windows by where they begin."""
     if step < size and input_sizes and result.numel():
-        passing(gpu, input_sizes[dim] * INDEX_BYTES)
+        borrow(gpu, input_sizes[dim] * INDEX_BYTES)
 
 
 # Embedding tables.
@@ -320,12 +320,12 @@ def _before_backward(
     scratch.take(count * element, count * element)
     positions = scratch.take(count * element)
     bits = cub.bits_of(num_weights if padding_idx >= 0 else num_weights - 1 - padding_idx)
-    scratch.passing(cub.radix_sort_pairs_bytes(count, element, element, bits, capability))
+    scratch.borrow(cub.radix_sort_pairs_bytes(count, element, element, bits, capability))
     scratch.drop(positions)
     if scale_grad_by_freq:
         scratch.take(count * element)
         for _ in ("counts", "the highest of each row"):
-            scratch.passing(cub.sum_by_key_bytes(count, element, capability))
+            scratch.borrow(cub.sum_by_key_bytes(count, element, capability))
     return scratch
 
 
@@ -345,11 +345,11 @@ def _after_backward(
     version, capability = gpu.version, gpu.model.compute_capability
     scratch = Scratch(gpu, count * element, INDEX_BYTES)
     keys = scratch.take(count * element)
-    scratch.passing(cub.unique_by_key_bytes(count, element, capability, version))
+    scratch.borrow(cub.unique_by_key_bytes(count, element, capability, version))
     scratch.drop(keys)
     segments = min(count, rows)
     scratch.take(segments * element, segments * element)
-    scratch.passing(cub.scan_bytes(segments, element, version))
+    scratch.borrow(cub.scan_bytes(segments, element, version))
     scratch.take(INDEX_BYTES)
     partial_sums = count // _ROWS_PER_PARTIAL_SUM + segments
     scratch.take(partial_sums * element)
@@ -386,7 +386,7 @@ def _renorm(gpu: GPU, indices: Tensor) -> None:
     sort_row(gpu, count, indices.element_size())
     scratch.drop(positions)
     scratch.take(nbytes, INDEX_BYTES)
-    scratch.passing(cub.unique_bytes(count, gpu.model.compute_capability, gpu.version))
+    scratch.borrow(cub.unique_bytes(count, gpu.model.compute_capability, gpu.version))
 
 
 def _in_a_row(gpu: GPU, indices: Tensor) -> Scratch | None:
@@ -407,11 +407,9 @@ def one_hot(self: Tensor, num_classes: int) -> Tensor:
 _one_hot_as_it_is = torch.ops.aten.one_hot.default.decompose
 
 
-COMPOSITES: dict[str, Composite] = {
-    "aten.one_hot.default": one_hot,
-}
+ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.one_hot.default": one_hot}
 
-IN_VIEW: dict[str, Composite] = {
+BELOW_AUTOGRAD: dict[str, Composite] = {
     # Of a tensor of no dimensions CUDA reads the number from any device.
     "aten.masked_fill.Tensor": lambda self, mask: _aten.masked_fill.Scalar(self, mask, 0),
     "aten.masked_fill_.Tensor": lambda self, mask: _aten.masked_fill_.Scalar(self, mask, 0),
@@ -432,6 +430,6 @@ RULES = {
     "embedding_dense_backward _embedding_bag_backward": Rule(
         before=_before_backward, after=_after_backward
     ),
-    "_embedding_bag _embedding_bag_forward_only": Rule(placed=_bag_outputs),
+    "_embedding_bag _embedding_bag_forward_only": Rule(outputs=_bag_outputs),
     "embedding_renorm_": Rule(after=_renorm),
 }

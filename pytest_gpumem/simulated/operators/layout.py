@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-HALVES = frozenset({torch.float16, torch.bfloat16})
+HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 INDEX_BYTES = 8
 """Bytes of the indices and counts that torch keeps: 64 bits."""
 INDEXABLE = 2**31 - 1
@@ -76,4 +76,4 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which CUDA's kernels sum values of ``dtype`` (``toAccumulateType``)."""
-    return torch.float32 if dtype in HALVES else dtype
+    return torch.float32 if dtype in HALF_DTYPES else dtype

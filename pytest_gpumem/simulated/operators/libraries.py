@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow
 
 _aten = torch.ops.aten
 _DIMS_AT_ONCE = 3
@@ -34,8 +34,8 @@ def leave_out(gpu: GPU, operator: str, library: str = "cuSOLVER") -> None:
 def left_out_note(library: str, operator: str) -> str:
     """Return a note that the library's workspace is left out."""
     return (
-        f"{library}'s workspace for {operator} is not known and left out: "
-        f"the peak can be higher on a GPU"
+        f"{library}'s workspace for {operator} is unknown and not counted, "
+        f"so the peak on a GPU can be higher"
     )
 
 
@@ -43,20 +43,20 @@ def _complex(gpu: GPU, dim: Sequence[int], result: Tensor) -> None:
     leave_out(gpu, "fft", "cuFFT")
     if len(dim) > _DIMS_AT_ONCE:
         # The calls go to and fro between two results.
-        passing(gpu, result.nbytes)
+        borrow(gpu, result.nbytes)
 
 
 def _to_complex(gpu: GPU, dim: Sequence[int], result: Tensor) -> None:
     leave_out(gpu, "rfft", "cuFFT")
     # Not use_optimized_cufft_path.
     if len(dim) > _DIMS_AT_ONCE or (len(dim) > 1 and tuple(dim[:2]) == (0, 1)):
-        passing(gpu, result.nbytes)
+        borrow(gpu, result.nbytes)
 
 
 def _to_real(gpu: GPU, self: Tensor) -> None:
     # The library overwrites its input.
     leave_out(gpu, "irfft", "cuFFT")
-    passing(gpu, self.nbytes)
+    borrow(gpu, self.nbytes)
 
 
 def _solved_by_library(operator: str) -> Rule:
@@ -125,7 +125,7 @@ def _by_factors(gpu: GPU, LU: Tensor, solved: Tensor, *, transposed: bool = Fals
     elif sides == rows or rows > _LARGEST_BY_FACTORS:
         _by_triangles(gpu, LU, solved, transposed=transposed)
     elif for_cusolver and _count(LU) <= 2:
-        passing(gpu, _CODE)
+        borrow(gpu, _CODE)
     elif sides <= few:
         _pointers(gpu, LU, 2)
     else:
@@ -185,7 +185,7 @@ def _solved(gpu: GPU, A: Tensor, B: Tensor) -> None:
 def _cholesky(gpu: GPU, self: Tensor) -> None:
     leave_out(gpu, "linalg_cholesky_ex")
     if self.dim() > 2 and self.numel():
-        passing(gpu, _count(self) * INDEX_BYTES)
+        borrow(gpu, _count(self) * INDEX_BYTES)
 
 
 def _lu_factor(gpu: GPU, A: Tensor) -> None:
@@ -205,7 +205,7 @@ def _determined(gpu: GPU, A: Tensor) -> None:
     places = scratch.take(rows * _CODE)
     moved = scratch.take(count * rows)
     sums = scratch.take(count * INDEX_BYTES)
-    passing(gpu, count * rows * INDEX_BYTES)
+    borrow(gpu, count * rows * INDEX_BYTES)
     scratch.drop(moved, places, sums)
 
 
@@ -218,8 +218,8 @@ def _orthogonal(gpu: GPU, A: Tensor) -> None:
     if A.dim() > 2:
         _pointers(gpu, A, 2)
     else:
-        scratch.passing(_CODE)
-    scratch.passing(_CODE)
+        scratch.borrow(_CODE)
+    scratch.borrow(_CODE)
 
 
 def _singular(gpu: GPU, A: Tensor, compute_uv: bool) -> None:
@@ -231,8 +231,8 @@ def _singular(gpu: GPU, A: Tensor, compute_uv: bool) -> None:
     if not compute_uv:
         least, rest = min(A.shape[-2:]), A.nbytes // A.shape[-1] // A.shape[-2]
         overwritten += [rest * A.shape[-2] * least, rest * A.shape[-1] * least]
-    passing(gpu, *overwritten)
-    passing(gpu, *_flags(is_single=A.dim() == 2))
+    borrow(gpu, *overwritten)
+    borrow(gpu, *_flags(is_single=A.dim() == 2))
     scratch.free()
 
 
@@ -241,13 +241,13 @@ def _eigen(gpu: GPU, A: Tensor, compute_v: bool) -> None:
     if A.numel():
         overwritten = [] if compute_v else [A.nbytes]
         flags = _flags(is_single=A.dim() == 2)
-        passing(gpu, *overwritten, _count(A) * _CODE, *flags)
+        borrow(gpu, *overwritten, _count(A) * _CODE, *flags)
 
 
 def _cholesky_inverted(gpu: GPU, self: Tensor) -> None:
     leave_out(gpu, "cholesky_inverse")
     if self.numel() and self.dim() == 2:
-        passing(gpu, self.nbytes, _CODE, self.nbytes)
+        borrow(gpu, self.nbytes, _CODE, self.nbytes)
 
 
 def _cholesky_solved(gpu: GPU, self: Tensor, input2: Tensor) -> None:
@@ -258,7 +258,7 @@ def _cholesky_solved(gpu: GPU, self: Tensor, input2: Tensor) -> None:
         _pointers(gpu, input2, 2)
         _pointers(gpu, input2, 2)
     else:
-        passing(gpu, _CODE, input2.nbytes)
+        borrow(gpu, _CODE, input2.nbytes)
 
 
 def _triangular(gpu: GPU, self: Tensor, B: Tensor) -> None:
@@ -271,7 +271,7 @@ def _keeps_vectors(matrices: Tensor) -> bool:
     return matrices.requires_grad and torch.is_grad_enabled()
 
 
-COMPOSITES: dict[str, Composite] = {
+ABOVE_AUTOGRAD: dict[str, Composite] = {
     "aten.linalg_svdvals.default": lambda A, driver=None: _aten._linalg_svd(
         A, False, _keeps_vectors(A), driver=driver
     )[1],
@@ -286,16 +286,16 @@ RULES = {
     "_fft_c2r": Rule(after=_to_real),
     **{name: _solved_by_library(name.lstrip("_")) for name in _UNKNOWN},
     "_linalg_check_errors": Rule(
-        after=lambda gpu, info: passing(gpu, *_flags(is_single=info.numel() == 1))
+        after=lambda gpu, info: borrow(gpu, *_flags(is_single=info.numel() == 1))
     ),
     "_linalg_det": Rule(after=_determined),
     # vectors, if there are any, and values
     "_linalg_eigh": Rule(
-        placed=lambda result: result[::-1] if result[1].numel() else result[:1], after=_eigen
+        outputs=lambda result: result[::-1] if result[1].numel() else result[:1], after=_eigen
     ),
     "_linalg_solve_ex": Rule(after=_solved),
     # u, vh, values
-    "_linalg_svd": Rule(placed=lambda result: (result[0], result[2], result[1]), after=_singular),
+    "_linalg_svd": Rule(outputs=lambda result: (result[0], result[2], result[1]), after=_singular),
     "cholesky_inverse": Rule(after=_cholesky_inverted),
     "cholesky_solve": Rule(after=_cholesky_solved),
     "linalg_cholesky_ex": Rule(after=_cholesky),

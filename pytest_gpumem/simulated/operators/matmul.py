@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.layout import HALVES, is_dense
+from pytest_gpumem.simulated.operators.layout import HALF_DTYPES, is_dense
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
 
 _LT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -35,7 +35,7 @@ def _mm(gpu: GPU, self: Tensor, mat2: Tensor, result: Tensor) -> None:
 def _addmm(gpu: GPU, self: Tensor, mat1: Tensor, mat2: Tensor, beta: float, result: Tensor) -> None:
     by_lt = _bias_in_epilogue(gpu, self, mat1, mat2, beta, result) or (
         gpu.version >= _SUMS_BY_LT_SINCE
-        and result.dtype in HALVES
+        and result.dtype in HALF_DTYPES
         and result is not self
         and beta != 0
         and self.shape == result.shape
@@ -317,7 +317,7 @@ def _scaled(gpu: GPU, result: Tensor) -> None:
         gpu.workspaces.gemm_lt(gpu.stream)
 
 
-COMPOSITES: dict[str, Composite] = {"aten.linear.default": linear}
+ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.linear.default": linear}
 
 RULES = {
     "mm": Rule(after=_mm),

@@ -17,18 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.cpu_kernels.normalization import rms_norm_backward
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.machine.real.normalization import rms_norm_backward
 from pytest_gpumem.simulated.operators import reductions
-from pytest_gpumem.simulated.operators.layout import HALVES, accumulated, copied, suggested_format
+from pytest_gpumem.simulated.operators.layout import (
+    HALF_DTYPES,
+    accumulated,
+    copied,
+    suggested_format,
+)
 from pytest_gpumem.simulated.operators.rules import (
     Composite,
     Gradients,
     Rule,
     Scratch,
+    borrow,
     copies_of,
     is_traced,
-    passing,
 )
 
 _aten = torch.ops.aten
@@ -159,7 +164,7 @@ def _layer_norm_gradients(
     if not given or not _sums_by_blocks(gpu, rows, columns):
         yield from (tensor for tensor in result if tensor is not None)
         return
-    adopt = gpu.simulation.storages.adopt
+    adopt = gpu.simulation.storages.track
     scratch = Scratch(gpu)
     if grad_input is not None:
         adopt(grad_input, gpu)
@@ -181,7 +186,7 @@ def _layer_norm_backward(
     gpu: GPU, grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int]
 ) -> None:
     if not _sums_by_blocks(gpu, *_rows_and_columns(input, normalized_shape)):
-        passing(gpu, *copied(grad_out))
+        borrow(gpu, *copied(grad_out))
 
 
 def _rows_and_columns(input: Tensor, normalized_shape: Sequence[int]) -> tuple[int, int]:
@@ -224,7 +229,7 @@ def _group_norm(
     is_kept = _is_kept(gpu, input)
     is_copied = gpu.version >= _COPIES_INSIDE and not is_kept
     scratch = Scratch(gpu, *(copied(input) if is_copied else ()))
-    if input.dtype in HALVES and gpu.version >= _FLOAT_STATISTICS:
+    if input.dtype in HALF_DTYPES and gpu.version >= _FLOAT_STATISTICS:
         scratch.take(N * group * nbytes, N * group * nbytes)
     if HxW > 1 and (weight is not None or bias is not None or is_kept):
         scratch.take(N * C * nbytes, N * C * nbytes)
@@ -260,13 +265,13 @@ def _group_norm_backward(
         scratch.drop(*reversed(sums))  # c1 was declared before c2 and c3
 
 
-COMPOSITES: dict[str, Composite] = {"aten.rms_norm.default": rms_norm}
+ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.rms_norm.default": rms_norm}
 
 RULES = {
     "native_layer_norm": Rule(before=copies_of("input", "weight", "bias")),
     "native_layer_norm_backward": Rule(
         before=copies_of("input", "weight", "bias"),
-        placed=_layer_norm_gradients,
+        outputs=_layer_norm_gradients,
         after=_layer_norm_backward,
     ),
     "native_group_norm": Rule(

@@ -31,14 +31,14 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.operators.layout import (
-    HALVES,
+    HALF_DTYPES,
     INDEX_BYTES,
     INDEXABLE,
     accumulated,
     copied,
     is_dense,
 )
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow
 
 Dims = tuple[int, ...]
 Over = Sequence[int] | int | None
@@ -243,13 +243,13 @@ def reduce(
     if len(found) > 1:
         # Parts of one output are added up in a buffer where the output's type would lose digits.
         is_same = result in (None, dtype)
-        is_buffered = not accumulator.in_output or (is_same and dtype in HALVES)
+        is_buffered = not accumulator.in_output or (is_same and dtype in HALF_DTYPES)
         if is_buffered and (result or dtype).itemsize < partial_bytes:
             outputs = elements // math.prod(shape[d] for d in reduced)
             scratch.take(outputs * partial_bytes)
     for sizes in found:
         if sizes is not None:
-            passing(gpu, *sizes)
+            borrow(gpu, *sizes)
 
 
 def _reduced(rank: int, dims: Over) -> Dims:
@@ -285,7 +285,7 @@ def reduce_tensor(
 
 def _sum(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:
     """A sum: other than from 16 bits to 32, the input is first converted to the result's type."""
-    if self.dtype == result.dtype or (self.dtype in HALVES and result.dtype == torch.float32):
+    if self.dtype == result.dtype or (self.dtype in HALF_DTYPES and result.dtype == torch.float32):
         reduce_tensor(gpu, self, dim, SUMS, result.dtype)
     else:
         _converted_sum(gpu, self, result, dim)
@@ -389,7 +389,7 @@ def _before_max(gpu: GPU, self: Sequence[Tensor]) -> Scratch | None:
 
 def _after_max(gpu: GPU, self: Sequence[Tensor]) -> None:
     if _is_one_launch(self):
-        passing(gpu, _partial_results(gpu, self, self[0].element_size())[-1])
+        borrow(gpu, _partial_results(gpu, self, self[0].element_size())[-1])
 
 
 RULES = {

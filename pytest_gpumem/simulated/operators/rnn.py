@@ -22,8 +22,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.cpu_kernels import recurrent
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.machine.real import recurrent
 from pytest_gpumem.simulated.operators import cudnn
 from pytest_gpumem.simulated.operators.rules import Composite, Scratch, is_traced
 
@@ -423,7 +423,7 @@ def run_in_steps(
     return (output.transpose(0, 1) if batch_first else output, *last)
 
 
-COMPOSITES: dict[str, Composite] = {
+ABOVE_AUTOGRAD: dict[str, Composite] = {
     **{
         f"aten.{name}.{overload}": _layer(name, getattr(getattr(_aten, name), overload))
         for name in _MODES
@@ -432,7 +432,7 @@ COMPOSITES: dict[str, Composite] = {
     "aten.lstm_cell.default": _lstm_cell,
     "aten.gru_cell.default": _gru_cell,
 }
-IN_VIEW: dict[str, Composite] = {
+BELOW_AUTOGRAD: dict[str, Composite] = {
     "aten._cudnn_rnn.default": _forward,
     "aten._cudnn_rnn_backward.default": _backward,
     "aten._thnn_fused_lstm_cell.default": _fused_lstm,

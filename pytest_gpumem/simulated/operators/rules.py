@@ -14,8 +14,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from pytest_gpumem.simulated.common.callsite import let_go, provenance
-from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.common.callsite import clear_own_frames, provenance
+from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, Signature
 from pytest_gpumem.simulated.operators.layout import copied, suggested_format
@@ -34,7 +34,7 @@ class Rule:
     """The result may hold memory until the operator ends."""
     shapes: Callable[..., Any] | None = None
     """Makes the outputs on ``meta`` where torch's own kernel for it gets them wrong."""
-    placed: Callable[..., Iterable[Tensor]] | None = None
+    outputs: Callable[..., Iterable[Tensor]] | None = None
     """The outputs that take device memory, in the order CUDA allocates them; by default all."""
     after: Callable[..., Scratch | None] | None = None
     """Memory in the result is freed at once."""
@@ -49,7 +49,7 @@ class BoundRule:
         taking = signature.taking
         self.before = None if rule.before is None else taking(rule.before)
         self.shapes = None if rule.shapes is None else taking(rule.shapes)
-        self.placed = None if rule.placed is None else taking(rule.placed)
+        self.outputs = None if rule.outputs is None else taking(rule.outputs)
         self.after = None if rule.after is None else taking(rule.after)
 
 
@@ -68,13 +68,13 @@ class Call:
         assert self._rule.shapes is not None
         return self._rule.shapes(self._given)
 
-    def placed(self, result: Any) -> Any:
+    def outputs(self, result: Any) -> Any:
         """Return the parts of ``result`` that take memory, in order; rules may allocate between."""
         rule = self._rule
-        if rule.placed is None:
+        if rule.outputs is None:
             return result
         self._given[rule.result_at] = result
-        return rule.placed(self._given)
+        return rule.outputs(self._given)
 
     def end(self, result: Any) -> None:
         """Run the part after the outputs were allocated."""
@@ -82,10 +82,10 @@ class Call:
         if rule.after is not None:
             self._given[rule.result_at] = result
             rule.after(self._given)
-        self.abandon()
+        self.free_before()
 
-    def abandon(self) -> None:
-        """Free the memory taken before the outputs."""
+    def free_before(self) -> None:
+        """Free the memory taken before the outputs: at the end, also after an error."""
         if self._scratch is not None:
             self._scratch.free()
 
@@ -97,7 +97,7 @@ class Scratch:
     function that has them, also where it ends with an error.
     """
 
-    def __init__(self, gpu: Device, *sizes: int) -> None:
+    def __init__(self, gpu: GpuState, *sizes: int) -> None:
         self._gpu = gpu
         self._addresses: list[int] = []
         self._estimated: dict[int, int] = {}
@@ -131,7 +131,7 @@ class Scratch:
         self._gpu.estimates.taken(self._estimated[address], f"{library}'s workspace for {what}")
         return address
 
-    def passing(self, nbytes: int) -> None:
+    def borrow(self, nbytes: int) -> None:
         """Allocate ``nbytes`` and free them."""
         self.drop(self.take(nbytes))
 
@@ -155,7 +155,7 @@ class Scratch:
             self._gpu.estimates.freed(nbytes)
 
 
-def passing(gpu: Device, *sizes: int) -> None:
+def borrow(gpu: GpuState, *sizes: int) -> None:
     """Allocate ``sizes`` bytes one after the other, then free them, newest first."""
     if sizes:
         Scratch(gpu, *sizes).free()
@@ -199,7 +199,7 @@ def on_machine(
         try:
             return taken(given(machine.device_of(args, kwargs), args, kwargs))
         except OutOfMemoryError as error:
-            let_go(error.__traceback__)
+            clear_own_frames(error.__traceback__)
             del args, kwargs
             raise
 

@@ -19,15 +19,15 @@ from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.comparisons import BOTH_EXTREMES_SINCE
-from pytest_gpumem.simulated.operators.layout import HALVES, INDEX_BYTES, copied, is_dense
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, copies_of, passing
+from pytest_gpumem.simulated.operators.layout import HALF_DTYPES, INDEX_BYTES, copied, is_dense
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow, copies_of
 
 _SORTED_IN_SHARED_MEMORY = 4096
 """Most elements of a dimension that one block sorts."""
 _OWN_SORT_FROM = 1_000_000
 """Fewest elements of a dimension for which each slice is sorted by itself."""
 _SLICES_SORTED_AT_ONCE = 128
-"""Fewer slices are sorted as one, by value and then by slice."""
+"""Fewer slices than this: one sort of all elements, then by slice."""
 
 
 _Pair = tuple[Tensor, Tensor]
@@ -47,7 +47,7 @@ def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int
         return
     length = tensor.shape[dim]
     if length <= _SORTED_IN_SHARED_MEMORY:
-        passing(gpu, length * INDEX_BYTES)
+        borrow(gpu, length * INDEX_BYTES)
         return
     scratch = Scratch(gpu)
     strides = tensor.stride()
@@ -62,7 +62,7 @@ def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int
 def sort_row(gpu: GPU, elements: int, element_bytes: int) -> None:
     """Allocate and free the memory of sorting a contiguous row into given results."""
     if elements <= _SORTED_IN_SHARED_MEMORY:
-        passing(gpu, elements * INDEX_BYTES)
+        borrow(gpu, elements * INDEX_BYTES)
     else:
         _sort_contiguous(gpu, elements, elements, element_bytes)
 
@@ -97,17 +97,17 @@ def _sort_batch(gpu: GPU, elements: int, length: int, element_bytes: int) -> Non
         own.take(length * INDEX_BYTES)
         storage = cub.radix_sort_pairs_bytes(length, *pair, capability, sms)
         for _ in range(slices):
-            own.passing(storage)
+            own.borrow(storage)
     elif slices < _SLICES_SORTED_AT_ONCE:
         own.take(elements * INDEX_BYTES, elements * INDEX_BYTES)
         keys = own.take(elements * element_bytes)
-        own.passing(cub.radix_sort_pairs_bytes(elements, *pair, capability, sms))
+        own.borrow(cub.radix_sort_pairs_bytes(elements, *pair, capability, sms))
         own.drop(keys)
         bits = max(1, math.ceil(math.log2(slices)))
-        own.passing(cub.radix_sort_pairs_bytes(elements, 8, 0, bits, capability))
+        own.borrow(cub.radix_sort_pairs_bytes(elements, 8, 0, bits, capability))
     else:
         own.take(elements * INDEX_BYTES)
-        own.passing(cub.segmented_sort_pairs_bytes(elements, element_bytes, INDEX_BYTES))
+        own.borrow(cub.segmented_sort_pairs_bytes(elements, element_bytes, INDEX_BYTES))
 
 
 # Top k.
@@ -142,7 +142,7 @@ def _topk(gpu: GPU, self: Tensor, k: int, dim: int, sorted: bool, result: _Pair)
     if sorted and k > _SORTED_IN_SHARED_MEMORY:
         scratch.take(indices.nbytes, values.nbytes)
         sort_slices(gpu, values, dim, values.stride())
-        scratch.passing(indices.nbytes)
+        scratch.borrow(indices.nbytes)
 
 
 def _topk_of_many_blocks(gpu: GPU, slices: int, length: int, element_bytes: int) -> None:
@@ -159,7 +159,7 @@ def _topk_of_many_blocks(gpu: GPU, slices: int, length: int, element_bytes: int)
         scratch.take(slices * _RADIX_DIGITS * 4)
     scratch.take(blocks * 4, blocks * 4)
     for _ in range(2):
-        scratch.passing(cub.sum_by_key_bytes(blocks, 4, model.compute_capability))
+        scratch.borrow(cub.sum_by_key_bytes(blocks, 4, model.compute_capability))
 
 
 # Median, mode, k-th value.
@@ -180,7 +180,7 @@ def _nanmedian(gpu: GPU, self: Tensor, dim: int | None = None) -> Scratch:
     # index(sorted, ((size - 1 - sorted.isnan().sum()) / 2).to(int64))
     are_nan = scratch.take(self.numel())
     count = scratch.take(INDEX_BYTES)
-    scratch.passing(self.numel() * INDEX_BYTES)
+    scratch.borrow(self.numel() * INDEX_BYTES)
     rest, half = scratch.take(INDEX_BYTES), scratch.take(4)
     scratch.take(INDEX_BYTES)
     scratch.drop(half, rest, count, are_nan)
@@ -204,7 +204,7 @@ def _mode(gpu: GPU, self: Tensor, dim: int) -> None:
     length = self.shape[dim] if self.dim() else 1
     is_copied = not self.transpose(dim, -1).is_contiguous()
     if length > 1 and (is_copied or length > 2048):
-        passing(gpu, self.nbytes)
+        borrow(gpu, self.nbytes)
 
 
 # Prefix sums.
@@ -228,7 +228,7 @@ def _scan_one_row(gpu: GPU, scratch: Scratch, elements: int, result: Tensor) -> 
         carried = scratch.take(size) if first else 0
         count = min(elements - first, cub.LARGEST_SCAN)
         is_complex = result.is_complex()
-        scratch.passing(cub.scan_bytes(count, size, gpu.version, is_complex=is_complex))
+        scratch.borrow(cub.scan_bytes(count, size, gpu.version, is_complex=is_complex))
         scratch.drop(carried)
 
 
@@ -245,8 +245,8 @@ def _randperm(gpu: GPU, n: int, result: Tensor) -> None:
     storage = cub.radix_sort_pairs_bytes(
         n, key_bytes, result.element_size(), bits, gpu.model.compute_capability
     )
-    passing(gpu, result.element_size())  # whether its type holds n: scalar_tensor(n, options)
-    passing(gpu, result.nbytes, n * key_bytes, n * key_bytes, storage)
+    borrow(gpu, result.element_size())  # whether its type holds n: scalar_tensor(n, options)
+    borrow(gpu, result.nbytes, n * key_bytes, n * key_bytes, storage)
 
 
 _NORMALIZED_ONCE_SINCE = (2, 14)
@@ -304,7 +304,7 @@ def _check_weights(gpu: GPU, scratch: Scratch, weights: Tensor, rows: int) -> No
         scratch.take(1)
         scratch.drop(are_zero)
     scratch.drop(sums)
-    scratch.passing(1)
+    scratch.borrow(1)
 
 
 def _check(gpu: GPU, std: Tensor | float = 1.0) -> None:
@@ -312,7 +312,7 @@ def _check(gpu: GPU, std: Tensor | float = 1.0) -> None:
     if isinstance(std, Tensor) and std.numel():
         least = Scratch(gpu, std.element_size())
         reductions.reduce_tensor(gpu, std, None, reductions.VALUES)
-        least.passing(1)
+        least.borrow(1)
 
 
 def _normal(
@@ -321,16 +321,16 @@ def _normal(
     if isinstance(std, Tensor):
         _check(gpu, std)
         if not isinstance(mean, Tensor):
-            passing(gpu, result.element_size())
+            borrow(gpu, result.element_size())
     elif isinstance(mean, Tensor):
-        passing(gpu, result.nbytes)
+        borrow(gpu, result.nbytes)
 
 
 def _bernoulli(gpu: GPU, self: Tensor, p: Tensor | float | None = None) -> None:
     """Probabilities of 16 bits are read as float32."""
     given = p if isinstance(p, Tensor) else self if p is None else None
-    if given is not None and given.dtype in HALVES:
-        passing(gpu, given.numel() * 4)
+    if given is not None and given.dtype in HALF_DTYPES:
+        borrow(gpu, given.numel() * 4)
 
 
 RULES = {

@@ -99,5 +99,5 @@ RULES = {
     ),
     # max_unpooling2d_forward_out_cuda copies before its result is resized.
     "max_unpool2d max_unpool3d": Rule(before=copies_of("self", "indices")),
-    "im2col col2im": Rule(placed=_into_columns),
+    "im2col col2im": Rule(outputs=_into_columns),
 }

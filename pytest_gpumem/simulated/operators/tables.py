@@ -23,7 +23,8 @@ _FAMILIES = [
     import_module(f"{__package__}.{family}")
     for family in """
         activations attention batch_norm chunks comparisons conversions convolution distances
-        encoders engine indexing libraries matmul normalization reductions rnn sorting spatial whole
+        encoders engine indexing libraries matmul normalization reductions rnn sorting spatial
+        below_autograd
     """.split()
 ]
 
@@ -43,9 +44,9 @@ _META = torch._C.DispatchKey.Meta
 
 RULES: dict[str, Rule] = _of_all("RULES", "aten::")
 """By operator name: hidden allocations."""
-COMPOSITES: dict[str, Composite] = _of_all("COMPOSITES")
+ABOVE_AUTOGRAD: dict[str, Composite] = _of_all("ABOVE_AUTOGRAD")
 """By overload: operators that CUDA takes apart otherwise than the CPU and ``meta`` do."""
-IN_VIEW: dict[str, Composite] = _of_all("IN_VIEW")
+BELOW_AUTOGRAD: dict[str, Composite] = _of_all("BELOW_AUTOGRAD")
 """By overload: operators that autograd sees whole and that CUDA builds from others."""
 
 
@@ -71,7 +72,7 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
     rnn.add_patches(patches)
     patches.apply()
     try:
-        for name, implementation in COMPOSITES.items():
+        for name, implementation in ABOVE_AUTOGRAD.items():
             operator = name.removeprefix("aten.").removesuffix(".default")
             overload = overload_of(operator)
             assert overload is not None

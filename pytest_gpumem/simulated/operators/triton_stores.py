@@ -19,7 +19,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from pytest_gpumem.simulated.operators.described import base_function
+from pytest_gpumem.simulated.operators.custom_kernels import base_function
 
 Names = frozenset[str]
 

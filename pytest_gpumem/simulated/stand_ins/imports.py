@@ -68,10 +68,10 @@ _modules: dict[str, ModuleType] = {}
 
 
 @contextmanager
-def served(note: Callable[[str], None]) -> Iterator[None]:
+def make_importable(note: Callable[[str], None]) -> Iterator[None]:
     """Make flash-attn importable inside if it is not installed; ``note`` gets notes of its use."""
     finder = _Finder()
-    with _asked_anew():
+    with _cached_answers_cleared():
         _listeners.append(note)
         sys.meta_path.append(finder)
         sys.modules.update(
@@ -234,7 +234,7 @@ _QUESTIONS = (
 
 
 @contextmanager
-def _asked_anew() -> Iterator[None]:
+def _cached_answers_cleared() -> Iterator[None]:
     """Clear cached answers of other libraries, before and after."""
     _forget_answers()
     if _is_missing():

@@ -13,7 +13,7 @@ import torch.backends.cuda
 import torch.backends.cudnn
 import torch.backends.mha
 
-from pytest_gpumem.echo import quoted
+from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.gpu.releases import CUDNN, STATIC_SIZE
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine

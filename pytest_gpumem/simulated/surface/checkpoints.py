@@ -78,7 +78,7 @@ def restore_unknown(
     if storage.memory is None:
         if device.type == "cpu":
             storages = _machine.storages
-            storage.memory = storages.unknown_on_host((storage.nbytes,), (1,), torch.uint8)
+            storage.memory = storages.new_unknown_on_cpu((storage.nbytes,), (1,), torch.uint8)
         else:
             storage.memory = torch.empty(storage.nbytes, dtype=torch.uint8, device=device)
     tensor = torch.empty(0, dtype=dtype, device=device)
@@ -96,7 +96,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """By key: the stand-in for a storage, for as long as a pickler refers to it."""
 
     def is_unknown(tensor: Tensor) -> bool:
-        if machine.storages.is_on_host(tensor):
+        if machine.storages.is_unknown_on_cpu(tensor):
             return True
         if not raw.is_meta(tensor) or machine.execution.inside_here:
             return False
@@ -106,8 +106,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         if not is_unknown(tensor):
             return reduce(tensor, proto)
         machine.note(
-            f"torch.save or pickle at {user_line()} wrote the shapes of tensors and no values: "
-            f"what it wrote can be loaded in a simulation only"
+            f"torch.save or pickle at {user_line()} saved tensors whose values were not computed: "
+            f"the file holds shapes, and can be loaded in a simulation only"
         )
         storage = tensor.untyped_storage()
         saved = kept.get(storage._cdata)

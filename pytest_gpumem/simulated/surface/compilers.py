@@ -38,7 +38,7 @@ _SYMPY = "sympy"
 
 
 @contextmanager
-def kept_out(unpatched: Unpatched, present: Unpatched) -> Iterator[None]:
+def deferred(unpatched: Unpatched, present: Unpatched) -> Iterator[None]:
     """Import torch's compilers at their first use, and enter ``present`` then.
 
     ``unpatched`` imports them, and all of torch, without replaced names, which they would keep.

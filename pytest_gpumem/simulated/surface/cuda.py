@@ -313,8 +313,8 @@ class Uuid(uuid.UUID):
 class DeviceProperties:
     """``torch.cuda.get_device_properties()`` of a simulated GPU; sizes in bytes.
 
-    Clock rates and the width of the memory bus, which newer releases have too, are not there: a
-    simulated GPU has no clock.
+    Clock rates, which newer releases have too, are not there: a simulated GPU has no clock. Nor is
+    the width of the memory bus, on which no memory depends.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Functions of compiled extensions, whose kernels cannot be inspected.
 
-A description (:mod:`pytest_gpumem.simulated.operators.described`) runs in their place; without one
-the test is skipped with a sentence that names them.
+A description (``operators.custom_kernels``) runs in their place; without one the test is
+skipped with a sentence that names them.
 
 Extensions that are compiled while a test runs: refused where CUDA's compiler is missing.
 
@@ -30,7 +30,7 @@ import torch
 from pytest_gpumem.simulated.common.callsite import callers_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.operators.described import OR_DRY, tensors_in
+from pytest_gpumem.simulated.operators.custom_kernels import OR_DRY, tensors_in
 from pytest_gpumem.values.errors import UndescribedKernelError, UnsupportedOperatorError
 
 _TENSOR_IN_SIGNATURE = ("torch.Tensor", "at::Tensor")

@@ -14,7 +14,7 @@ from torch.nn.parallel import comm
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.placement import return_gradient
 from pytest_gpumem.values.errors import UnsupportedOperatorError
@@ -122,7 +122,7 @@ def _copying(machine: SimulatedMachine) -> Callable[..., torch.Tensor]:
     return copy_
 
 
-def brought(machine: SimulatedMachine, tensor: torch.Tensor, value: Any) -> Any:
+def copied_to_gpu_of(machine: SimulatedMachine, tensor: torch.Tensor, value: Any) -> Any:
     """Return the value to write into ``tensor`` for ``value``: a copy if it is on another GPU.
 
     The copy that ``tensor[index] = value`` makes in C++ would not bring the gradient back.
@@ -130,7 +130,7 @@ def brought(machine: SimulatedMachine, tensor: torch.Tensor, value: Any) -> Any:
     return value if _other_gpu(machine, value, tensor) is None else value.to(tensor.device)
 
 
-def _other_gpu(machine: SimulatedMachine, value: Any, tensor: torch.Tensor) -> Device | None:
+def _other_gpu(machine: SimulatedMachine, value: Any, tensor: torch.Tensor) -> GpuState | None:
     """Return the GPU of ``value``, if it has a gradient and is on another one than ``tensor``."""
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return None

@@ -38,7 +38,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         return this
 
     def is_unknown(this: torch.UntypedStorage) -> bool:
-        if this._cdata in storages.on_host:
+        if this._cdata in storages.unknown_on_cpu:
             return True
         return this._cdata in storages.by_key and machine.values.of_storage(this) is None
 
@@ -100,6 +100,6 @@ def _guarded(
         known = machine.values.of_storage(storage)
         if known is not None and name == "__getitem__":  # tolist() reads by it
             return method(known, *args, **options)
-    elif name == "is_shared" or storage._cdata not in machine.storages.on_host:
+    elif name == "is_shared" or storage._cdata not in machine.storages.unknown_on_cpu:
         return method(storage, *args, **options)
     raise UnsupportedOperatorError(f"torch.UntypedStorage.{name} at {user_line()} {_WHY[name]}")

@@ -12,20 +12,16 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import callers_line, is_own, user_line
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage
-from pytest_gpumem.simulated.machine.values.assumptions import (
-    is_printing,
-    printing,
-    taken_for_granted,
-)
-from pytest_gpumem.simulated.machine.values.neutral import (
-    NeutralFloat,
-    NeutralInt,
+from pytest_gpumem.simulated.machine.values.assumptions import assumption_of, is_printing, printing
+from pytest_gpumem.simulated.machine.values.placeholder import (
+    PlaceholderFloat,
+    PlaceholderInt,
     dots,
-    neutral_integers,
+    placeholder_integers,
 )
 from pytest_gpumem.simulated.operators import transfers
 from pytest_gpumem.simulated.surface.factories import asked_for_meta
-from pytest_gpumem.simulated.surface.several import brought
+from pytest_gpumem.simulated.surface.several import copied_to_gpu_of
 from pytest_gpumem.simulated.surface.wrappers import place_of
 from pytest_gpumem.values.errors import UnknownValueError
 
@@ -85,7 +81,7 @@ class TensorReads:
     def data_ptr(self, tensor: torch.Tensor) -> int:
         block = self._block(tensor)
         if block is None:
-            if self._storages.is_on_host(tensor) and _is_asked_to_save():
+            if self._storages.is_unknown_on_cpu(tensor) and _is_asked_to_save():
                 offset = int(tensor.storage_offset()) * tensor.element_size()
                 return self._without_values(tensor.untyped_storage()) + offset
             self._refuse_on_host(tensor, "data_ptr()")
@@ -98,7 +94,7 @@ class TensorReads:
         if block is not None:
             self._storages.refuse_taken_back(block.key)
             return block.pointer
-        if storage._cdata in self._storages.on_host:
+        if storage._cdata in self._storages.unknown_on_cpu:
             if _is_asked_to_save():
                 return self._without_values(storage)
             # There is nothing to be read there: ctypes would take it for empty.
@@ -107,15 +103,15 @@ class TensorReads:
 
     def _without_values(self, storage: torch.UntypedStorage) -> int:
         self._machine.note(
-            f"safetensors at {callers_line()} wrote the shapes of tensors and no values: what it "
-            f"wrote is no number"
+            f"safetensors at {callers_line()} saved tensors whose values were not computed: the "
+            f"file holds shapes and no usable values"
         )
         return self._storages.address_without_values(storage)
 
     def repr(self, tensor: torch.Tensor, **kwargs: Any) -> str:
         """Format ``tensor`` by operators of its device, as torch does; unknown numbers are dots."""
         block, device = self._block(tensor), self.device(tensor)
-        is_real = not raw.is_meta(tensor) and not self._storages.is_on_host(tensor)
+        is_real = not raw.is_meta(tensor) and not self._storages.is_unknown_on_cpu(tensor)
         if is_real or device.type == "meta":
             return str(self._repr(tensor, **kwargs))
         is_unknown = self._is_unknown(tensor)
@@ -136,12 +132,12 @@ class TensorReads:
         return self._values.known(tensor)
 
     def _is_unknown(self, tensor: torch.Tensor) -> _Truth:
-        if self._storages.is_on_host(tensor):
+        if self._storages.is_unknown_on_cpu(tensor):
             return True
         return self._block(tensor) is not None and self._values.of(tensor) is None
 
     def _refuse_on_host(self, tensor: torch.Tensor, read: str) -> None:
-        if self._storages.is_on_host(tensor):
+        if self._storages.is_unknown_on_cpu(tensor):
             raise UnknownValueError(self._unknown(read))
 
     def _unknown(self, read: str) -> str:
@@ -149,7 +145,7 @@ class TensorReads:
 
     def bool(self, tensor: torch.Tensor) -> bool:
         asking = sys._getframe(2)
-        granted = taken_for_granted(asking)
+        granted = assumption_of(asking)
         if granted and tensor.__class__ not in raw.PLAIN and hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()  # of a DTensor, whose shards are read as well
         if granted and self._is_open(tensor):
@@ -170,7 +166,7 @@ class TensorReads:
 
     def setitem(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
         if self._machine.placement is not None:
-            value = brought(self._machine, tensor, value)
+            value = copied_to_gpu_of(self._machine, tensor, value)
         index = self._as_indices(tensor, index)
         here = self._machine.thread_state
         before, here.sets_items = here.sets_items, True
@@ -207,8 +203,8 @@ class TensorReads:
         # In C++ it has become a plain number.
         if self._is_unknown(tensor):
             if isinstance(value, float):
-                return NeutralFloat(value)
-            return NeutralInt() if value == 0 and raw.is_integer(tensor.dtype) else value
+                return PlaceholderFloat(value)
+            return PlaceholderInt() if value == 0 and raw.is_integer(tensor.dtype) else value
         return value
 
     def tolist(self, tensor: torch.Tensor) -> Any:
@@ -219,28 +215,28 @@ class TensorReads:
         if block is not None and is_printing():
             transfers.stage_move(block.device, tensor, {})
             return _tolist(torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"))
-        if self._has_neutral_integers(tensor, "tolist()"):
-            return neutral_integers(tensor.shape)
+        if self._has_placeholder_integers(tensor, "tolist()"):
+            return placeholder_integers(tensor.shape)
         self._refuse(tensor, "tolist()")
         return _tolist(tensor)
 
     def numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
-        array = self._neutral_array(tensor, of_any_type=True)
+        array = self._placeholder_array(tensor, of_any_type=True)
         return _numpy(tensor, **kwargs) if array is None else array
 
     def array(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        array = self._neutral_array(tensor, not args and kwargs.get("dtype") is None)
+        array = self._placeholder_array(tensor, not args and kwargs.get("dtype") is None)
         return self._array(tensor, *args, **kwargs) if array is None else array
 
-    def _neutral_array(self, tensor: torch.Tensor, of_any_type: _Truth) -> Any:
+    def _placeholder_array(self, tensor: torch.Tensor, of_any_type: _Truth) -> Any:
         """Return an array for unknown integers of the host, ``None`` for known values."""
-        on_host = self._storages.is_on_host(tensor)
-        if of_any_type and on_host and self._has_neutral_integers(tensor, "numpy()"):
+        on_host = self._storages.is_unknown_on_cpu(tensor)
+        if of_any_type and on_host and self._has_placeholder_integers(tensor, "numpy()"):
             import numpy as np
 
             # One of numbers could not show that they are unknown.
             array = np.empty(tuple(tensor.shape), dtype=object)
-            array.fill(NeutralInt())
+            array.fill(PlaceholderInt())
             return array
         self._refuse_on_host(tensor, "numpy()")
         block = self._block(tensor)
@@ -251,12 +247,12 @@ class TensorReads:
             )
         return None
 
-    def _has_neutral_integers(self, tensor: torch.Tensor, read: str) -> _Truth:
-        """Return whether reading all of ``tensor`` yields neutral integers, which is then noted."""
+    def _has_placeholder_integers(self, tensor: torch.Tensor, read: str) -> _Truth:
+        """Return whether reading all of ``tensor`` yields placeholders, which is then noted."""
         if not self._is_unknown(tensor) or not tensor.dim():
             return False
         block = self._block(tensor)
-        if not self._machine.reads_neutral_integers(tensor, read):
+        if not self._machine.reads_placeholder_integers(tensor, read):
             return False
         if block is not None:
             self._machine.streams.host_waits(block.device.index)

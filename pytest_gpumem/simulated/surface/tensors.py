@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.callsite import let_go, user_line
+from pytest_gpumem.simulated.common.callsite import clear_own_frames, user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.checks import NO_DATA
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -142,7 +142,7 @@ class Tensors(TensorReads):
         return tensor.to(other)
 
     def deepcopy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
-        unknown = self._storages.is_on_host(tensor)
+        unknown = self._storages.is_unknown_on_cpu(tensor)
         if (self._block(tensor) is None and not unknown) or not tensor.is_leaf:
             return self._deepcopy(tensor, memo)
         if id(tensor) in memo:
@@ -197,7 +197,7 @@ def _as_function(method: Any, replaced: Any) -> Any:
         try:
             return method(tensor, *args, **kwargs)
         except torch.OutOfMemoryError as error:
-            let_go(error.__traceback__)
+            clear_own_frames(error.__traceback__)
             del tensor, args, kwargs
             raise
 

@@ -56,9 +56,7 @@ class Threads:
     """The threads of one simulation beside the one that began it."""
 
     def __init__(
-        self,
-        machine: SimulatedMachine,
-        joining: Callable[[], AbstractContextManager[object]],
+        self, machine: SimulatedMachine, joining: Callable[[], AbstractContextManager[object]]
     ) -> None:
         self._machine = machine
         self._joining = joining
@@ -212,7 +210,7 @@ class Threads:
         )
 
 
-class SharedGPU(GPU):
+class GPUWithLeftoverThreads(GPU):
     """A GPU with a memory beside its own, for threads of earlier tests.
 
     A GPU without such threads does not ask which thread uses it.
@@ -259,18 +257,18 @@ def _separate_memory(gpu: GPU, leftovers: Collection[int], met: Callable[[int], 
     shared: Any = gpu
     if not leftovers:
         shared.__class__ = getattr(gpu, "own_class", type(gpu))
-    elif not isinstance(gpu, SharedGPU):
+    elif not isinstance(gpu, GPUWithLeftoverThreads):
         memory = gpu.empty_memory(gpu.index + len(gpu.simulation.gpus))  # no address of another
         shared.beside = memory, gpu.workspaces_in(memory)
         shared.leftovers, shared.met = leftovers, met
         kind: Any = type(gpu)
-        shared.__class__ = _shared_kind(kind)
+        shared.__class__ = _kind_with_leftover_threads(kind)
 
 
 @cache
-def _shared_kind(kind: Any) -> type[SharedGPU]:
+def _kind_with_leftover_threads(kind: Any) -> type[GPUWithLeftoverThreads]:
     """Return the class of a GPU of ``kind`` while there are such threads."""
-    return type(f"Shared{kind.__name__}", (SharedGPU, kind), {"own_class": kind})
+    return type(f"Shared{kind.__name__}", (GPUWithLeftoverThreads, kind), {"own_class": kind})
 
 
 _LOADERS_LOOP = "_pin_memory_loop"

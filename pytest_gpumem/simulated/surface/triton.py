@@ -21,12 +21,17 @@ from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, base_function, on_gpu, path_of
+from pytest_gpumem.simulated.operators.custom_kernels import (
+    DESCRIPTIONS,
+    base_function,
+    on_gpu,
+    path_of,
+)
 from pytest_gpumem.simulated.operators.triton_stores import Stores
 from pytest_gpumem.simulated.surface.cuda import DeviceProperties
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
-Run = Callable[..., Any]
+RunKernel = Callable[..., Any]
 
 ARE_IN = "triton.runtime.jit"
 """A module of Triton itself, once that is imported: others may be called ``triton``, too."""
@@ -57,7 +62,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(driver, name, _driver(backends["nvidia"].driver, machine))
 
 
-def _described(machine: SimulatedMachine, launch: Run) -> Run:
+def _described(machine: SimulatedMachine, launch: RunKernel) -> RunKernel:
     """Wrap ``launch`` to run a kernel's description, where it has one."""
 
     def run(kernel: Any, *args: Any, **options: Any) -> Any:
@@ -74,7 +79,7 @@ def _described(machine: SimulatedMachine, launch: Run) -> Run:
     return run
 
 
-def _launched(machine: SimulatedMachine, _: Run) -> Run:
+def _launched(machine: SimulatedMachine, _: RunKernel) -> RunKernel:
     """Return a launch that writes to the tensors that the kernel stores to, and does no more.
 
     It raises ``ValueError`` for a tensor of the CPU, in the words of Triton's launcher.
@@ -84,7 +89,7 @@ def _launched(machine: SimulatedMachine, _: Run) -> Run:
     def is_out_of_reach(tensor: torch.Tensor) -> bool:
         if machine.storages.of(tensor) is not None:
             return False
-        on_host = machine.storages.is_on_host(tensor) or not raw.is_meta(tensor)
+        on_host = machine.storages.is_unknown_on_cpu(tensor) or not raw.is_meta(tensor)
         return on_host and not tensor.is_pinned()
 
     def run(kernel: Any, *args: Any, warmup: bool = False, **options: Any) -> None:
@@ -106,7 +111,7 @@ def _launched(machine: SimulatedMachine, _: Run) -> Run:
     return _described(machine, run)
 
 
-def _tuned(machine: SimulatedMachine, real: Run) -> Run:
+def _tuned(machine: SimulatedMachine, real: RunKernel) -> RunKernel:
     """Wrap ``Autotuner.run``: a real GPU must not use a configuration that was chosen here."""
 
     def run(tuner: Any, *args: Any, **options: Any) -> Any:
@@ -120,7 +125,7 @@ def _tuned(machine: SimulatedMachine, real: Run) -> Run:
     return _described(machine, run)
 
 
-def _untimed(machine: SimulatedMachine, _: Run) -> Run:
+def _untimed(machine: SimulatedMachine, _: RunKernel) -> RunKernel:
     """Return a timing by which the first configuration that the tuner keeps is the best."""
 
     def _bench(tuner: Any, *_: Any, **__: Any) -> Sequence[float]:
@@ -139,7 +144,7 @@ def _untimed(machine: SimulatedMachine, _: Run) -> Run:
     return _bench
 
 
-def _interpreted(machine: SimulatedMachine, real: Run) -> Run:
+def _interpreted(machine: SimulatedMachine, real: RunKernel) -> RunKernel:
     """Wrap the interpreter: with ``TRITON_INTERPRET=1`` Triton computes on the CPU."""
 
     def run(executor: Any, *args: Any, **options: Any) -> Any:

@@ -147,7 +147,7 @@ def _is_on_gpu(value: Any) -> bool:
 
 def _of_gpu(machine: SimulatedMachine, name: str) -> Callable[..., Any]:
     refuse = _refusing(f"Tensor.{name}", _NEEDS_MEMORY)
-    is_on_host = machine.storages.is_on_host
+    is_on_host = machine.storages.is_unknown_on_cpu
 
     def call(method: Any, tensor: torch.Tensor, /, *args: Any, **options: Any) -> Any:
         if tensor.is_cuda or is_on_host(tensor):

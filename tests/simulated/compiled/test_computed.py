@@ -264,7 +264,9 @@ def test_custom_operators_that_run_on_the_cpu_are_computed() -> None:
 def test_a_custom_operator_for_gpus_alone_runs_eagerly() -> None:
     with simulate("A100-40GB", real_values=True) as gpu:
         y = compiled(lambda x: tripled(x.sin()) + 1)(torch.ones(3, device="cuda"))
-        assert "those of gpumem_computed.tripled.default not beside kernels" in gpu.notes[0]
+        assert (
+            "those of gpumem_computed.tripled.default cannot be computed on the CPU" in gpu.notes[0]
+        )
         with pytest.raises(UnknownValueError, match="tripled"):
             y.tolist()
 
@@ -293,8 +295,8 @@ def test_an_index_out_of_range_is_an_error_as_on_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("function", "options", "reason"),
     [
-        (lambda x: x.sin().as_strided((2,), (2,)), {}, "aten.as_strided.default not beside"),
-        (lambda x: x.sin().cpu(), {}, "which copies to the CPU, not beside kernels"),
+        (lambda x: x.sin().as_strided((2,), (2,)), {}, "aten.as_strided.default cannot be"),
+        (lambda x: x.sin().cpu(), {}, "which copies to the CPU, cannot be computed on the CPU"),
     ],
 )
 def test_what_is_not_computed_beside_a_wrapper_runs_eagerly_and_says_why(

@@ -28,7 +28,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 def taken(gpu: Any, since: int) -> dict[int, tuple[str, tuple[str, int, str]]]:
     """By size, the operator and the line of what was allocated after so many events."""
     events = [event for event in gpu.trace[since:] if event.action == "alloc"]
-    return {each.size: (each.context.operator_name, each.context.place) for each in events}
+    return {each.size: (each.context.operator_name, each.context.source_line) for each in events}
 
 
 def test_buffers_name_the_line_and_the_operators_that_they_fuse() -> None:
@@ -43,7 +43,7 @@ def test_buffers_name_the_line_and_the_operators_that_they_fuse() -> None:
         (event,) = [event for event in gpu.trace[before:] if event.action == "alloc"]
         del y
     line = gated.__code__.co_firstlineno + 1
-    assert event.context.place == (__file__, line, "gated")
+    assert event.context.source_line == (__file__, line, "gated")
     assert event.context.operator_name == "torch.sigmoid + torch.tanh + torch.mul, fused"
 
 

@@ -206,4 +206,4 @@ def test_streams_and_events_run_eagerly_with_a_note(
         result = torch.compile(function, fullgraph=whole)(torch.ones(4, device="cuda"))
         assert result.tolist() == [2, 2, 2, 2]
     (note,) = gpu.notes
-    assert note.endswith(f"compiled code allocates less: it makes a torch.cuda.{made}")
+    assert note.endswith(f"compiled code may allocate less: it makes a torch.cuda.{made}")

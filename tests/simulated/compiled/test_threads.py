@@ -196,7 +196,7 @@ def test_each_thread_s_buffers_have_the_line_of_its_own_code() -> None:
             for _ in range(200):
                 first(x)
         taken = {
-            (event.size, event.context.place[2])
+            (event.size, event.context.source_line[2])
             for event in gpu.trace[before:]
             if event.action == "alloc"
         }

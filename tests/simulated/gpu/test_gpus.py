@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.dry.gpus import description
-from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuError, find_gpu, find_machine
+from pytest_gpumem.simulated.gpu.catalogue import GPUS, LIMITS, GpuError, find_gpu, find_machine
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,10 @@ def test_a_model_reads_as_on_the_real_card(
     assert gpu.sm_count == sm_count
     assert gpu.max_threads_per_sm == max_threads_per_sm
     assert gpu.l2_cache_bytes == l2_cache
+
+
+def test_each_capability_has_its_limits() -> None:
+    assert {gpu.compute_capability for gpu in GPUS.values()} <= set(LIMITS)
 
 
 def test_the_catalogue_is_complete_and_read_only() -> None:

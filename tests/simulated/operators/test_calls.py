@@ -117,14 +117,14 @@ def test_rules_name_arguments_as_every_overload_does_and_of_its_types(name: str)
     rule = tables.RULES[name]
     for func in _overloads(name):
         if tables.rule_of(func) is not None:
-            for part in filter(None, (rule.before, rule.shapes, rule.placed, rule.after)):
+            for part in filter(None, (rule.before, rule.shapes, rule.outputs, rule.after)):
                 _assert_fits(part, func._schema)
 
 
-@pytest.mark.parametrize("name", [*tables.COMPOSITES, *tables.IN_VIEW, *sparse.PARTS])
+@pytest.mark.parametrize("name", [*tables.ABOVE_AUTOGRAD, *tables.BELOW_AUTOGRAD, *sparse.PARTS])
 def test_what_is_built_of_others_names_arguments_as_its_overload_does(name: str) -> None:
     packet, _, overload = name.removeprefix("aten.").partition(".")
     func = getattr(getattr(torch.ops.aten, packet), overload)
-    for table in (tables.COMPOSITES, tables.IN_VIEW, sparse.PARTS):
+    for table in (tables.ABOVE_AUTOGRAD, tables.BELOW_AUTOGRAD, sparse.PARTS):
         if name in table:
             _assert_fits(table[name], func._schema)

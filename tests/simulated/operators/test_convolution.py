@@ -31,13 +31,13 @@ def image(grad: bool = True) -> torch.Tensor:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were taken."""
     taken: list[str] = []
-    choose: Callable[..., str] = convolution._Call.kernel
+    choose: Callable[..., str] = convolution.ConvolutionCall.kernel
 
     def spy(*args: Any) -> str:
         taken.append(choose(*args))
         return taken[-1]
 
-    monkeypatch.setattr(convolution._Call, "kernel", spy)
+    monkeypatch.setattr(convolution.ConvolutionCall, "kernel", spy)
     return taken
 
 

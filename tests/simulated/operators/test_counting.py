@@ -62,7 +62,7 @@ def test_truth_values_are_counted(on: Any) -> None:
     gpu = on("A100-40GB", "2.9")
     truth = known() > 4
     events = gpu.of(lambda: torch.unique(truth, return_counts=True))
-    sums = cub.count_bytes(COUNT, 108, 2048)
+    sums = cub.device_sum_bytes(COUNT, 108, 2048)
     assert events == [4, sums, -sums, 2, 16, -4]
 
 
@@ -116,6 +116,6 @@ def test_distinct_truth_is_counted_before_its_results(on: Any) -> None:
     gpu = on("A100-40GB")
     truth = torch.zeros(5000, dtype=torch.bool, device="cuda")
     # One sum of each block of five waves; values and counts of at most two, the inverse last.
-    sums = cub.count_bytes(5000, 108, 2048)
+    sums = cub.device_sum_bytes(5000, 108, 2048)
     events = gpu.of(lambda: torch.unique(truth, return_inverse=True, return_counts=True))
     assert events == [4, sums, -sums, 2, 16, 5000 * 8, -4]

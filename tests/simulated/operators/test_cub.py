@@ -117,5 +117,5 @@ def test_selections() -> None:
 
 
 def test_counts() -> None:
-    assert cub.count_bytes(1578, 108, 2048) == 1
-    assert cub.count_bytes(1_000_000, 108, 2048) == 17_663
+    assert cub.device_sum_bytes(1578, 108, 2048) == 1
+    assert cub.device_sum_bytes(1_000_000, 108, 2048) == 17_663

@@ -31,7 +31,7 @@ def test_workspaces_that_are_not_known_are_named() -> None:
     with simulate("A100-40GB") as gpu:
         torch.linalg.svd(torch.zeros(8, 8, device="cuda"))
         torch.fft.rfft(torch.zeros(8, device="cuda"))
-    assert [note.split(" is not known")[0] for note in gpu.notes] == [
+    assert [note.split(" is unknown")[0] for note in gpu.notes] == [
         "cuSOLVER's workspace for linalg_svd",
         "cuFFT's workspace for rfft",
     ]

@@ -2,8 +2,8 @@
 
 A value is *known* where the code under test determines it: of a factory, of an index, of a mask of
 a known length. Of other values only *facts* are known, such as that they are finite. Reading an
-unknown one yields a *neutral* number: fit for printing and storing, while a decision by it raises
+unknown one yields a *placeholder*: fit for printing and storing, while a decision by it raises
 an error.
 
-``neutral`` imports no torch.
+``placeholder`` imports no torch.
 """

@@ -77,7 +77,7 @@ torch/nn/init.py since 2.13.
 """
 
 
-def taken_for_granted(frame: FrameType) -> tuple[bool, str] | None:
+def assumption_of(frame: FrameType) -> tuple[bool, str] | None:
     """Return the answer to a condition in torch's function ``frame``, and a note, if it has one."""
     module = _module_of(frame)
     if not module.startswith("torch."):
@@ -152,7 +152,7 @@ def _is_special_token(answer: bool) -> Assumption:
         if args[0].dtype.is_floating_point or "transformers" not in sys.modules:
             return
         if _caller(_OWN, "torch.")[0].startswith(_COMPARING):
-            values.notes.granted = True
+            values.notes.assumed = True
             values.notes.note(GENERATION)
             values.keep(result, torch.full(result.shape, answer, device="cpu"))
 

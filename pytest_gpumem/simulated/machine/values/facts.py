@@ -45,7 +45,7 @@ class Fact:
     """Whether the program has put infinities or NaN in it."""
 
 
-class Facts:
+class ValueFacts:
     """The facts of one simulation, by the address of the storage they belong to."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Facts:
     def of_results(self, operator: Operator, args: Args, kwargs: Kwargs) -> Fact | None:
         """Return the fact about the results of ``operator`` that follows from its arguments."""
         given = [*args, *kwargs.values()]
-        infinite = self._brought(operator, args, kwargs)
+        infinite = self._infinity_from_arguments(operator, args, kwargs)
         if not self.by_key:
             return Fact(infinite=infinite) if infinite else None
         read = given[1:] if operator.overwrites else given
@@ -97,11 +97,11 @@ class Facts:
         assumed = self.is_assumed(given)
         return Fact(value, assumed, infinite) if assumed or infinite or value is not None else None
 
-    def _brought(self, operator: Operator, args: Args, kwargs: Kwargs) -> Infinity:
+    def _infinity_from_arguments(self, operator: Operator, args: Args, kwargs: Kwargs) -> Infinity:
         """Return the kind of infinity that a number, or few numbers from the host, bring in."""
         infinite = Infinity.NONE
         if operator.fills:
-            infinite = finite.brought(self._single, operator.name, args, kwargs)
+            infinite = finite.infinity_from_numbers(self._single, operator.name, args, kwargs)
         at = _SOURCES.get(operator.name)
         if infinite or at is None or self._is_unknown_on_host(args[at]):
             return infinite

@@ -119,7 +119,7 @@ def answer(
     return None
 
 
-def brought(single: Read, name: str, args: Args, kwargs: Kwargs) -> Infinity:
+def infinity_from_numbers(single: Read, name: str, args: Args, kwargs: Kwargs) -> Infinity:
     """Return the kind of infinity among the numbers in the arguments of a filling operator."""
     numbers = []
     for value in (*args[1:], *kwargs.values()):

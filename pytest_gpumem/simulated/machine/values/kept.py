@@ -17,7 +17,7 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU, is_on_device, tensors_in
-from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
+from pytest_gpumem.simulated.machine.cpu_kernels.differentiated import UNREAD
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values.facts import Fact
@@ -32,7 +32,7 @@ MOST_REPEATED = 1 << 20
 the gradient of a sum."""
 
 
-class Kept:
+class KnownValues:
     """The elements of storages whose values are known, and which of all tensors those are."""
 
     def __init__(self, storages: Storages, *, everything: bool) -> None:
@@ -46,7 +46,7 @@ class Kept:
         self.ranges = Ranges(self._watch)
         self._loose: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages without a block, whose values must not outlive them either."""
-        self._blank: set[int] = set()
+        self._uninitialized: set[int] = set()
         """Keys of storages that were not written to yet, where everything is computed."""
         self._held = 0
         self._limit = 0
@@ -64,7 +64,7 @@ class Kept:
 
     def forget(self, key: int) -> None:
         """Drop the values of a storage, because they are no longer known or it has died."""
-        self._blank.discard(key)
+        self._uninitialized.discard(key)
         if self._stated:
             self._stated.pop(key, None)
         if self.ranges.by_key:
@@ -108,7 +108,7 @@ class Kept:
                 if tensor.numel() > MOST_REPEATED and not self.everything:
                     return True
                 answer = False
-            elif raw.is_on_device(tensor) or self.storages.is_on_host(tensor):
+            elif raw.is_on_device(tensor) or self.storages.is_unknown_on_cpu(tensor):
                 return True
         return answer
 

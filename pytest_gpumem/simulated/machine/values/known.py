@@ -24,7 +24,7 @@ from pytest_gpumem.simulated.machine.values.facts import Fact, of_result
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.reading import Reading
 from pytest_gpumem.simulated.machine.values.recording import Recorder
-from pytest_gpumem.simulated.machine.values.views import blank, on_device
+from pytest_gpumem.simulated.machine.values.views import arbitrary, on_device
 
 
 class Values(Reading):
@@ -113,18 +113,20 @@ class Values(Reading):
         for value in given:
             real = value
             if isinstance(value, torch.Tensor):
-                if storage_key(value) in self._blank:
+                if storage_key(value) in self._uninitialized:
                     self._put_blank(value)
                 if not value.numel():
-                    real = blank(value)
+                    real = arbitrary(value)
                 elif raw.is_on_device(value):
                     real = self.of(value)
-                if real is None or self.storages.is_on_host(value):
+                if real is None or self.storages.is_unknown_on_cpu(value):
                     return None
             found.append(real)
         return found
 
-    def know(self, results: Sequence[Any], computed: Sequence[Any], given: Iterable[Any]) -> None:
+    def mark_known(
+        self, results: Sequence[Any], computed: Sequence[Any], given: Iterable[Any]
+    ) -> None:
         """Set the values of ``results``, which are parts of new storages or given ones.
 
         They are ``computed`` from ``given``, which :meth:`shared` returned and which was written.
@@ -160,14 +162,14 @@ class Values(Reading):
         return self.ranges.compared(operator.name, args)
 
     def _make(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
-        if operator.blank and result.numel():
+        if operator.uninitialized and result.numel():
             if self.everything:
-                self._blank.add(storage_key(result))
+                self._uninitialized.add(storage_key(result))
                 self._watch(result)
             return
         if operator.shaped_like:
             if self._keeps(result):
-                args = (blank(args[0]), *args[1:])
+                args = (arbitrary(args[0]), *args[1:])
                 self._derive(operator, args, kwargs, result)
         elif self._unknown_among(args) is not True:
             self._derive(operator, args, kwargs, result)
@@ -236,7 +238,7 @@ class Values(Reading):
                 self._derive(operator, args, kwargs, result)
             return
         for target in targets:
-            if storage_key(target) in self._blank:
+            if storage_key(target) in self._uninitialized:
                 self._put_blank(target)
         if operator.overwrites:
             if not self._can_overwrite(operator, args, kwargs, targets):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.machine.real.kernels import kernel_of
+from pytest_gpumem.simulated.machine.cpu_kernels.kernels import kernel_of
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.assumptions import ASSUMPTIONS, Assumption
@@ -51,7 +51,7 @@ class Operator:
     """Whether it changes only sizes and strides: ``t_``, ``squeeze_``, ``set_``."""
     undefined: bool = False
     """Whether its results are random, or those of a stranger's kernel."""
-    blank: bool = False
+    uninitialized: bool = False
     """Whether its results are uninitialised memory."""
     random: bool = False
     shaped_like: bool = False
@@ -84,7 +84,7 @@ class Operator:
             overwrites=name in OVERWRITES or "out" in schema.overload_name,
             moves_views=torch.Tag.inplace_view in func.tags or plain in ("resize_", "set_"),
             undefined=random or plain == name,
-            blank=plain.startswith(("empty", "new_empty")),
+            uninitialized=plain.startswith(("empty", "new_empty")),
             random=random,
             shaped_like=plain.endswith("_like") or plain.startswith("new_"),
             compute=kernel_of(func),

@@ -13,33 +13,33 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
+from pytest_gpumem.simulated.machine.cpu_kernels.kernels import in_float32
 from pytest_gpumem.simulated.machine.generators import drawn_from
 from pytest_gpumem.simulated.machine.notes import Notes
-from pytest_gpumem.simulated.machine.real.kernels import in_float32
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.assumptions import is_printing
-from pytest_gpumem.simulated.machine.values.facts import Facts
-from pytest_gpumem.simulated.machine.values.kept import Kept
+from pytest_gpumem.simulated.machine.values.facts import ValueFacts
+from pytest_gpumem.simulated.machine.values.kept import KnownValues
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.machine.values.views import blank, layout_of, on_device, view_of
+from pytest_gpumem.simulated.machine.values.views import arbitrary, layout_of, on_device, view_of
 from pytest_gpumem.simulated.machine.values.work import Work
 
 _as_strided = torch.as_strided
 
 
-class Reading(Kept):
+class Reading(KnownValues):
     """Known values for readers: by tensor, and by an operator that is applied to tensors."""
 
-    lacking = "which a simulated GPU does not have: only shapes are computed"
+    why_unknown = "which a simulated GPU does not have: only shapes are computed"
     """The reason why values are unknown where not everything is computed."""
 
     def __init__(self, storages: Storages, notes: Notes, *, everything: bool) -> None:
         super().__init__(storages, everything=everything)
         self.notes = notes
         """The notes that assumptions go to."""
-        self.facts = Facts(self.single, storages.is_on_host, self._stated)
+        self.facts = ValueFacts(self.single, storages.is_unknown_on_cpu, self._stated)
         self.work = Work()
         self.uncomputed: str | None = None
         """The first operator or kernel that the CPU cannot compute, where all is computed."""
@@ -65,7 +65,7 @@ class Reading(Kept):
     def single(self, tensor: torch.Tensor) -> Any:
         """Return the one number that ``tensor`` holds, once or repeated; ``None`` if not known."""
         repeated = tensor.numel() == 1 or not any(tensor.stride())
-        if not repeated or not tensor.numel() or self.storages.is_on_host(tensor):
+        if not repeated or not tensor.numel() or self.storages.is_unknown_on_cpu(tensor):
             return None
         with torch._C._DisableTorchDispatch():
             real = self.of(tensor) if raw.is_on_device(tensor) else tensor
@@ -110,7 +110,7 @@ class Reading(Kept):
     def on_host(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Return the result of ``operator`` in host memory; ``None`` if its values are unknown."""
         if operator.shaped_like and self._keeps(args[0]):
-            return operator.func(blank(args[0]), *args[1:], **kwargs)
+            return operator.func(arbitrary(args[0]), *args[1:], **kwargs)
         return self.computed(operator, args, kwargs)
 
     @property
@@ -129,7 +129,7 @@ class Reading(Kept):
             return f"{value} that is not known, {because}"
         if self.everything:
             return f"{value} that is not known: nothing has written it"
-        return f"{value}, {self.lacking}"
+        return f"{value}, {self.why_unknown}"
 
     def note_read(self, values: Iterable[Any]) -> None:
         """Note the assumptions on ``values``, which are read."""

@@ -90,9 +90,9 @@ class Recorder(ABC, Generic[P]):
         operator = step.operator
         if operator is None:
             return False
-        if operator.blank:
+        if operator.uninitialized:
             for view in _views_in(step.result):
-                self.blank(view)
+                self.mark_uninitialized(view)
             return True
 
         def real(part: Any) -> Any:
@@ -114,7 +114,7 @@ class Recorder(ABC, Generic[P]):
         if computed is None:
             return False
         for target in step.targets:
-            self.know(target)
+            self.mark_known(target)
         # Some write to an argument and return something else: batch norm, rrelu with noise.
         self._write(step.result, computed, {target.place for target in step.targets})
         return True
@@ -125,7 +125,7 @@ class Recorder(ABC, Generic[P]):
             if result.place not in written:
                 memory = self.memory(result, is_read=False)
             if memory is not None:
-                keep = self.know if is_written(memory, computed) else self.forget
+                keep = self.mark_known if is_written(memory, computed) else self.forget
                 keep(result)
         elif isinstance(result, (list, tuple)):
             given = computed if isinstance(computed, (list, tuple)) else [None] * len(result)
@@ -151,11 +151,11 @@ class Recorder(ABC, Generic[P]):
         """Return the result of a call on CPU tensors; ``None`` if the CPU has no kernel."""
 
     @abstractmethod
-    def blank(self, view: View[P]) -> None:
+    def mark_uninitialized(self, view: View[P]) -> None:
         """Note that ``view`` is memory with arbitrary values: it may be written to in part."""
 
     @abstractmethod
-    def know(self, view: View[P]) -> None:
+    def mark_known(self, view: View[P]) -> None:
         """Note that ``view`` has been written to."""
 
     @abstractmethod

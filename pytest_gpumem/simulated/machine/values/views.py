@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
-from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
+from pytest_gpumem.simulated.machine.cpu_kernels.differentiated import UNREAD
 
 _empty_strided = torch.empty_strided
 _as_strided = torch.as_strided
@@ -71,7 +71,7 @@ def covers(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.numel() == nbytes // tensor.dtype.itemsize
 
 
-def blank(value: Any) -> Any:
+def arbitrary(value: Any) -> Any:
     """Return a CPU tensor of the shape of ``value`` with arbitrary values; others as they are."""
     if not isinstance(value, torch.Tensor):
         return value

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pytest_gpumem.simulated.operators.attention import with_padded_heads
-from pytest_gpumem.simulated.operators.described import simulate_operator
+from pytest_gpumem.simulated.operators.custom_kernels import simulate_operator
 from pytest_gpumem.simulated.stand_ins.flash_attn.kernels import OPERATORS, with_cache
 
 Window = tuple[int, int]

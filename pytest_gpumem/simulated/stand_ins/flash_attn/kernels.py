@@ -16,8 +16,8 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.signatures import Signature
 from pytest_gpumem.simulated.operators.attention import with_padded_heads
 from pytest_gpumem.simulated.operators.attention_choice import splits_of
-from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
-from pytest_gpumem.simulated.operators.layout import HALVES, round_up
+from pytest_gpumem.simulated.operators.custom_kernels import DESCRIPTIONS
+from pytest_gpumem.simulated.operators.layout import HALF_DTYPES, round_up
 from pytest_gpumem.simulated.stand_ins.flash_attn import values
 from pytest_gpumem.simulated.stand_ins.imports import used
 
@@ -292,7 +292,7 @@ def _check(
     used()
     newest = torch.cuda.get_device_capability(q.device)[0] >= 8
     _require(newest, "FlashAttention only supports Ampere GPUs or newer.")
-    _require(q.dtype in HALVES, "FlashAttention only support fp16 and bf16 data type")
+    _require(q.dtype in HALF_DTYPES, "FlashAttention only support fp16 and bf16 data type")
     _require(q.dtype == k.dtype == v.dtype, "query, key and value must have the same dtype")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _require(tensor.is_cuda, f"{name} must be on CUDA")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.machine.real.differentiated import leaf, with_autograd
+from pytest_gpumem.simulated.machine.cpu_kernels.differentiated import leaf, with_autograd
 
 
 class _Call(NamedTuple):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate, simulate_operator
-from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
+from pytest_gpumem.simulated.operators.custom_kernels import DESCRIPTIONS
 from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
 from tests.simulated.surface.triton_kernels.stand_in import (
     Autotuner,

@@ -20,8 +20,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pytest_gpumem.simulated.machine.real import attention, normalization, products, recurrent
-from pytest_gpumem.simulated.machine.real.normalization import HALVES
+from pytest_gpumem.simulated.machine.cpu_kernels import (
+    attention,
+    normalization,
+    products,
+    recurrent,
+)
+from pytest_gpumem.simulated.machine.cpu_kernels.normalization import HALF_DTYPES
 from pytest_gpumem.simulated.machine.signatures import Kwargs, Signature
 
 _aten = torch.ops.aten
@@ -36,10 +41,10 @@ def in_float32(
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def widened(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dtype in HALVES:
+        if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES:
             pairs.append((value, value.float()))
             return pairs[-1][1]
-        return torch.float32 if isinstance(value, torch.dtype) and value in HALVES else value
+        return torch.float32 if isinstance(value, torch.dtype) and value in HALF_DTYPES else value
 
     wide, named = tree_map(widened, (args, kwargs))
     computed = compute(*wide, **named)

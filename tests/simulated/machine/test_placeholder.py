@@ -77,7 +77,7 @@ def test_nothing_is_decided_or_looked_up_by_them(use: Callable[[Any], Any]) -> N
 def test_nothing_is_made_of_them(use: Callable[[list[Any]], Any]) -> None:
     with simulate("T4"):
         numbers = torch.randint(9, (3,), device="cuda").tolist()
-        with pytest.raises((TypeError, RuntimeError), match=r"NeutralInt|object_"):
+        with pytest.raises((TypeError, RuntimeError), match=r"PlaceholderInt|object_"):
             use(numbers)
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from pytest_gpumem.echo import MOST, printable, quoted
+from pytest_gpumem.quoting import MOST, printable, quoted
 
 
 class Rude:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.machine.real.differentiated import UNREAD, leaf, with_autograd
+from pytest_gpumem.simulated.machine.cpu_kernels.differentiated import UNREAD, leaf, with_autograd
 
 _aten = torch.ops.aten
-HALVES = frozenset({torch.float16, torch.bfloat16})
+HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
 def _batch_norm(*args: Any) -> Any:
@@ -29,7 +29,7 @@ def _batch_norm_backward(*args: Any) -> Any:
 
 
 def _over_channels(input: Tensor) -> tuple[Tensor, list[int]]:
-    wide = input.float() if input.dtype in HALVES else input
+    wide = input.float() if input.dtype in HALF_DTYPES else input
     return wide, [dim for dim in range(input.dim()) if dim != 1]
 
 

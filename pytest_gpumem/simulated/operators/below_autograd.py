@@ -120,7 +120,7 @@ def _sumproduct_pair(left: Tensor, right: Tensor, sum_dims: Sequence[int]) -> Te
     return product.view(shape).permute([order.index(dim) for dim in range(left.dim())])
 
 
-IN_VIEW: dict[str, Composite] = {
+BELOW_AUTOGRAD: dict[str, Composite] = {
     "aten._trilinear.default": trilinear,
     **{f"aten.{name}": _as_built(name) for name in _BUILT},
 }

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.measurement.fixtures import FixtureRecords
 from pytest_gpumem.measurement.statistics import Bytes
 from tests.fake_statistics import SEGMENT, FakeStatistics
 
@@ -17,7 +17,7 @@ def device() -> FakeStatistics:
     return FakeStatistics()
 
 
-class Ledger(FixtureLedger):
+class Ledger(FixtureRecords):
     """A ledger of one device whose fixtures leave nothing to tidy."""
 
     def __init__(self, device: FakeStatistics) -> None:
@@ -139,20 +139,20 @@ def test_memory_is_explained_by_fixtures_and_by_what_a_collection_left(
     device: FakeStatistics, ledger: Ledger
 ) -> None:
     stray = device.allocate(50)
-    assert not ledger.explains(device.harvest())
+    assert not ledger.explains(device.read_and_reset_peaks())
 
-    ledger.garbage_collected(device.harvest())
-    assert ledger.explains(device.harvest())
+    ledger.garbage_collected(device.read_and_reset_peaks())
+    assert ledger.explains(device.read_and_reset_peaks())
 
     with ledger.setting_up("model"):
         device.allocate(100)
-    assert ledger.explains(device.harvest())
+    assert ledger.explains(device.read_and_reset_peaks())
 
     device.allocate(1)
-    assert not ledger.explains(device.harvest())
+    assert not ledger.explains(device.read_and_reset_peaks())
 
-    ledger.garbage_collected(device.harvest())
+    ledger.garbage_collected(device.read_and_reset_peaks())
     ledger.forget("model")
-    assert not ledger.explains(device.harvest())
+    assert not ledger.explains(device.read_and_reset_peaks())
     device.free(stray)
-    assert not ledger.explains(device.harvest())
+    assert not ledger.explains(device.read_and_reset_peaks())

@@ -182,7 +182,7 @@ class SingleRank:
         """Whether the process is in this world now."""
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Enter this world inside if it had begun before, and leave it afterwards."""
         with ExitStack() as self._inside:
             if self._groups is not None and self._groups.tables["_pg_names"]:
@@ -190,7 +190,7 @@ class SingleRank:
             yield
 
     def begin(self) -> None:
-        """Enter this world, until :meth:`kept` ends."""
+        """Enter this world, until :meth:`restored` ends."""
         if self.has_begun:
             return
         # Imported late: not needed without process groups.

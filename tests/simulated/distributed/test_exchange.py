@@ -12,8 +12,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from pytest_gpumem.sharing.database import Process
-from pytest_gpumem.simulated.distributed import meeting
-from pytest_gpumem.simulated.distributed.meeting import Meeting, MeetingError
+from pytest_gpumem.simulated.distributed import exchange
+from pytest_gpumem.simulated.distributed.exchange import RankExchange, RankExchangeError
 from pytest_gpumem.simulated.distributed.worst import imbalance
 from pytest_gpumem.values.world import (
     Address,
@@ -34,15 +34,15 @@ STARTED = {
 }
 
 
-def members(size: int) -> list[Meeting]:
+def members(size: int) -> list[RankExchange]:
     store = HashStore()
-    return [Meeting(store, rank, size) for rank in range(size)]
+    return [RankExchange(store, rank, size) for rank in range(size)]
 
 
 def test_rank_0_is_told_what_all_say_and_all_are_told_what_it_says() -> None:
-    def part(one: Meeting) -> tuple[Any, Any, Any]:
+    def part(one: RankExchange) -> tuple[Any, Any, Any]:
         first = one.gather("peaks", {"peak": 10 * one.rank})
-        decided = one.hear("the verdict", "passed" if one.rank == 0 else None)
+        decided = one.broadcast("the verdict", "passed" if one.rank == 0 else None)
         return first, decided, one.gather("peaks", [one.rank])
 
     with ThreadPoolExecutor(3) as threads:
@@ -56,34 +56,38 @@ def test_ranks_that_run_different_things_are_told() -> None:
     first, other = members(2)
     other.gather("test_b", 1)
 
-    with pytest.raises(MeetingError, match=r"^rank 1 is at test_b where rank 0 is at test_a: all"):
+    with pytest.raises(
+        RankExchangeError, match=r"^rank 1 runs test_b while rank 0 runs test_a; every"
+    ):
         first.gather("test_a", 1)
 
 
 def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_LOOKED_EVERY", 0.0)
+    monkeypatch.setattr(exchange, "_CHECK_SECONDS", 0.0)
     ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = Process(ended.pid, psutil.Process(ended.pid).create_time())
     store = HashStore()
-    first = Meeting(store, 0, 2)
+    first = RankExchange(store, 0, 2)
     with monkeypatch.context() as other:
-        other.setattr(meeting, "this_process", lambda: process)
-        Meeting(store, 1, 2)
+        other.setattr(exchange, "this_process", lambda: process)
+        RankExchange(store, 1, 2)
     assert first.lost() == []
 
     ended.communicate()
 
     assert first.lost() == [1]
-    with pytest.raises(MeetingError, match=r"^rank 1 has ended, and had said nothing of test_a$"):
+    with pytest.raises(RankExchangeError, match=r"^rank 1 ended before it sent test_a$"):
         first.gather("test_a", 1)
 
 
 def test_a_rank_that_never_starts_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_LOOKED_EVERY", 0.0)
-    monkeypatch.setattr(meeting, "JOINING", meeting.JOINING * 0)
+    monkeypatch.setattr(exchange, "_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(exchange, "JOINING", exchange.JOINING * 0)
 
-    with pytest.raises(MeetingError, match=r"^rank 1 has not started within 0 s: WORLD_SIZE says"):
-        Meeting(HashStore(), 0, 2).gather("test_a", 1)
+    with pytest.raises(
+        RankExchangeError, match=r"^rank 1 has not started within 0 s: WORLD_SIZE says"
+    ):
+        RankExchange(HashStore(), 0, 2).gather("test_a", 1)
 
 
 def test_a_process_is_the_rank_that_it_was_started_as() -> None:

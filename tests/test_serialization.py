@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pytest_gpumem.values.plain import KEY, OMITTED, Plain
+from pytest_gpumem.values.serialization import KEY, OMITTED, Plain
 
 
 class Process(NamedTuple):

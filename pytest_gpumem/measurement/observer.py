@@ -13,9 +13,9 @@ import torch
 from pytest_gpumem.attribution.history import GRADIENTS, INPUTS, OPTIMIZER_STATE, OTHER, PARAMETERS
 from pytest_gpumem.measurement.carried import Held, MadeSince
 from pytest_gpumem.measurement.contents import (
-    gradients_aside,
-    parameters_aside,
+    accumulated_gradients,
     parts_of,
+    sharded_parameters,
     storage_address,
     tensors_in,
 )
@@ -32,7 +32,7 @@ DEEPEST_INPUT = 4
 """The levels of containers in which the arguments of a module are searched."""
 
 
-class Witness:
+class MemoryObserver:
     """A record of the contents of memory during a test; afterwards they cannot be determined.
 
     ``positions`` returns the position of each device's allocator, ``held`` and ``made_since`` are
@@ -61,8 +61,8 @@ class Witness:
         """The positions at which modules began to run, and their paths."""
         self.spans: list[tuple[str, Positions, Positions]] = []
         """The automatic phases, in order."""
-        self.sightings: list[tuple[Positions, int, str, str, str]] = []
-        """Positions, and the other fields of a :class:`Sighting`."""
+        self.observations: list[tuple[Positions, int, str, str, str]] = []
+        """Positions, and the other fields of a :class:`Observation`."""
 
     def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Watch the module or optimizer ``holder`` from now on."""
@@ -77,7 +77,7 @@ class Witness:
         """Begin a run of the body with facts of its own."""
         self.facts = Facts(self._held, self._made_since)
 
-    def look(self) -> None:
+    def observe_optimizers(self) -> None:
         """Record the state of known optimizers that have not stepped: it may have been loaded.
 
         Everything else was recorded when it was made.
@@ -94,7 +94,7 @@ class Witness:
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
         """Drop the records of code inside, except for its remaining modules and optimizers."""
-        notes: tuple[list[Any], ...] = (self.marks, self.spans, self.sightings)
+        notes: tuple[list[Any], ...] = (self.marks, self.spans, self.observations)
         known, span = [len(each) for each in notes], self._span
         try:
             yield
@@ -295,7 +295,7 @@ class Witness:
         for path, name, parameter in self._parameters_of(module):
             self._see(now, parameter.grad, GRADIENTS, path, name)
         for part in module.modules():
-            for owner, name, gradient in gradients_aside(part):
+            for owner, name, gradient in accumulated_gradients(part):
                 self._see(now, gradient, GRADIENTS, self._paths.get(owner, ""), name)
 
     def _parameters_of(self, module: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -305,8 +305,8 @@ class Witness:
             for name, parameter in part._parameters.items():
                 if parameter is not None:
                     yield path, name, parameter
-            for owner, name, aside in parameters_aside(part):
-                yield self._paths.get(owner, ""), name, aside
+            for owner, name, sharded in sharded_parameters(part):
+                yield self._paths.get(owner, ""), name, sharded
 
     def _see_optimizer(self, now: Positions, optimizer: torch.optim.Optimizer) -> None:
         owners = {
@@ -339,7 +339,7 @@ class Witness:
         """Record the memory of ``value`` if it is a tensor."""
         for part in parts_of(value) if isinstance(value, torch.Tensor) else ():
             if address := storage_address(part):
-                self.sightings.append((now, address, category, path, name))
+                self.observations.append((now, address, category, path, name))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch  # the plugin uses these types, and starts without it
 
 VALUE = 0.0
-"""The neutral value, with which loss scaling and logging continue: the loss is finite."""
+"""The placeholder, with which loss scaling and logging continue: the loss is finite."""
 
 _HARMLESS = frozenset({"json.encoder", "torch.optim._adafactor", "yaml.representer"})
 """Modules whose comparisons of numbers decide about no memory: encoders ask for NaN and infinities
@@ -37,10 +37,10 @@ class _AsFloat(type):
         return hash(float)
 
 
-class NeutralFloat(float, metaclass=_AsFloat):
+class PlaceholderFloat(float, metaclass=_AsFloat):
     """0.0 in place of a number that was not computed.
 
-    It can be printed, stored and computed with, and results computed from it are neutral, too. To
+    It can be printed, stored and computed with, and so can results of it. To
     compare it, or to ask whether it is true, raises :class:`UnknownValueError`: control flow and
     assertions would otherwise go by a number that is made up.
     """
@@ -49,12 +49,11 @@ class NeutralFloat(float, metaclass=_AsFloat):
     __hash__ = float.__hash__
 
 
-class NeutralInt:
+class PlaceholderInt:
     """0 in place of an integer that was not computed.
 
-    Like :class:`NeutralFloat`; nor can anything be looked up by it, made of that size or repeated
-    so often. It is no ``int``, whose value compiled code reads directly; only decoders of text
-    may call its ``__index__``.
+    Like :class:`PlaceholderFloat`; nor can it be an index, a size or a count. It is no ``int``,
+    whose value compiled code reads directly; only decoders of text may call its ``__index__``.
     """
 
     __slots__ = ()
@@ -70,8 +69,8 @@ class NeutralInt:
             return 0
         raise _refusal("an index", "an integer of a tensor")
 
-    def __reduce__(self) -> tuple[type[NeutralInt], tuple[()]]:
-        return NeutralInt, ()
+    def __reduce__(self) -> tuple[type[PlaceholderInt], tuple[()]]:
+        return PlaceholderInt, ()
 
 
 def _refusal(shown: str, read: str) -> UnknownValueError:
@@ -102,13 +101,13 @@ def _refuse(name: str, shown: str) -> None:
         raise _refusal(shown, "an integer of a tensor")
 
     if name not in ("__hash__", "__float__"):
-        _define(NeutralFloat, name, of_float)
+        _define(PlaceholderFloat, name, of_float)
     if name not in ("__trunc__", "__floor__", "__ceil__"):
-        _define(NeutralInt, name, of_integer)
+        _define(PlaceholderInt, name, of_integer)
 
 
 def _stay(name: str) -> None:
-    """Make the results of the operation ``name`` neutral, too."""
+    """Make the results of the operation ``name`` placeholders, too."""
     operation = getattr(float, name)
 
     def of_float(*operands: Any) -> Any:
@@ -117,18 +116,18 @@ def _stay(name: str) -> None:
         except ZeroDivisionError:
             result = VALUE
         if isinstance(result, int):
-            return NeutralInt()
-        return NeutralFloat(result) if isinstance(result, float) else result
+            return PlaceholderInt()
+        return PlaceholderFloat(result) if isinstance(result, float) else result
 
-    def of_integer(number: NeutralInt, *others: Any) -> Any:
-        if not all(isinstance(other, (int, float, NeutralInt)) for other in others):
+    def of_integer(number: PlaceholderInt, *others: Any) -> Any:
+        if not all(isinstance(other, (int, float, PlaceholderInt)) for other in others):
             return NotImplemented
         divides = name in ("__truediv__", "__rtruediv__")
         is_float = divides or any(isinstance(other, float) for other in others)
-        return NeutralFloat() if is_float else number
+        return PlaceholderFloat() if is_float else number
 
-    _define(NeutralFloat, name, of_float)
-    _define(NeutralInt, name, of_integer)
+    _define(PlaceholderFloat, name, of_float)
+    _define(PlaceholderInt, name, of_integer)
 
 
 _REFUSED = {
@@ -165,8 +164,8 @@ def dots(tensor: torch.Tensor, device: torch.device) -> str:
     return f"tensor(..., device='{device}', size={shape}, dtype={tensor.dtype}{graph})"
 
 
-def neutral_integers(shape: Sequence[int]) -> list[Any]:
-    """Return what ``tolist()`` gives for a tensor of ``shape``, with neutral integers in it."""
+def placeholder_integers(shape: Sequence[int]) -> list[Any]:
+    """Return what ``tolist()`` gives for a tensor of ``shape``, of placeholders."""
     if len(shape) == 1:
-        return [NeutralInt() for _ in range(shape[0])]
-    return [neutral_integers(shape[1:]) for _ in range(shape[0])]
+        return [PlaceholderInt() for _ in range(shape[0])]
+    return [placeholder_integers(shape[1:]) for _ in range(shape[0])]

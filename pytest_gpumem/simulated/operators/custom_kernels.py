@@ -85,7 +85,7 @@ class Descriptions:
                 stack.enter_context(replaced.applied(wrote))
 
     @contextmanager
-    def served(self, wrote: Wrote) -> Iterator[None]:
+    def replace_described(self, wrote: Wrote) -> Iterator[None]:
         """Replace every described function by its description inside.
 
         ``wrote`` is called with the arguments and results of a kernel.

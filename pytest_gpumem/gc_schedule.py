@@ -6,9 +6,10 @@ since). Imports and caches that only the first test of a process fills count too
 objects of earlier tests. Tensors in cycles of references, which only the collector frees,
 would make a test's peak depend on the tests that run before it.
 
-So a measured body begins with an empty young generation. On a simulated GPU, moreover, the
+So a measured body begins with an empty young generation. On a simulated or dry GPU, moreover, the
 collector runs by CPython's rule applied to the GPU's blocks: when there are 700 more of them than
-after the last collection.
+after the last collection. CPython's own rule runs only at :data:`SPARE` objects, and once behind
+every tenth test (:data:`FULL_EVERY`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SPARE = 2_000_000
 
 
 class Collector:
-    """A runner of the collector when a simulated GPU has grown, and at no other time."""
+    """A runner of the collector when a simulated or dry GPU has grown."""
 
     def __init__(self) -> None:
         self._collections = 0
@@ -106,7 +107,7 @@ def collect_garbage() -> None:
 
 
 @contextmanager
-def garbage_kept() -> Iterator[None]:
+def without_old_garbage() -> Iterator[None]:
     """Restrict a collection inside to objects that became garbage inside.
 
     Where the user has frozen objects it frees all garbage: they would be thawed with the others.
@@ -123,7 +124,7 @@ def garbage_kept() -> Iterator[None]:
 
 
 @contextmanager
-def settings_kept() -> Iterator[None]:
+def settings_restored() -> Iterator[None]:
     """Restore the collector's settings that code inside changes."""
     enabled, thresholds = isenabled(), get_threshold()
     try:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from pytest_gpumem.cached_answers import watch
-from pytest_gpumem.device import Computed, DeviceError
+from pytest_gpumem.device import DeviceError, ValueLevel
 from pytest_gpumem.device.host_gpus import REFUSED, TRIED, has_driver
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.options import Settings
     from pytest_gpumem.session.hooks import Hooks
     from pytest_gpumem.session.isolated import Isolation
-    from pytest_gpumem.session.launched import Launched
+    from pytest_gpumem.session.launched import TorchrunRank
     from pytest_gpumem.session.predictions import Predictions
     from pytest_gpumem.session.sharing import Sharing
     from pytest_gpumem.values.world import World
@@ -77,7 +77,7 @@ class Parts:
         self.ambient: Device | None = None
         """The device of unmarked tests; ``None`` for the machine as it is."""
 
-    def _launched(self) -> Launched | None:
+    def _launched(self) -> TorchrunRank | None:
         """Return this process's part in a run of several ranks, ``None`` for a single process."""
         world = world_of_run(self.config)
         if world is None or self.selector.off or self.config.getoption("collectonly", False):
@@ -87,10 +87,10 @@ class Parts:
                 "torchrun has started this process as one of several, and -n would start workers "
                 "of each: leave -n out"
             )
-        from pytest_gpumem.session.launched import Launched
+        from pytest_gpumem.session.launched import TorchrunRank
 
         self.selector.world = world
-        return Launched(self.config, world, self.selector)
+        return TorchrunRank(self.config, world, self.selector)
 
     @property
     def is_one_of_several(self) -> bool:
@@ -115,19 +115,19 @@ class Parts:
         return host_gpus(self.settings.device)
 
     @cached_property
-    def refusal(self) -> str | None:
+    def why_not(self) -> str | None:
         """The reason why tests cannot run on the GPUs, ``None`` where they can."""
         if hasattr(self.config, "workerinput"):
             received: str | None = self.config.workerinput.get(REFUSAL)
             return received
-        from pytest_gpumem.device.host_gpus import refusal
+        from pytest_gpumem.device.host_gpus import why_not_usable
 
         workers = 1
         if not self.runs_tests:
             specs = self.config.getoption("tx", [])
             local = [re.fullmatch(r"(?:(\d+)\*)?popen\b.*", spec) for spec in specs]
             workers = max(sum(int(one[1] or 1) for one in local if one), 1)
-        return refusal(self.gpus, workers, placed=self.settings.share)
+        return why_not_usable(self.gpus, workers, placed=self.settings.share)
 
     @cached_property
     def hooks(self) -> Hooks:
@@ -209,7 +209,7 @@ def begin_early(config: pytest.Config) -> None:
         selector.world = world_of_run(config)
     with suppress(DeviceError):
         # A real device exists anyway: making it the current one can wait for the conftests.
-        if selector.real() is None:
+        if selector.measured_device() is None:
             begin(config, settings, selector)
 
 
@@ -257,7 +257,7 @@ def selector_of(config: pytest.Config, settings: Settings) -> DeviceSelector:
 
 def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -> Ambient:
     """Activate the ambient device until pytest is unconfigured; raises ``DeviceError``."""
-    computed = Computed.ALL if settings.sim_values == "always" else Computed.AT_FIRST
+    computed = ValueLevel.ALL if settings.sim_values == "always" else ValueLevel.AT_FIRST
     device = selector.select(None, computed=computed, requested=selector.launched_rank)
     ambient = config.stash[AMBIENT] = Ambient(selector, device, _variables(), ExitStack())
     config.add_cleanup(ambient.resources.close)

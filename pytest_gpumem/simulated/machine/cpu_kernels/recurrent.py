@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.machine.real.differentiated import UNREAD, leaf, with_autograd
+from pytest_gpumem.simulated.machine.cpu_kernels.differentiated import UNREAD, leaf, with_autograd
 
 _aten = torch.ops.aten
 _LAYERS: dict[int, Any] = {

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from pytest_gpumem.collector import settings_kept
+from pytest_gpumem.gc_schedule import settings_restored
 
 _MEASURES_WITH = (
     *("current_device", "device_count", "empty_cache", "get_device_properties", "is_available"),
@@ -21,12 +21,12 @@ _MEASURES_WITH = (
 
 
 @contextmanager
-def process_kept() -> Iterator[None]:
+def process_restored() -> Iterator[None]:
     """Restore settings that code inside changes: collector, ``sys.path``, torch's defaults."""
     torch = sys.modules.get("torch")
     is_loaded = hasattr(torch, "set_default_device")
     path, before = sys.path, list(sys.path)
-    with settings_kept(), _torch_kept(torch) if is_loaded else nullcontext():
+    with settings_restored(), _torch_restored(torch) if is_loaded else nullcontext():
         try:
             yield
         finally:
@@ -35,7 +35,7 @@ def process_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _torch_kept(torch: Any) -> Iterator[None]:
+def _torch_restored(torch: Any) -> Iterator[None]:
     # Looked up before: the body may replace them.
     set_grad_enabled, set_default_dtype = torch._C._set_grad_enabled, torch.set_default_dtype
     set_default_device = torch.set_default_device

@@ -30,15 +30,15 @@ JOINING = timedelta(minutes=5)
 """The time that a rank may take to start."""
 WAITING = timedelta(minutes=30)
 """The time that a rank may take for a value others wait for: torch's ``default_pg_timeout``."""
-_LOOKED_EVERY = 1.0
+_CHECK_SECONDS = 1.0
 """Seconds between two checks whether a process still runs."""
 
 
-class MeetingError(RuntimeError):
+class RankExchangeError(RuntimeError):
     """A rank has ended, or is at another point of the program; the message is one sentence."""
 
 
-class Meeting:
+class RankExchange:
     """A rank's end of the exchange; all ranks call the same methods in the same order."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -53,26 +53,26 @@ class Meeting:
     def gather(self, topic: str, value: Any) -> Sequence[Any]:
         """Return every rank's value of ``topic`` on rank 0, by rank; on others only their own.
 
-        ``value`` is JSON. Raises :class:`MeetingError`.
+        ``value`` is JSON. Raises :class:`RankExchangeError`.
         """
         self._count += 1
         key = f"{self._count}"
         self._set(f"{key}/{self.rank}", [topic, value])
         if self.rank:
             return [value]
-        values = [self._heard(f"{key}/{rank}", rank, topic) for rank in range(self.size)]
+        values = [self._received(f"{key}/{rank}", rank, topic) for rank in range(self.size)]
         for rank in range(self.size):  # not read again, and a run has many
             self._store.delete_key(f"{key}/{rank}")
         return values
 
-    def hear(self, topic: str, value: Any) -> Any:
+    def broadcast(self, topic: str, value: Any) -> Any:
         """Return rank 0's value of ``topic``; ``value`` is used on rank 0 only."""
         self._count += 1
         key = f"{self._count}/0"
         if self.rank == 0:
             self._set(key, [topic, value])
             return value
-        return self._heard(key, 0, topic)
+        return self._received(key, 0, topic)
 
     def lost(self) -> list[int]:
         """Return the ranks of this host whose process has ended."""
@@ -82,20 +82,20 @@ class Meeting:
         try:
             self._store.set(key, _packed(value))
         except RuntimeError as error:
-            raise MeetingError(_cut_off(self.rank, error)) from None
+            raise RankExchangeError(_cut_off(self.rank, error)) from None
 
-    def _heard(self, key: str, rank: int, topic: str) -> Any:
+    def _received(self, key: str, rank: int, topic: str) -> Any:
         try:
             self._wait(key, rank, topic)
             theirs, value = _unpacked(self._store.get(key))
-        except MeetingError:
+        except RankExchangeError:
             raise
         except RuntimeError as error:
-            raise MeetingError(_cut_off(self.rank, error)) from None
+            raise RankExchangeError(_cut_off(self.rank, error)) from None
         if theirs != topic:
-            raise MeetingError(
-                f"rank {rank} is at {theirs} where rank {self.rank} is at {topic}: all ranks have "
-                "to run the same, in the same order"
+            raise RankExchangeError(
+                f"rank {rank} runs {theirs} while rank {self.rank} runs {topic}; every rank must "
+                "run the same tests in the same order"
             )
         return value
 
@@ -106,20 +106,20 @@ class Meeting:
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
             now = time.monotonic()
-            if now - looked < _LOOKED_EVERY:
+            if now - looked < _CHECK_SECONDS:
                 continue
             looked = now
             # It may have written it between the two checks.
             if self._is_gone(rank) and not self._store.check([key]):
-                raise MeetingError(f"rank {rank} has ended, and had said nothing of {topic}")
+                raise RankExchangeError(f"rank {rank} ended before it sent {topic}")
             if self._member(rank) is None and now - began > JOINING.total_seconds():
-                raise MeetingError(
+                raise RankExchangeError(
                     f"rank {rank} has not started within {JOINING.total_seconds():.0f} s: "
                     f"WORLD_SIZE says that there are {self.size} ranks"
                 )
             if now - began > WAITING.total_seconds():
-                raise MeetingError(
-                    f"rank {rank} has said nothing of {topic} for {WAITING.total_seconds():.0f} s"
+                raise RankExchangeError(
+                    f"rank {rank} did not send {topic} within {WAITING.total_seconds():.0f} s"
                 )
 
     def _member(self, rank: int) -> tuple[str, Process] | None:
@@ -135,13 +135,13 @@ class Meeting:
         return not is_alive(member[1])
 
 
-def meeting_of(world: World, address: Address) -> Meeting:
-    """Return this process's meeting with the other ranks of ``world``; raises MeetingError."""
-    return _meeting(world, address, os.getpid())
+def exchange_of(world: World, address: Address) -> RankExchange:
+    """Return this process's exchange with the other ranks; raises RankExchangeError."""
+    return _exchange(world, address, os.getpid())
 
 
 @lru_cache(maxsize=1)
-def _meeting(world: World, address: Address, pid: int) -> Meeting:
+def _exchange(world: World, address: Address, pid: int) -> RankExchange:
     try:
         # Like _create_c10d_store; the code under test may use the same server.
         store = TCPStore(
@@ -155,8 +155,8 @@ def _meeting(world: World, address: Address, pid: int) -> Meeting:
         )
     except (RuntimeError, ValueError) as error:
         place = f"{address.host}:{address.port}"
-        raise MeetingError(f"{_cut_off(world.rank, error)}, at {place}") from None
-    return Meeting(store, world.rank, world.size)
+        raise RankExchangeError(f"{_cut_off(world.rank, error)}, at {place}") from None
+    return RankExchange(store, world.rank, world.size)
 
 
 def _cut_off(rank: int, error: Exception) -> str:
