@@ -42,16 +42,40 @@ def skip_tuning(following: Context) -> Iterator[None]:
 
 @contextmanager
 def separate_pool() -> Iterator[None]:
-    """Make the allocations inside in a pool of their own.
+    """Make the allocations inside in a pool of their own, but for the state of optimizers.
 
-    The pool's segments are gone at the end, but for those of blocks that are still in use.
+    Dynamo makes that while it traces a step (``_init_group`` in torch/_dynamo/variables/
+    optimizer.py). The pool's segments are gone at the end, but for those of blocks in use.
     """
     if torch.cuda.get_allocator_backend() != "native":  # others have no pools
         yield
         return
     pool = torch.cuda.MemPool()
-    with torch.cuda.use_mem_pool(pool):
+    patches = Patches()
+    for kind in torch.optim.Optimizer.__subclasses__() if hasattr(torch._C, _BEGIN) else ():
+        if "_init_group" in vars(kind):
+            patches.add(kind, "_init_group", _outside(pool, vars(kind)["_init_group"]))
+    with torch.cuda.use_mem_pool(pool), patches.applied():
         yield
+
+
+_BEGIN = "_cuda_beginAllocateCurrentThreadToPool"
+"""Function since torch 2.7 (``use_mem_pool`` in torch/cuda/memory.py)."""
+
+
+def _outside(pool: torch.cuda.MemPool, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``call`` with its allocations in the default pool."""
+
+    @functools.wraps(call)
+    def outside(*args: Any, **options: Any) -> Any:
+        device = torch.cuda.current_device()
+        torch._C._cuda_endAllocateToPool(device, pool.id)
+        try:
+            return call(*args, **options)
+        finally:
+            getattr(torch._C, _BEGIN)(device, pool.id)
+
+    return outside
 
 
 def _of_constants(following: Context, patches: Patches, module: ModuleType) -> None:

@@ -247,9 +247,12 @@ class Tracing:
     def _make_optimizers_state(self) -> None:
         """Make an optimizer's state on the GPU while its step is traced, before torch reads it.
 
-        Source: torch/_dynamo/variables/optimizer.py, torch 2.11 and 2.13.
+        It is made as a capturable optimizer's, which counts its steps on the GPU. Up to 2.13 the
+        optimizer stays capturable. Source: torch/_dynamo/variables/optimizer.py
+        (_set_capturable, _init_group), torch 2.11, 2.13 and 2.15.
         """
         move, arguments = OptimizerVariable.move_step_if_cpu, OptimizerVariable.get_python_args
+        restores = hasattr(OptimizerVariable, "_safe_to_set_capturable")
 
         def move_steps(variable: Any) -> None:
             with self._code():
@@ -258,7 +261,14 @@ class Tracing:
         def arguments_of_init(variable: Any, *args: Any, **options: Any) -> Any:
             values, named = arguments(variable, *args, **options)
             with self._code():
-                variable.value._init_group(*values, **named)
+                optimizer = variable.value
+                fresh = [group for group in optimizer.param_groups if _is_fresh(group, optimizer)]
+                before = [group["capturable"] for group in fresh]
+                for group in fresh:
+                    group["capturable"] = True
+                optimizer._init_group(*values, **named)
+                for group, capturable in zip(fresh, before if restores else (), strict=False):
+                    group["capturable"] = capturable
             return arguments(variable, *args, **options)  # it fills the lists that it is given
 
         self._patches.add(OptimizerVariable, "move_step_if_cpu", move_steps)
@@ -329,6 +339,14 @@ class _OnHost(TorchDispatchMode):
     ) -> Any:
         args, kwargs = tree_map_only(torch.device, lambda _: CPU, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _is_fresh(group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``group`` has parameters on the GPU alone, none of which has a state yet."""
+    parameters = group["params"]
+    return "capturable" in group and all(
+        each.is_cuda and each not in optimizer.state for each in parameters
+    )
 
 
 @cache

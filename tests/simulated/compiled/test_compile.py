@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pytest_gpumem import simulate
+from pytest_gpumem.simulated.gpu.device import parse_version
 from pytest_gpumem.values.errors import UnknownValueError
 from tests.pytest_project import Project
 
@@ -228,15 +229,20 @@ def test_cuda_graphs_keep_what_they_use_in_a_pool_of_their_own() -> None:
 
 
 def test_a_compiled_optimizer_makes_its_state_on_the_gpu() -> None:
-    """Both averages of two parameters, 512 bytes after rounding: also in its first step."""
+    """Both averages and the count of steps of two parameters, each 512 bytes after rounding.
+
+    The first step makes them as a capturable optimizer does.
+    """
     with simulate("A100-40GB", compile="always") as gpu:
         layer = nn.Linear(8, 16).cuda()
         optimizer = torch.optim.Adam(layer.parameters())
         layer(torch.ones(4, 8, device="cuda")).sum().backward()
         before = gpu.allocated
         compiled(optimizer.step)()
-        assert all(state["exp_avg"].is_cuda for state in optimizer.state.values())
-        assert gpu.allocated - before == 2 * 2 * 512
+        assert all(each.is_cuda for state in optimizer.state.values() for each in state.values())
+        assert gpu.allocated - before == 2 * 3 * 512
+        up_to_2_13 = parse_version(None) < (2, 14)
+        assert optimizer.param_groups[0]["capturable"] is up_to_2_13
 
 
 def test_a_compiled_optimizer_has_its_counts_of_steps_on_the_gpu() -> None:

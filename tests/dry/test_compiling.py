@@ -1,0 +1,35 @@
+"""Compilers on the dry device, and what they share with the code that is compiled."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gpumem.simulated.gpu.device import parse_version
+from tests.dry.conftest import Run
+
+
+@pytest.mark.skipif(parse_version(None) < (2, 7), reason="torch cannot leave a pool for a moment")
+def test_compilers_have_a_pool_but_not_the_state_of_optimizers(dry_run: Run) -> None:
+    """Dynamo makes it while it traces a step; the model's own memory may be free for it."""
+    found = dry_run(
+        """
+from pytest_gpumem.dry.compiling import separate_pool
+
+weight = torch.nn.Parameter(torch.empty(1 << 20, device="cuda"))
+weight.grad = torch.zeros_like(weight)
+optimizer = torch.optim.Adam([weight])
+with separate_pool():
+    optimizer.step()
+    constant = torch.empty(1 << 20, device="cuda")
+
+def pool_of(tensor):
+    for segment in torch.cuda.memory_snapshot():
+        if 0 <= tensor.data_ptr() - segment["address"] < segment["total_size"]:
+            return list(segment["segment_pool_id"])
+
+found["state"] = pool_of(optimizer.state[weight]["exp_avg"])
+found["constant"] = pool_of(constant)
+"""
+    )
+    assert found["state"] == [0, 0]
+    assert found["constant"] != [0, 0]
