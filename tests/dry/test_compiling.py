@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-
-from pytest_gpumem.simulated.gpu.device import parse_version
 from tests.dry.conftest import Run
 
 
-@pytest.mark.skipif(parse_version(None) < (2, 7), reason="torch cannot leave a pool for a moment")
 def test_compilers_have_a_pool_but_not_the_state_of_optimizers(dry_run: Run) -> None:
-    """Dynamo makes it while it traces a step; the model's own memory may be free for it."""
+    """Dynamo makes it while it traces a step, and memory of the model's may be free for it.
+
+    Torch 2.6 cannot leave a pool for a moment.
+    """
     found = dry_run(
         """
 from pytest_gpumem.dry.compiling import separate_pool
@@ -29,7 +28,8 @@ def pool_of(tensor):
 
 found["state"] = pool_of(optimizer.state[weight]["exp_avg"])
 found["constant"] = pool_of(constant)
+found["may leave"] = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
 """
     )
-    assert found["state"] == [0, 0]
+    assert (found["state"] == [0, 0]) is found["may leave"]
     assert found["constant"] != [0, 0]
