@@ -57,7 +57,6 @@ _REASONS = (
     (_pattern(_VALUES), VALUES),
     (_pattern(_VALUES_OF_GRADIENTS, passes="backward"), VALUES),
     (_pattern(_VALUES_OF_OPTIMIZERS, "optim"), VALUES),
-    (_pattern(_LIBRARY), LIBRARY),
     (_pattern(_LIBRARY_OF_MODULES, "module"), LIBRARY),
     (_VALUES_OF_PROGRAMS, VALUES),
     (_LIBRARY_OF_PROGRAMS, LIBRARY),

@@ -16,7 +16,7 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pytest_gpumem.dry.values import sizes
-from pytest_gpumem.dry.values.dispatch import unseen
+from pytest_gpumem.dry.values.dispatch import seen, unseen
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.memory import Memory, seen_by_cpu
@@ -40,6 +40,9 @@ _ONLY_COPIES = _COPIES | {"aten::clone", "aten::cat", "aten::stack", "aten::lift
 _GROUPED = frozenset({"aten::_grouped_mm", "aten::_scaled_grouped_mm"})
 _WRITES_NOTHING = frozenset({"aten::record_stream"})
 """Operators whose schema declares a write to the tensor, though only its block is changed."""
+_DECIDING = frozenset({"aten::linalg_matrix_exp"})
+"""Operators whose kernel decides by the results of others, as by norms how often to square
+(mexp_impl of aten/src/ATen/native/LinearAlgebra.cpp, torch 2.6 to 2.15)."""
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _DISABLED = torch._C._disabled_torch_dispatch_impl
 
@@ -128,7 +131,11 @@ class Execution:
         draws = operator.random and torch.cuda.is_initialized()
         if draws and not torch.cuda.is_current_stream_capturing():
             values.random.begin(values.generator_of(kwargs.get("generator")))
-        result = func(*args, **kwargs)
+        if operator.name in _DECIDING:
+            with seen():
+                result = func._op_dk(_key_of(args, kwargs), *args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
         # Where tensors of a GPU, and of no other kind, are made or written to.
         first = next((one for one in tensors_in((result, args)) if one.is_cuda), None)
         if first is not None and first.__class__ in raw.PLAIN:
