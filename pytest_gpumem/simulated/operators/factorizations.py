@@ -109,16 +109,13 @@ def _lu(gpu: GPU, A: Tensor, pivot: bool) -> None:
     leave_out(gpu, "linalg_lu")
     count, rows = count_of(A), A.shape[-2]
     least = min(A.shape[-2:])
-    scratch = Scratch(gpu)
     # Where that is the same by rows, they are in the result.
-    is_vector = rows == 1 if rows <= A.shape[-1] else False
-    both = scratch.take(0 if is_vector and A.shape[-1] == 1 else A.nbytes)
-    scratch.take(count * least * CODE, count * CODE)
+    both = Scratch(gpu, A.nbytes if A.shape[-2:] != (1, 1) else 0)
+    scratch = Scratch(gpu, count * least * CODE, count * CODE)
     factorize(gpu, A, pivot=pivot)
-    scratch.drop(both)
+    both.free()
     _unpacked(gpu, A, pivot)
-    pivots, codes = scratch._addresses
-    scratch.drop(codes, pivots)
+    scratch.free()
 
 
 def _lu_factor(gpu: GPU, A: Tensor, pivot: bool) -> None:
@@ -215,9 +212,17 @@ def decompose(
 
 
 def _singular(
-    gpu: GPU, A: Tensor, full_matrices: bool, compute_uv: bool, driver: str | None
+    gpu: GPU,
+    A: Tensor,
+    full_matrices: bool,
+    compute_uv: bool,
+    driver: str | None,
+    result: tuple[Tensor, Tensor, Tensor],
 ) -> None:
+    """Decompose; cuSOLVER returns the conjugates of complex right vectors, which is noted."""
     decompose(gpu, A, full=full_matrices, compute_uv=compute_uv, driver=driver)
+    if compute_uv and A.is_complex():
+        torch._C._set_conj(result[2], True)  # type: ignore[attr-defined]  # not in the stubs
 
 
 def _symmetric(gpu: GPU, A: Tensor, compute_v: bool) -> None:
@@ -235,10 +240,10 @@ def _is_finite(gpu: GPU, self: Tensor) -> None:
     scratch = Scratch(gpu)
     for _ in range(2 if self.is_complex() else 1):
         sizes, unequal, equal = (scratch.take(each) for each in (absolute, flags, flags))
-        scratch.take(flags)
+        finite = scratch.take(flags)
         scratch.drop(equal, unequal, sizes)
     if self.is_complex():
-        scratch.drop(scratch._addresses[-1])
+        scratch.drop(finite)
     scratch.passing(1)
     scratch.free()
 

@@ -171,8 +171,6 @@ def _by_root(gpu: GPU, A: Tensor, solved: Tensor, *, upper: bool) -> None:
 
 def _cholesky_inverted(gpu: GPU, self: Tensor, upper: bool) -> None:
     leave_out(gpu, "cholesky_inverse")
-    if not self.numel():
-        return
     scratch = Scratch(gpu, self.nbytes)
     copy = torch.empty_like(self.mT, memory_format=torch.contiguous_format, device="meta").mT
     _by_root(gpu, copy, copy, upper=upper)
@@ -186,8 +184,9 @@ def _cholesky_solved(gpu: GPU, input2: Tensor, upper: bool, result: Tensor) -> N
 
 def _symmetric(gpu: GPU, LD: Tensor, pivots: Tensor, result: Tensor) -> None:
     leave_out(gpu, "linalg_ldl_solve")
-    copied = 0 if is_by_columns(LD) else LD.nbytes
-    passing(gpu, copied, pivots.numel() * INDEX_BYTES, CODE)
+    if LD.numel() and result.numel():
+        copied = 0 if is_by_columns(LD) else LD.nbytes
+        passing(gpu, copied, pivots.numel() * INDEX_BYTES, CODE)
 
 
 # Least squares.
