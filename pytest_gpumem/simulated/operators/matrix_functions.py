@@ -246,7 +246,9 @@ _POLYNOMIALS: tuple[Callable[[Tensor], Tensor], ...] = (
 
 
 def _symmetric(matrix: Tensor) -> Tensor:
-    both = matrix + matrix.mH
+    turned = matrix.mH.resolve_conj()
+    both = matrix + turned
+    del turned
     return both * 0.5
 
 
@@ -284,6 +286,44 @@ def square_root(self: Tensor) -> Tensor:
     return result
 
 
+_Bound = Tensor | float | None
+
+
+def matrix_rank(input: Tensor, atol: _Bound, rtol: _Bound, hermitian: bool) -> Tensor:
+    """``aten::linalg_matrix_rank``, which writes to a result that it makes first."""
+    result = torch.empty(input.shape[:-2], dtype=torch.int64, device=input.device)
+    least = _bound(input, 0.0 if atol is None else atol)
+    share = rtol
+    if share is None:
+        share = torch.finfo(input.dtype).eps * max(input.shape[-2:])
+        if isinstance(atol, Tensor):
+            usual = _bound(input, share)
+            nothing = _bound(input, 0.0)
+            positive = atol > 0
+            share = torch.where(positive, nothing, usual)
+            del positive, nothing, usual
+        elif atol:
+            share = 0.0
+    share = _bound(input, share)
+    if not input.numel():
+        return result.fill_(0)
+    values = torch.linalg.eigvalsh(input).abs() if hermitian else torch.linalg.svdvals(input)
+    largest = values.amax(-1, keepdim=True) if hermitian else values.narrow(-1, 0, 1)
+    product = share.unsqueeze(-1) * largest
+    bound = torch.maximum(least.unsqueeze(-1), product)
+    del product
+    above = values > bound
+    torch.sum(above, -1, out=result)
+    del above, bound, largest, values, least, share
+    return result
+
+
+def _bound(input: Tensor, value: Tensor | float) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    return torch.full((), value, dtype=torch.float64, device=input.device)
+
+
 _VALUES = frozenset({"LinalgEigBackward0", "LinalgEighBackward0"})
 
 
@@ -295,6 +335,19 @@ def diagonal_scatter(self: Tensor, src: Tensor, offset: int, dim1: int, dim2: in
     result.diagonal(offset, dim1, dim2).copy_(src)
     return result
 
+
+COMPOSITES: dict[str, Composite] = {
+    "aten.linalg_matrix_rank.atol_rtol_float": lambda self, atol, rtol, hermitian: matrix_rank(
+        self, atol, rtol, hermitian
+    ),
+    "aten.linalg_matrix_rank.atol_rtol_tensor": matrix_rank,
+    "aten.linalg_matrix_rank.default": lambda self, tol, hermitian: matrix_rank(
+        self, tol, 0.0, hermitian
+    ),
+    "aten.linalg_matrix_rank.tol_tensor": lambda input, tol, hermitian: matrix_rank(
+        input, tol, torch.zeros((), dtype=tol.dtype, device=tol.device), hermitian
+    ),
+}
 
 IN_VIEW: dict[str, Composite] = {
     "aten.diagonal_scatter.default": diagonal_scatter,

@@ -10,7 +10,8 @@ cholesky_inverse_kernel_impl); their order is that of torch's own code on the dr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,21 +53,21 @@ def triangles(gpu: GPU, A: Tensor, B: Tensor) -> None:
         pointers(gpu, A, B)
 
 
-def _solve_triangular(gpu: GPU, A: Tensor, solved: Tensor) -> None:
+def _solve_triangular(gpu: GPU, A: Tensor, solved: Tensor, *, by_columns: bool = True) -> None:
     """linalg_solve_triangular_out: triangles by neither rows nor columns are copied.
 
-    The library takes conjugates of transposed ones only.
+    So are conjugates by columns, where the result is there and lies by columns, too.
     """
     A = _expanded(A, solved)
-    is_by_rows = A.is_contiguous()
-    is_ready = is_by_columns(A) or is_by_rows
-    scratch = Scratch(gpu, 0 if is_ready and not (A.is_conj() and is_by_columns(A)) else A.nbytes)
+    is_conjugate = by_columns and A.is_conj() and is_by_columns(A)
+    is_ready = (is_by_columns(A) or A.is_contiguous()) and not is_conjugate
+    scratch = Scratch(gpu, 0 if is_ready else A.nbytes)
     triangles(gpu, A, solved)
     scratch.free()
 
 
 def _triangular(gpu: GPU, self: Tensor, result: Tensor) -> None:
-    _solve_triangular(gpu, self, result)
+    _solve_triangular(gpu, self, result, by_columns=False)
 
 
 def _triangular_with_copy(gpu: GPU, result: tuple[Tensor, Tensor]) -> None:
@@ -79,34 +80,44 @@ _LARGEST_BY_FACTORS = 128
 """Rows up to which cuSOLVER or cuBLAS may solve with both factors at once."""
 
 
-def _lu_solved(gpu: GPU, LU: Tensor, adjoint: bool, result: Tensor) -> None:
+def _lu_solved(gpu: GPU, LU: Tensor, left: bool, adjoint: bool, result: Tensor) -> None:
     leave_out(gpu, "linalg_lu_solve")
-    is_copied = result.numel() and not is_by_columns(LU)
-    scratch = Scratch(gpu, LU.nbytes if is_copied else 0)
-    _by_factors(gpu, LU, result, transposed=adjoint)
-    scratch.free()
+    _by_factors(gpu, LU, result, left=left, adjoint=adjoint)
 
 
-def _by_factors(gpu: GPU, LU: Tensor, solved: Tensor, *, transposed: bool = False) -> None:
-    """lu_solve_kernel: as many right sides as rows are fastest with a triangle after the other."""
-    if not solved.numel():
+def _by_factors(
+    gpu: GPU, LU: Tensor, result: Tensor, *, left: bool = True, adjoint: bool = False
+) -> None:
+    """linalg_lu_solve_out: from the right side by what is transposed.
+
+    As many right sides as rows are fastest with a triangle after the other (lu_solve_kernel).
+    """
+    if not result.numel():
         return
-    rows, sides = LU.shape[-1], solved.shape[-1] if solved.dim() >= LU.dim() else 1
+    solved = result if left else result.mT
+    transposed = adjoint == left
+    copy = Scratch(gpu, 0 if is_by_columns(LU) else LU.nbytes)
+    rows, sides = LU.shape[-1], solved.shape[-1]
     if rows <= 64:
         few, for_cusolver = 8, sides <= 64 or transposed or rows <= 32
     else:
         few, for_cusolver = 2, sides <= 2
-    solved = solved if solved.dim() >= LU.dim() else solved.unsqueeze(-1)
-    if rows <= (16 if sides == rows else 8):
-        pointers(gpu, LU, solved)
-    elif sides == rows or rows > _LARGEST_BY_FACTORS:
-        _by_triangles(gpu, LU, solved, transposed=transposed)
-    elif for_cusolver and count_of(LU) <= 2:
-        passing(gpu, CODE)
-    elif sides <= few:
-        pointers(gpu, LU, solved)
-    else:
-        _by_triangles(gpu, LU, solved, transposed=transposed)
+    solve: Callable[..., None] | None = pointers
+    is_square_or_large = sides == rows or rows > _LARGEST_BY_FACTORS
+    if rows > (16 if sides == rows else 8):
+        if not is_square_or_large and for_cusolver and count_of(solved) <= 2:
+            passing(gpu, CODE)
+            solve = None
+        elif is_square_or_large or sides > few:
+            solve = partial(_by_triangles, transposed=transposed)
+    if solve is not None:
+        # maybe_expand_lu, maybe_expand_pivots
+        is_given = count_of(LU) == count_of(solved)
+        every = count_of(solved) * rows
+        expanded = Scratch(gpu, *[] if is_given else [every * rows * LU.itemsize, every * CODE])
+        solve(gpu, LU.new_empty((*solved.shape[:-2], rows, rows), device="meta"), solved)
+        expanded.free()
+    copy.free()
 
 
 def _by_triangles(gpu: GPU, LU: Tensor, solved: Tensor, *, transposed: bool) -> None:
@@ -129,23 +140,31 @@ _BY_COLUMNS = (2, 11)
 transposed one of columns that it is."""
 
 
+def _is_turned(gpu: GPU, A: Tensor) -> bool:
+    return gpu.version < _BY_COLUMNS and A.is_contiguous() and not A.is_complex()
+
+
 def _inverted(gpu: GPU, A: Tensor) -> None:
     leave_out(gpu, "linalg_inv_ex")
     if not A.numel():
         return
     scratch = Scratch(gpu, A.nbytes, count_of(A) * A.shape[-1] * CODE)
     factorize(gpu, A)
-    _by_factors(gpu, A, A, transposed=gpu.version < _BY_COLUMNS and A.is_contiguous())
+    made = A.new_empty(A.mT.shape, device="meta").mT
+    _by_factors(gpu, made, made, adjoint=_is_turned(gpu, A))
     scratch.free()
 
 
-def _solved(gpu: GPU, A: Tensor, B: Tensor) -> None:
+def _solved(gpu: GPU, A: Tensor, B: Tensor, left: bool, result: Sequence[Tensor]) -> None:
     leave_out(gpu, "linalg_solve_ex")
     factorize(gpu, A)
+    solution, factors = result[:2]
     # Vectors are copied into matrices of one column.
-    scratch = Scratch(gpu, B.nbytes if B.dim() < A.dim() else 0)
-    _by_factors(gpu, A, B, transposed=gpu.version < _BY_COLUMNS and A.is_contiguous())
-    scratch.free()
+    is_vector = solution.dim() < max(A.dim(), 2)
+    copy = Scratch(gpu, solution.nbytes if is_vector else 0)
+    solution = solution.unsqueeze(-1) if is_vector else solution
+    _by_factors(gpu, factors, solution, left=left, adjoint=_is_turned(gpu, A))
+    copy.free()
 
 
 # With a Cholesky factor.
