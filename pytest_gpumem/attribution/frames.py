@@ -34,9 +34,13 @@ _CUBLAS = re.compile(
 """Functions of aten/src/ATen/cuda/CublasHandlePool.cpp that allocate workspaces of cuBLAS, the
 first one up to torch 2.9, the second one from 2.10 to 2.14, the third one since 2.15; and of
 cuBLASLt."""
-_CUDNN = re.compile(r"\bat::native::(run_\w*conv\w*|cudnn_convolution\w*|convolution_backward)\b")
+_CUDNN = re.compile(
+    r"\bat::native::"
+    r"(run_\w*conv\w*|cudnn_convolution\w*|convolution_backward|_cudnn_init_dropout_state)\b"
+)
 """Functions that allocate the workspace of a convolution's plan (native/cudnn/Conv_v8.cpp, torch
-2.6 to 2.15), or call one without a name in 2.15; all of them make tensors by ``empty``."""
+2.6 to 2.15), or call one without a name in 2.15, and the state of recurrent layers' dropout
+(cudnn/RNN.cpp); all of them make tensors by ``empty``."""
 _ALLOCATING = re.compile(r"^\?\?$|^torch::|^c10::|\bCUDACachingAllocator\b")
 """Frames between a recorded allocation and the function that requests it."""
 _MEMORY_ONLY = re.compile(r"_?(?:empty|new_empty|resize)(?:_|$)")

@@ -120,6 +120,7 @@ class DryDevice(CudaDevice, ComputingDevice):
         """Place segments as in a new process, beside those left by earlier tests."""
         super().begin_test(name, fixtures, renewed)
         self._follower.begin()
+        workspaces.renew_dropout_states()
         begin_placing_anew()
 
         def placed(fixture: object, held: Mapping[int, Amount], peak: Mapping[int, Amount]) -> None:

@@ -204,8 +204,8 @@ class LeftoverBlocks:
                 one = reference()
                 if one is None:
                     continue
-                storage = one.untyped_storage()
-                if storage.resizable() and self._blocks.number(storage.data_ptr()) == number:
+                is_whole = one.untyped_storage().resizable()
+                if is_whole and self._blocks.number(_start_of(one)) == number:
                     found[number] = one
         return found
 
@@ -221,13 +221,23 @@ class LeftoverBlocks:
 
     def _look_up(self, one: torch.Tensor) -> None:
         if one.is_cuda and one.layout is torch.strided and one.numel():
-            start = one.data_ptr() - int(one.storage_offset()) * one.dtype.itemsize
-            self._known.get(self._blocks.number(start), []).append(weakref.ref(one))
+            self._known.get(self._blocks.number(_start_of(one)), []).append(weakref.ref(one))
 
     def moved(self, before: int, after: int) -> None:
         """Know the tensors of the block ``before`` as those of the block ``after``."""
         if before in self._known:
             self._known[after] = self._known.pop(before)
+
+
+def _start_of(tensor: torch.Tensor) -> int:
+    """Return the address of the storage of ``tensor``; 0 where a replayed graph has taken it.
+
+    Tensors of ``mode="reduce-overhead"`` raise an error after the next replay.
+    """
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _is_in(number: int, spans: Iterable[Span]) -> bool:

@@ -73,6 +73,28 @@ def forget() -> None:
     _runtime().pytest_gpumem_dry_forget_left_out()
 
 
+def renew_dropout_states() -> None:
+    """Make torch allocate the states of cuDNN's dropout again, as in a new process.
+
+    It keeps one for each GPU, and makes another when a recurrent layer runs after the generator has
+    been seeded (``get_dropout_state`` of aten/src/ATen/native/cudnn/RNN.cpp, torch 2.6 to 2.15). So
+    a layer runs here whose state has no bytes.
+    """
+    import torch
+
+    runtime = _runtime()
+    if not runtime.pytest_gpumem_dry_has_dropout_states():
+        return
+    runtime.pytest_gpumem_dry_empty_dropout_states(1)
+    for device, generator in enumerate(torch.cuda.default_generators):
+        state = generator.get_state()
+        generator.set_state(state)  # which counts as seeding
+        with torch.no_grad(), torch.cuda.device(device):
+            torch.nn.LSTM(1, 1, 2, dropout=0.5, device="cuda")(torch.zeros(1, 1, 1, device="cuda"))
+        generator.set_state(state)
+    runtime.pytest_gpumem_dry_empty_dropout_states(0)
+
+
 @contextmanager
 def unmeasured() -> Iterator[None]:
     """Exclude the block from peaks."""

@@ -250,7 +250,7 @@ class Meter:
         if not left:
             return left
         collect_garbage()
-        return left & self._statistics.live_blocks()
+        return (left & self._statistics.live_blocks()) - self._statistics.dropout_states()
 
     def _charge(self, fixtures: Iterable[FixtureKey]) -> None:
         """Subtract the bytes that ``fixtures`` hold from the stray ones."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -159,6 +159,10 @@ class CudaStatistics:
             return frozenset()  # a snapshot of the allocator takes milliseconds
         return frozenset(self._active(sizes))
 
+    def dropout_states(self) -> frozenset[Block]:
+        """Return the states of the dropout of recurrent layers, which torch never frees."""
+        return frozenset(self._active({i: {dropout_state_bytes(i)} for i in self._devices()}))
+
     def synchronize(self) -> None:
         """Wait for every device in use; one without allocations is left untouched."""
         for device in self._devices():
@@ -211,7 +215,7 @@ class CudaStatistics:
         self._times_cleared += 1
         self._clear()
 
-    def _active(self, sizes: Mapping[int, frozenset[int] | None]) -> Iterator[Block]:
+    def _active(self, sizes: Mapping[int, Set[int] | None]) -> Iterator[Block]:
         """Yield the blocks in use whose requested bytes are among the ``sizes`` of their device."""
         if not torch.cuda.is_initialized():
             return
@@ -294,6 +298,15 @@ def _sizes(config: str | None, capability: tuple[int, int]) -> frozenset[int]:
     # 2.14 lists more GPUs with the large one than earlier releases: a size too many
     # costs nothing, one too few would count a workspace as something else.
     return frozenset({ours, lt_workspace_bytes(version, ours), LARGE_BYTES})
+
+
+def dropout_state_bytes(device: int) -> int:
+    """Return the bytes of the state of recurrent layers' dropout on ``device``.
+
+    48 bytes of ``curandStateXORWOW_t`` ("cuRAND", device API) for each thread that it can run.
+    """
+    found: Any = torch.cuda._get_device_properties(device)  # type: ignore[attr-defined]  # C++ sets it
+    return 48 * int(found.multi_processor_count * found.max_threads_per_multi_processor)
 
 
 Pause = Callable[[], AbstractContextManager[None]]

@@ -136,3 +136,18 @@ found["more"] = torch.cuda.memory_reserved() - found["reserved"]
     assert found["reserved"] == 6 << 20
     assert found["filled"] == (6 << 20) - ((256 + 1024 + 1250) << 10)
     assert found["more"] == 2 << 20
+
+
+def test_a_tensor_that_a_graph_has_overwritten_is_no_fixtures(dry_run: Run) -> None:
+    """``torch.compile(mode="reduce-overhead")`` makes such tensors raise an error when read."""
+    found = dry_run(
+        BEGIN
+        + """
+overwritten, left = of(KIB), of(MIB)
+storage = overwritten.untyped_storage()._cdata
+torch._C._set_storage_data_ptr_access_error_msg(storage, "overwritten by a subsequent run")
+begin(("weights", lambda: of(MIB)))
+found["filled"] = leftover.filled
+"""
+    )
+    assert found["filled"] == (2 << 20) - (1 << 20) - 1024

@@ -134,6 +134,15 @@ def test_updates_by_sparse_gradients():
     torch.add(weight, diagonal, out=taken)
     diagonal.to_sparse_csr()
 
+def test_gradients_of_tables():
+    table = nn.Embedding(10, 4, sparse=True).cuda()
+    table(torch.tensor([3, 1, 3]).cuda()).pow(2).sum().backward()
+    assert table.weight.grad.coalesce()._nnz() == 2
+
+def test_seeds_the_dropout_of_layers():
+    output, _ = nn.LSTM(4, 4, 2, dropout=0.5).cuda()(torch.ones(3, 2, 4, device="cuda"))
+    output.sum().backward()
+
 def test_draws():
     torch.manual_seed(3)
     expected = torch.randn(5)
@@ -308,6 +317,8 @@ def notes(test: Any) -> str:
         ("test_a_kernel_writes_where_its_operator_copied", False),
         ("test_multiplies_groups_of_unknown_length", False),
         ("test_updates_by_sparse_gradients", False),
+        ("test_gradients_of_tables", False),
+        ("test_seeds_the_dropout_of_layers", False),
         ("test_draws", True),
         ("test_numbers_on_the_host", True),
         ("test_replays_a_graph", True),

@@ -37,6 +37,21 @@ def measured(project: CudaProject, source: str, *arguments: str) -> dict[str, An
     return project.records(*arguments)
 
 
+def test_the_state_of_dropout_is_no_leak(cuda: CudaProject) -> None:
+    """Torch keeps it until the process ends."""
+    record = measured(
+        cuda,
+        """
+    @pytest.mark.gpumem(max_leak=0)
+    def test_recurs():
+        layer = torch.nn.LSTM(8, 8, 2, dropout=0.5, device="cuda")
+        layer(torch.ones(3, 2, 8, device="cuda"))[0].sum().backward()
+    """,
+    )["test_recurs"]
+
+    assert (record["outcome"], record["measurement"]["leaked"]) == ("passed", 0)
+
+
 @pytest.mark.skipif(is_dry(), reason="kernels compute nothing, and no device follows values")
 def test_a_printed_tensor_is_formatted_on_its_device(cuda: CudaProject) -> None:
     record = measured(

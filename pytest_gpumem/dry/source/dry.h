@@ -87,6 +87,7 @@ bool written_has(const void *start, size_t size);
 /* values.c: reads of values that no copy has brought. */
 bool values_are_copied(size_t size, size_t most);
 void values_answer(void *to, size_t size);
+bool values_interrupted(void); /* an exception waits for this thread to be back in Python */
 
 /* captures.c: SUCCESS, or the error of a call that is unsafe beside captures of graphs, which it ends. */
 int captures_refuse(void);

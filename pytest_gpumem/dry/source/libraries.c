@@ -44,6 +44,8 @@ static void find_python(void)
 bool library_asks(enum question question, const int64_t *numbers, int count, int64_t *answers)
 {
     memset(answers, 0, MOST_ANSWERS * sizeof *answers);
+    if (values_interrupted()) /* the exception would be raised, and lost, in Python's answer; the run is invalid anyway */
+        return false;
     if (answer == NULL)
         find_python();
     return answer != NULL && answer(question, numbers, count, answers) == 0;

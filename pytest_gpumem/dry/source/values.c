@@ -25,6 +25,8 @@ static __thread unsigned interrupted; /* which of them has interrupted the threa
 /* Small copies alone bring values, until values of any size are computed. */
 static bool unbounded;
 
+bool values_interrupted(void) { return interrupted == listeners; }
+
 bool values_are_copied(size_t size, size_t most) { return unbounded || size <= most; }
 
 /* Raise an exception in this thread as soon as it is back in Python, which the caller is not. */
@@ -49,7 +51,7 @@ void values_answer(void *to, size_t size)
         return;
     }
     /* With an exception under way no more of Python can run in the thread, who is told neither. */
-    if (told == NULL || interrupted == listeners)
+    if (told == NULL || values_interrupted())
         return;
     void *exception = told(size);
     if (exception != NULL) {

@@ -27,6 +27,7 @@ from pytest_gpumem.simulated.machine.values.assumptions import (
     drawn_seed,
     is_printing,
     printing,
+    seeds_dropout,
     taken_for_granted,
 )
 from pytest_gpumem.simulated.machine.values.neutral import (
@@ -154,7 +155,7 @@ class Reads:
     def unknown_read(self, size: int) -> type[BaseException] | None:
         """Handle a read of ``size`` unknown bytes; return the error that the thread is to raise."""
         self.thread.unknown += 1
-        if self.thread.expected:
+        if self.thread.expected or seeds_dropout():
             return None
         self.made_up = True
         if size > MOST_DECIDED_BY or self._followed:
@@ -180,6 +181,8 @@ class Reads:
 
         C++ reads integers as sizes: raises :class:`UnknownValueError` then.
         """
+        if seeds_dropout():
+            return value
         self.made_up = True
         seed = None if tensor.dtype.is_floating_point else drawn_seed(torch.cuda.current_device())
         if seed is not None:

@@ -111,9 +111,12 @@ def made_sparse(values: Values, name: str, args: Args) -> Parts | None:
     indices, elements = map(values.known, parts_of(args[0]))
     if indices is None:
         return None
+    shape = args[0].shape
+    if elements is None:  # the indices alone decide the size
+        shape = shape[: args[0].sparse_dim()]
     ones = torch.ones(indices.shape[1], device="cpu") if elements is None else elements
     made = torch.sparse_coo_tensor(
-        indices, ones, args[0].shape, is_coalesced=False, check_invariants=False
+        indices, ones, shape, is_coalesced=False, check_invariants=False
     ).coalesce()
     return made.indices(), None if elements is None else made.values()
 

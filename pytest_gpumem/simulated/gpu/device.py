@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from pytest_gpumem.allocator.releases import OLDEST
 from pytest_gpumem.allocator.trace import Timeline
 from pytest_gpumem.collector import Collector
 from pytest_gpumem.echo import quoted
+from pytest_gpumem.simulated.common.callsite import provenance
 from pytest_gpumem.simulated.gpu.catalogue import GpuError, GpuModel, find_machine
 from pytest_gpumem.simulated.gpu.estimates import Estimates
 from pytest_gpumem.simulated.gpu.memory import Memory
@@ -83,6 +85,8 @@ class Device:
         self.estimates = Estimates(self._allocated_and_peak)
         self.frugal_plans: set[object] = set()
         """Calls of cuDNN whose workspace once did not fit: later ones use none."""
+        self.dropout_state = 0
+        """Address of the state of recurrent layers' dropout; 0 for none."""
 
     @property
     def stream(self) -> int:
@@ -119,6 +123,27 @@ class Device:
         self.allocator = self.workspaces.memory = memory
         self.estimates = Estimates(self._allocated_and_peak)
         self.frugal_plans.clear()
+        self.dropout_state = 0
+
+    def hold_dropout_state(self) -> None:
+        """Allocate the state of recurrent layers' dropout, again if the generator has been seeded.
+
+        A generator of 48 bytes (``curandStateXORWOW_t``) for each thread that the GPU can run, as
+        far as is known of ``cudnnDropoutGetStatesSize``. Source: get_dropout_state of
+        aten/src/ATen/native/cudnn/RNN.cpp, torch 2.6 to 2.15.
+        """
+        generator: Any = torch.cuda.default_generators[self.index]
+        if self.dropout_state and not generator.was_seeded:
+            return
+        generator.was_seeded = False
+        self.allocator.free(self.allocator.malloc(torch.int64.itemsize, self.stream))  # the seed
+        context = provenance()
+        context.library = "cuDNN"
+        nbytes = 48 * self.model.sm_count * self.model.max_threads_per_sm
+        before, memory = self.dropout_state, self.allocator
+        self.dropout_state = memory.malloc(nbytes, self.stream, context)
+        if before:
+            memory.free(before)
 
     def workspaces_in(self, memory: Memory) -> Workspaces:
         """Return workspaces that are taken from ``memory``; at first it has none."""

@@ -38,6 +38,8 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
     class Generator(real, metaclass=Kind):  # type: ignore[misc,valid-type]  # as above
         _cuda_device: torch.device
         _source: torch.Generator
+        was_seeded = True
+        """Whether it has been since it was last asked (``reset_rnn_state``)."""
 
         def __new__(cls, device: Any = None) -> Any:
             target = torch.device("cuda", device) if isinstance(device, int) else device
@@ -69,19 +71,26 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
             return _bytes_of(self._source.initial_seed(), offset)
 
         def set_state(self, state: torch.Tensor) -> Any:
+            self.was_seeded = True
+            return self._set_state(state)
+
+        def _set_state(self, state: torch.Tensor) -> Any:
             seed, offset = _numbers_of(state)
             if not offset % 4 and offset // 4 < len(states):
                 known = states[offset // 4]
                 if real().set_state(known).initial_seed() == seed:
                     self._source.set_state(known)
                     return self
-            return self.manual_seed(seed)  # a state of another process
+            self._source.manual_seed(seed)  # a state of another process
+            return self
 
         def manual_seed(self, seed: int) -> Any:
+            self.was_seeded = True
             self._source.manual_seed(seed)
             return self
 
         def seed(self) -> int:
+            self.was_seeded = True
             return self._source.seed()
 
         def initial_seed(self) -> int:
@@ -93,7 +102,7 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
         def set_offset(self, offset: int) -> Any:
             if offset % 4:
                 raise RuntimeError("offset must be a multiple of 4")
-            return self.set_state(_bytes_of(self.initial_seed(), offset))
+            return self._set_state(_bytes_of(self.initial_seed(), offset))
 
         def clone_state(self) -> Any:
             source = real()

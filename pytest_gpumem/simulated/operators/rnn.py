@@ -2,8 +2,7 @@
 
 Source: aten/src/ATen/native/cudnn/RNN.cpp (_cudnn_impl, try_get_weight_buf, _cudnn_rnn,
 _cudnn_rnn_backward, _cudnn_rnn_flatten_weight), native/ConvUtils.h (cudnn_is_acceptable), of torch
-2.6 to 2.15. cuDNN's workspace and reserve come from :mod:`cudnn`;
-the state of its dropout, of a size that only cuDNN determines, is left out.
+2.6 to 2.15. cuDNN's workspace and reserve come from :mod:`cudnn`.
 
 The layers that cuDNN does not take are a fused cell for each step: native/RNN.cpp (LSTMCell,
 GRUCell, FullLayer, FullBidirectionalLayer, apply_layer_stack, _lstm_impl), native/cuda/RNN.cu
@@ -119,7 +118,7 @@ def _layer(name: str, overload: Any) -> Composite:
         also = gpu.version >= (2, 11)
         if is_acceptable(input, {*_DTYPES, torch.bfloat16} if also else _DTYPES):
             lengths = [] if batch_sizes is None else batch_sizes.tolist()
-            return _run(name, input, hx, params, shape, lengths)
+            return _run(gpu, name, input, hx, params, shape, lengths)
         has_cell = not is_packed and name in ("lstm", "gru")
         if has_cell and input.is_cuda and not is_traced(input):
             return run_in_steps(gpu, name, input, hx, params, shape)
@@ -129,6 +128,7 @@ def _layer(name: str, overload: Any) -> Composite:
 
 
 def _run(
+    gpu: GPU,
     name: str,
     input: Tensor,
     hx: Any,
@@ -139,6 +139,8 @@ def _run(
     """Run cuDNN's layers; ``shape`` is what follows the parameters in the padded schema."""
     has_biases, layers, dropout, train, bidirectional, batch_first = shape
     hidden, cell = (hx[0], hx[1]) if name == "lstm" else (hx, None)
+    if dropout > 0 and train and not is_traced(input):
+        gpu.hold_dropout_state()
     size = params[1].shape[1] if name != "lstm" else params[0].shape[0] // 4
     projected = name == "lstm" and hidden.shape[2] != size
     per_layer = (4 if has_biases else 2) + projected

@@ -115,3 +115,21 @@ def test_functional_gradients():
 
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
     each(parameters, torch.randn(8, 64, device="cuda"))
+
+
+def recur(cell):
+    layer = cell(16, 16, 2, dropout=0.5).cuda()
+    output, _ = layer(torch.randn(4, 2, 16, device="cuda"))
+    output.sum().backward()
+
+
+def test_dropout_of_recurrent_layers():
+    recur(nn.LSTM)
+    torch.empty(24 << 20, dtype=torch.uint8, device="cuda")
+
+
+def test_dropout_is_seeded_again():
+    recur(nn.GRU)
+    torch.manual_seed(1)
+    recur(nn.GRU)
+    recur(nn.LSTM)

@@ -139,3 +139,26 @@ def test_without_cudnn_each_step_is_a_cell(on: Any, has_biases: bool) -> None:
     steps = [event for event in events if abs(event) not in workspaces]
     # The states that begin, two steps, the outputs of both, and the last states.
     assert steps[:15] == [state, state, *cell, *cell, 2 * state, state, state]
+
+
+def test_dropout_has_a_state_until_the_generator_is_seeded(on: Any) -> None:
+    """108 multiprocessors with 2,048 threads, each of which has a generator of 48 bytes."""
+    gpu = on("A100-40GB")
+    layer = nn.GRU(INPUTS, HIDDEN, 2, dropout=0.5).cuda()
+    x = torch.randn(STEPS, BATCH, INPUTS, device="cuda")
+    seed, state = torch.int64.itemsize, 10_616_832
+
+    def of_dropout() -> list[int]:
+        return [size for size in gpu.of(lambda: layer(x)) if abs(size) in (seed, state)]
+
+    assert of_dropout() == [seed, -seed, state]
+    assert of_dropout() == []
+    torch.manual_seed(1)
+    assert of_dropout() == [seed, -seed, state, -state]
+    torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+    assert of_dropout() == [seed, -seed, state, -state]
+    torch.cuda.default_generators[0].set_offset(4)
+    assert of_dropout() == []
+    torch.manual_seed(1)
+    layer.eval()
+    assert of_dropout() == []

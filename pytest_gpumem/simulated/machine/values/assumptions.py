@@ -101,6 +101,14 @@ def drawn_seed(device: int) -> int | None:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
 
 
+def seeds_dropout() -> bool:
+    """Return whether a recurrent layer reads the seed of its dropout, which sizes do not depend on.
+
+    Source: get_dropout_state of aten/src/ATen/native/cudnn/RNN.cpp, torch 2.6 to 2.15.
+    """
+    return _caller(_OWN)[0] == "torch.nn.modules.rnn"
+
+
 class _Here(threading.local):
     prints = False
 
