@@ -2,7 +2,7 @@
 
 Copies that the library overwrites, pivots, permutations, arrays of pointers to the matrices of a
 batch, and codes of errors, which are looked at afterwards. MAGMA, which factorizes some batches up
-to 2.13 and has eigenvalues of general matrices up to CUDA 12.6, keeps its arrays on the host.
+to 2.13, and finds the eigenvalues of general matrices in 2.6, keeps its arrays on the host.
 
 Source: aten/src/ATen/native/BatchLinearAlgebra.cpp (the ``_out`` function of each operator) and
 native/cuda/linalg/BatchLinearAlgebra.cpp (lu_factor, geqrf_kernel), BatchLinearAlgebraLib.cpp
@@ -58,19 +58,27 @@ def _of_any(library: str) -> Rule:
 
 # Triangles: P, L and U.
 
-_LARGEST_OF_MAGMA = 128
+WITHOUT_MAGMA = (2, 15)
+"""First release without MAGMA's factors of batches; 2.13 has them."""
 
 
-def is_batch_of_cublas(gpu: GPU, A: Tensor) -> bool:
-    """Return whether cuBLAS factorizes all matrices at once, with a list of pointers.
+def _is_of_magma(gpu: GPU, A: Tensor) -> bool:
+    """Return whether MAGMA factorizes a batch, or what is not square."""
+    count, (rows, columns) = count_of(A), A.shape[-2:]
+    is_small = count == 1 or rows <= 16 or (rows <= 128 and count <= 16)
+    return gpu.version < WITHOUT_MAGMA and not (rows == columns and is_small)
 
-    Else cuSOLVER does one after the other or, up to 2.13, MAGMA.
+
+def _is_batch_of_cublas(gpu: GPU, A: Tensor) -> bool:
+    """Return whether cuBLAS factorizes all matrices at once; else cuSOLVER does one by one.
+
+    Since 2.15 that depends on the type (get_lu_factor_solver_backend).
     """
     count, rows = count_of(A), A.shape[-1]
-    if not A.numel() or count == 1 or rows != A.shape[-2]:
+    if count == 1 or rows != A.shape[-2]:
         return False
-    if gpu.version < (2, 15):
-        return rows <= 16 or (rows <= _LARGEST_OF_MAGMA and count <= 16)
+    if gpu.version < WITHOUT_MAGMA:
+        return True
     is_single = A.dtype in (torch.float32, torch.complex64)
     if count == 2:
         most = 2 * (8400 if is_single else 2200)
@@ -83,9 +91,13 @@ def is_batch_of_cublas(gpu: GPU, A: Tensor) -> bool:
 
 def factorize(gpu: GPU, A: Tensor, *, pivot: bool = True) -> None:
     """linalg_lu_factor_ex into results that are there."""
-    if is_batch_of_cublas(gpu, A):
+    if not A.numel():
+        return
+    if _is_of_magma(gpu, A):
+        gpu.workspaces.gemm(gpu.stream)  # its queue has a handle of cuBLAS
+    elif _is_batch_of_cublas(gpu, A):
         pointers(gpu, A)
-    if A.numel() and not pivot:
+    if not pivot:
         passing(gpu, min(A.shape[-2:]) * CODE)
 
 
@@ -127,6 +139,15 @@ def _cholesky(gpu: GPU, self: Tensor) -> None:
     leave_out(gpu, "linalg_cholesky_ex")
     if count_of(self) > 1 and self.numel():
         passing(gpu, count_of(self) * INDEX_BYTES)
+
+
+def _cholesky_at_once(gpu: GPU, self: Tensor) -> None:
+    """The operator of its own that ``torch.cholesky`` calls up to 2.13."""
+    if self.numel():
+        codes = Scratch(gpu, count_of(self) * CODE)
+        _cholesky(gpu, self)
+        check_errors(gpu, count_of(self))
+        codes.free()
 
 
 # Reflections: Q and R.
@@ -248,11 +269,20 @@ def _is_finite(gpu: GPU, self: Tensor) -> None:
     scratch.free()
 
 
+_ON_DEVICE = (2, 10)
+"""First release in which cuSOLVER finds eigenvalues of general matrices (tried on 2.6 and 2.10)."""
+
+
 def _general(gpu: GPU, self: Tensor, values: Tensor, vectors: Tensor | None) -> Iterator[Tensor]:
     """Yield the results, which are copied from others of the same size (linalg_eig_out_info).
 
-    Real matrices have real vectors first, and the parts of values.
+    Real matrices have real vectors first, and the parts of values. MAGMA has all that on the host.
     """
+    if gpu.version < _ON_DEVICE:
+        yield values
+        if vectors is not None:
+            yield vectors
+        return
     count = count_of(self)
     scratch = Scratch(gpu)
     codes = scratch.take(max(1, count) * CODE)
@@ -309,6 +339,7 @@ RULES = {
     ),
     # u, vh, values
     "_linalg_svd": Rule(placed=lambda result: (result[0], result[2], result[1]), after=_singular),
+    "cholesky": Rule(after=_cholesky_at_once),
     "geqrf": Rule(after=_reflected),
     "linalg_cholesky_ex": Rule(after=_cholesky),
     "linalg_eig": Rule(placed=_eigen),

@@ -9,7 +9,7 @@ _exec_fft) and CuFFTPlanCache.h (as_cufft_embed), torch 2.6 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -41,31 +41,39 @@ _Layout = tuple[Sequence[int], Sequence[int]]
 def _transformed(
     gpu: GPU, given: _Layout, dims: Sequence[int], dtype: torch.dtype, last: int | None = None
 ) -> _Layout:
-    """One call of the library on a tensor of ``dtype``, whose result has ``last`` in its last dim.
+    """One call of the library on a tensor of ``dtype``; returns the layout of the result.
 
     It copies its input where batches are no single dim or where strides cannot be an embedding.
-    Returns the layout of the result: batches in the order of the input's strides, then ``dims``.
     """
     sizes, strides = given
-    batches = [dim for dim in range(len(sizes)) if dim not in dims]
-    batches.sort(key=lambda dim: -strides[dim])
-    made = list(sizes)
-    if last is not None:
-        made[dims[-1]] = last
+    made = _made(given, dims, last)
+    batches = _batches(given, dims)
     batch, step = _collapsed([sizes[dim] for dim in batches], [strides[dim] for dim in batches])
     transformed = [strides[dim] for dim in dims]
     # Of values to fewer values the library counts the longer side.
-    counted = [max(sizes[dim], made[dim]) for dim in dims]
+    counted = [max(sizes[dim], made[0][dim]) for dim in dims]
     is_half = dtype is torch.float16 and transformed[-1] != 1
     if step is None or is_half or not _is_embedded(batch, step, counted, transformed):
         passing(gpu, torch.Size(sizes).numel() * dtype.itemsize)
-    order = [*batches, *dims]
-    result = [0] * len(order)
+    return made
+
+
+def _batches(given: _Layout, dims: Sequence[int]) -> list[int]:
+    rest = [dim for dim in range(len(given[0])) if dim not in dims]
+    return sorted(rest, key=lambda dim: -given[1][dim])
+
+
+def _made(given: _Layout, dims: Sequence[int], last: int | None) -> _Layout:
+    """Return a result with ``last`` in its last dim: batches as in the input, then ``dims``."""
+    sizes = list(given[0])
+    if last is not None:
+        sizes[dims[-1]] = last
+    strides = [0] * len(sizes)
     size = 1
-    for dim in reversed(order):
-        result[dim] = size
-        size *= made[dim]
-    return made, result
+    for dim in reversed([*_batches(given, dims), *dims]):
+        strides[dim] = size
+        size *= sizes[dim]
+    return sizes, strides
 
 
 def _collapsed(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, int | None]:
@@ -98,37 +106,61 @@ def _by_strides(layout: _Layout, dims: Sequence[int]) -> list[int]:
     return sorted(dims, key=lambda dim: -layout[1][dim])
 
 
-def _in_parts(
+def _in_parts(layout: _Layout, dims: Sequence[int]) -> Iterator[tuple[_Layout, list[int]]]:
+    """Yield what is transformed, three dims at a time, and along which."""
+    rest = list(dims)
+    while rest:
+        rest = _by_strides(layout, rest)
+        at_once = rest[-_DIMS_AT_ONCE:]
+        yield layout, at_once
+        layout = _made(layout, at_once, None)
+        del rest[-_DIMS_AT_ONCE:]
+
+
+def _between(
     gpu: GPU, layout: _Layout, dims: Sequence[int], dtype: torch.dtype, *, is_given: bool
 ) -> None:
-    """Transform complex values along ``dims``, three at a time, to and fro between two tensors.
+    """Transform complex values to and fro between two tensors.
 
     The first is ``is_given`` where it may not be written, so that a second result is taken.
     """
     other = Scratch(gpu)
-    rest = list(dims)
-    while rest:
-        rest = _by_strides(layout, rest)
-        layout = _transformed(gpu, layout, rest[-_DIMS_AT_ONCE:], dtype)
-        del rest[-_DIMS_AT_ONCE:]
-        if rest and is_given:
-            other.take(torch.Size(layout[0]).numel() * dtype.itemsize)
+    for part, at_once in _in_parts(layout, dims):
+        _transformed(gpu, part, at_once, dtype)
+        if is_given and len(dims) > _DIMS_AT_ONCE:
+            other.take(torch.Size(part[0]).numel() * dtype.itemsize)
             is_given = False
     other.free()
+
+
+def _all_made(layout: _Layout, dims: Sequence[int]) -> _Layout:
+    for part, at_once in _in_parts(layout, dims):
+        layout = _made(part, at_once, None)
+    return layout
 
 
 def _layout(tensor: Tensor) -> _Layout:
     return tensor.shape, tensor.stride()
 
 
-def _complex(gpu: GPU, self: Tensor, dim: Sequence[int]) -> None:
-    leave_out(gpu, "fft", "cuFFT")
-    _in_parts(gpu, _layout(self), dim, self.dtype, is_given=True)
+def _empty(layout: _Layout, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(*layout, dtype=dtype, device="meta")
 
 
 def _is_at_once(dim: Sequence[int]) -> bool:
     """use_optimized_cufft_path."""
     return len(dim) <= _DIMS_AT_ONCE and (len(dim) < 2 or tuple(dim[:2]) != (0, 1))
+
+
+def _complex(gpu: GPU, self: Tensor, dim: Sequence[int]) -> None:
+    leave_out(gpu, "fft", "cuFFT")
+    _between(gpu, _layout(self), dim, self.dtype, is_given=True)
+
+
+def _complex_shape(self: Tensor, dim: Sequence[int]) -> Tensor:
+    if not dim:
+        return torch.empty_like(self, device="meta")
+    return _empty(_all_made(_layout(self), dim), self.dtype)
 
 
 def _to_complex(gpu: GPU, self: Tensor, dim: Sequence[int], result: Tensor) -> None:
@@ -142,29 +174,48 @@ def _to_complex(gpu: GPU, self: Tensor, dim: Sequence[int], result: Tensor) -> N
     else:
         layout = _transformed(gpu, layout, dim[-1:], self.dtype, half)
         other = Scratch(gpu, result.nbytes)
-        _in_parts(gpu, layout, dim[:-1], result.dtype, is_given=False)
+        _between(gpu, layout, dim[:-1], result.dtype, is_given=False)
         other.free()
     aligned.free()
 
 
-def _to_real(
-    gpu: GPU, self: Tensor, dim: Sequence[int], last_dim_size: int, result: Tensor
-) -> None:
-    # The library overwrites its input.
+def _to_complex_shape(self: Tensor, dim: Sequence[int], onesided: bool) -> Tensor:
+    layout = _layout(self)
+    last = self.shape[dim[-1]]
+    last = last // 2 + 1 if onesided else last
+    if _is_at_once(dim):
+        layout = _made(layout, [*_by_strides(layout, dim[:-1]), dim[-1]], last)
+    else:
+        layout = _all_made(_made(layout, dim[-1:], last), dim[:-1])
+    return _empty(layout, self.dtype.to_complex())
+
+
+def _before_real(self: Tensor, dim: Sequence[int]) -> _Layout:
+    """Return the layout of the copy, which the library overwrites, or of complex values before."""
+    if _is_at_once(dim) or len(dim) < 2:
+        return _layout(self.new_empty(self.shape, device="meta"))
+    return _all_made(_layout(self), dim[:-1])
+
+
+def _to_real(gpu: GPU, self: Tensor, dim: Sequence[int], last_dim_size: int) -> None:
     leave_out(gpu, "irfft", "cuFFT")
     copy = Scratch(gpu, self.nbytes)
-    layout: _Layout = self.shape, torch.empty(self.shape, device="meta").stride()
-    if _is_at_once(dim):
-        _transformed(gpu, layout, dim, self.dtype, last_dim_size)
-    else:
-        if len(dim) > 1:
-            _in_parts(gpu, _layout(self), dim[:-1], self.dtype, is_given=True)
-        _transformed(gpu, layout, dim[-1:], self.dtype, last_dim_size)
+    is_at_once = _is_at_once(dim)
+    if not is_at_once:
+        _between(gpu, _layout(self), dim[:-1], self.dtype, is_given=True)
+    last = dim if is_at_once else dim[-1:]
+    _transformed(gpu, _before_real(self, dim), last, self.dtype, last_dim_size)
     copy.free()
 
 
+def _to_real_shape(self: Tensor, dim: Sequence[int], last_dim_size: int) -> Tensor:
+    last = dim if _is_at_once(dim) else dim[-1:]
+    return _empty(_made(_before_real(self, dim), last, last_dim_size), self.real.dtype)
+
+
 RULES = {
-    "_fft_c2c": Rule(after=_complex),
-    "_fft_r2c": Rule(after=_to_complex),
-    "_fft_c2r": Rule(after=_to_real),
+    "_fft_c2c": Rule(shapes=_complex_shape, after=_complex),
+    "_fft_r2c": Rule(shapes=_to_complex_shape, after=_to_complex),
+    "_fft_c2r": Rule(shapes=_to_real_shape, after=_to_real),
 }
+"""Layouts of results are those of the library; torch's own kernels for shapes have others in 2.6."""

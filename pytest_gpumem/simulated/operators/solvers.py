@@ -41,13 +41,17 @@ def _expanded(matrices: Tensor, like: Tensor) -> Tensor:
 
 # Triangles.
 
-_AT_ONCE = 64
+_ONE_BY_ONE = 64
 """Rows from which cuBLAS solves up to eight triangles one by one, without pointers."""
+_OF_MAGMA = 512
+"""Rows above which up to 2.10 MAGMA solves others, with pointers on the host."""
 
 
 def triangles(gpu: GPU, A: Tensor, B: Tensor) -> None:
     """triangular_solve_kernel, of matrices as the library reads them."""
-    if count_of(A) <= 8 and A.shape[-1] >= _AT_ONCE:
+    rows = A.shape[-1]
+    is_of_magma = rows > _OF_MAGMA and gpu.version < (2, 11)
+    if is_of_magma or (count_of(A) <= 8 and rows >= _ONE_BY_ONE):
         gpu.workspaces.gemm(gpu.stream)
     else:
         pointers(gpu, A, B)
@@ -169,19 +173,22 @@ def _solved(gpu: GPU, A: Tensor, B: Tensor, left: bool, result: Sequence[Tensor]
 
 # With a Cholesky factor.
 
-_WITHOUT_MAGMA = (2, 15)
+_BY_TRIANGLES = (2, 13)
+"""First release in which two triangles solve a batch, and an inverse is a solution (2.11: not)."""
 
 
 def _by_root(gpu: GPU, A: Tensor, solved: Tensor, *, upper: bool) -> None:
     """_cholesky_solve_helper_cuda: a single one by cuSOLVER, a batch by two triangles.
 
-    Up to 2.13 MAGMA solves a batch with copies of the factors.
+    Before, MAGMA solves a batch with copies of the factors.
     """
     A = _expanded(A, solved)
     if count_of(solved) == 1:
         passing(gpu, CODE, A.nbytes)
-    elif gpu.version < _WITHOUT_MAGMA:
-        passing(gpu, A.nbytes)
+    elif gpu.version < _BY_TRIANGLES:
+        copy = Scratch(gpu, A.numel() * A.element_size())
+        gpu.workspaces.gemm(gpu.stream)
+        copy.free()
     else:
         lower = A.mH if upper else A
         _solve_triangular(gpu, lower, solved)
@@ -189,16 +196,30 @@ def _by_root(gpu: GPU, A: Tensor, solved: Tensor, *, upper: bool) -> None:
 
 
 def _cholesky_inverted(gpu: GPU, self: Tensor, upper: bool) -> None:
+    """The solution for ones, with a copy of the factor, which up to 2.11 is the only one."""
     leave_out(gpu, "cholesky_inverse")
     scratch = Scratch(gpu, self.nbytes)
-    copy = torch.empty_like(self.mT, memory_format=torch.contiguous_format, device="meta").mT
-    _by_root(gpu, copy, copy, upper=upper)
+    if gpu.version >= _BY_TRIANGLES:
+        copy = self.new_empty(self.mT.shape, device="meta").mT
+        _by_root(gpu, copy, copy, upper=upper)
+    elif count_of(self) == 1:
+        passing(gpu, CODE)
+    else:
+        gpu.workspaces.gemm(gpu.stream)
     scratch.free()
 
 
-def _cholesky_solved(gpu: GPU, input2: Tensor, upper: bool, result: Tensor) -> None:
+def _cholesky_solved(gpu: GPU, input2: Tensor, upper: bool, result: Tensor) -> Iterator[Tensor]:
+    """Yield the result, which up to 2.11 comes behind the code of a single one."""
     leave_out(gpu, "cholesky_solve")
-    _by_root(gpu, input2, result, upper=upper)
+    if gpu.version >= _BY_TRIANGLES or count_of(result) != 1:
+        yield result
+        _by_root(gpu, input2, result, upper=upper)
+        return
+    code = Scratch(gpu, CODE)
+    yield result
+    passing(gpu, _expanded(input2, result).nbytes)
+    code.free()
 
 
 def _symmetric(gpu: GPU, LD: Tensor, pivots: Tensor, result: Tensor) -> None:
@@ -263,6 +284,9 @@ def _least_squares(gpu: GPU, self: Tensor, b: Tensor, result: _Fit) -> Iterator[
             every.free()
         else:
             _by_reflections(gpu, given, made)
+    if self.is_complex():
+        # Complex rows that are left are multiplied by their conjugates.
+        passing(gpu, residuals.numel() * (rows - columns) * self.element_size())
     yield residuals
     copy.free()
     check_errors(gpu, max(1, count_of(self)))
@@ -338,7 +362,7 @@ RULES = {
     "_linalg_slogdet": Rule(after=_sign_and_logarithm),
     "_linalg_solve_ex": Rule(after=_solved),
     "cholesky_inverse": Rule(after=_cholesky_inverted),
-    "cholesky_solve": Rule(after=_cholesky_solved),
+    "cholesky_solve": Rule(placed=_cholesky_solved),
     "linalg_inv_ex": Rule(after=_inverted),
     "linalg_ldl_solve": Rule(after=_symmetric),
     "linalg_lstsq": Rule(shapes=_fit, placed=_least_squares),
