@@ -84,9 +84,7 @@ def _operators(dtypes: Sequence[str], samples: int) -> Iterator[Group]:
     for op in op_db:
         name = f"op/{op.formatted_name}"
         has_values = op.formatted_name in _BY_VALUES
-        yield Group(
-            name, partial(_samples, op, name, dtypes, samples), has_values=has_values
-        )
+        yield Group(name, partial(_samples, op, name, dtypes, samples), has_values=has_values)
 
 
 def _samples(op: Any, name: str, dtypes: Sequence[str], samples: int) -> Iterator[Case]:

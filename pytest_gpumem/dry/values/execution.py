@@ -42,10 +42,12 @@ _WRITES_NOTHING = frozenset({"aten::record_stream"})
 """Operators whose schema declares a write to the tensor, though only its block is changed."""
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_sparse_addmm"})
 _DECIDING = _PRODUCTS | {"aten::linalg_matrix_exp"}
-"""Operators whose kernel decides by the results of others that it calls: by norms how often to
-square (mexp_impl of aten/src/ATen/native/LinearAlgebra.cpp), by a sparse matrix, once coalesced, how
-many elements to multiply (s_addmm_out_sparse_dense_cuda of native/sparse/cuda/
-SparseCUDATensorMath.cu), torch 2.6 to 2.15."""
+"""Operators whose kernel decides by the results of others that it calls.
+
+By norms how often to square (mexp_impl of aten/src/ATen/native/LinearAlgebra.cpp); by a sparse
+matrix, once coalesced, how many elements to multiply (s_addmm_out_sparse_dense_cuda of
+native/sparse/cuda/SparseCUDATensorMath.cu), torch 2.6 to 2.15.
+"""
 _KEYS = (
     torch._C.DispatchKey.SparseCUDA,
     torch._C.DispatchKey.CUDA,

@@ -53,7 +53,7 @@ def answers(values: Values, operator: Operator, args: Args, kwargs: Kwargs) -> S
         known = values.known(args[0])
         is_finite = known is None or bool(known.isfinite().all())
         # Then whether all values are real, which changes no allocation, and the solver's errors.
-        return [int(is_finite), 0, 0]
+        return [int(is_finite), int(not args[0].numel()), 0]
     if name in ("repeat_interleave", "bincount"):
         if kwargs.get("output_size") is not None or (name == "bincount" and not args[0].numel()):
             return []

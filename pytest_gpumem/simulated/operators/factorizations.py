@@ -13,7 +13,7 @@ torch's own code on the dry device, 2.6 to 2.15.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -119,8 +119,7 @@ def _unpacked(gpu: GPU, LU_data: Tensor, unpack_pivots: bool) -> None:
 def _lu(gpu: GPU, A: Tensor, pivot: bool) -> None:
     """Both factors in a copy by columns, which then are taken apart (linalg_lu_out)."""
     leave_out(gpu, "linalg_lu")
-    count, rows = count_of(A), A.shape[-2]
-    least = min(A.shape[-2:])
+    count, least = count_of(A), min(A.shape[-2:])
     # Where that is the same by rows, they are in the result.
     both = Scratch(gpu, A.nbytes if A.shape[-2:] != (1, 1) else 0)
     scratch = Scratch(gpu, count * least * CODE, count * CODE)
@@ -240,10 +239,10 @@ def _singular(
     driver: str | None,
     result: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Decompose; cuSOLVER returns the conjugates of complex right vectors, which is noted."""
+    """Decompose; complex right vectors are marked as conjugates of cuSOLVER's (svd_kernel)."""
     decompose(gpu, A, full=full_matrices, compute_uv=compute_uv, driver=driver)
     if compute_uv and A.is_complex():
-        torch._C._set_conj(result[2], True)  # type: ignore[attr-defined]  # not in the stubs
+        torch._C._set_conj(result[2], True)
 
 
 def _symmetric(gpu: GPU, A: Tensor, compute_v: bool) -> None:

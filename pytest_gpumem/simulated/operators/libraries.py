@@ -218,4 +218,4 @@ RULES = {
     "_fft_r2c": Rule(shapes=_to_complex_shape, after=_to_complex),
     "_fft_c2r": Rule(shapes=_to_real_shape, after=_to_real),
 }
-"""Layouts of results are those of the library; torch's own kernels for shapes have others in 2.6."""
+"""Layouts of results are the library's; torch's own kernels for shapes have others in 2.6."""

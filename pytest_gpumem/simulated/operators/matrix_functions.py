@@ -21,10 +21,14 @@ from pytest_gpumem.simulated.operators.rules import Composite
 
 _aten = torch.ops.aten
 
-_SINGLE = (1.192092800768788e-07, 5.978858893805233e-04, 5.116619363445086e-02)
-_SINGLE += (5.800524627688768e-01, 1.461661507209034e00, 3.010066362817634e00)
-_DOUBLE = (2.220446049250313e-16, 2.580956802971767e-08, 3.397168839976962e-04)
-_DOUBLE += (4.991228871115323e-02, 2.996158913811580e-01, 1.090863719290036e00)
+_SINGLE = (
+    *(1.192092800768788e-07, 5.978858893805233e-04, 5.116619363445086e-02),
+    *(5.800524627688768e-01, 1.461661507209034e00, 3.010066362817634e00),
+)
+_DOUBLE = (
+    *(2.220446049250313e-16, 2.580956802971767e-08, 3.397168839976962e-04),
+    *(4.991228871115323e-02, 2.996158913811580e-01, 1.090863719290036e00),
+)
 """Norms up to which polynomials of degree 1, 2, 4, 8, 12 and 18 are exact enough."""
 
 
@@ -52,21 +56,28 @@ def _of_degree(matrices: Tensor, norm: Tensor, bounds: Sequence[float]) -> Tenso
     """Return the exponential of a single matrix."""
     on_host = norm.to("cpu")
     result = torch.empty_like(matrices)
-    for bound, polynomial in zip(bounds, _POLYNOMIALS, strict=False):
-        if (on_host <= bound).nonzero().numel():
-            place = torch.zeros(1, dtype=torch.int64, device="cpu").to(matrices.device)
-            chosen = matrices.index_select(0, place)
-            made = polynomial(chosen)
-            result.index_put_((place,), made)
-            del made, chosen, place
-            return result
-    place = torch.zeros(1, dtype=torch.int64, device="cpu").to(matrices.device)
+    polynomial = next(
+        (
+            polynomial
+            for bound, polynomial in zip(bounds, _POLYNOMIALS, strict=False)
+            if (on_host <= bound).nonzero().numel()
+        ),
+        None,
+    )
+    first = torch.zeros(1, dtype=torch.int64, device="cpu")
+    place = first.to(matrices.device)
     chosen = matrices.index_select(0, place)
-    chosen_norm = norm.index_select(0, place)
-    made = _squared(chosen, chosen_norm, bounds[-1])
-    again = torch.zeros(1, dtype=torch.int64, device="cpu").to(matrices.device)
-    result.index_put_((again,), made)
-    del again, made, chosen_norm, chosen, place
+    if polynomial is not None:
+        made = polynomial(chosen)
+        result.index_put_((place,), made)
+        del made
+    else:
+        chosen_norm = norm.index_select(0, place)
+        made = _squared(chosen, chosen_norm, bounds[-1])
+        again = first.to(matrices.device)
+        result.index_put_((again,), made)
+        del again, made, chosen_norm
+    del chosen, place
     return result
 
 
@@ -147,7 +158,8 @@ def _combined(matrices: Tensor, coefficients: Sequence[Sequence[float]]) -> Tens
     """Return sums of ``matrices`` with ``coefficients``, which are brought from the host."""
     real = torch.empty(0, dtype=matrices.dtype, device="meta").real.dtype
     brought = torch.tensor(coefficients, dtype=real, device="cpu").to(matrices.device)
-    return _aten._compute_linear_combination(matrices, brought)
+    sums: Tensor = _aten._compute_linear_combination(matrices, brought)
+    return sums
 
 
 def _sum_of(matrices: Tensor, *coefficients: float) -> Tensor:
@@ -188,12 +200,28 @@ def _degree_8(matrices: Tensor) -> Tensor:
 
 _COEFFICIENTS_12 = (
     (9.0198e-16, 0.46932117595418237389, -0.20099424927047284052, -0.04623946134063071740),
-    (5.31597895759871264183, 1.19926790417132231573, 0.01179296240992997031, 0.01108844528519167989),
-    (0.18188869982170434744, 0.05502798439925399070, 0.09351590770535414968, 0.00610700528898058230),
+    (
+        5.31597895759871264183,
+        1.19926790417132231573,
+        0.01179296240992997031,
+        0.01108844528519167989,
+    ),
+    (
+        0.18188869982170434744,
+        0.05502798439925399070,
+        0.09351590770535414968,
+        0.00610700528898058230,
+    ),
     (-2.0861320e-13, -0.13181061013830184015, -0.02027855540589259079, -0.00675951846863086359),
 )
 _COEFFICIENTS_18 = (
-    (0.0, -1.00365581030144618291e-01, -8.02924648241156932449e-03, -8.92138498045729985177e-04, 0.0),
+    (
+        0.0,
+        -1.00365581030144618291e-01,
+        -8.02924648241156932449e-03,
+        -8.92138498045729985177e-04,
+        0.0,
+    ),
     (
         *(0.0, 3.97849749499645077844e-01, 1.36783778460411720168e00),
         *(4.98289622525382669416e-01, -6.37898194594723280150e-04),

@@ -31,8 +31,6 @@ from pytest_gpumem.simulated.operators.layout import INDEX_BYTES
 from pytest_gpumem.simulated.operators.libraries import leave_out
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
-_Size = tuple[int, ...]
-
 
 def _expanded(matrices: Tensor, like: Tensor) -> Tensor:
     """Return ``matrices`` for each of the batch of ``like``."""
@@ -62,12 +60,12 @@ def _solve_triangular(gpu: GPU, A: Tensor, solved: Tensor, *, by_columns: bool =
 
     So are conjugates by columns, where the result is there and lies by columns, too.
     """
-    A = _expanded(A, solved)
-    is_conjugate = by_columns and A.is_conj() and is_by_columns(A)
-    is_ready = (is_by_columns(A) or A.is_contiguous()) and not is_conjugate
-    scratch = Scratch(gpu, 0 if is_ready else A.nbytes)
-    triangles(gpu, A, solved)
-    scratch.free()
+    given = _expanded(A, solved)
+    is_conjugate = by_columns and given.is_conj() and is_by_columns(given)
+    is_ready = (is_by_columns(given) or given.is_contiguous()) and not is_conjugate
+    copy = Scratch(gpu, 0 if is_ready else given.nbytes)
+    triangles(gpu, given, solved)
+    copy.free()
 
 
 def _triangular(gpu: GPU, self: Tensor, result: Tensor) -> None:
@@ -182,15 +180,15 @@ def _by_root(gpu: GPU, A: Tensor, solved: Tensor, *, upper: bool) -> None:
 
     Before, MAGMA solves a batch with copies of the factors.
     """
-    A = _expanded(A, solved)
+    given = _expanded(A, solved)
     if count_of(solved) == 1:
-        passing(gpu, CODE, A.nbytes)
+        passing(gpu, CODE, given.nbytes)
     elif gpu.version < _BY_TRIANGLES:
-        copy = Scratch(gpu, A.numel() * A.element_size())
+        copy = Scratch(gpu, given.nbytes)
         gpu.workspaces.gemm(gpu.stream)
         copy.free()
     else:
-        lower = A.mH if upper else A
+        lower = given.mH if upper else given
         _solve_triangular(gpu, lower, solved)
         _solve_triangular(gpu, lower.mH, solved)
 
@@ -240,6 +238,13 @@ def _right_sides(A: Tensor, b: Tensor) -> Tensor:
     return b.unsqueeze(-1) if is_vector else b
 
 
+def _made(self: Tensor, sides: Tensor) -> Tensor:
+    """Return room for right sides and solutions, whichever has more rows, by columns."""
+    batch = torch.broadcast_shapes(self.shape[:-2], sides.shape[:-2])
+    shape = (*batch, sides.shape[-1], max(self.shape[-2:]))
+    return self.new_empty(shape, device="meta").mT
+
+
 def _fit(self: Tensor, b: Tensor, driver: str | None) -> _Fit:
     """Make the results.
 
@@ -251,8 +256,7 @@ def _fit(self: Tensor, b: Tensor, driver: str | None) -> _Fit:
         )
     sides = _right_sides(self, b)
     rows, columns = self.shape[-2:]
-    batch = torch.broadcast_shapes(self.shape[:-2], sides.shape[:-2])
-    made = self.new_empty((*batch, sides.shape[-1], max(rows, columns)), device="meta").mT
+    made = _made(self, sides)
     solution = made.narrow(-2, 0, columns)
     residuals = made.real[..., 0, :] if rows > columns else made.real.new_empty(0)
     nothing = made.real.new_empty(0)
@@ -271,17 +275,17 @@ def _least_squares(gpu: GPU, self: Tensor, b: Tensor, result: _Fit) -> Iterator[
     sides = _right_sides(self, b)
     codes = Scratch(gpu, max(1, count_of(self)) * CODE)
     solution, residuals = result[:2]
-    batch = torch.broadcast_shapes(self.shape[:-2], sides.shape[:-2])
-    made = self.new_empty((*batch, sides.shape[-1], max(rows, columns)), device="meta").mT
+    made = _made(self, sides)
     solution.untyped_storage().resize_(made.nbytes)
     yield solution
     copy = Scratch(gpu, self.nbytes)
     if self.numel() and sides.numel():
         given = self.new_empty(self.mT.shape, device="meta").mT
         if columns <= rows <= 256 and count_of(made) >= max(2, rows // 16):
-            every = Scratch(gpu, count_of(made) * rows * columns * self.element_size())
-            pointers(gpu, _expanded(given, made), made)
-            every.free()
+            every = _expanded(given, made)
+            copies = Scratch(gpu, every.nbytes)
+            pointers(gpu, every, made)
+            copies.free()
         else:
             _by_reflections(gpu, given, made)
     if self.is_complex():
@@ -298,14 +302,12 @@ def _by_reflections(gpu: GPU, A: Tensor, made: Tensor) -> None:
     scales = A.new_empty((*A.shape[:-2], min(A.shape[-2:])))
     scratch = Scratch(gpu, scales.nbytes)
     is_tall = A.shape[-2] >= A.shape[-1]
-    if not is_tall:
-        scratch.take(A.nbytes)
-        A = torch.empty_like(A.mH, memory_format=torch.contiguous_format)
-        A = A.new_empty(A.mT.shape).mT
-    reflect(gpu, A, scales)
-    every = _expanded(A, made)
+    scratch.take(0 if is_tall else A.nbytes)
+    reflected = A if is_tall else A.new_empty(A.shape).mT
+    reflect(gpu, reflected, scales)
+    every = _expanded(reflected, made)
     is_copied = not is_by_columns(every)
-    scratch.take(every.numel() * every.element_size() if is_copied else 0)
+    scratch.take(every.nbytes if is_copied else 0)
     copied_scales = count_of(made) * scales.shape[-1] * A.element_size() if is_copied else 0
     if is_tall:
         scratch.take(copied_scales)
