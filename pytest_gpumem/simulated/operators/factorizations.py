@@ -320,6 +320,9 @@ def _keeps_vectors(matrices: Tensor) -> bool:
 
 
 COMPOSITES: dict[str, Composite] = {
+    "aten.linalg_eigvals.default": lambda self: (
+        _aten.linalg_eig(self)[0] if _keeps_vectors(self) else _aten._linalg_eigvals(self)
+    ),
     "aten.linalg_svdvals.default": lambda A, driver=None: _aten._linalg_svd(
         A, False, _keeps_vectors(A), driver=driver
     )[1],

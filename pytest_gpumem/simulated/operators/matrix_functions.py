@@ -314,10 +314,9 @@ def square_root(self: Tensor) -> Tensor:
     return result
 
 
-_Bound = Tensor | float | None
-
-
-def matrix_rank(input: Tensor, atol: _Bound, rtol: _Bound, hermitian: bool) -> Tensor:
+def matrix_rank(
+    input: Tensor, atol: Tensor | float | None, rtol: Tensor | float | None, hermitian: bool
+) -> Tensor:
     """``aten::linalg_matrix_rank``, which writes to a result that it makes first."""
     result = torch.empty(input.shape[:-2], dtype=torch.int64, device=input.device)
     least = _bound(input, 0.0 if atol is None else atol)

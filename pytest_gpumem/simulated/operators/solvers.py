@@ -10,7 +10,7 @@ cholesky_inverse_kernel_impl); their order is that of torch's own code on the dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -35,6 +35,11 @@ from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 def _expanded(matrices: Tensor, like: Tensor) -> Tensor:
     """Return ``matrices`` for each of the batch of ``like``."""
     return matrices.expand((*like.shape[:-2], *matrices.shape[-2:]))
+
+
+def _right_sides(A: Tensor, b: Tensor) -> Tensor:
+    is_vector = b.dim() == 1 or (b.dim() == A.dim() - 1 and b.shape == A.shape[:-1])
+    return b.unsqueeze(-1) if is_vector else b
 
 
 # Triangles.
@@ -157,14 +162,15 @@ def _inverted(gpu: GPU, A: Tensor) -> None:
     scratch.free()
 
 
-def _solved(gpu: GPU, A: Tensor, B: Tensor, left: bool, result: Sequence[Tensor]) -> None:
+def _solved(gpu: GPU, A: Tensor, B: Tensor, left: bool) -> None:
     leave_out(gpu, "linalg_solve_ex")
     factorize(gpu, A)
-    solution, factors = result[:2]
+    sides = _right_sides(A, B)
+    batch = torch.broadcast_shapes(A.shape[:-2], sides.shape[:-2])
+    solution = sides.new_empty((*batch, *sides.shape[-2:]), device="meta")
     # Vectors are copied into matrices of one column.
-    is_vector = solution.dim() < max(A.dim(), 2)
-    copy = Scratch(gpu, solution.nbytes if is_vector else 0)
-    solution = solution.unsqueeze(-1) if is_vector else solution
+    copy = Scratch(gpu, solution.nbytes if sides is not B else 0)
+    factors = A.new_empty(A.mT.shape, device="meta").mT
     _by_factors(gpu, factors, solution, left=left, adjoint=_is_turned(gpu, A))
     copy.free()
 
@@ -231,11 +237,6 @@ def _symmetric(gpu: GPU, LD: Tensor, pivots: Tensor, result: Tensor) -> None:
 
 _Fit = tuple[Tensor, Tensor, Tensor, Tensor]
 """Solution, residuals, rank and singular values, the last two of no elements."""
-
-
-def _right_sides(A: Tensor, b: Tensor) -> Tensor:
-    is_vector = b.dim() == 1 or (b.dim() == A.dim() - 1 and b.shape == A.shape[:-1])
-    return b.unsqueeze(-1) if is_vector else b
 
 
 def _made(self: Tensor, sides: Tensor) -> Tensor:
