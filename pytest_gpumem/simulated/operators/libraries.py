@@ -163,16 +163,27 @@ def _complex_shape(self: Tensor, dim: Sequence[int]) -> Tensor:
     return _empty(_all_made(_layout(self), dim), self.dtype)
 
 
+def _promoted(self: Tensor) -> torch.dtype:
+    """promote_type_fft (native/SpectralOps.cpp): since 2.15 CUDA takes bfloat16, as float32."""
+    return torch.float32 if self.dtype is torch.bfloat16 else self.dtype
+
+
+def _as_promoted(gpu: GPU, self: Tensor) -> Scratch:
+    dtype = _promoted(self)
+    return Scratch(gpu, self.numel() * dtype.itemsize if dtype is not self.dtype else 0)
+
+
 def _to_complex(gpu: GPU, self: Tensor, dim: Sequence[int], result: Tensor) -> None:
     leave_out(gpu, "rfft", "cuFFT")
-    layout = _layout(self)
+    layout, dtype = _layout(self), _promoted(self)
     half = self.shape[dim[-1]] // 2 + 1
     # A pair of real values has to be aligned as a complex one.
-    aligned = Scratch(gpu, self.nbytes if self.storage_offset() % 2 else 0)
+    is_odd = self.storage_offset() % 2 and dtype is self.dtype
+    aligned = Scratch(gpu, self.nbytes if is_odd else 0)
     if _is_at_once(dim):
-        _transformed(gpu, layout, [*_by_strides(layout, dim[:-1]), dim[-1]], self.dtype, half)
+        _transformed(gpu, layout, [*_by_strides(layout, dim[:-1]), dim[-1]], dtype, half)
     else:
-        layout = _transformed(gpu, layout, dim[-1:], self.dtype, half)
+        layout = _transformed(gpu, layout, dim[-1:], dtype, half)
         other = Scratch(gpu, result.nbytes)
         _between(gpu, layout, dim[:-1], result.dtype, is_given=False)
         other.free()
@@ -187,7 +198,7 @@ def _to_complex_shape(self: Tensor, dim: Sequence[int], onesided: bool) -> Tenso
         layout = _made(layout, [*_by_strides(layout, dim[:-1]), dim[-1]], last)
     else:
         layout = _all_made(_made(layout, dim[-1:], last), dim[:-1])
-    return _empty(layout, self.dtype.to_complex())
+    return _empty(layout, _promoted(self).to_complex())
 
 
 def _before_real(self: Tensor, dim: Sequence[int]) -> _Layout:
@@ -215,7 +226,7 @@ def _to_real_shape(self: Tensor, dim: Sequence[int], last_dim_size: int) -> Tens
 
 RULES = {
     "_fft_c2c": Rule(shapes=_complex_shape, after=_complex),
-    "_fft_r2c": Rule(shapes=_to_complex_shape, after=_to_complex),
+    "_fft_r2c": Rule(before=_as_promoted, shapes=_to_complex_shape, after=_to_complex),
     "_fft_c2r": Rule(shapes=_to_real_shape, after=_to_real),
 }
 """Layouts of results are the library's; torch's own kernels for shapes have others in 2.6."""

@@ -136,6 +136,10 @@ def _last_of(results: Sequence[Tensor]) -> Tensor:
 # Polynomials.
 
 
+_FACTORS = ((1, 1), (1, 2), (3, 3))
+"""Places of the factors of the second, third and sixth power, which come after each other."""
+
+
 def _powers(matrices: Tensor, room: int, count: int) -> Tensor:
     """Return room for so many matrices, and the first ``count`` powers in it."""
     powers = matrices.new_empty((room, *matrices.shape))
@@ -144,9 +148,8 @@ def _powers(matrices: Tensor, room: int, count: int) -> Tensor:
     powers[0].copy_(identity)
     del identity, one
     powers[1].copy_(matrices)
-    for power in range(2, count):
-        half = power // 2
-        _product(powers[power], powers[half + power % 2], powers[half])
+    for place, (first, second) in enumerate(_FACTORS[: count - 2], 2):
+        _product(powers[place], powers[first], powers[second])
     return powers
 
 
