@@ -120,9 +120,7 @@ def test_triangles_are_solved_one_by_one_or_with_pointers(
     triangles = torch.zeros(count, rows, rows, device="cuda")
     sides = torch.zeros(count, rows, 2, device="cuda")
     held: list[Any] = []
-    taken = gpu.of(
-        lambda: held.append(torch.linalg.solve_triangular(triangles, sides, upper=True))
-    )
+    taken = gpu.of(lambda: held.append(torch.linalg.solve_triangular(triangles, sides, upper=True)))
     given = [8 * count] * lists
     assert taken == [sides.nbytes, *given, WORKSPACE, *(-size for size in given)]
 
@@ -259,7 +257,9 @@ def test_least_squares_have_one_method_on_a_gpu(on: Any) -> None:
 # Determinants.
 
 
-@pytest.mark.parametrize(("dtype", "absolute"), [(torch.float32, [60]), (torch.complex64, [60, 120])])
+@pytest.mark.parametrize(
+    ("dtype", "absolute"), [(torch.float32, [60]), (torch.complex64, [60, 120])]
+)
 def test_logarithms_of_determinants(on: Any, dtype: torch.dtype, absolute: list[int]) -> None:
     gpu = on("A100-40GB", "2.15")
     matrices = torch.zeros(3, 5, 5, dtype=dtype, device="cuda")
