@@ -379,12 +379,14 @@ COMPOSITES: dict[str, Composite] = {
     ),
 }
 
-IN_VIEW: dict[str, Composite] = {
-    "aten.diagonal_scatter.default": diagonal_scatter,
-    "aten.linalg_matrix_exp.default": matrix_exp,
-    "aten.linalg_matrix_sqrth.default": square_root,
-    "aten.linalg_polar.default": polar,
+_WHOLE: dict[str, Composite] = {
+    "diagonal_scatter": diagonal_scatter,
+    "linalg_matrix_exp": matrix_exp,
+    "linalg_matrix_sqrth": square_root,
+    "linalg_polar": polar,
 }
+IN_VIEW = {f"aten.{name}.default": _WHOLE[name] for name in _WHOLE if hasattr(_aten, name)}
+"""The last two are new in 2.15."""
 
 DECIDING = frozenset({"aten.linalg_matrix_exp.default"})
 """Overloads that decide by values of their parts, which are followed one by one."""
