@@ -73,6 +73,27 @@ def test_batches_of_a_result_lie_in_the_order_of_the_inputs(on: Any, version: st
     assert torch.fft.rfft(x.real, dim=0).stride() == (1, 21, 3)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_halves_are_read_without_strides_and_in_powers_of_two(on: Any) -> None:
+    gpu = on("A100-40GB", "2.15")
+    halves = torch.zeros(4, 8, 16, dtype=torch.float16, device="cuda")
+    whole, copy = 4 * 5 * 16 * 4, 4 * 8 * 16 * 2
+    assert gpu.of(lambda: torch.fft.rfft(halves[0], dim=0)) == [5 * 16 * 4, 256, -256]
+    assert gpu.of(lambda: torch.fft.rfft(halves, dim=1)) == [whole, copy, -copy]
+    with pytest.raises(RuntimeError, match="powers of two when computing in half precision"):
+        torch.fft.rfft(halves[:, :, :15])
+
+
+@pytest.mark.skipif(
+    torch.__version__.startswith(("2.6", "2.11", "2.13")), reason="torch 2.15 takes bfloat16"
+)
+def test_bfloat16_is_transformed_as_float32(on: Any) -> None:
+    gpu = on("A100-40GB", "2.15")
+    given = torch.zeros(5, 8, dtype=torch.bfloat16, device="cuda")
+    copy, spectrum = 5 * 8 * 4, 5 * 5 * 8
+    assert gpu.of(lambda: torch.fft.rfft(given)) == [copy, spectrum, -copy]
+
+
 def test_workspaces_that_are_not_known_are_named() -> None:
     with simulate("A100-40GB") as gpu:
         torch.linalg.svd(torch.zeros(8, 8, device="cuda"))
