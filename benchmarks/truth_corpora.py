@@ -73,13 +73,18 @@ def groups(corpora: Sequence[str], dtypes: Sequence[str], samples: int) -> Itera
         yield from _CORPORA[corpus](dtypes, samples)
 
 
+_BY_VALUES = frozenset({"linalg_eig", "linalg_eigvals", "matrix_exp"})
+"""Operators that torch's own code runs to their end only with values."""
+
+
 def _operators(dtypes: Sequence[str], samples: int) -> Iterator[Group]:
     """Yield each operator of ``op_db``."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     for op in op_db:
         name = f"op/{op.formatted_name}"
-        yield Group(name, partial(_samples, op, name, dtypes, samples))
+        has_values = op.formatted_name in _BY_VALUES
+        yield Group(name, partial(_samples, op, name, dtypes, samples), has_values=has_values)
 
 
 def _samples(op: Any, name: str, dtypes: Sequence[str], samples: int) -> Iterator[Case]:

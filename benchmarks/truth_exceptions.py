@@ -24,14 +24,6 @@ _VALUES_OF_GRADIENTS = "index_fill masked_fill prod masked_prod"
 _VALUES_OF_OPTIMIZERS = "LBFGS"
 """It stops where a gradient is small."""
 
-_LIBRARY = """
-    cholesky cholesky_inverse cholesky_solve geqrf linalg_.* logdet lu lu_solve lu_unpack
-    matrix_exp norm_nuc ormqr qr pca_lowrank pinverse svd svd_lowrank triangular_solve
-    fft_.* stft istft
-"""
-"""cuSOLVER, cuBLAS's factorizations, MAGMA and cuFFT."""
-
-
 _LIBRARY_OF_MODULES = "nn_RNN nn_GRU nn_LSTM"
 """cuDNN's layout of weights, its workspace and its reserve."""
 
@@ -57,7 +49,6 @@ _REASONS = (
     (_pattern(_VALUES), VALUES),
     (_pattern(_VALUES_OF_GRADIENTS, passes="backward"), VALUES),
     (_pattern(_VALUES_OF_OPTIMIZERS, "optim"), VALUES),
-    (_pattern(_LIBRARY), LIBRARY),
     (_pattern(_LIBRARY_OF_MODULES, "module"), LIBRARY),
     (_VALUES_OF_PROGRAMS, VALUES),
     (_LIBRARY_OF_PROGRAMS, LIBRARY),

@@ -155,6 +155,20 @@ def test_custom_operators():
     assert product.tolist() == [0, 2, 4, 6]
     assert numbers.grad.tolist() == [2, 2, 2, 2]
 
+def test_decides_inside_an_operator():
+    # Whether a matrix is finite, by norms how often to square it, and what a sparse one adds up.
+    diagonal = torch.diag(torch.tensor([1.0, 2, 3])).cuda()
+    assert torch.linalg.eig(diagonal)[0].real.sort()[0].tolist() == [1, 2, 3]
+    assert torch.linalg.eigvals(diagonal).real.sum() == 6
+    numbers = torch.randn(3, 4, 4)
+    found = torch.linalg.matrix_exp(numbers.cuda())
+    assert torch.allclose(found.cpu(), torch.linalg.matrix_exp(numbers))
+    places = torch.tensor([[0, 0, 1], [1, 1, 0]]).cuda()
+    twice = torch.sparse_coo_tensor(places, torch.ones(3).cuda(), (2, 2))
+    rows = torch.ones(2, 3, device="cuda", requires_grad=True)
+    torch.sparse.mm(twice, rows).sum().backward()
+    assert rows.grad.tolist() == [[1] * 3, [2] * 3]
+
 def test_draws():
     torch.manual_seed(3)
     expected = torch.randn(5)
@@ -332,6 +346,7 @@ def notes(test: Any) -> str:
         ("test_gradients_of_tables", False),
         ("test_seeds_the_dropout_of_layers", False),
         ("test_custom_operators", False),
+        ("test_decides_inside_an_operator", False),
         ("test_draws", True),
         ("test_numbers_on_the_host", True),
         ("test_replays_a_graph", True),

@@ -83,6 +83,14 @@ def unseen() -> AbstractContextManager[None]:
     return guard
 
 
+def seen() -> AbstractContextManager[None]:
+    """Return a context in which operators are followed again, inside one in which they go by."""
+    include = torch._C._dispatch_tls_local_include_set() | _SET
+    exclude = torch._C._dispatch_tls_local_exclude_set() - _SET
+    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(include, exclude)
+    return guard
+
+
 def _register() -> None:
     """Register kernels at the key, for operators loaded since the last call too.
 

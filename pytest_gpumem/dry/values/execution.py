@@ -16,7 +16,7 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pytest_gpumem.dry.values import sizes
-from pytest_gpumem.dry.values.dispatch import unseen
+from pytest_gpumem.dry.values.dispatch import seen, unseen
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.memory import Memory, seen_by_cpu
@@ -40,6 +40,19 @@ _ONLY_COPIES = _COPIES | {"aten::clone", "aten::cat", "aten::stack", "aten::lift
 _GROUPED = frozenset({"aten::_grouped_mm", "aten::_scaled_grouped_mm"})
 _WRITES_NOTHING = frozenset({"aten::record_stream"})
 """Operators whose schema declares a write to the tensor, though only its block is changed."""
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_sparse_addmm"})
+_DECIDING = _PRODUCTS | {"aten::linalg_matrix_exp"}
+"""Operators whose kernel decides by the results of others that it calls.
+
+By norms how often to square (mexp_impl of aten/src/ATen/native/LinearAlgebra.cpp); by a sparse
+matrix, once coalesced, how many elements to multiply (s_addmm_out_sparse_dense_cuda of
+native/sparse/cuda/SparseCUDATensorMath.cu), torch 2.6 to 2.15.
+"""
+_KEYS = (
+    torch._C.DispatchKey.SparseCUDA,
+    torch._C.DispatchKey.CUDA,
+    torch._C.DispatchKey.CompositeExplicitAutograd,
+)
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _DISABLED = torch._C._disabled_torch_dispatch_impl
 
@@ -128,7 +141,7 @@ class Execution:
         draws = operator.random and torch.cuda.is_initialized()
         if draws and not torch.cuda.is_current_stream_capturing():
             values.random.begin(values.generator_of(kwargs.get("generator")))
-        result = func(*args, **kwargs)
+        result = _run(operator, args, kwargs)
         # Where tensors of a GPU, and of no other kind, are made or written to.
         first = next((one for one in tensors_in((result, args)) if one.is_cuda), None)
         if first is not None and first.__class__ in raw.PLAIN:
@@ -197,7 +210,7 @@ class Execution:
         values = self._values
         captured = torch.cuda.is_current_stream_capturing()  # a replay would not compute it anew
         made = None if captured else sizes.of_sparse(values, operator, args, kwargs)
-        result = operator.func(*args, **kwargs)
+        result = _run(operator, args, kwargs)
         known = () if made is None else sizes.strided_of(made)
         for target in tensors_in(result):
             parts = sizes.strided_of(target) if target.is_cuda else ()
@@ -335,6 +348,22 @@ def _is_composite(func: Any) -> bool:
     """Return whether torch composes ``func`` of others on a GPU, unlike ``silu_backward``."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(func.name(), _COMPOSITE.name) and not has_kernel(func.name(), "CUDA")
+
+
+def _run(operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """Run an operator; where it decides by what it calls, that is followed, too."""
+    func = operator.func
+    given = list(tensors_in((args, kwargs)))
+    if operator.name not in _DECIDING or not any(tensor.is_cuda for tensor in given):
+        return func(*args, **kwargs)
+    is_sparse = any(tensor.layout is torch.sparse_coo for tensor in given)
+    if is_sparse != (operator.name in _PRODUCTS):
+        return func(*args, **kwargs)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    keys = _KEYS if is_sparse else _KEYS[1:]
+    key = next(key for key in keys if has_kernel(func.name(), key.name))
+    with seen():
+        return func._op_dk(key, *args, **kwargs)
 
 
 def _key_of(args: Args, kwargs: Kwargs) -> Any:

@@ -4,7 +4,8 @@ Source, torch 2.6 to 2.15: aten/src/ATen/native/cuda/Nonzero.cu (nonzero_cuda_ou
 Unique.cu (compute_unique, unique_dim_cuda_template), Repeat.cu and native/Repeat.cpp
 (repeat_interleave_common), native/IndexingUtils.h (expandTensors), cuda/IndexKernel.cpp
 (masked_select_out_cuda_impl), cuda/SummaryOps.cu (_bincount_cuda_template, _histc_cuda_template),
-native/Distributions.cpp (multinomial_out); of sparse tensors, native/sparse/cuda/
+native/Distributions.cpp (multinomial_out), native/BatchLinearAlgebra.cpp (linalg_eig_out_info);
+of sparse tensors, native/sparse/cuda/
 SparseCUDATensor.cu (_coalesce_sparse_cuda reads how many indices differ) and
 native/TensorConversions.cpp (dense_to_sparse takes ``nonzero``).
 """
@@ -31,7 +32,8 @@ _COUNTING = (
     *("nonzero", "_unique", "_unique2", "unique_consecutive", "repeat_interleave", "bincount"),
     *("masked_select", "multinomial"),
 )
-NAMES = frozenset(f"aten::{name}" for name in (*_COUNTING, *_ALONG, *_INDEXING))
+_EIGEN = ("linalg_eig", "_linalg_eigvals")
+NAMES = frozenset(f"aten::{name}" for name in (*_COUNTING, *_ALONG, *_INDEXING, *_EIGEN))
 
 
 def answers(values: Values, operator: Operator, args: Args, kwargs: Kwargs) -> Sequence[int] | None:
@@ -47,6 +49,11 @@ def answers(values: Values, operator: Operator, args: Args, kwargs: Kwargs) -> S
         return _counted(values, [mask.expand(torch.broadcast_shapes(tensor.shape, mask.shape))])
     if name == "multinomial":
         return [1, 0]  # the probabilities are valid, and not all of them zero
+    if name in _EIGEN:
+        known = values.known(args[0])
+        is_finite = known is None or bool(known.isfinite().all())
+        # Then whether all values are real, which changes no allocation, and the solver's errors.
+        return [int(is_finite), int(not args[0].numel()), 0]
     if name in ("repeat_interleave", "bincount"):
         if kwargs.get("output_size") is not None or (name == "bincount" and not args[0].numel()):
             return []

@@ -29,7 +29,14 @@ _BUILT = (
     "dist.default",
     "isinf.default",
     "ldexp.Tensor",
+    "linalg_pinv.atol_rtol_tensor",
     "mvlgamma.default",
+)
+
+
+_KEYS = (
+    torch._C.DispatchKey.CompositeExplicitAutograd,
+    torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional,
 )
 
 
@@ -38,7 +45,13 @@ def _as_built(name: str) -> Composite:
 
     def built(*args: Any) -> Any:
         operator = getattr(getattr(torch.ops.aten, name), overload)
-        return operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
+        named = [each.name for each in operator._schema.arguments if each.kwarg_only]
+        given, kept = args[: len(args) - len(named)], args[len(args) - len(named) :]
+        kwargs = dict(zip(named, kept, strict=True))
+        for key in _KEYS:
+            if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key.name):
+                return operator._op_dk(key, *given, **kwargs)
+        raise AssertionError(operator)
 
     return built
 

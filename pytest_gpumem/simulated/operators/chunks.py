@@ -66,15 +66,18 @@ def numbers_of(tensors: Sequence[Tensor], dim: int, num_chunks: int, itemsize: i
 
 
 def _rolled_so_far(gpu: GPU, self: Tensor, dims: Sequence[int]) -> Scratch | None:
-    """Return the input for rolling the last dim: the roll of the dims before it, or a copy."""
+    """Return the inputs of rolling each dim: the roll of the one before, first of all a copy.
+
+    Each call is made within the one before, which keeps its roll until then.
+    """
     if self.is_contiguous() and len(dims) < 2:
         return None
     scratch = Scratch(gpu)
-    earlier = 0 if self.is_contiguous() else scratch.take(self.nbytes)
+    copy = 0 if self.is_contiguous() else scratch.take(self.nbytes)
     for _ in dims[1:]:
-        rolled = scratch.take(self.nbytes)
-        scratch.drop(earlier)
-        earlier = rolled
+        scratch.take(self.nbytes)
+        scratch.drop(copy)
+        copy = 0
     return scratch
 
 

@@ -109,7 +109,8 @@ def _accumulation(args: Args, node: str) -> OpOverload | None:
 
 _FORMULAS_THAT_ADD = (
     *("Atan2", "Logcumsumexp", "LinalgEig", "LinalgSvd", "LinalgQr", "LinalgLu", "SpecialI1E"),
-    *("SpecialModifiedBesselK1", "Mvlgamma", "LinalgCholesky"),
+    *("SpecialModifiedBesselK1", "Mvlgamma", "LinalgCholesky", "LinalgPinv", "LinalgLstsq"),
+    *("LinalgPolar", "LuUnpack", "TriangularSolve", "CholeskyBackward0"),
 )
 """Nodes whose own formula adds two tensors; the engine's addition after it stays out of place."""
 

@@ -153,9 +153,8 @@ def _mv(gpu: GPU, vec: Tensor, result: Tensor) -> None:
         _multiply(gpu, [] if vec.stride(0) else [vec.nbytes])
 
 
-def _dot(gpu: GPU, self: Tensor) -> None:
-    if self.numel():
-        gpu.workspaces.gemm(gpu.stream)
+def _dot(gpu: GPU) -> None:
+    gpu.workspaces.gemm(gpu.stream)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

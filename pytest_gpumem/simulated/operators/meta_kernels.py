@@ -148,6 +148,11 @@ _FUSED_OPTIMIZERS = (
 """Operators that only write to their arguments."""
 
 SHAPES: dict[str, Callable[..., Any]] = {
+    "_compute_linear_combination": lambda tensors, coefficients: tensors.new_empty(
+        (len(coefficients), *tensors.shape[1:])
+    ),
+    "_standard_gamma": _like_first,
+    "_standard_gamma_grad": _like_first,
     "multi_margin_loss_backward": _like_second,
     "multilabel_margin_loss_backward": _like_second,
     "binomial": _like_first,

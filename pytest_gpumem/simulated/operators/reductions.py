@@ -392,7 +392,15 @@ def _after_max(gpu: GPU, self: Sequence[Tensor]) -> None:
         borrow(gpu, _partial_results(gpu, self, self[0].element_size())[-1])
 
 
+def _sums_of_rows(gpu: GPU, self: Tensor) -> None:
+    """_s_dirichlet_cuda (Distributions.cpp): numbers are divided by the sums of their rows."""
+    sums = Scratch(gpu, self.nbytes // max(self.shape[-1], 1))
+    reduce_tensor(gpu, self, (-1,), SUMS)
+    sums.free()
+
+
 RULES = {
+    "_sample_dirichlet": Rule(after=_sums_of_rows),
     "sum nansum mean prod": Rule(after=_sum),
     "argmax argmin": Rule(after=_position),
     "max min": _of_all_or_along(VALUES, VALUE_AND_INDEX),

@@ -23,8 +23,8 @@ _FAMILIES = [
     import_module(f"{__package__}.{family}")
     for family in """
         activations attention batch_norm chunks comparisons conversions convolution distances
-        encoders engine indexing libraries matmul normalization reductions rnn sorting spatial
-        below_autograd
+        encoders engine factorizations indexing libraries matmul matrix_functions normalization
+        reductions rnn solvers sorting spatial below_autograd
     """.split()
 ]
 

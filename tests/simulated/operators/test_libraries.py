@@ -27,6 +27,73 @@ def test_transforms_to_complex_numbers_do_not(on: Any) -> None:
     assert gpu.of(lambda: torch.fft.rfft(signal)) == [4 * 33 * 8]
 
 
+COMPLEX = 5 * 6 * 7 * 8
+
+
+def test_inputs_that_the_library_cannot_read_are_copied(on: Any) -> None:
+    gpu = on()
+    x = torch.zeros(5, 6, 7, dtype=torch.complex64, device="cuda")
+    # Batches on both sides of the transformed dim are no single dim.
+    assert gpu.of(lambda: torch.fft.fft(x, dim=1)) == [COMPLEX, COMPLEX, -COMPLEX]
+    assert gpu.of(lambda: torch.fft.fft(x, dim=0)) == [COMPLEX]
+    # Frames overlap: a copy of 10 signals of 26 frames of 16 values.
+    frames = torch.zeros(10, 116, device="cuda").unfold(-1, 16, 4)
+    spectra, copy = 10 * 26 * 9 * 8, 10 * 26 * 16 * 4
+    gpu.events()
+    assert gpu.of(lambda: torch.fft.rfft(frames)) == [spectra, copy, -copy]
+    # Two real values are aligned as a complex one.
+    rest = torch.zeros(257, device="cuda")[1:]
+    assert gpu.of(lambda: torch.fft.rfft(rest)) == [129 * 8, 256 * 4, -256 * 4]
+
+
+def test_an_expanded_gradient_is_copied(on: Any) -> None:
+    gpu = on()
+    spectrum = torch.zeros(4, 51, dtype=torch.complex64, device="cuda", requires_grad=True)
+    signal = torch.fft.irfft(spectrum)
+    gradient, copy = 4 * 51 * 8, 4 * 100 * 4
+    assert gpu.of(lambda: torch.autograd.grad(signal.sum(), spectrum))[1:] == [
+        4, gradient, copy, -copy, -4, -4,
+    ]  # fmt: skip
+
+
+def test_more_than_three_dims_go_to_and_fro_between_two_results(on: Any) -> None:
+    gpu = on()
+    x = torch.zeros(4, 3, 8, 8, dtype=torch.complex64, device="cuda")
+    whole = 4 * 3 * 8 * 8 * 8
+    assert gpu.of(lambda: torch.fft.fftn(x)) == [whole, whole, -whole]
+    assert gpu.of(lambda: torch.fft.fftn(x, dim=(1, 2, 3))) == [whole]
+
+
+@pytest.mark.parametrize("version", ["2.6", "2.15"])
+def test_batches_of_a_result_lie_in_the_order_of_the_inputs(on: Any, version: str) -> None:
+    on("A100-40GB", version)
+    x = torch.zeros(5, 6, 7, dtype=torch.complex64, device="cuda")
+    assert torch.fft.fft(x, dim=1).stride() == (42, 1, 6)
+    assert torch.fft.irfft(x, dim=1).stride() == (70, 1, 10)
+    assert torch.fft.rfft(x.real, dim=0).stride() == (1, 21, 3)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_halves_are_read_without_strides_and_in_powers_of_two(on: Any) -> None:
+    gpu = on("A100-40GB", "2.15")
+    halves = torch.zeros(4, 8, 16, dtype=torch.float16, device="cuda")
+    whole, copy = 4 * 5 * 16 * 4, 4 * 8 * 16 * 2
+    assert gpu.of(lambda: torch.fft.rfft(halves[0], dim=0)) == [5 * 16 * 4, 256, -256]
+    assert gpu.of(lambda: torch.fft.rfft(halves, dim=1)) == [whole, copy, -copy]
+    with pytest.raises(RuntimeError, match="powers of two when computing in half precision"):
+        torch.fft.rfft(halves[:, :, :15])
+
+
+@pytest.mark.skipif(
+    torch.__version__.startswith(("2.6", "2.11", "2.13")), reason="torch 2.15 takes bfloat16"
+)
+def test_bfloat16_is_transformed_as_float32(on: Any) -> None:
+    gpu = on("A100-40GB", "2.15")
+    given = torch.zeros(5, 8, dtype=torch.bfloat16, device="cuda")
+    copy, spectrum = 5 * 8 * 4, 5 * 5 * 8
+    assert gpu.of(lambda: torch.fft.rfft(given)) == [copy, spectrum, -copy]
+
+
 def test_workspaces_that_are_not_known_are_named() -> None:
     with simulate("A100-40GB") as gpu:
         torch.linalg.svd(torch.zeros(8, 8, device="cuda"))

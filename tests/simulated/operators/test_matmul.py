@@ -75,3 +75,9 @@ def test_a_conjugate_of_batches_is_read_where_it_is_transposed(on: Any) -> None:
     torch.bmm(a, b)
     assert gpu.of(lambda: torch.bmm(a, b.mH)) == [size]
     assert gpu.of(lambda: torch.bmm(a, b.conj())) == [size, size, -size]
+
+
+def test_a_product_of_empty_vectors_takes_a_workspace(on: Any) -> None:
+    gpu = on("A100-40GB", "2.13")
+    nothing = torch.empty(0, device="cuda")
+    assert gpu.of(lambda: torch.dot(nothing, nothing)) == [4, 8_519_680]

@@ -23,7 +23,7 @@ def test_several_dims_are_rolled_one_after_the_other(on: Any) -> None:
     y = torch.roll(x, shifts=(-3, -3), dims=(1, 2))
     assert gpu.events()[-3:] == [IMAGES, IMAGES, -IMAGES]
     assert gpu.of(lambda: torch.roll(x, (1, 1, 1), (0, 1, 2))) == [
-        IMAGES, IMAGES, -IMAGES, IMAGES, -IMAGES,
+        IMAGES, IMAGES, IMAGES, -IMAGES, -IMAGES,
     ]  # fmt: skip
     gradient = torch.randn_like(y)
     backward = gpu.of(lambda: torch.autograd.grad(y, x, gradient))
@@ -35,6 +35,6 @@ def test_a_strided_tensor_is_copied_for_its_first_roll(on: Any) -> None:
     x = torch.randn(2, 8, 16, 16, device="cuda").permute(0, 2, 3, 1)
     assert gpu.of(lambda: torch.roll(x, 1, 1)) == [IMAGES, IMAGES, -IMAGES]
     assert gpu.of(lambda: torch.roll(x, 1)) == [IMAGES, IMAGES, -IMAGES]
-    assert gpu.of(lambda: torch.roll(x, (1, 1), (1, 2))) == [
-        IMAGES, IMAGES, -IMAGES, IMAGES, -IMAGES,
+    assert gpu.of(lambda: torch.roll(x, (1, 1, 1), (0, 1, 2))) == [
+        IMAGES, IMAGES, -IMAGES, IMAGES, IMAGES, -IMAGES, -IMAGES,
     ]  # fmt: skip

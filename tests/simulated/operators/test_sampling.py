@@ -25,3 +25,22 @@ def test_probabilities_of_halves_are_read_as_float32(on: Any) -> None:
     assert gpu.of(lambda: torch.bernoulli(x)) == [MATRIX]
     assert gpu.of(lambda: torch.bernoulli(half)) == [MATRIX // 2, MATRIX, -MATRIX]
     assert gpu.of(lambda: half.bernoulli_(0.5)) == []
+
+
+def test_gammas_and_their_gradients_take_their_results(on: Any) -> None:
+    gpu = on()
+    shape = torch.ones(64, 100, device="cuda", requires_grad=True)
+    sample = torch._standard_gamma(shape)
+    assert gpu.events()[-1:] == [MATRIX]
+    weights = torch.ones_like(sample)
+    # The derivative of each number, times the gradient of the sample.
+    assert gpu.of(lambda: torch.autograd.grad(sample, shape, weights))[-3:] == [
+        MATRIX, MATRIX, -MATRIX,
+    ]  # fmt: skip
+
+
+def test_numbers_that_sum_to_one_are_divided_by_sums(on: Any) -> None:
+    gpu = on()
+    shape = torch.ones(64, 100, device="cuda")
+    sums = 64 * 4
+    assert gpu.of(lambda: torch._sample_dirichlet(shape)) == [MATRIX, sums, -sums]

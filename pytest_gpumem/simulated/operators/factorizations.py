@@ -1,0 +1,354 @@
+"""Factors, eigenvalues and singular values of matrices: what torch takes besides its results.
+
+Copies that the library overwrites, pivots, permutations, arrays of pointers to the matrices of a
+batch, and codes of errors, which are looked at afterwards. MAGMA, which factorizes some batches up
+to 2.13, and finds the eigenvalues of general matrices in 2.6, keeps its arrays on the host.
+
+Source: aten/src/ATen/native/BatchLinearAlgebra.cpp (the ``_out`` function of each operator) and
+native/cuda/linalg/BatchLinearAlgebra.cpp (lu_factor, geqrf_kernel), BatchLinearAlgebraLib.cpp
+(svd_cusolver, apply_orgqr, apply_ormqr) and BatchLinearAlgebraLibBlas.cpp; their order is that of
+torch's own code on the dry device, 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES
+from pytest_gpumem.simulated.operators.libraries import leave_out
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow
+
+_aten = torch.ops.aten
+
+CODE = 4
+"""Bytes of an error, and of a pivot."""
+
+
+def count_of(matrices: Tensor) -> int:
+    """Return the number of matrices, 1 for a single one (batchCount)."""
+    return matrices.shape[:-2].numel()
+
+
+def is_by_columns(matrices: Tensor) -> bool:
+    """Return whether a library reads them as they are."""
+    return matrices.mT.is_contiguous()
+
+
+def pointers(gpu: GPU, *matrices: Tensor) -> None:
+    """Take lists of pointers to the matrices of batches, for a call of cuBLAS."""
+    sizes = [count_of(each) * INDEX_BYTES if each.shape[-2:].numel() else 0 for each in matrices]
+    scratch = Scratch(gpu, *sizes)
+    gpu.workspaces.gemm(gpu.stream)
+    scratch.free()
+
+
+def check_errors(gpu: GPU, count: int) -> None:
+    """_linalg_check_errors: whether any code is not zero; a single one is made a flag first."""
+    borrow(gpu, *[1, 1] if count == 1 else [1])
+
+
+def _of_any(library: str) -> Rule:
+    return Rule(after=lambda gpu: leave_out(gpu, library))
+
+
+# Triangles: P, L and U.
+
+WITHOUT_MAGMA = (2, 15)
+"""First release without MAGMA's factors of batches; 2.13 has them."""
+
+
+def _is_of_magma(gpu: GPU, A: Tensor) -> bool:
+    """Return whether MAGMA factorizes a batch, or what is not square."""
+    count, (rows, columns) = count_of(A), A.shape[-2:]
+    is_small = count == 1 or rows <= 16 or (rows <= 128 and count <= 16)
+    return gpu.version < WITHOUT_MAGMA and not (rows == columns and is_small)
+
+
+def _is_batch_of_cublas(gpu: GPU, A: Tensor) -> bool:
+    """Return whether cuBLAS factorizes all matrices at once; else cuSOLVER does one by one.
+
+    Since 2.15 that depends on the type (get_lu_factor_solver_backend).
+    """
+    count, rows = count_of(A), A.shape[-1]
+    if count == 1 or rows != A.shape[-2]:
+        return False
+    if gpu.version < WITHOUT_MAGMA:
+        return True
+    is_single = A.dtype in (torch.float32, torch.complex64)
+    if count == 2:
+        most = 2 * (8400 if is_single else 2200)
+    elif is_single:
+        most = 18600 * count
+    else:
+        most = count * math.isqrt(count) * (16600 if A.dtype is torch.float64 else 5200)
+    return rows * rows <= most
+
+
+def factorize(gpu: GPU, A: Tensor, *, pivot: bool = True) -> None:
+    """linalg_lu_factor_ex into results that are there."""
+    if not A.numel():
+        return
+    if _is_of_magma(gpu, A):
+        gpu.workspaces.gemm(gpu.stream)  # its queue has a handle of cuBLAS
+    elif _is_batch_of_cublas(gpu, A):
+        pointers(gpu, A)
+    if not pivot:
+        borrow(gpu, min(A.shape[-2:]) * CODE)
+
+
+def permutation(scratch: Scratch, count: int, rows: int) -> None:
+    """Take the places of rows that pivots are made to, in a batch a row first."""
+    row = scratch.take(rows * INDEX_BYTES)
+    if count > 1:
+        scratch.take(count * rows * INDEX_BYTES)
+        scratch.drop(row)
+
+
+def _unpacked(gpu: GPU, LU_data: Tensor, unpack_pivots: bool) -> None:
+    if unpack_pivots:
+        scratch = Scratch(gpu)
+        permutation(scratch, count_of(LU_data), LU_data.shape[-2])
+        scratch.free()
+
+
+def _lu(gpu: GPU, A: Tensor, pivot: bool) -> None:
+    """Both factors in a copy by columns, which then are taken apart (linalg_lu_out)."""
+    leave_out(gpu, "linalg_lu")
+    count, least = count_of(A), min(A.shape[-2:])
+    # Where that is the same by rows, they are in the result.
+    both = Scratch(gpu, A.nbytes if A.shape[-2:] != (1, 1) else 0)
+    scratch = Scratch(gpu, count * least * CODE, count * CODE)
+    factorize(gpu, A, pivot=pivot)
+    both.free()
+    _unpacked(gpu, A, pivot)
+    scratch.free()
+
+
+def _lu_factor(gpu: GPU, A: Tensor, pivot: bool) -> None:
+    leave_out(gpu, "linalg_lu_factor_ex")
+    factorize(gpu, A, pivot=pivot)
+
+
+def _cholesky(gpu: GPU, self: Tensor) -> None:
+    leave_out(gpu, "linalg_cholesky_ex")
+    if count_of(self) > 1 and self.numel():
+        borrow(gpu, count_of(self) * INDEX_BYTES)
+
+
+def _cholesky_at_once(gpu: GPU, self: Tensor) -> None:
+    """The operator of its own that ``torch.cholesky`` calls up to 2.13."""
+    if self.numel():
+        codes = Scratch(gpu, count_of(self) * CODE)
+        _cholesky(gpu, self)
+        check_errors(gpu, count_of(self))
+        codes.free()
+
+
+# Reflections: Q and R.
+
+
+def reflect(gpu: GPU, A: Tensor, scales: Tensor) -> None:
+    """geqrf_kernel: small matrices by cuBLAS at once, others by cuSOLVER, which has a code."""
+    rows = A.shape[-2]
+    if rows <= 256 and count_of(A) >= max(2, rows // 16):
+        pointers(gpu, A, scales.unsqueeze(-1))
+    else:
+        borrow(gpu, CODE)
+
+
+def _reflected(gpu: GPU, result: tuple[Tensor, Tensor]) -> None:
+    leave_out(gpu, "geqrf")
+    reflect(gpu, *result)
+
+
+def _orthogonal(gpu: GPU, A: Tensor, mode: str) -> None:
+    leave_out(gpu, "linalg_qr")
+    rows, columns = A.shape[-2:]
+    scales = A.new_empty((*A.shape[:-2], min(rows, columns)), device="meta")
+    scratch = Scratch(gpu, scales.nbytes)
+    # The input is overwritten in the larger result.
+    if mode == "r" and rows > columns:
+        scratch.take(A.nbytes)
+    reflect(gpu, A, scales)
+    if mode != "r" and scales.shape[-1]:
+        scratch.borrow(CODE)
+    scratch.free()
+
+
+def _from_reflections(gpu: GPU, input: Tensor, tau: Tensor) -> None:
+    leave_out(gpu, "linalg_householder_product")
+    if tau.shape[-1] and input.numel():
+        borrow(gpu, CODE)
+
+
+def _multiplied(gpu: GPU, self: Tensor, input2: Tensor) -> None:
+    leave_out(gpu, "ormqr")
+    copies = [0 if is_by_columns(self) else self.nbytes]
+    copies.append(0 if input2.is_contiguous() else input2.nbytes)
+    borrow(gpu, *copies, CODE)
+
+
+# Values and vectors.
+
+_SMALL = 32
+"""Rows and columns up to which all matrices are decomposed at once (gesvdjBatched)."""
+
+
+def decompose(
+    gpu: GPU, A: Tensor, *, full: bool, compute_uv: bool, driver: str | None = None
+) -> None:
+    """_linalg_svd into results that are there: the input is overwritten, codes are looked at."""
+    leave_out(gpu, "linalg_svd")
+    if not A.numel():
+        return
+    count, (rows, columns), size = count_of(A), A.shape[-2:], A.element_size()
+    least, most = min(rows, columns), max(rows, columns)
+    scratch = Scratch(gpu, count * CODE)
+    overwritten = [A.nbytes]
+    if driver == "gesvd":
+        # Values of a workspace, and vectors before they are transposed.
+        overwritten.append(least * torch.empty(0, dtype=A.dtype).abs().element_size())
+        if compute_uv:
+            overwritten.append(least * size * least)
+    elif driver == "gesvda":
+        if not compute_uv:
+            overwritten += [count * size * most * least, count * size * least * least]
+    elif most <= _SMALL:
+        if not compute_uv:
+            overwritten += [count * size * rows * rows, count * size * columns * columns]
+        elif not full and rows != columns:
+            # Its vectors fill square matrices.
+            overwritten.append(count * size * most * most)
+    elif not compute_uv:
+        overwritten += [size * rows * least, size * columns * least]
+    borrow(gpu, *overwritten)
+    check_errors(gpu, count)
+    scratch.free()
+
+
+def _singular(
+    gpu: GPU,
+    A: Tensor,
+    full_matrices: bool,
+    compute_uv: bool,
+    driver: str | None,
+    result: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Decompose; complex right vectors are marked as conjugates of cuSOLVER's (svd_kernel)."""
+    decompose(gpu, A, full=full_matrices, compute_uv=compute_uv, driver=driver)
+    if compute_uv and A.is_complex():
+        torch._C._set_conj(result[2], True)
+
+
+def _symmetric(gpu: GPU, A: Tensor, compute_v: bool) -> None:
+    leave_out(gpu, "linalg_eigh")
+    if A.numel():
+        codes = Scratch(gpu, *[] if compute_v else [A.nbytes], count_of(A) * CODE)
+        check_errors(gpu, count_of(A))
+        codes.free()
+
+
+def _is_finite(gpu: GPU, self: Tensor) -> None:
+    """isfinite() of a matrix, of complex ones by parts, and all()."""
+    flags = self.numel()
+    absolute = flags * self.element_size() // (2 if self.is_complex() else 1)
+    scratch = Scratch(gpu)
+    for _ in range(2 if self.is_complex() else 1):
+        sizes, unequal, equal = (scratch.take(each) for each in (absolute, flags, flags))
+        finite = scratch.take(flags)
+        scratch.drop(equal, unequal, sizes)
+    if self.is_complex():
+        scratch.drop(finite)
+    scratch.borrow(1)
+    scratch.free()
+
+
+_ON_DEVICE = (2, 10)
+"""First release in which cuSOLVER finds eigenvalues of general matrices (tried on 2.6 and 2.10)."""
+
+
+def _general(gpu: GPU, self: Tensor, values: Tensor, vectors: Tensor | None) -> Iterator[Tensor]:
+    """Yield the results, which are copied from others of the same size (linalg_eig_out_info).
+
+    Real matrices have real vectors first, and the parts of values. MAGMA has all that on the host.
+    """
+    if gpu.version < _ON_DEVICE:
+        yield values
+        if vectors is not None:
+            yield vectors
+        return
+    count = count_of(self)
+    scratch = Scratch(gpu)
+    codes = scratch.take(max(1, count) * CODE)
+    other_vectors = scratch.take(0 if vectors is None else vectors.nbytes)
+    other_values = scratch.take(values.nbytes)
+    is_real = not self.is_complex()
+    parts = scratch.take(values.nbytes if is_real else 0)
+    real_vectors = scratch.take(self.nbytes if is_real and vectors is not None else 0)
+    scratch.borrow(0 if is_by_columns(self) else self.nbytes)
+    if is_real:
+        flags = scratch.take(values.numel())
+        scratch.borrow(1)
+        scratch.drop(flags, real_vectors, parts)
+    yield values
+    if vectors is not None:
+        yield vectors
+    scratch.drop(other_vectors, other_values)
+    check_errors(gpu, max(1, count))
+    scratch.drop(codes)
+
+
+def _eigen(gpu: GPU, self: Tensor, result: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
+    leave_out(gpu, "linalg_eig")
+    _is_finite(gpu, self)
+    return _general(gpu, self, *result)
+
+
+def _eigenvalues(gpu: GPU, self: Tensor, result: Tensor) -> Iterator[Tensor]:
+    leave_out(gpu, "linalg_eigvals")
+    return _general(gpu, self, result, None)
+
+
+def _keeps_vectors(matrices: Tensor) -> bool:
+    """Return whether values alone have a gradient, which takes vectors; on ``meta`` all do."""
+    return matrices.requires_grad and torch.is_grad_enabled()
+
+
+ABOVE_AUTOGRAD: dict[str, Composite] = {
+    "aten.linalg_eigvals.default": lambda self: (
+        _aten.linalg_eig(self)[0] if _keeps_vectors(self) else _aten._linalg_eigvals(self)
+    ),
+    "aten.linalg_svdvals.default": lambda A, driver=None: _aten._linalg_svd(
+        A, False, _keeps_vectors(A), driver=driver
+    )[1],
+    "aten.linalg_eigvalsh.default": lambda self, UPLO="L": _aten._linalg_eigh(
+        self, UPLO, _keeps_vectors(self)
+    )[0],
+}
+
+RULES = {
+    "linalg_ldl_factor_ex": _of_any("linalg_ldl_factor_ex"),
+    "_linalg_check_errors": Rule(after=lambda gpu, info: check_errors(gpu, info.numel())),
+    "_linalg_eigvals": Rule(outputs=_eigenvalues),
+    # vectors, if there are any, and values
+    "_linalg_eigh": Rule(
+        outputs=lambda result: result[::-1] if result[1].numel() else result[:1], after=_symmetric
+    ),
+    # u, vh, values
+    "_linalg_svd": Rule(outputs=lambda result: (result[0], result[2], result[1]), after=_singular),
+    "cholesky": Rule(after=_cholesky_at_once),
+    "geqrf": Rule(after=_reflected),
+    "linalg_cholesky_ex": Rule(after=_cholesky),
+    "linalg_eig": Rule(outputs=_eigen),
+    "linalg_householder_product": Rule(after=_from_reflections),
+    "linalg_lu": Rule(after=_lu),
+    "linalg_lu_factor_ex": Rule(after=_lu_factor),
+    "linalg_qr": Rule(after=_orthogonal),
+    "lu_unpack": Rule(after=_unpacked),
+    "ormqr": Rule(after=_multiplied),
+}

@@ -1,0 +1,375 @@
+"""Systems of linear equations, least squares and determinants: what torch takes for them.
+
+Source: aten/src/ATen/native/BatchLinearAlgebra.cpp (linalg_solve_triangular_out,
+linalg_lstsq_out_info, linalg_ldl_solve_out), LinearAlgebra.cpp (_linalg_det_out,
+_linalg_slogdet_out) and native/cuda/linalg/BatchLinearAlgebra.cpp (triangular_solve_kernel,
+lu_solve_kernel, linalg_lstsq_gels, lstsq_kernel, _cholesky_solve_helper_cuda,
+cholesky_inverse_kernel_impl); their order is that of torch's own code on the dry device, 2.6 to
+2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.operators.factorizations import (
+    CODE,
+    check_errors,
+    count_of,
+    factorize,
+    is_by_columns,
+    permutation,
+    pointers,
+    reflect,
+)
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES
+from pytest_gpumem.simulated.operators.libraries import leave_out
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow
+
+
+def _expanded(matrices: Tensor, like: Tensor) -> Tensor:
+    """Return ``matrices`` for each of the batch of ``like``."""
+    return matrices.expand((*like.shape[:-2], *matrices.shape[-2:]))
+
+
+def _right_sides(A: Tensor, b: Tensor) -> Tensor:
+    is_vector = b.dim() == 1 or (b.dim() == A.dim() - 1 and b.shape == A.shape[:-1])
+    return b.unsqueeze(-1) if is_vector else b
+
+
+# Triangles.
+
+_ONE_BY_ONE = 64
+"""Rows from which cuBLAS solves up to eight triangles one by one, without pointers."""
+_OF_MAGMA = 512
+"""Rows above which up to 2.10 MAGMA solves others, with pointers on the host."""
+
+
+def triangles(gpu: GPU, A: Tensor, B: Tensor) -> None:
+    """triangular_solve_kernel, of matrices as the library reads them."""
+    rows = A.shape[-1]
+    is_of_magma = rows > _OF_MAGMA and gpu.version < (2, 11)
+    if is_of_magma or (count_of(A) <= 8 and rows >= _ONE_BY_ONE):
+        gpu.workspaces.gemm(gpu.stream)
+    else:
+        pointers(gpu, A, B)
+
+
+def _solve_triangular(gpu: GPU, A: Tensor, solved: Tensor, *, by_columns: bool = True) -> None:
+    """linalg_solve_triangular_out: triangles by neither rows nor columns are copied.
+
+    So are conjugates by columns, where the result is there and lies by columns, too.
+    """
+    given = _expanded(A, solved)
+    is_conjugate = by_columns and given.is_conj() and is_by_columns(given)
+    is_ready = (is_by_columns(given) or given.is_contiguous()) and not is_conjugate
+    copy = Scratch(gpu, 0 if is_ready else given.nbytes)
+    triangles(gpu, given, solved)
+    copy.free()
+
+
+def _triangular(gpu: GPU, self: Tensor, result: Tensor) -> None:
+    _solve_triangular(gpu, self, result, by_columns=False)
+
+
+def _triangular_with_copy(gpu: GPU, result: tuple[Tensor, Tensor]) -> None:
+    triangles(gpu, result[1], result[0])
+
+
+# With the factors of LU.
+
+_LARGEST_BY_FACTORS = 128
+"""Rows up to which cuSOLVER or cuBLAS may solve with both factors at once."""
+
+
+def _lu_solved(gpu: GPU, LU: Tensor, left: bool, adjoint: bool, result: Tensor) -> None:
+    leave_out(gpu, "linalg_lu_solve")
+    _by_factors(gpu, LU, result, left=left, adjoint=adjoint)
+
+
+def _by_factors(
+    gpu: GPU, LU: Tensor, result: Tensor, *, left: bool = True, adjoint: bool = False
+) -> None:
+    """linalg_lu_solve_out: from the right side by what is transposed.
+
+    As many right sides as rows are fastest with a triangle after the other (lu_solve_kernel).
+    """
+    if not result.numel():
+        return
+    solved = result if left else result.mT
+    transposed = adjoint == left
+    copy = Scratch(gpu, 0 if is_by_columns(LU) else LU.nbytes)
+    rows, sides = LU.shape[-1], solved.shape[-1]
+    if rows <= 64:
+        few, for_cusolver = 8, sides <= 64 or transposed or rows <= 32
+    else:
+        few, for_cusolver = 2, sides <= 2
+    solve: Callable[..., None] | None = pointers
+    is_square_or_large = sides == rows or rows > _LARGEST_BY_FACTORS
+    if rows > (16 if sides == rows else 8):
+        if not is_square_or_large and for_cusolver and count_of(solved) <= 2:
+            borrow(gpu, CODE)
+            solve = None
+        elif is_square_or_large or sides > few:
+            solve = partial(_by_triangles, transposed=transposed)
+    if solve is not None:
+        # maybe_expand_lu, maybe_expand_pivots
+        is_given = count_of(LU) == count_of(solved)
+        every = count_of(solved) * rows
+        expanded = Scratch(gpu, *[] if is_given else [every * rows * LU.itemsize, every * CODE])
+        solve(gpu, LU.new_empty((*solved.shape[:-2], rows, rows), device="meta"), solved)
+        expanded.free()
+    copy.free()
+
+
+def _by_triangles(gpu: GPU, LU: Tensor, solved: Tensor, *, transposed: bool) -> None:
+    """lu_solve_triangular: apply the permutation before or behind both triangles."""
+    rows = LU.shape[-1]
+    places = rows * INDEX_BYTES
+    scratch = Scratch(gpu)
+    permutation(scratch, count_of(LU), rows)
+    if not transposed:
+        scratch.take(places, count_of(LU) * places, solved.nbytes)
+    for _ in ("lower", "upper"):
+        triangles(gpu, LU, solved)
+    if transposed:
+        scratch.take(solved.nbytes)
+    scratch.free()
+
+
+_BY_COLUMNS = (2, 11)
+"""First release that factorizes a copy by columns; before, a matrix of rows is factorized as the
+transposed one of columns that it is."""
+
+
+def _is_turned(gpu: GPU, A: Tensor) -> bool:
+    return gpu.version < _BY_COLUMNS and A.is_contiguous() and not A.is_complex()
+
+
+def _inverted(gpu: GPU, A: Tensor) -> None:
+    leave_out(gpu, "linalg_inv_ex")
+    if not A.numel():
+        return
+    scratch = Scratch(gpu, A.nbytes, count_of(A) * A.shape[-1] * CODE)
+    factorize(gpu, A)
+    made = A.new_empty(A.mT.shape, device="meta").mT
+    _by_factors(gpu, made, made, adjoint=_is_turned(gpu, A))
+    scratch.free()
+
+
+def _solved(gpu: GPU, A: Tensor, B: Tensor, left: bool) -> None:
+    leave_out(gpu, "linalg_solve_ex")
+    factorize(gpu, A)
+    sides = _right_sides(A, B)
+    batch = torch.broadcast_shapes(A.shape[:-2], sides.shape[:-2])
+    solution = sides.new_empty((*batch, *sides.shape[-2:]), device="meta")
+    # Vectors are copied into matrices of one column.
+    copy = Scratch(gpu, solution.nbytes if sides is not B else 0)
+    factors = A.new_empty(A.mT.shape, device="meta").mT
+    _by_factors(gpu, factors, solution, left=left, adjoint=_is_turned(gpu, A))
+    copy.free()
+
+
+# With a Cholesky factor.
+
+_BY_TRIANGLES = (2, 13)
+"""First release in which two triangles solve a batch, and an inverse is a solution (2.11: not)."""
+
+
+def _by_root(gpu: GPU, A: Tensor, solved: Tensor, *, upper: bool) -> None:
+    """_cholesky_solve_helper_cuda: a single one by cuSOLVER, a batch by two triangles.
+
+    Before, MAGMA solves a batch with copies of the factors.
+    """
+    given = _expanded(A, solved)
+    if count_of(solved) == 1:
+        borrow(gpu, CODE, given.nbytes)
+    elif gpu.version < _BY_TRIANGLES:
+        copy = Scratch(gpu, given.nbytes)
+        gpu.workspaces.gemm(gpu.stream)
+        copy.free()
+    else:
+        lower = given.mH if upper else given
+        _solve_triangular(gpu, lower, solved)
+        _solve_triangular(gpu, lower.mH, solved)
+
+
+def _cholesky_inverted(gpu: GPU, self: Tensor, upper: bool) -> None:
+    """The solution for ones, with a copy of the factor, which up to 2.11 is the only one."""
+    leave_out(gpu, "cholesky_inverse")
+    scratch = Scratch(gpu, self.nbytes)
+    if gpu.version >= _BY_TRIANGLES:
+        copy = self.new_empty(self.mT.shape, device="meta").mT
+        _by_root(gpu, copy, copy, upper=upper)
+    elif count_of(self) == 1:
+        borrow(gpu, CODE)
+    else:
+        gpu.workspaces.gemm(gpu.stream)
+    scratch.free()
+
+
+def _cholesky_solved(gpu: GPU, input2: Tensor, upper: bool, result: Tensor) -> Iterator[Tensor]:
+    """Yield the result, which up to 2.11 comes behind the code of a single one."""
+    leave_out(gpu, "cholesky_solve")
+    if gpu.version >= _BY_TRIANGLES or count_of(result) != 1:
+        yield result
+        _by_root(gpu, input2, result, upper=upper)
+        return
+    code = Scratch(gpu, CODE)
+    yield result
+    borrow(gpu, _expanded(input2, result).nbytes)
+    code.free()
+
+
+def _symmetric(gpu: GPU, LD: Tensor, pivots: Tensor, result: Tensor) -> None:
+    leave_out(gpu, "linalg_ldl_solve")
+    if LD.numel() and result.numel():
+        copied = 0 if is_by_columns(LD) else LD.nbytes
+        borrow(gpu, copied, pivots.numel() * INDEX_BYTES, CODE)
+
+
+# Least squares.
+
+_Fit = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Solution, residuals, rank and singular values, the last two of no elements."""
+
+
+def _made(self: Tensor, sides: Tensor) -> Tensor:
+    """Return room for right sides and solutions, whichever has more rows, by columns."""
+    batch = torch.broadcast_shapes(self.shape[:-2], sides.shape[:-2])
+    shape = (*batch, sides.shape[-1], max(self.shape[-2:]))
+    return self.new_empty(shape, device="meta").mT
+
+
+def _fit(self: Tensor, b: Tensor, driver: str | None) -> _Fit:
+    """Make the results.
+
+    Raises ``RuntimeError`` in torch's words for a ``driver`` that only the CPU has.
+    """
+    if driver not in (None, "gels"):
+        raise RuntimeError(
+            "torch.linalg.lstsq: `driver` other than `gels` is not supported on CUDA"
+        )
+    sides = _right_sides(self, b)
+    rows, columns = self.shape[-2:]
+    made = _made(self, sides)
+    solution = made.narrow(-2, 0, columns)
+    residuals = made.real[..., 0, :] if rows > columns else made.real.new_empty(0)
+    nothing = made.real.new_empty(0)
+    return (
+        solution.squeeze(-1) if sides is not b else solution,
+        torch.empty_like(residuals, memory_format=torch.contiguous_format),
+        nothing.long(),
+        nothing,
+    )
+
+
+def _least_squares(gpu: GPU, self: Tensor, b: Tensor, result: _Fit) -> Iterator[Tensor]:
+    """Yield solution and residuals of rows that are more than columns."""
+    leave_out(gpu, "linalg_lstsq")
+    rows, columns = self.shape[-2:]
+    sides = _right_sides(self, b)
+    codes = Scratch(gpu, max(1, count_of(self)) * CODE)
+    solution, residuals = result[:2]
+    made = _made(self, sides)
+    solution.untyped_storage().resize_(made.nbytes)
+    yield solution
+    copy = Scratch(gpu, self.nbytes)
+    if self.numel() and sides.numel():
+        given = self.new_empty(self.mT.shape, device="meta").mT
+        if columns <= rows <= 256 and count_of(made) >= max(2, rows // 16):
+            every = _expanded(given, made)
+            copies = Scratch(gpu, every.nbytes)
+            pointers(gpu, every, made)
+            copies.free()
+        else:
+            _by_reflections(gpu, given, made)
+    if self.is_complex():
+        # Complex rows that are left are multiplied by their conjugates.
+        borrow(gpu, residuals.numel() * (rows - columns) * self.element_size())
+    yield residuals
+    copy.free()
+    check_errors(gpu, max(1, count_of(self)))
+    codes.free()
+
+
+def _by_reflections(gpu: GPU, A: Tensor, made: Tensor) -> None:
+    """linalg_lstsq_gels: Q times the right sides and then R, or the other way round."""
+    scales = A.new_empty((*A.shape[:-2], min(A.shape[-2:])))
+    scratch = Scratch(gpu, scales.nbytes)
+    is_tall = A.shape[-2] >= A.shape[-1]
+    scratch.take(0 if is_tall else A.nbytes)
+    reflected = A if is_tall else A.new_empty(A.shape).mT
+    reflect(gpu, reflected, scales)
+    every = _expanded(reflected, made)
+    is_copied = not is_by_columns(every)
+    scratch.take(every.nbytes if is_copied else 0)
+    copied_scales = count_of(made) * scales.shape[-1] * A.element_size() if is_copied else 0
+    if is_tall:
+        scratch.take(copied_scales)
+        scratch.borrow(CODE)
+        triangles(gpu, every, made)
+    else:
+        triangles(gpu, every, made)
+        scratch.take(copied_scales)
+        scratch.borrow(CODE)
+    scratch.free()
+
+
+# Determinants.
+
+
+def _swaps(scratch: Scratch, count: int, rows: int) -> int:
+    """Take the number of rows that pivots have moved; returns its address."""
+    places = scratch.take(rows * CODE)
+    moved = scratch.take(count * rows)
+    sums = scratch.take(count * INDEX_BYTES)
+    scratch.borrow(count * rows * INDEX_BYTES)
+    scratch.drop(moved, places)
+    return sums
+
+
+def _determined(gpu: GPU, A: Tensor) -> None:
+    """The error of the factorization, the diagonal's product, and the sign of the permutation."""
+    leave_out(gpu, "linalg_det")
+    count, rows = count_of(A), A.shape[-1]
+    scratch = Scratch(gpu, count * CODE)
+    factorize(gpu, A)
+    scratch.take(count * A.element_size())
+    scratch.drop(_swaps(scratch, count, rows))
+    scratch.free()
+
+
+def _sign_and_logarithm(gpu: GPU, A: Tensor) -> None:
+    """The same, with the diagonal's signs and absolute values instead."""
+    leave_out(gpu, "linalg_slogdet")
+    count, rows, size = count_of(A), A.shape[-1], A.element_size()
+    scratch = Scratch(gpu, count * CODE)
+    factorize(gpu, A)
+    sums = _swaps(scratch, count, rows)
+    borrow(gpu, count * rows * size, count * size)
+    scratch.drop(sums)
+    # Of complex numbers the real parts are taken behind.
+    diagonal = count * rows * size
+    borrow(gpu, *[diagonal // 2, diagonal] if A.is_complex() else [diagonal])
+    scratch.free()
+
+
+RULES = {
+    "_linalg_det": Rule(after=_determined),
+    "_linalg_slogdet": Rule(after=_sign_and_logarithm),
+    "_linalg_solve_ex": Rule(after=_solved),
+    "cholesky_inverse": Rule(after=_cholesky_inverted),
+    "cholesky_solve": Rule(outputs=_cholesky_solved),
+    "linalg_inv_ex": Rule(after=_inverted),
+    "linalg_ldl_solve": Rule(after=_symmetric),
+    "linalg_lstsq": Rule(shapes=_fit, outputs=_least_squares),
+    "linalg_lu_solve": Rule(after=_lu_solved),
+    "linalg_solve_triangular": Rule(after=_triangular),
+    "triangular_solve": Rule(after=_triangular_with_copy),
+}
