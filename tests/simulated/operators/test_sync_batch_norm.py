@@ -7,6 +7,7 @@ import torch
 
 from pytest_gpumem import simulate
 from pytest_gpumem.simulated.simulation import SimulatedGPU
+from pytest_gpumem.values.errors import UnknownValueError
 
 
 def allocations(gpu: object, before: int) -> list[int]:
