@@ -198,8 +198,8 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         "_cuda_hostMemoryStats": host_stats,
         "_cuda_resetPeakHostMemoryStats": pinned.memory.reset_peak_stats,
         "_cuda_resetAccumulatedHostMemoryStats": pinned.memory.reset_accumulated_stats,
-        "_host_emptyCache": pinned.empty_cache,
-        "_accelerator_emptyHostCache": pinned.empty_cache,
+        "_host_emptyCache": pinned.memory.empty_cache,
+        "_accelerator_emptyHostCache": pinned.memory.empty_cache,
         "_accelerator_getDeviceCapability": capability,
     }
 
