@@ -172,7 +172,7 @@ def clear_frames_of_imports() -> Iterator[None]:
     """Threads that are importing something: what they import inside is theirs."""
 
     def wrapper_of(name: str) -> Callable[[Loader], Loader] | None:
-        return None if is_only_asked(below=1) else partial(_TidyLoader, busy)
+        return None if is_only_asked() else partial(_TidyLoader, busy)
 
     finder = Finder(wrapper_of, busy)
     sys.meta_path.insert(0, finder)

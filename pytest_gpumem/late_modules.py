@@ -102,13 +102,13 @@ class Wrapped(Loader):
         self.loader.exec_module(module)
 
 
-def is_only_asked(below: int = 0) -> bool:
+def is_only_asked() -> bool:
     """Return whether ``importlib.util.find_spec`` calls the finder that calls this.
 
-    It then looks whether there is a module, and imports none. ``below`` is the number of functions
-    between the finder and this one.
+    It then looks whether there is a module, and imports none. Between the finder and this is a
+    function.
     """
-    return sys._getframe(3 + below).f_globals.get("__name__") == "importlib.util"
+    return sys._getframe(4).f_globals.get("__name__") == "importlib.util"
 
 
 class _Changing(Wrapped):
