@@ -19,15 +19,12 @@ Context = Callable[[], AbstractContextManager[object]]
 @contextmanager
 def when_imported(changes: Mapping[str, Change]) -> Iterator[None]:
     """Apply the change of each module that is imported now, or as soon as it is inside."""
-    finder = from_now_on(changes)
-    try:
+    with watched(changing(changes)):
         yield
-    finally:
-        sys.meta_path.remove(finder)
 
 
-def from_now_on(changes: Mapping[str, Change], executed: Context = nullcontext) -> MetaPathFinder:
-    """Apply the change of each module that is imported now or later; return the finder that does.
+def changing(changes: Mapping[str, Change], executed: Context = nullcontext) -> Finder:
+    """Apply the changes of modules imported now; return the finder that changes later ones.
 
     A module that is imported later is executed in a context of its own.
     """
@@ -39,8 +36,17 @@ def from_now_on(changes: Mapping[str, Change], executed: Context = nullcontext) 
     for name, change in changes.items():
         if (module := sys.modules.get(name)) is not None:
             change(module)
-    sys.meta_path.insert(0, finder)
     return finder
+
+
+@contextmanager
+def watched(finder: MetaPathFinder) -> Iterator[None]:
+    """Search with ``finder``, before all others, for modules that are imported inside."""
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
 
 
 class Finder(MetaPathFinder):
