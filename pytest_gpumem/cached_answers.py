@@ -18,7 +18,7 @@ from operator import attrgetter
 from types import FrameType, ModuleType
 from typing import Any
 
-from pytest_gpumem.late_modules import Context, from_now_on
+from pytest_gpumem.late_modules import Context, changing
 
 Function = Callable[..., Any]
 
@@ -54,7 +54,7 @@ def watch(
             if function is not None and not hasattr(function, "__wrapped__"):
                 setattr(module, name, _watched(answering(function, without)))
 
-    from_now_on(dict.fromkeys(WITHOUT_GPU, replace), executed)
+    sys.meta_path.insert(0, changing(dict.fromkeys(WITHOUT_GPU, replace), executed))
 
 
 def _watched(function: Function) -> Function:

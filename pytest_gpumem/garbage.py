@@ -25,7 +25,7 @@ from sys import getrefcount
 from threading import get_ident
 from types import FrameType, ModuleType
 
-from pytest_gpumem.late_modules import Finder, Wrapped, is_only_asked
+from pytest_gpumem.late_modules import Finder, Wrapped, is_only_asked, watched
 
 _YOUNG = (0, 1)
 """The generations that hold all new objects, unless the oldest was collected since."""
@@ -172,14 +172,10 @@ def clear_frames_of_imports() -> Iterator[None]:
     """Threads that are importing something: what they import inside is theirs."""
 
     def wrapper_of(name: str) -> Callable[[Loader], Loader] | None:
-        return None if is_only_asked(below=1) else partial(_TidyLoader, busy)
+        return None if is_only_asked() else partial(_TidyLoader, busy)
 
-    finder = Finder(wrapper_of, busy)
-    sys.meta_path.insert(0, finder)
-    try:
+    with watched(Finder(wrapper_of, busy)):
         yield
-    finally:
-        sys.meta_path.remove(finder)
 
 
 class _TidyLoader(Wrapped):

@@ -19,15 +19,12 @@ Context = Callable[[], AbstractContextManager[object]]
 @contextmanager
 def when_imported(changes: Mapping[str, Change]) -> Iterator[None]:
     """Apply the change of each module that is imported now, or as soon as it is inside."""
-    finder = from_now_on(changes)
-    try:
+    with watched(changing(changes)):
         yield
-    finally:
-        sys.meta_path.remove(finder)
 
 
-def from_now_on(changes: Mapping[str, Change], executed: Context = nullcontext) -> MetaPathFinder:
-    """Apply the change of each module that is imported now or later; return the finder that does.
+def changing(changes: Mapping[str, Change], executed: Context = nullcontext) -> Finder:
+    """Apply the changes of modules imported now; return the finder that changes later ones.
 
     A module that is imported later is executed in a context of its own.
     """
@@ -39,8 +36,17 @@ def from_now_on(changes: Mapping[str, Change], executed: Context = nullcontext) 
     for name, change in changes.items():
         if (module := sys.modules.get(name)) is not None:
             change(module)
-    sys.meta_path.insert(0, finder)
     return finder
+
+
+@contextmanager
+def watched(finder: MetaPathFinder) -> Iterator[None]:
+    """Search with ``finder``, before all others, for modules that are imported inside."""
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
 
 
 class Finder(MetaPathFinder):
@@ -102,13 +108,13 @@ class Wrapped(Loader):
         self.loader.exec_module(module)
 
 
-def is_only_asked(below: int = 0) -> bool:
+def is_only_asked() -> bool:
     """Return whether ``importlib.util.find_spec`` calls the finder that calls this.
 
-    It then looks whether there is a module, and imports none. ``below`` is the number of functions
-    between the finder and this one.
+    It then looks whether there is a module, and imports none. Between the finder and this is a
+    function.
     """
-    return sys._getframe(3 + below).f_globals.get("__name__") == "importlib.util"
+    return sys._getframe(4).f_globals.get("__name__") == "importlib.util"
 
 
 class _Changing(Wrapped):

@@ -26,7 +26,6 @@ from pytest_gpumem.gc_schedule import GROWTH, Collector
 from pytest_gpumem.measurement.statistics import Bytes
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.simulated.machine.values.work import Work
-from pytest_gpumem.simulated.stand_ins import imports as stand_ins
 from pytest_gpumem.simulated.surface import compilers
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
@@ -105,7 +104,6 @@ class DryDevice(CudaDevice, ComputingDevice):
             super().active(),
             self._follower.active(),
             compiling.skip_tuning(self._follower.following),
-            stand_ins.announced(),
             self._membership.taken() if self._membership else nullcontext(),
         ):
             yield

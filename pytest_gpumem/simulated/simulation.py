@@ -15,7 +15,7 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gpumem.allocator.trace import Timeline
-from pytest_gpumem.simulated.common.late_imports import LateImports
+from pytest_gpumem.simulated.common.late_imports import imported_unpatched
 from pytest_gpumem.simulated.common.patching import Patches, patched_when_imported
 from pytest_gpumem.simulated.compiled.entry import AUTO, Compilation
 from pytest_gpumem.simulated.distributed import replacements as distributed
@@ -206,8 +206,8 @@ class Simulation(SimulatedMachine):
             resources.callback(self._of_triton.undo)
             resources.enter_context(self._single_rank.restored())
             self._follow_imports()
-            late = LateImports("triton", self._importing_triton, itself=True)
-            resources.enter_context(late.watched())
+            late = imported_unpatched("triton", self._importing_triton, itself=True)
+            resources.enter_context(late)
             if _LOADING not in os.environ:
                 os.environ[_LOADING] = "LAZY"
                 resources.callback(os.environ.pop, _LOADING, None)

@@ -218,29 +218,6 @@ def test_a_simulated_machine_may_have_more_gpus_than_the_dry_device(tmp_path: Pa
     assert "1 passed" in done.stdout, done.stdout
 
 
-FLASH = """
-import importlib.util, pytest
-
-@pytest.mark.gpumem
-def test_flash():
-    assert importlib.util.find_spec("flash_attn") is None
-    import flash_attn
-"""
-
-
-@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
-def test_an_import_of_flash_attn_names_the_device_that_has_a_stand_in(
-    dry_run: Run, tmp_path: Path
-) -> None:
-    (tmp_path / "test_flash.py").write_text(FLASH)
-    done = pytest_in(tmp_path)
-
-    assert (
-        "No module named 'flash_attn': install flash-attn, or run the test with "
-        "--gpumem-device=sim, which has a stand-in for it"
-    ) in done.stdout
-
-
 @needs_libraries
 def test_auto_stays_simulated_where_the_baselines_are(dry_run: Run, tmp_path: Path) -> None:
     (tmp_path / "test_dry.py").write_text(TESTS)

@@ -12,13 +12,14 @@ from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch._ops
 from torch._C._profiler import gather_traceback, symbolize_tracebacks
 
 from pytest_gpumem.allocator.trace import Contexts, Recording
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -239,6 +240,16 @@ def user_line(innermost: FrameType | None = None) -> str:
     while frame.f_back is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back
     return _shown_line(frame)
+
+
+def refuse(name: str, why: str) -> NoReturn:
+    """Raise the error for a part of torch, used at a line of the user's, that is not simulated."""
+    raise UnsupportedOperatorError(f"{name} at {user_line()} {why}")
+
+
+def refusing(name: str, why: str) -> Callable[..., NoReturn]:
+    """Return a function that takes anything and refuses it."""
+    return lambda *_, **__: refuse(name, why)
 
 
 def callers_line() -> str:

@@ -6,17 +6,15 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from functools import cache, partial
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import FrameType, ModuleType
 from typing import Any
 
 from pytest_gpumem.garbage import paused
-
-Unpatched = Callable[[], AbstractContextManager[object]]
-"""A context in which nothing is replaced."""
+from pytest_gpumem.late_modules import Context, Finder, Wrapped, watched
 
 Answers = Callable[[str, FrameType], Any]
 """(name, frame of the reader) -> the module's attribute, or ``None`` to import the real one."""
@@ -36,7 +34,7 @@ class StandIn(ModuleType):
         self,
         name: str,
         answers: Answers,
-        unpatched: Unpatched,
+        unpatched: Context,
         known: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(name)
@@ -96,52 +94,31 @@ class StandIn(ModuleType):
         return dir(self.real())
 
 
-class LateImports(MetaPathFinder):
-    """Imports the modules of ``package`` without replaced names, which they would keep.
+def imported_unpatched(
+    package: str, unpatched: Context, *, itself: bool = False, but: Sequence[str] = ()
+) -> AbstractContextManager[None]:
+    """Import the modules of ``package`` inside without replaced names, which they would keep.
 
-    With ``itself`` it imports so the package, with all of its imports, and no module of it that is
+    With ``itself`` the package is imported so, with all of its imports, and no module of it that is
     imported later. ``but`` are parts of it that are imported with replaced names.
     """
 
-    def __init__(
-        self, package: str, unpatched: Unpatched, *, itself: bool = False, but: Sequence[str] = ()
-    ) -> None:
-        self._package = package
-        self._but = but
-        self._itself = itself
-        self._unpatched = unpatched
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Take part in the search for every module that is imported inside."""
-        sys.meta_path.insert(0, self)
-        try:
-            yield
-        finally:
-            sys.meta_path.remove(self)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Find a module of the package as Python does; return ``None`` for others."""
-        of_stand_in = isinstance(sys.modules.get(fullname.rpartition(".")[0]), StandIn)
-        in_sight = any(f"{fullname}.".startswith(f"{part}.") for part in self._but)
-        is_own = fullname.startswith(f"{self._package}.") and not self._itself
-        is_own = is_own or (fullname == self._package and self._itself)
+    def wrapper_of(name: str) -> Callable[[Loader], Loader] | None:
+        of_stand_in = isinstance(sys.modules.get(name.rpartition(".")[0]), StandIn)
+        in_sight = any(f"{name}.".startswith(f"{part}.") for part in but)
+        is_own = name == package if itself else name.startswith(f"{package}.")
         if not of_stand_in and (in_sight or not is_own):
             return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            context = nullcontext if in_sight else self._unpatched
-            spec.loader = _UnpatchedLoader(spec.loader, context)
-        return spec
+        return partial(_UnpatchedLoader, nullcontext if in_sight else unpatched)
+
+    return watched(Finder(wrapper_of, set()))
 
 
-class _UnpatchedLoader(Loader):
-    """Restores ``loader`` in the module's spec, and runs it without replaced names."""
+class _UnpatchedLoader(Wrapped):
+    """Runs ``loader`` without replaced names."""
 
-    def __init__(self, loader: Loader, unpatched: Unpatched) -> None:
-        self._loader = loader
+    def __init__(self, unpatched: Context, loader: Loader) -> None:
+        super().__init__(loader)
         self._unpatched = unpatched
         self._own_spec: ModuleSpec | None = None
         """The spec of a module that the import of a stand-in's real package has imported."""
@@ -155,19 +132,17 @@ class _UnpatchedLoader(Loader):
             if module is not None:
                 self._own_spec = module.__spec__
                 return module
-        return self._loader.create_module(spec)
+        return super().create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the module's code, once."""
         if self._own_spec is not None:
             vars(module)["__spec__"] = self._own_spec  # modules of settings take no attributes
             return
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
         # A collection may start a thread (a loader's, for its workers), which would wait
         # for the module imported here, as this thread for it.
         with self._unpatched(), paused():
-            self._loader.exec_module(module)
+            super().exec_module(module)
 
 
 @cache

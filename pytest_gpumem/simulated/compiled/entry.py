@@ -24,13 +24,14 @@ from unittest import mock
 import torch
 
 from pytest_gpumem.garbage import FramesCleared
+from pytest_gpumem.late_modules import Context
 from pytest_gpumem.simulated.common.callsite import is_own, user_line
 from pytest_gpumem.simulated.common.compiled_notes import (
     FOLLOWED_SINCE,
     OF_COMPILED_CODE,
     RUNS_EAGERLY,
 )
-from pytest_gpumem.simulated.common.late_imports import LateImports, Unpatched
+from pytest_gpumem.simulated.common.late_imports import imported_unpatched
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import gradients
 from pytest_gpumem.simulated.compiled.refusals import (
@@ -100,8 +101,8 @@ class Compilation:
         machine: SimulatedMachine,
         how: str,
         answering: Context,
-        unpatched: Unpatched,
-        code: Unpatched,
+        unpatched: Context,
+        code: Context,
         exclusive: Exclusive,
     ) -> None:
         if how not in HOW:
@@ -136,8 +137,8 @@ class Compilation:
             if self._tracing is not None:
                 self._inside.enter_context(self._tracing.keeping())
             else:
-                late = LateImports(_INDUCTOR, self._importing_inductor, itself=True)
-                self._inside.enter_context(late.watched())
+                late = imported_unpatched(_INDUCTOR, self._importing_inductor, itself=True)
+                self._inside.enter_context(late)
                 self._inside.callback(self._by_itself.close)
                 self._await_inductor()
             yield

@@ -25,7 +25,7 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pytest_gpumem.simulated.common.late_imports import Unpatched
+from pytest_gpumem.late_modules import Context
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.signatures import overload_of
 
@@ -69,7 +69,7 @@ _TRACES = "create_fw_bw_graph"
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
-def add_patches(patches: Patches, tracer: Callable[[], Any], code: Unpatched) -> None:
+def add_patches(patches: Patches, tracer: Callable[[], Any], code: Context) -> None:
     """Replace the tracing of scores' gradients for FlexAttention that is not compiled.
 
     torch traces them while the program runs, with fake tensors, in a mode that takes the place of

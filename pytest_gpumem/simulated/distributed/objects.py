@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.fsdp import _optim_utils
 from torch.distributed.pipelining import stage as stages
 
-from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.callsite import refusing, user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.values.errors import UnknownValueError
 
 _FUNCTIONS = (
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
@@ -275,11 +275,9 @@ def _add_checkpoints(machine: SimulatedMachine, patches: Patches) -> None:
         )
     process = getattr(state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor", None)
     if process is not None:  # came with 2.7
-        patches.add(process, "__init__", _refuse_process)
-
-
-def _refuse_process(*_: Any, **__: Any) -> NoReturn:
-    raise UnsupportedOperatorError(
-        f"async_save at {user_line()} hands a checkpoint to another process, which is on no "
-        "simulated GPU: save with AsyncCheckpointerType.THREAD, which takes the same GPU memory"
-    )
+        refuse_process = refusing(
+            "async_save",
+            "hands a checkpoint to another process, which is on no simulated GPU: save with "
+            "AsyncCheckpointerType.THREAD, which takes the same GPU memory",
+        )
+        patches.add(process, "__init__", refuse_process)

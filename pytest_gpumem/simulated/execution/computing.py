@@ -231,7 +231,6 @@ def factory(runner: Runner, func: Any) -> Handler:
             if record is not None and kwargs.get("non_blocking"):
                 # pin_out of _to_copy, aten/src/ATen/native/TensorConversions.cpp
                 machine.pinned.add(moved)
-                machine.pinned.used_by(moved, record.device.index)
             return moved
         if where is not None:
             device = machine.device(where.index)
@@ -255,10 +254,7 @@ def factory(runner: Runner, func: Any) -> Handler:
         else:
             runner.storages.mark_host_scalars([result])
         if copies and runner.storages.of(args[0]) is None:
-            non_blocking = bool(kwargs.get("non_blocking"))
-            transfers.stage_upload(device, result, args[0], non_blocking)
-            if non_blocking:
-                machine.pinned.used_by(args[0], device.index)
+            transfers.stage_upload(device, result, args[0], bool(kwargs.get("non_blocking")))
         if rule is not None:
             Call(rule, device, args, kwargs).end(result)
         runner.values.make(operator, args, kwargs, result)

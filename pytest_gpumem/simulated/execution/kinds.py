@@ -242,10 +242,6 @@ def _stage(
     """Allocate the memory that ``copy_`` between host and GPU takes for the time of the call."""
     non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
     to, of = runner.storages.of(target), runner.storages.of(source)
-    if non_blocking and (of or to):
-        for tensor, record in ((target, of), (source, to)):
-            if record is not None:
-                runner.machine.pinned.used_by(tensor, record.device.index)
     if to is not None and of is None:
         transfers.stage_upload(to.device, target, source, non_blocking)
     elif of is not None and to is None:

@@ -4,8 +4,7 @@ Most meta kernels are Python and cost far more than the bookkeeping around them.
 results depend on its arguments' sizes, strides and types and on its other arguments; where these
 were seen, equal outputs are made directly, and an in-place operator is not run again. Results
 of torch's own operators are shared by all machines of a process: tests run the same model
-repeatedly, each on a machine of its own. For an operator that computes element by element, one
-size stands for all others.
+repeatedly, each on a machine of its own.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ _empty_strided = torch.empty_strided
 _Generator = torch._C.Generator
 """The class ``torch.Generator`` while nothing replaces it."""
 _Make = Callable[[Args], Any]
-_Known = dict[Any, "_Make | torch.dtype | None"]
-
-_NO_SIZE: tuple[torch.Size, tuple[int, ...]] = torch.Size(), ()
+_Known = dict[Any, "_Make | None"]
 
 NEW: Any = object()
 """A marker of unknown results: of an operator on arguments of a new kind."""
@@ -73,9 +70,8 @@ class Shapes:
     ) -> None:
         self._here: _Known = {}
         self._everywhere = _everywhere.setdefault(alike, {})
-        self._kinds: dict[Any, tuple[bool, bool, Callable[[Any], Any], _Known]] = {}
-        """By operator: whether it writes, whether it is of elements, how its arguments are
-        described, and the known results."""
+        self._kinds: dict[Any, tuple[bool, Callable[[Any], Any], _Known]] = {}
+        """By operator: whether it writes, how its arguments are described, the known results."""
         self._of = storages.of
         self._users_own = storages.users_own
         self._place = place
@@ -90,13 +86,12 @@ class Shapes:
             known = self._everywhere if _is_alike(func) else self._here
             kind = self._kinds[func] = (
                 func._schema.is_mutable,
-                torch.Tag.pointwise in func.tags,
                 # Element by element: of numbers, which an optimizer has new ones of in each step,
                 # only the type counts.
                 self._describe_by_class if is_of_lists(func) else self._describe,
                 known,
             )
-        is_mutable, is_pointwise, describe, known = kind
+        is_mutable, describe, known = kind
         try:
             key = (
                 func,
@@ -107,12 +102,7 @@ class Shapes:
             if is_mutable and _has_values(args):
                 # CPU tensors are real: writing to them must happen.
                 return None, NEW
-            make = known.get(key, NEW)
-            if make is NEW and is_pointwise:
-                make = _of_other_sizes(known, key)
-                if make is not NEW:
-                    _remember(known, key, make)
-            return key, make
+            return key, known.get(key, NEW)
         except (UnknownError, TypeError):
             return None, NEW
 
@@ -123,14 +113,10 @@ class Shapes:
         if torch.Tag.inplace_view not in key[0].tags:
             with suppress(UnknownError):
                 make = recipe(result, args, storages_in((args, kwargs)))
-        _, is_pointwise, _, known = self._kinds[key[0]]
-        _remember(known, key, make)
-        if is_pointwise and make is not None and isinstance(result, torch.Tensor):  # not of frexp
-            sizeless, size, stride = _without_size(key)
-            if size and args and result is args[0]:
-                _remember(known, sizeless, make)
-            elif size and (result.shape, result.stride()) == (size, stride):
-                _remember(known, sizeless, result.dtype)
+        *_, known = self._kinds[key[0]]
+        if len(known) >= MOST_SHAPES:
+            known.clear()
+        known[key] = make
 
     def _describe_by_class(self, value: Any) -> Any:
         if value.__class__ in _NUMBERS:
@@ -163,48 +149,6 @@ class Shapes:
         if place == "cpu" and tensor.dim():  # its values may decide
             raise UnknownError
         return (place, storage_key(tensor) in self._users_own) if place == "meta" else place
-
-
-def _remember(known: _Known, key: Any, make: _Make | torch.dtype | None) -> None:
-    if len(known) >= MOST_SHAPES:
-        known.clear()
-    known[key] = make
-
-
-def _of_other_sizes(known: _Known, key: Any) -> Any:
-    """Return how to make the results of ``key`` by those of another size; ``NEW`` if unknown."""
-    sizeless, size, stride = _without_size(key)
-    found = known.get(sizeless, NEW) if size else NEW
-    if not isinstance(found, torch.dtype):
-        return found
-    return lambda args: _empty_strided(size, stride, dtype=found, device=META)
-
-
-def _without_size(key: Any) -> tuple[Any, torch.Size, tuple[int, ...]]:
-    """Return the description of a call by element, and the size and stride all its tensors have.
-
-    The size is empty unless all are dense and in order, to which TensorIterator (``fast_set_up`` of
-    aten/src/ATen/TensorIterator.cpp) answers in kind. Numbers on tensors may stand beside them.
-    """
-    func, default, args, kwargs = key
-    size, stride = _NO_SIZE
-    others = []
-    for each in args:
-        if each and each[0].__class__ is torch.Size and each[0]:
-            if size and each[:2] != (size, stride):
-                return None, *_NO_SIZE
-            size, stride = each[:2]
-            others.append(each[2:])
-        else:
-            others.append(each)
-    expected = 1
-    for length, step in zip(reversed(size), reversed(stride), strict=True):
-        if step != expected:
-            return None, *_NO_SIZE
-        expected *= length
-    if kwargs and any(each and each[0] is torch.memory_format for _, each in kwargs):
-        return None, *_NO_SIZE
-    return (func, default, tuple(others), kwargs), size, stride
 
 
 def _is_alike(func: Any) -> bool:

@@ -1,10 +1,8 @@
 """Arguments that CUDA's kernels refuse and meta kernels accept: devices and types that differ.
 
-Operators with a CUDA kernel compare the devices of all their tensors, in the order of their
-arguments, unless native_functions.yaml has ``device_check: NoCheck``
-(torchgen/dest/register_dispatch_key.py, gen_device_check; ATen/core/adaption.cpp,
-common_device_check_failure). The others are built on TensorIterator, which lets a number on the
-host stand beside CUDA tensors (ATen/TensorIterator.cpp, compute_types). torch 2.6 to 2.15.
+Operators compare the devices of their tensors, in the order of their arguments
+(ATen/core/adaption.cpp, common_device_check_failure), and many let a number on the host stand
+beside CUDA tensors (ATen/TensorIterator.cpp, compute_types; torch 2.6 to 2.15): here all do.
 Meta kernels that compare no devices (``mm``, ``gather``) return uninitialised memory for a tensor
 on ``meta`` beside CUDA tensors: that is refused here, too.
 
@@ -15,12 +13,8 @@ is compiled for are not known here; on the dry device torch's own code refuses o
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,9 +46,6 @@ _ANYWHERE = (
 """Operators whose tensors have devices of their own (lengths or seeds on the host, lists of several
 GPUs),
 and convolutions, which compare them themselves (operators/convolution.py)."""
-
-_COMPARE_THEIRS = frozenset({"aten::embedding"})
-"""Operators without a kernel that call one which compares devices (Embedding.cpp: index_select)."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +84,12 @@ def refuse_mixed(func: Any, tensors: Sequence[Placed]) -> None:
     compared = [each for each in tensors if each.device != HOST_SCALAR]
     if name == "aten::masked_fill":  # cuda/IndexKernel.cpp: only the value may be a number
         compared = [each for each in compared if each.name != "value" or not each.is_scalar]
-    elif "meta" in devices or not _compares_devices(func):
+    else:
+        indexes = name in INDEXING
         compared = [
             each
             for each in compared
-            if not each.is_scalar and (each.name != "indices" or each.device != "cpu")
+            if not (each.is_scalar or (indexes and (each.name, each.device) == ("indices", "cpu")))
         ]
     common = next(each.device for each in compared if each.device != "cpu")
     other = next((each for each in compared if each.device != common), None)
@@ -142,32 +134,6 @@ def refuse_types(func: Any, tensors: Sequence[Placed], others: Iterable[Any]) ->
     if len(set(types.values())) > 1 and strided and not has_type:
         listed = ", ".join(f"{each} {types[each]}" for each in compared if each in types)
         raise RuntimeError(f"{name} expects tensors of the same dtype, but got {listed}")
-
-
-@functools.cache
-def _native_functions() -> str:
-    package = find_spec("torchgen")
-    assert package is not None
-    assert package.origin is not None
-    path = Path(package.origin).parent / "packaged/ATen/native/native_functions.yaml"
-    return path.read_text(encoding="utf-8")
-
-
-@functools.cache
-def _compares_devices(func: Any) -> bool:
-    """Return whether ``func``'s CUDA kernel compares the devices of all its tensors."""
-    schema = func._schema
-    if schema.name in _COMPARE_THEIRS:
-        return True
-    full = schema.name.removeprefix("aten::")
-    overload = schema.overload_name
-    signature = f"{full}.{overload}" if overload else full
-    pattern = rf"^- func: {re.escape(signature)}\(.*\n((?:(?!- func).*\n)*)"
-    entry = re.search(pattern, _native_functions(), re.MULTILINE)
-    if entry is None or "device_check: NoCheck" in entry[1]:
-        return False
-    is_cuda = r"^ +structured(?:_delegate)?: |^    (?:\w+, )*CUDA\b.*: "
-    return re.search(is_cuda, entry[1], re.MULTILINE) is not None
 
 
 IN_CHILD = (

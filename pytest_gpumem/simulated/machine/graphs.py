@@ -8,14 +8,13 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from functools import partialmethod
 from typing import Any, ClassVar
 
 import torch
 
 from pytest_gpumem.allocator import AllocatorError
 from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
-from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.callsite import refusing
 from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.releases import CLEARS_WORKSPACES, LAZY_RNG, RNG_PER_CAPTURE
@@ -24,7 +23,6 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.pool_contents import GraphRecording
 from pytest_gpumem.simulated.machine.signatures import is_view
 from pytest_gpumem.simulated.machine.streams import Capture, cuda_error
-from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _EMPTY = (
     "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on "
@@ -158,16 +156,10 @@ class Graph:
     def enable_debug_mode(self) -> None:
         """Do nothing: ``debug_dump`` needs nothing here."""
 
-    def _refuse(self, name: str, *_: Any, **__: Any) -> None:
-        raise UnsupportedOperatorError(
-            f"torch.cuda.CUDAGraph.{name} at {user_line()} needs the driver's graph, so it cannot "
-            f"run on a simulated GPU"
-        )
-
-    debug_dump = partialmethod(_refuse, "debug_dump")
-    raw_cuda_graph = partialmethod(_refuse, "raw_cuda_graph")
-    raw_cuda_graph_exec = partialmethod(_refuse, "raw_cuda_graph_exec")
-    get_graph_data = partialmethod(_refuse, "get_graph_data")
+    debug_dump, raw_cuda_graph, raw_cuda_graph_exec, get_graph_data = (
+        refusing(f"torch.cuda.CUDAGraph.{name}", "needs the driver's graph, which is not simulated")
+        for name in ("debug_dump", "raw_cuda_graph", "raw_cuda_graph_exec", "get_graph_data")
+    )
 
     def _use_random_operator(self, gpu: GpuState, generator: torch.Generator | None) -> None:
         """Note a captured random operator: since 2.14 it allocates a state of the capture's own."""

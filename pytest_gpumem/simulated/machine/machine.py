@@ -200,7 +200,7 @@ class SimulatedMachine(Notes):
         self.pool_contents = EveryPoolContents(self.values)
         self.storages.died = self.pool_contents.died
         self.random_state = RandomState()
-        self.pinned = Pinned(self.streams)
+        self.pinned = Pinned()
         self.execution = Dispatch(self.storages)
         self.is_active = False
         """Whether it serves ``cuda`` now."""

@@ -1,9 +1,7 @@
 """Streams: the stream that memory belongs to, and the work that other work waits for.
 
-Work is done when it is issued, as far as a program can see: queries return true, but for the time
-that ``torch.cuda._sleep`` keeps a stream busy. The host's clock gives that time; waiting for a
-sleeping stream takes the host none: the clock is moved on instead. Work the *host* has seen finish
-decides when memory that another stream used may be used again; the
+Work is done when it is issued, as far as a program can see: queries return true. Work the *host*
+has seen finish decides when memory that another stream used may be used again; the
 :class:`~pytest_gpumem.allocator.trace.Timeline` keeps that.
 
 Autograd gives a leaf its gradient on the stream that used the leaf first: its node is made when an
@@ -17,7 +15,6 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-import time
 import warnings
 import weakref
 from bisect import bisect_right
@@ -92,7 +89,6 @@ class Streams:
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
-        self.clock = Clock()
         self.used = False
         """Whether there ever was any stream but the default one."""
         self.sync_debug_mode = 0
@@ -137,7 +133,6 @@ class Streams:
     def reset(self, *, keep: bool) -> None:
         """Forget the settings of a test and, unless ``keep``, that streams were ever used."""
         self.sync_debug_mode = 0
-        self.clock = Clock()
         if not keep:
             self.used = False
             self._thread = _ThreadStreams()
@@ -161,25 +156,15 @@ class Streams:
             warnings.warn(_SYNCHRONIZES, stacklevel=3)
         elif self.sync_debug_mode == _ERROR:
             raise RuntimeError(_SYNCHRONIZES)
-        if self.used or self.clock.ends:
+        if self.used:
             key = (device, self.current(device))
             self.refuse_in_capture(key)
-            self.clock.wait_for(self.clock.end(key))
             self.timeline.finish_stream(key)
-
-    def sleep(self, device: int, cycles: int) -> None:
-        """Keep the current stream busy for ``cycles`` (``torch.cuda._sleep``)."""
-        key = (device, self.current(device))
-        if key not in self.captures:
-            self.clock.delay(key, self.clock.end(key) + cycles / CYCLES_PER_SECOND)
 
     def synchronize(self, device: int) -> None:
         """Make the host wait for every stream of ``device``."""
         for key in self.captures:
             self.refuse_in_capture(key)
-        for key, moment in self.clock.ends.items():
-            if key[0] == device:
-                self.clock.wait_for(moment)
         if self.used:
             self.timeline.finish_device(device)
 
@@ -190,10 +175,9 @@ class Streams:
             capture.valid = False
             raise cuda_error("operation not permitted when stream is capturing")
 
-    def waits(self, key: StreamKey, marks: Marks, moment: float, capture: Capture | None) -> None:
-        """Delay a stream until ``moment``, that of an event, with which it joins a ``capture``."""
+    def waits(self, key: StreamKey, marks: Marks, capture: Capture | None) -> None:
+        """Make a stream wait for an event, with which it joins a ``capture``."""
         self.timeline.wait(key, marks)
-        self.clock.delay(key, moment)
         if capture is not None and capture.under_way:
             self.captures.setdefault(key, capture)
 
@@ -256,41 +240,6 @@ def priority_of(stream: int) -> int:
     """Return the priority of a handle of :meth:`Streams.make`; 0 for other handles."""
     kind = stream >> 1 & (1 << _TYPE_BITS) - 1
     return 1 - kind if stream & 1 and 1 <= kind <= 1 - HIGHEST_PRIORITY else 0
-
-
-CYCLES_PER_SECOND = 1e9
-"""The GPU's clock, which is not simulated: a round number near those of the catalogue's GPUs."""
-
-
-class Clock:
-    """The times until which streams sleep, in seconds on a clock of their own."""
-
-    def __init__(self) -> None:
-        self.ends: dict[StreamKey, float] = {}
-        """By stream that ever slept."""
-        self._skipped = 0.0
-
-    @property
-    def now(self) -> float:
-        """The time in seconds, on this clock."""
-        return time.perf_counter() + self._skipped
-
-    def end(self, stream: StreamKey) -> float:
-        """Return the time when the work of a stream is done: now, or when it wakes up."""
-        return max(self.now, self.ends.get(stream, 0.0))
-
-    def delay(self, stream: StreamKey, moment: float) -> None:
-        """Delay later work of a stream until ``moment``."""
-        if not self.is_over(moment):
-            self.ends[stream] = max(self.end(stream), moment)
-
-    def is_over(self, moment: float) -> bool:
-        """Return whether ``moment`` has passed."""
-        return moment <= self.now
-
-    def wait_for(self, moment: float) -> None:
-        """Make the host wait for ``moment``."""
-        self._skipped += max(0.0, moment - self.now)
 
 
 OF_LEAVES = 2**64 - 1

@@ -13,17 +13,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
 from os import PathLike
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
-from pytest_gpumem.late_modules import is_only_asked
-from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.values.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.common.callsite import refuse
 
 NAME, VERSION, PACKAGE = "flash-attn", "2.8.3", "flash_attn"
 """The distribution, which cannot be installed without CUDA's compiler, the release whose sources
@@ -91,31 +89,6 @@ def make_importable(note: Callable[[str], None]) -> Iterator[None]:
                     del sys.modules[name]
 
 
-@contextmanager
-def announced() -> Iterator[None]:
-    """Name the simulated device in the error of an import of flash-attn that is not installed."""
-    announcing = _Announcing()
-    sys.meta_path.append(announcing)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(announcing)
-
-
-class _Announcing(MetaPathFinder):
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Raise the error; return ``None`` to a program that only looks for the module."""
-        if fullname == PACKAGE and not is_only_asked():
-            raise ModuleNotFoundError(
-                f"No module named {fullname!r}: install {NAME}, or run the test with "
-                "--gpumem-device=sim, which has a stand-in for it",
-                name=fullname,
-            )
-        return None
-
-
 class StandInModule(ModuleType):
     """A module of the library; a name that it lacks is refused."""
 
@@ -125,17 +98,16 @@ class StandInModule(ModuleType):
         if name.startswith("__") or path in _ABSENT:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if path not in _contents():
-            _refuse(path)
+            refuse(path, _WHY)
         # "from library import module" reads an attribute first.
         return importlib.import_module(path)
 
 
-def _refuse(path: str) -> NoReturn:
-    raise UnsupportedOperatorError(
-        f"{path} at {user_line()} has no stand-in, and {NAME} is not installed: "
-        "describe the function that calls it with pytest_gpumem.simulate_operator, or install "
-        "the library and run pytest --gpumem-device=dry"
-    )
+_WHY = (
+    f"has no stand-in, and {NAME} is not installed: "
+    "describe the function that calls it with pytest_gpumem.simulate_operator, or install "
+    "the library and run pytest --gpumem-device=dry"
+)
 
 
 _ANY = DistributionFinder.Context()
@@ -192,7 +164,7 @@ class _Refusing(Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Refuse."""
-        _refuse(spec.name)
+        refuse(spec.name, _WHY)
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: no module is made."""

@@ -42,7 +42,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         setting = _Preferred(value)
         patches.add(torch._C, name.format("get"), setting.get)
         patches.add(torch._C, name.format("set"), setting.set)
-    patches.add(torch.backends.cuda, "cufft_plan_cache", _PlanCaches())
+    patches.add(torch.backends.cuda, "cufft_plan_cache", _PlanCache())
     patches.wrap(torch.backends.mha, "get_fastpath_enabled", partial(_takes_fast_path, machine))
     # A build with CUDA has them, whatever release is simulated.
     if version >= STATIC_SIZE or hasattr(torch._C, "_cuda_getCublasWorkspaceSize"):
@@ -108,26 +108,15 @@ class _Preferred:
 
 
 class _PlanCache:
-    """The cuFFT plans of one device; plans are made by the driver, of which there is none."""
+    """``torch.backends.cuda.cufft_plan_cache``: settings of plans, which only the driver makes."""
 
     size = 0
-
-    def __init__(self) -> None:
-        self.max_size = 4096  # aten/src/ATen/native/cuda/CuFFTPlanCache.h, CUFFT_DEFAULT_CACHE_SIZE
+    max_size = 4096  # aten/src/ATen/native/cuda/CuFFTPlanCache.h, CUFFT_DEFAULT_CACHE_SIZE
 
     def clear(self) -> None: ...
 
-
-class _PlanCaches(_PlanCache):
-    """``torch.backends.cuda.cufft_plan_cache``: of the current device, or by device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._by_device: dict[int, _PlanCache] = {}
-
     def __getitem__(self, device: Any) -> _PlanCache:
-        index = torch.cuda._utils._get_device_index(device, optional=True)
-        return self._by_device.setdefault(index, _PlanCache())
+        return self
 
 
 def _takes_fast_path(machine: SimulatedMachine, enabled: Callable[[], bool]) -> bool:

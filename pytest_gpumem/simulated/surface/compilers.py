@@ -27,7 +27,8 @@ import torch
 import torch._subclasses.schema_check_mode  # by code that leaves modes, so with each import
 import torch.fx.experimental._config  # kernels expect it with a module that is kept out here
 
-from pytest_gpumem.simulated.common.late_imports import Answers, LateImports, StandIn, Unpatched
+from pytest_gpumem.late_modules import Context
+from pytest_gpumem.simulated.common.late_imports import Answers, StandIn, imported_unpatched
 
 _OF_TESTS = ("torch.testing._internal", "torch._dynamo.test_case", "torch._inductor.test_case")
 """The base modules of torch's own tests: on import they check whether there is a GPU."""
@@ -38,7 +39,7 @@ _SYMPY = "sympy"
 
 
 @contextmanager
-def deferred(unpatched: Unpatched, present: Unpatched) -> Iterator[None]:
+def deferred(unpatched: Context, present: Context) -> Iterator[None]:
     """Import torch's compilers at their first use, and enter ``present`` then.
 
     ``unpatched`` imports them, and all of torch, without replaced names, which they would keep.
@@ -56,14 +57,14 @@ def deferred(unpatched: Unpatched, present: Unpatched) -> Iterator[None]:
         def stand_in(
             name: str,
             answers: Answers,
-            importing: Unpatched,
+            importing: Context,
             known: Mapping[str, Any] | None = None,
         ) -> None:
             if name not in sys.modules:
                 inside.enter_context(StandIn(name, answers, importing, known).in_place())
 
         inside.callback(not_compiled.forget)
-        inside.enter_context(LateImports("torch", unpatched, but=_OF_TESTS).watched())
+        inside.enter_context(imported_unpatched("torch", unpatched, but=_OF_TESTS))
         if _DYNAMO in sys.modules:  # finders of single modules come before the one of all torch
             inside.enter_context(present())
         stand_in(_SYMPY, _for_kernels("Basic", _NoExpression), unpatched)

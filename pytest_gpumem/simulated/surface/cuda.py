@@ -13,6 +13,7 @@ import torch
 
 from pytest_gpumem.allocator.snapshot import frames_of
 from pytest_gpumem.allocator.trace import Contexts, Recording
+from pytest_gpumem.simulated.common.callsite import refusing
 from pytest_gpumem.simulated.common.patching import Patches, add_functions
 from pytest_gpumem.simulated.gpu.catalogue import LIMITS
 from pytest_gpumem.simulated.gpu.memory import Memory
@@ -187,10 +188,6 @@ def _recording(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
     the history of pinned memory of the host, ``record_pinned_host_memory``, is not recorded.
     """
 
-    def record(recording: Recording, clear: bool) -> None:
-        for gpu in machine.gpus:
-            gpu.allocator.record_history(recording, clear=clear)
-
     def record_history(
         enabled: str | None,
         context: str | None = "all",
@@ -216,30 +213,8 @@ def _recording(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
             max_entries=max_entries if enabled == "all" else _KEPT_WITHOUT_TRACE,
             skipped=frozenset(skip_actions),
         )
-        record(recording, clear_history)
-
-    def record_history_legacy(
-        enabled: bool,
-        record_context: bool = True,
-        trace_alloc_max_entries: int = 1,
-        trace_alloc_record_context: bool = False,
-        record_context_cpp: bool = False,
-        clear_history: bool = False,
-        compile_context: bool = False,
-        global_record_annotations: bool = False,
-        skip_actions: Any = (),
-        record_pinned_host_memory: bool = False,
-        record_cuda: bool = True,
-    ) -> None:
-        contexts = Contexts.STATE if record_context else Contexts.NEVER
-        recording = Recording(
-            on=enabled and record_cuda,
-            contexts=Contexts.ALLOC if trace_alloc_record_context else contexts,
-            with_cpp=record_context_cpp,
-            max_entries=trace_alloc_max_entries,
-            skipped=frozenset(skip_actions),
-        )
-        record(recording, clear_history)
+        for gpu in machine.gpus:
+            gpu.allocator.record_history(recording, clear=clear_history)
 
     def is_enabled() -> bool:
         recording = machine.current.allocator.trace.recording
@@ -254,7 +229,10 @@ def _recording(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
 
     return {
         "_cuda_record_memory_history": record_history,
-        "_cuda_record_memory_history_legacy": record_history_legacy,
+        "_cuda_record_memory_history_legacy": refusing(
+            "torch.cuda.memory._record_memory_history(True)",
+            "has the arguments of torch 2.0: record with 'all', and stop with None",
+        ),
         "_cuda_isHistoryEnabled": is_enabled,
         "_cuda_allocationTraceback": allocation_traceback,
     }

@@ -11,17 +11,16 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.autograd.profiler
 import torch.profiler
 
-from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.callsite import refusing, user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.pinned import ALREADY_REGISTERED, NOT_REGISTERED
-from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _MEASURED = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
 """Readings of ``torch.cuda`` without a model here; all but the first two exist since 2.1."""
@@ -139,10 +138,9 @@ class _Ranges:
         return lambda *_: 0
 
 
-def _refuse_timeline(profile: Any) -> NoReturn:
-    """Refuse what the profiler finds by addresses (csrc/profiler/data_flow.cpp)."""
-    raise UnsupportedOperatorError(
-        f"the memory timeline of torch.profiler at {user_line()} follows tensors by their "
-        "addresses, which a simulated GPU does not have: run pytest --gpumem-device=dry, or take "
-        "torch.cuda.memory._snapshot()"
-    )
+_refuse_timeline = refusing(
+    "the memory timeline of torch.profiler",
+    "follows tensors by their addresses, which a simulated GPU does not have: run pytest "
+    "--gpumem-device=dry, or take torch.cuda.memory._snapshot()",
+)
+"""Refuses what the profiler finds by addresses (csrc/profiler/data_flow.cpp)."""

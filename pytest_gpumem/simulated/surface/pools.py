@@ -6,8 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,14 +14,13 @@ from pytest_gpumem.allocator import AllocatorError, SettingsError
 from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.allocator.releases import GENERIC_CONFIG
 from pytest_gpumem.allocator.snapshot import PoolState, snapshot
-from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.callsite import refuse, refusing
 from pytest_gpumem.simulated.common.patching import Patches, add_functions
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.releases import OPTIONS_SINCE, THREAD_POOLS
 from pytest_gpumem.simulated.machine.graphs import Graph
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import BORROWED, storage_key
-from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 
 class SimulatedMemPool:
@@ -34,7 +32,7 @@ class SimulatedMemPool:
         self, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False, **_: Any
     ) -> None:
         if allocator is not None:
-            _refuse("torch.cuda.MemPool with an allocator of its own")
+            refuse("torch.cuda.MemPool with an allocator of its own", _PAST)
         gpu = self._machine.current
         for option, given in (("use_on_oom", use_on_oom), ("no_split", no_split)):
             if given and gpu.version < OPTIONS_SINCE[option]:
@@ -198,8 +196,8 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         "_cuda_hostMemoryStats": host_stats,
         "_cuda_resetPeakHostMemoryStats": pinned.memory.reset_peak_stats,
         "_cuda_resetAccumulatedHostMemoryStats": pinned.memory.reset_accumulated_stats,
-        "_host_emptyCache": pinned.empty_cache,
-        "_accelerator_emptyHostCache": pinned.empty_cache,
+        "_host_emptyCache": pinned.memory.empty_cache,
+        "_accelerator_emptyHostCache": pinned.memory.empty_cache,
         "_accelerator_getDeviceCapability": capability,
     }
 
@@ -217,11 +215,7 @@ def _thread_on_gpu() -> tuple[int, bool]:
     return threading.get_ident(), torch._C._current_graph_task_id() != -1
 
 
-def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
-    raise UnsupportedOperatorError(
-        f"{name} at {user_line()} takes memory past the simulated allocator, so it cannot run on a "
-        f"simulated GPU"
-    )
+_PAST = "takes memory past the simulated allocator, so it cannot run on a simulated GPU"
 
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
@@ -232,8 +226,9 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         patches.add(module, "MemPool", pool)
         if hasattr(module, "MemPoolContext"):
             patches.add(module, "MemPoolContext", context)
-    refuse = partial(_refuse, "torch.cuda.memory.CUDAPluggableAllocator")
-    patches.add(torch.cuda.memory.CUDAPluggableAllocator, "__init__", refuse)
+    pluggable = torch.cuda.memory.CUDAPluggableAllocator
+    refuses = refusing("torch.cuda.memory.CUDAPluggableAllocator", _PAST)
+    patches.add(pluggable, "__init__", refuses)
     add_functions(_functions(machine), patches)
     _add_states(machine, patches)
     graph = type("CUDAGraph", (Graph,), {"_machine": machine})

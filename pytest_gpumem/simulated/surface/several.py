@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,12 +12,11 @@ from torch._prims_common import suggest_memory_format
 from torch.nn.parallel import comm
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.callsite import refuse, refusing
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.gpu.device import GpuState
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.placement import return_gradient
-from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _BEGIN_WITH_A_FACTORY = (
     (torch._C._nn, "one_hot"),
@@ -35,8 +34,7 @@ _OF_COMM = (
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace functions that would take all GPUs for one, and refuse those that need real ones."""
     for name in _OF_COMM:
-        refuse = functools.partial(_refuse, f"torch.nn.parallel.comm.{name[1:]}")
-        patches.add(torch._C, name, refuse)
+        patches.add(torch._C, name, refusing(f"torch.nn.parallel.comm.{name[1:]}", _WHY))
     for name in ("reduce_add", "reduce_add_coalesced"):  # in Python, but for NCCL's
         patches.wrap(comm, name, functools.partial(_reduce, name))
 
@@ -44,7 +42,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         initialize: Any, this: Any, module: Any, device_ids: Any = None, *args: Any, **options: Any
     ) -> None:
         if len(machine.gpus if device_ids is None else device_ids) > 1:
-            _refuse("nn.DataParallel over several GPUs")
+            refuse("nn.DataParallel over several GPUs", _WHY)
         initialize(this, module, device_ids, *args, **options)
 
     patches.wrap(nn.DataParallel, "__init__", begin)
@@ -71,7 +69,7 @@ def _scatter(
     Source: torch/csrc/cuda/comm.cpp (scatter), torch 2.6 to 2.15.
     """
     if len(devices) != 1:
-        _refuse("torch.nn.parallel.comm.scatter")
+        refuse("torch.nn.parallel.comm.scatter", _WHY)
     (part,) = tensor.chunk(1, dim) if sizes is None else tensor.split_with_sizes(sizes, dim)
     if devices[0] == part.get_device():
         return [part]
@@ -85,7 +83,7 @@ def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) 
     Source: torch/csrc/cuda/comm.cpp (gather), torch 2.6 to 2.15.
     """
     if len(tensors) != 1:
-        _refuse("torch.nn.parallel.comm.gather")
+        refuse("torch.nn.parallel.comm.gather", _WHY)
     part = tensors[0]
     gpu = torch.cuda.current_device() if destination is None else destination
     device = torch.device("cpu") if gpu == -1 else torch.device("cuda", gpu)
@@ -96,15 +94,14 @@ def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) 
 
 def _reduce(name: str, reduce: Callable[..., Any], inputs: Any, *args: Any, **options: Any) -> Any:
     if any(raw.is_on_device(tensor) for tensor in raw.tensors_in(inputs)):
-        _refuse(f"torch.nn.parallel.comm.{name}")
+        refuse(f"torch.nn.parallel.comm.{name}", _WHY)
     return reduce(inputs, *args, **options)
 
 
-def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
-    raise UnsupportedOperatorError(
-        f"{name} at {user_line()} copies between GPUs in code of its own, which a simulated GPU "
-        'does not have: test the model on one GPU, or place its parts with .to("cuda:1")'
-    )
+_WHY = (
+    "copies between GPUs in code of its own, which a simulated GPU "
+    'does not have: test the model on one GPU, or place its parts with .to("cuda:1")'
+)
 
 
 def _copying(machine: SimulatedMachine) -> Callable[..., torch.Tensor]:

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.callsite import refuse
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _device: Any = vars(torch._C.StorageBase)["device"]
 _resize: Any = torch.UntypedStorage.resize_
@@ -102,4 +101,4 @@ def _guarded(
             return method(known, *args, **options)
     elif name == "is_shared" or storage._cdata not in machine.storages.unknown_on_cpu:
         return method(storage, *args, **options)
-    raise UnsupportedOperatorError(f"torch.UntypedStorage.{name} at {user_line()} {_WHY[name]}")
+    return refuse(f"torch.UntypedStorage.{name}", _WHY[name])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
@@ -52,7 +53,7 @@ class SimulatedEvent:
         self._device: int | None = None
         self._is_recorded = False
         self.moment = 0.0
-        """The time when the work before it is done, on the clock of the streams."""
+        """The host's time when it was recorded."""
         self.marks: Marks = {}
         self.capture: Capture | None = None
 
@@ -78,26 +79,22 @@ class SimulatedEvent:
         self._is_recorded = True
         self.marks = streams.timeline.mark(key)
         self.capture = streams.captures.get(key)
-        self.moment = streams.clock.end(key)
+        self.moment = time.perf_counter()
 
     def query(self) -> bool:
         """Return whether the event is complete, as the host then has seen."""
-        if not self._machine.streams.clock.is_over(self.moment):
-            return False
         self.synchronize()
         return True
 
     def wait(self, stream: Any = None) -> None:
         if self._is_recorded:
-            key = self._key(stream)
-            self._machine.streams.waits(key, self.marks, self.moment, self.capture)
+            self._machine.streams.waits(self._key(stream), self.marks, self.capture)
 
     def synchronize(self) -> None:
         streams = self._machine.streams
         if self.capture is not None and self.capture.under_way:
             self.capture.valid = False
             raise cuda_error("operation not permitted when stream is capturing")
-        streams.clock.wait_for(self.moment)
         streams.timeline.finish(self.marks)
 
     def elapsed_time(self, end_event: SimulatedEvent) -> float:
@@ -106,8 +103,6 @@ class SimulatedEvent:
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if not (self._is_recorded and end_event._is_recorded):
             raise ValueError("Both events must be recorded before calculating elapsed time.")
-        if not self._machine.streams.clock.is_over(max(self.moment, end_event.moment)):
-            raise cuda_error("device not ready")
         return (end_event.moment - self.moment) * 1000
 
     def _key(self, stream: Any) -> StreamKey:
@@ -215,9 +210,6 @@ class SimulatedStream:
 
     def query(self) -> bool:
         """Return whether all work is done, as the host then has seen."""
-        clock = self._machine.streams.clock
-        if not clock.is_over(clock.end(self._key)):
-            return False
         self.synchronize()
         return True
 
@@ -227,7 +219,6 @@ class SimulatedStream:
     def synchronize(self) -> None:
         streams = self._machine.streams
         streams.refuse_in_capture(self._key)
-        streams.clock.wait_for(streams.clock.end(self._key))
         streams.timeline.finish_stream(self._key)
 
     def wait_stream(self, stream: Any) -> None:
@@ -305,7 +296,7 @@ def _add_functions(
         "_cuda_setStream": set_stream,
         "_cuda_isCurrentStreamCapturing": lambda: streams.is_capturing(machine.current_index),
         "_cuda_synchronize": lambda: streams.synchronize(machine.current_index),
-        "_cuda_sleep": lambda cycles: streams.sleep(machine.current_index, cycles),
+        "_cuda_sleep": lambda cycles: None,
         "_cuda_get_sync_debug_mode": lambda: streams.sync_debug_mode,
         "_cuda_set_sync_debug_mode": set_debug_mode,
         "_accelerator_getStream": lambda index: stream_type(

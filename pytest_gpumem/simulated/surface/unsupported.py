@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch._higher_order_ops.flex_attention
@@ -17,12 +17,11 @@ import torch.utils.dlpack
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.callsite import refuse, refusing
 from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.extensions import jiterated
-from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 MOST_LOOKED_AT = 8
 """Items of a list whose device is looked up: all of them are on one device."""
@@ -53,17 +52,17 @@ _WITHOUT_DEVICE = frozenset(
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace functions that would abort, crash or complain of a missing driver."""
-    patches.add(torch.export, "export", _refusing("torch.export.export", _NEEDS_DEVICE))
+    patches.add(torch.export, "export", refusing("torch.export.export", _NEEDS_DEVICE))
     # Modules make such functions while they are imported, torch's own helpers of tests too.
     patches.add(torch.cuda.jiterator._JittedFunction, "__call__", jiterated)
     if hasattr(torch.cuda, "_compile_kernel"):  # came with 2.8
-        own = _refusing(
+        own = refusing(
             "torch.cuda._compile_kernel", "compiles a kernel, which no simulated GPU runs"
         )
         patches.add(torch.cuda, "_compile_kernel", own)
     for name in ("spawn", "start_processes"):
-        refuse = _refusing(f"torch.multiprocessing.{name}", _NEEDS_PROCESS)
-        patches.add(torch.multiprocessing, name, refuse)
+        own = refusing(f"torch.multiprocessing.{name}", _NEEDS_PROCESS)
+        patches.add(torch.multiprocessing, name, own)
     _refuse_layouts(patches)
     dlpack = torch.utils.dlpack
     for owner, name in ((torch.Tensor, "__dlpack__"), (dlpack, "to_dlpack")):
@@ -73,7 +72,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(torch.Tensor, name, property(described))
     if torch.__version__ < FOLLOWED_SINCE:
         # Called for gradients only: it traces the score function with a mode that has a device.
-        with_gradients = _refusing(
+        with_gradients = refusing(
             "flex_attention with gradients",
             "traces its score function, which a simulated GPU follows since torch "
             f"{FOLLOWED_SINCE}",
@@ -96,7 +95,7 @@ def _refuse_driver_functions(patches: Patches) -> None:
             and not name.startswith("_cuda_tunableop_")
             and not isinstance(getattr(torch._C, name), type)
         ):
-            patches.add(torch._C, name, _refusing(f"torch._C.{name}", _NEEDS_DEVICE))
+            patches.add(torch._C, name, refusing(f"torch._C.{name}", _NEEDS_DEVICE))
 
 
 def _with_rule(mode: type, dispatch: Any, operator: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -105,13 +104,6 @@ def _with_rule(mode: type, dispatch: Any, operator: Any, /, *args: Any, **kwargs
 
     operator.python_key_table.setdefault(mode, rule)
     return dispatch(operator, *args, **kwargs)
-
-
-def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise UnsupportedOperatorError(f"{name} at {user_line()} {why}")
-
-    return refuse
 
 
 def _refuse_layouts(patches: Patches) -> None:
@@ -126,11 +118,9 @@ def _refuse_layouts(patches: Patches) -> None:
 
 
 def _elsewhere(name: str, why: str) -> Callable[..., Any]:
-    refuse = _refusing(f"torch.{name}", f"on a GPU {why}")
-
     def call(make: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if options.get("layout") is not torch.jagged and _is_on_gpu((args, options)):
-            refuse()
+            refuse(f"torch.{name}", f"on a GPU {why}")
         return make(*args, **options)
 
     return call
@@ -146,12 +136,11 @@ def _is_on_gpu(value: Any) -> bool:
 
 
 def _of_gpu(machine: SimulatedMachine, name: str) -> Callable[..., Any]:
-    refuse = _refusing(f"Tensor.{name}", _NEEDS_MEMORY)
     is_on_host = machine.storages.is_unknown_on_cpu
 
     def call(method: Any, tensor: torch.Tensor, /, *args: Any, **options: Any) -> Any:
         if tensor.is_cuda or is_on_host(tensor):
-            refuse()
+            refuse(f"Tensor.{name}", _NEEDS_MEMORY)
         return method(tensor, *args, **options)
 
     return call

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.simulated.common.late_imports import LateImports, StandIn
+from pytest_gpumem.simulated.common.late_imports import StandIn, imported_unpatched
 
 PACKAGE = {
     "__init__.py": "import slow.part, slow.strict\nsize = 3\nstate = slow.part.state",
@@ -67,7 +67,7 @@ def slow_kept_out() -> Iterator[StandIn]:
         return "answered" if asking.f_code is ask_for_size.__code__ else None
 
     stand_in = StandIn("slow", answers, unpatched)
-    with stand_in.in_place(), LateImports("slow", unpatched).watched():
+    with stand_in.in_place(), imported_unpatched("slow", unpatched):
         yield stand_in
 
 
@@ -100,7 +100,7 @@ def test_who_needs_more_gets_the_real_module_imported_alone(statement: str) -> N
 @pytest.mark.usefixtures("project")
 def test_a_part_may_see_what_is_replaced() -> None:
     stand_in = StandIn("slow", lambda name, asking: None, unpatched)
-    with stand_in.in_place(), LateImports("slow", unpatched, but=("slow.other",)).watched():
+    with stand_in.in_place(), imported_unpatched("slow", unpatched, but=("slow.other",)):
         other: Any = importlib.import_module("slow.other")
         part: Any = importlib.import_module("slow.part")
     assert (other.state, part.state) == (True, False)

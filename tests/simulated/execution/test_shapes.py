@@ -185,17 +185,6 @@ def test_what_is_made_like_a_tensor_is_made_again(
     assert run.count(name) == 1
 
 
-def test_one_size_tells_all_others_where_elements_are_computed_by_themselves(
-    run: list[str],
-) -> None:
-    with simulate("T4"):
-        for size in ((4, 6), (1, 5), (7,)):
-            x = torch.ones(size, device="cuda")
-            assert (x.exp() > 2).shape == size
-            assert x.mul_(x) is x
-        assert (run.count("exp"), run.count("gt"), run.count("mul_")) == (1, 1, 1)
-
-
 BY_ELEMENT: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda x, y: x.exp(),
     lambda x, y: x + y,

@@ -35,7 +35,6 @@ def message(operation: Operation, other: str, **options: Any) -> str:
         (lambda x, y: F.layer_norm(x, (4,), y[0]), "weight of aten::native_layer_norm"),
         (lambda x, y: F.cross_entropy(x, y[0].long()), "target of aten::nll_loss_forward"),
         (lambda x, y: torch.clamp(x, y, y), "min of aten::clamp"),
-        (lambda x, y: torch.clamp(x, y[0, 0]), "min of aten::clamp"),
         (lambda x, y: x + y, "other of aten::add"),
         (lambda x, y: y + x, "self of aten::add"),
         (lambda x, y: x.add_(y), "other of aten::add"),

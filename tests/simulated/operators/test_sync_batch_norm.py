@@ -7,6 +7,7 @@ import torch
 
 from pytest_gpumem import simulate
 from pytest_gpumem.simulated.simulation import SimulatedGPU
+from pytest_gpumem.values.errors import UnknownValueError
 
 
 def allocations(gpu: object, before: int) -> list[int]:
@@ -59,60 +60,12 @@ class TestAllocations:
             assert [result is not None for result in results].count(True) == made
 
 
-def test_values_are_those_of_a_batch_norm_over_all_samples() -> None:
-    torch.manual_seed(0)
-    parts = [torch.rand(4, 3, 5, 5, dtype=torch.float64) for _ in range(2)]
-    gradients = [torch.rand(4, 3, 5, 5, dtype=torch.float64) for _ in range(2)]
-    weight = torch.rand(3, dtype=torch.float64)
-    whole = torch.cat(parts).requires_grad_()
-    scale = weight.clone().requires_grad_()
-    running_mean, running_var = torch.zeros(3).double(), torch.ones(3).double()
-    expected = torch.nn.functional.batch_norm(
-        whole, running_mean, running_var, scale, None, training=True
-    )
-    expected.backward(torch.cat(gradients))
-    assert whole.grad is not None
-    assert scale.grad is not None
-
+def test_values_are_unknown() -> None:
     with simulate("T4", real_values=True):
-        inputs = [part.cuda() for part in parts]
-        stats = [torch.batch_norm_stats(one, 1e-5) for one in inputs]
-        means, invstds = (torch.stack(each) for each in zip(*stats, strict=True))
-        mean_of_all, var_of_all = torch.zeros(3).double().cuda(), torch.ones(3).double().cuda()
-        mean, invstd = torch.batch_norm_gather_stats(
-            inputs[0], means, invstds, mean_of_all, var_of_all, 0.1, 1e-5, 100
-        )
-        outputs = [
-            torch.batch_norm_elemt(one, weight.cuda(), None, mean, invstd, 1e-5) for one in inputs
-        ]
-        sums = [
-            torch.batch_norm_backward_reduce(
-                gradient.cuda(), one, mean, invstd, weight.cuda(), True, True, True
-            )
-            for gradient, one in zip(gradients, inputs, strict=True)
-        ]
-        sum_dy, sum_dy_xmu, grad_weight, _ = (sum(each) for each in zip(*sums, strict=True))
-        counts = torch.tensor([100, 100], dtype=torch.int32).cuda()
-        grad_inputs = [
-            torch.batch_norm_backward_elemt(
-                gradient.cuda(), one, mean, invstd, weight.cuda(), sum_dy, sum_dy_xmu, counts
-            )
-            for gradient, one in zip(gradients, inputs, strict=True)
-        ]
-        torch.testing.assert_close(torch.cat(outputs).cpu(), expected.detach())
-        torch.testing.assert_close(torch.cat(grad_inputs).cpu(), whole.grad)
-        torch.testing.assert_close(grad_weight.cpu(), scale.grad)
-        torch.testing.assert_close(mean_of_all.cpu(), running_mean)
-        torch.testing.assert_close(var_of_all.cpu(), running_var)
-
-
-def test_statistics_are_gathered_without_running_ones() -> None:
-    with simulate("T4", real_values=True):
-        ones = torch.ones(2, 3, device="cuda")
-        x = torch.rand(1, 3, 3, 3, device="cuda")
-        mean, invstd = torch.batch_norm_gather_stats(x, ones, ones, None, None, 0.1, 1e-5, 2)
-        torch.testing.assert_close(mean.cpu(), torch.ones(3))
-        torch.testing.assert_close(invstd.cpu(), torch.ones(3))
+        mean, _ = torch.batch_norm_stats(torch.ones(4, 3, 5, 5, device="cuda"), 1e-5)
+        assert mean.shape == (3,)
+        with pytest.raises(UnknownValueError, match="batch_norm_stats"):
+            mean.sum().item()
 
 
 class TestConvolutionsByName:
@@ -140,20 +93,3 @@ class TestConvolutionsByName:
                 ]
 
         assert run("cudnn_convolution") == run("cudnn_convolution_relu") == run("conv2d")
-
-    def test_values(self) -> None:
-        x, weight, bias = torch.rand(2, 4, 8, 8), torch.rand(6, 4, 3, 3), torch.rand(6)
-        padding, stride, dilation = self.PLAIN
-        expected = torch.conv2d(x, weight, bias, stride, padding, dilation)
-        z = -2 * expected
-        back = torch.conv_transpose2d(expected, weight, None, stride, padding, (1, 1))
-        with simulate("T4", real_values=True):
-            gpu = [one.cuda() for one in (x, weight, bias, z, expected)]
-            fused = torch.cudnn_convolution_add_relu(
-                gpu[0], gpu[1], gpu[3], 0.25, gpu[2], stride, padding, dilation, 1
-            )
-            transposed = torch.cudnn_convolution_transpose(
-                gpu[4], gpu[1], padding, (1, 1), stride, dilation, 1, False, False, True
-            )
-            torch.testing.assert_close(fused.cpu(), (expected / 2).relu())
-            torch.testing.assert_close(transposed.cpu(), back)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pytest_gpumem import simulate
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 
 def test_events_and_blocks_carry_their_frames() -> None:
@@ -201,6 +202,12 @@ def test_what_cannot_be_recorded_is_refused_in_torchs_words(
         RECORD(**options)
 
 
+def test_arguments_of_torch_2_0_are_refused() -> None:
+    record: Any = torch.cuda.memory._record_memory_history
+    with simulate("T4"), pytest.raises(UnsupportedOperatorError, match="record with 'all'"):
+        record(True)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_scripted_functions_are_named() -> None:
     scripted = torch.jit.CompilationUnit(
@@ -218,14 +225,13 @@ _PARAMETERS = inspect.signature(torch.cuda.memory._record_memory_history).parame
 
 
 @pytest.mark.skipif("record_cuda" not in _PARAMETERS, reason="came with torch 2.15")
-@pytest.mark.parametrize("enabled", ["all", True])
-def test_recording_without_the_device_allocator_is_off(enabled: Any) -> None:
+def test_recording_without_the_device_allocator_is_off() -> None:
     """As seen of torch 2.15.0+cu132: what was recorded goes, and nothing more is recorded."""
     record = torch.cuda.memory._record_memory_history
     with simulate("T4"):
         record(context=None)
         one = torch.ones(512, device="cuda")
-        record(enabled, record_cuda=False, record_pinned_host_memory=True)
+        record(record_cuda=False, record_pinned_host_memory=True)
         two = torch.ones(512, device="cuda")
         assert snapshot_events() == []
         record()

@@ -146,32 +146,36 @@ def _backward(
 
 # Packed sequences, and attention as xformers calls it: (batch, positions, heads, head size).
 
+Bias = Callable[[int, Tensor, Tensor], Tensor | None]
+"""(index of the sequence, its queries, its keys) -> what is added to scores."""
 
-def _packed_forward(
+
+def packed_forward(
     query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Tensor | None, Tensor | None],
-    dropout: float, mask: int, scale: float | None, bias: Tensor | None,
+    dropout: float, mask: int, scale: float | None, bias: Bias,
 ) -> tuple[Tensor, list[Tensor], int]:  # fmt: skip
     """Return the output, the logarithm of each row's sum by sequence, and the dropout's seed."""
     seed = int(torch.randint(2**31, (), device="cpu")) if dropout else 0
     out = torch.zeros_like(query[..., :1]).expand(*query.shape[:-1], value.shape[-1]).clone()
     totals = []
-    for q, k, v, o in _sequences(lengths, query, key, value, out):
-        computed, total = _attention(q, k, v, bias, mask, dropout, scale, seed)
+    for at, (q, k, v, o) in enumerate(_sequences(lengths, query, key, value, out)):
+        computed, total = _attention(q, k, v, bias(at, q, k), mask, dropout, scale, seed)
         o.copy_(computed)
         totals.append(total)
     return out, totals, seed
 
 
-def _packed_backward(
+def packed_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor,
     lengths: tuple[Tensor | None, Tensor | None], seed: Tensor, dropout: float, mask: int,
-    scale: float | None, bias: Tensor | None,
+    scale: float | None, bias: Bias,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients by queries, keys and values, and the last sequence's by its bias."""
     results = [torch.zeros_like(one) for one in (query, key, value)]
     by_bias: Any = UNREAD
     parts = _sequences(lengths, query, key, value, results[0], results[1], results[2], gradient)
-    for q, k, v, by_q, by_k, by_v, g in parts:
-        *found, by_bias = _gradients(g, q, k, v, bias, mask, dropout, scale, seed)
+    for at, (q, k, v, by_q, by_k, by_v, g) in enumerate(parts):
+        *found, by_bias = _gradients(g, q, k, v, bias(at, q, k), mask, dropout, scale, seed)
         for target, computed in zip((by_q, by_k, by_v), found, strict=True):
             target.copy_(computed)
     return results[0], results[1], results[2], by_bias
@@ -212,7 +216,8 @@ def _packed_flash(
     _only(debug_mask=return_debug_mask or None, **others)
     mask = _FROM_BOTTOM_RIGHT if is_causal else 0
     lengths = cum_seq_q, cum_seq_k
-    out, totals, seed = _packed_forward(query, key, value, lengths, dropout_p, mask, scale, None)
+    given = query, key, value, lengths, dropout_p, mask, scale
+    out, totals, seed = packed_forward(*given, lambda *_: None)
     if cum_seq_q is None:
         total = totals[0]
     elif _pads_sums():
@@ -243,8 +248,8 @@ def _packed_flash_backward(
     _only(**others)
     mask = _FROM_BOTTOM_RIGHT if is_causal else 0
     lengths = cum_seq_q, cum_seq_k
-    given = query, key, value, lengths, rng_state, dropout_p, mask, scale, None
-    return _packed_backward(grad_out, *given)[:3]
+    given = query, key, value, lengths, rng_state, dropout_p, mask, scale
+    return packed_backward(grad_out, *given, lambda *_: None)[:3]
 
 
 def _packed_efficient(
@@ -255,8 +260,8 @@ def _packed_efficient(
 ) -> Any:  # fmt: skip
     _only(bias=None if cu_seqlens_q is None else bias, **others)
     lengths = cu_seqlens_q, cu_seqlens_k
-    out, totals, seed = _packed_forward(
-        query, key, value, lengths, dropout_p, custom_mask_type, scale, bias
+    out, totals, seed = packed_forward(
+        query, key, value, lengths, dropout_p, custom_mask_type, scale, lambda *_: bias
     )
     longest = (query.shape[1], key.shape[1])
     if cu_seqlens_q is not None:
@@ -276,9 +281,8 @@ def _packed_efficient_backward(
 ) -> Any:  # fmt: skip
     _only(bias=None if cu_seqlens_q is None else bias, **others)
     lengths = cu_seqlens_q, cu_seqlens_k
-    *gradients, by_bias = _packed_backward(
-        grad_out_, query, key, value, lengths, philox_seed, dropout_p, custom_mask_type, scale, bias
-    )
+    given = query, key, value, lengths, philox_seed, dropout_p, custom_mask_type, scale
+    *gradients, by_bias = packed_backward(grad_out_, *given, lambda *_: bias)
     return *gradients, by_bias if bias_requires_grad else UNREAD
 
 
