@@ -203,13 +203,12 @@ class Conclusion:
         targets = [one for one in self._settings.reports if results.by_run or not one.unasked]
         if not targets:
             return
-        from pytest_gpumem.report.json_report import thin
         from pytest_gpumem.report.record import ReportedRun
         from pytest_gpumem.report.written import write
 
         device = self._config.getoption("gpumem_device", None)
         run = ReportedRun(
-            thin(results.records),
+            results.records,
             root=self._config.rootpath,
             lines=results.lines,
             skipped=results.unsimulated,
