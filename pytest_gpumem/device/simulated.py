@@ -20,7 +20,8 @@ from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
 from pytest_gpumem.sharing.admission import FailedAllocation
 from pytest_gpumem.sharing.devices import CandidateDevice, SharedSimulatedDevice, take_place
 from pytest_gpumem.simulated.common.callsite import running
-from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
+from pytest_gpumem.simulated.distributed.nccl import sentence
+from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_machine
 from pytest_gpumem.simulated.machine.machine import SetupLog
 from pytest_gpumem.simulated.machine.values.work import Work
 from pytest_gpumem.simulated.simulation import SimulatedGPU
@@ -46,7 +47,7 @@ class SimulatedDevice(ComputingDevice):
 
     def __init__(
         self,
-        name: str | Machine,
+        name: str | GpuModel | Machine,
         *,
         real_values: bool = False,
         stand_ins: bool = True,
@@ -279,6 +280,11 @@ class SimulatedDevice(ComputingDevice):
     @property
     def work(self) -> Work:
         return self._simulation.values.work
+
+    @property
+    def nccl(self) -> str:
+        """The sentence that estimates NCCL's memory beside all numbers; may be empty."""
+        return sentence(self._simulation.communicators.values())
 
     def note(self, sentence: str) -> None:
         self._simulation.note(sentence)
