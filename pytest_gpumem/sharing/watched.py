@@ -1,4 +1,4 @@
-"""The state of pytest runs for ``gpumem gpus --watch``: each one's test, and the last one's peak."""
+"""What pytest runs do, for ``gpumem gpus --watch``: each one's test, and the last one's peak."""
 
 from __future__ import annotations
 
