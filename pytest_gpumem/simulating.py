@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from pytest_gpumem.allocator.snapshot import snapshot
 from pytest_gpumem.attribution.composition import Composition, compositions
 from pytest_gpumem.dry import scope
-from pytest_gpumem.garbage import clear_frames_of_imports
-from pytest_gpumem.gc_schedule import Collector
+from pytest_gpumem.garbage import Collector, clear_frames_of_imports
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import PeakRecorder
 from pytest_gpumem.measurement.phases import PhaseTracker
@@ -194,7 +193,7 @@ def simulate(
     ``compile`` selects the treatment of compiled code: ``"auto"`` follows Inductor and runs eagerly
     code that cannot be followed, ``"always"`` refuses that, ``"eager"`` compiles nothing.
     Python's garbage collector runs at times that depend on the GPU, as in a measured test: see
-    :mod:`pytest_gpumem.gc_schedule`.
+    :mod:`pytest_gpumem.garbage`.
     With a ``world_size`` the process is ``rank`` of so many, ``torch.distributed`` is initialised,
     and the run is that of the rank's own GPU; other ranks do not run. Such machines have as many
     GPUs as ``model`` states, without a star up to eight. Without one, a process that torchrun has

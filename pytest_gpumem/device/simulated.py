@@ -13,8 +13,7 @@ from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_
 from pytest_gpumem.device.quota import failed_allocations, inherited
 from pytest_gpumem.device.random_numbers import seeded_generators
 from pytest_gpumem.dry import scope
-from pytest_gpumem.garbage import clear_frames_of_imports
-from pytest_gpumem.gc_schedule import Collector
+from pytest_gpumem.garbage import Collector, clear_frames_of_imports
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
 from pytest_gpumem.sharing.admission import FailedAllocation
