@@ -15,7 +15,7 @@ from pytest_gpumem.device.random_numbers import seeded_generators
 from pytest_gpumem.dry import scope
 from pytest_gpumem.garbage import Collector, clear_frames_of_imports
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
-from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
+from pytest_gpumem.measurement.statistics import Block, Bytes
 from pytest_gpumem.sharing.admission import FailedAllocation
 from pytest_gpumem.sharing.devices import CandidateDevice, SharedSimulatedDevice, take_place
 from pytest_gpumem.simulated.common.callsite import running
@@ -100,7 +100,7 @@ class SimulatedDevice(ComputingDevice):
         return events_hash(self._own)
 
     @property
-    def recorder(self) -> Recorder:
+    def recorder(self) -> SimulatedRecorder:
         return SimulatedRecorder(self._simulation)
 
     def workspaces(self) -> frozenset[Block]:

@@ -28,8 +28,8 @@ from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import PeakRecorder
 from pytest_gpumem.measurement.nvml import NvmlAbsent, read_device
 from pytest_gpumem.measurement.phases import PhaseTracker, position_on
-from pytest_gpumem.measurement.recorded import RecordedHistory
-from pytest_gpumem.measurement.statistics import CudaStatistics, Recorder
+from pytest_gpumem.measurement.recorded import RecordedHistory, Recorder
+from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.prediction.function import on_device
 from pytest_gpumem.values.serialization import Plain
 
