@@ -98,6 +98,11 @@ def on_device(
             return found
         if error is not None:
             clear_frames(error.__traceback__)
+        if level is ValueLevel.ALL and computing and computing.work.seconds > VALUES_LIMIT:
+            raise WorkLimitError(
+                f"{reason}; and computing values on the CPU takes at least "
+                f"{computing.work.seconds:,.0f} s, more than {VALUES_LIMIT:g} s"
+            ) from error
         computed = level
 
 

@@ -136,6 +136,7 @@ def test_tests_that_cannot_be_predicted(tests: Command, name: str, sentence: str
     ("target", "sentence"),
     [
         ("net.py:broken", "net.py:broken raised RuntimeError"),
+        ("net.py:costly_value", "; and computing values on the CPU takes at least "),
         ("net.py:needs", "cannot be called without arguments"),
         ("absent.py:f", "there is no file absent.py"),
         ("net", "'net' is not a target; write module:function, path.py:function or path.py::test"),
