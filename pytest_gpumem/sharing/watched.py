@@ -1,4 +1,4 @@
-"""What pytest runs do, for ``gpumem gpus --watch``: each one's test, and the last one's peak."""
+"""The state of pytest runs for ``gpumem gpus --watch``: each test, and the last one's peak."""
 
 from __future__ import annotations
 
