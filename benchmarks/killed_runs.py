@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from pytest_gpumem.baseline.locks import FOLDER
 from pytest_gpumem.sharing.ledger import Ledger
 
 TESTS = """
@@ -126,7 +127,7 @@ class Campaign:
         files = [path for path in (self._folder / "baselines").rglob("*") if path.is_file()]
         for path in files:
             if path.suffix != ".json":
-                self.found["litter"] += ".gitignore" not in path.name and not is_lock(path)
+                self.found["litter"] += path.parent.name != FOLDER
                 continue
             try:
                 tests = json.loads(path.read_text())["tests"]
@@ -150,11 +151,6 @@ class Campaign:
             return process.cwd() == str(self._folder)
         except psutil.Error:
             return False
-
-
-def is_lock(path: Path) -> bool:
-    """Whether ``path`` is a lock's file, which stays where nobody holds it."""
-    return path.suffix == ".lock"
 
 
 def main() -> int:

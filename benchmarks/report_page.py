@@ -21,9 +21,10 @@ sys.path.insert(0, str(REPOSITORY))
 from pytest_gpumem.allocator import Allocator  # noqa: E402
 from pytest_gpumem.allocator.replay import replay  # noqa: E402
 from pytest_gpumem.attribution.history import CATEGORIES  # noqa: E402
+from pytest_gpumem.attribution.timeline import BUCKETS  # noqa: E402
 from pytest_gpumem.report.html.page import write_html, write_recording  # noqa: E402
 from pytest_gpumem.report.html.recording import Watchers  # noqa: E402
-from pytest_gpumem.report.json_report import thin, write_report  # noqa: E402
+from pytest_gpumem.report.json_report import write_report  # noqa: E402
 from pytest_gpumem.report.record import TestRecord  # noqa: E402
 from tests.report.example_run import MIB, failing, measured, record, verdict  # noqa: E402
 from tests.report.html import chromium  # noqa: E402
@@ -77,10 +78,10 @@ def records() -> Iterator[TestRecord]:
 
 
 def _timeline(draw: random.Random, peak: int) -> dict[str, Any]:
-    count = 400
+    count = 2 * BUCKETS
     return {
         "events": 50_000,
-        "positions": [number * 125 for number in range(count)],
+        "positions": [number * 50_000 // count for number in range(count)],
         "categories": {name: [draw.randint(0, peak) for _ in range(count)] for name in CATEGORIES},
         "places": [f"model.py:{line} torch.mm" for line in range(LINES)],
         "blocks": [[draw.randrange(LINES), 512] for _ in range(count)],
@@ -134,9 +135,8 @@ def main() -> None:
 def _tests(browser: Any, folder: Path) -> None:
     every = list(records())
     begin = time.perf_counter()
-    kept = thin(every)
-    page = write_html(folder / "tests.html", kept)
-    report = write_report(folder / "tests.json", kept)
+    page = write_html(folder / "tests.html", every)
+    report = write_report(folder / "tests.json", every)
     print(
         f"\n{TESTS + 1:,} tests with time lines: page {page.stat().st_size / MIB:.1f} MiB, JSON "
         f"{report.stat().st_size / MIB:.1f} MiB, written in {time.perf_counter() - begin:.1f} s"

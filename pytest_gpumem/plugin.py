@@ -29,7 +29,7 @@ from pytest_gpumem.session.session import GpumemSession
 if TYPE_CHECKING:
     from _pytest.fixtures import FixtureDef
 
-    from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
+    from pytest_gpumem.session.fixture import Gpumem
 
 SESSION = pytest.StashKey[GpumemSession]()
 
@@ -305,6 +305,6 @@ class MoreHooks:
 
 
 @pytest.fixture
-def gpumem(request: pytest.FixtureRequest) -> Gpumem | IdleGpumem:
+def gpumem(request: pytest.FixtureRequest) -> Gpumem:
     """The phases, device and numbers of the test's GPU memory."""
     return request.config.stash[SESSION].fixture()

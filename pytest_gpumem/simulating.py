@@ -9,12 +9,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pytest_gpumem.allocator.snapshot import snapshot
-from pytest_gpumem.attribution.composition import Composition, compositions
 from pytest_gpumem.dry import scope
-from pytest_gpumem.garbage import clear_frames_of_imports
-from pytest_gpumem.gc_schedule import Collector
-from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
-from pytest_gpumem.measurement.composition import PeakRecorder
+from pytest_gpumem.garbage import Collector, clear_frames_of_imports
 from pytest_gpumem.measurement.phases import PhaseTracker
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block, Bytes, CudaStatistics, Readings
@@ -130,26 +126,6 @@ class SimulatedRun:
         """Name the phase of code inside; the numbers are in :attr:`phases` afterwards."""
         return self._tracker.window(name)
 
-    def finding_phases(self) -> AbstractContextManager[None]:
-        """Find the phases forward, backward and step inside, as in a measured test."""
-        return AutomaticPhases(self._tracker).watching()
-
-    @contextmanager
-    def composing(self, name: str, root: str) -> Iterator[dict[str, Composition]]:
-        """Find phases inside, and name all of it ``name``.
-
-        The yielded mapping has the compositions at the phases' peaks afterwards, by name. Source
-        paths are relative to the folder ``root``.
-        """
-        account = PeakRecorder(SimulatedRecorder(self._gpu.simulation), root)
-        account.begin((), None)
-        found: dict[str, Composition] = {}
-        with self.phase(name), AutomaticPhases(self._tracker, account.observer).watching():
-            yield found
-        account.end()
-        workspaces = workspaces_of(self._gpu)
-        found.update(compositions(account.history(self._gpu.index, self._tracker, workspaces)))
-
     def snapshot(self) -> dict[str, Any]:
         """Return all GPUs' state in the form of ``torch.cuda.memory._snapshot()``."""
         return snapshot([gpu.allocator for gpu in self._gpu.simulation.gpus])
@@ -194,7 +170,7 @@ def simulate(
     ``compile`` selects the treatment of compiled code: ``"auto"`` follows Inductor and runs eagerly
     code that cannot be followed, ``"always"`` refuses that, ``"eager"`` compiles nothing.
     Python's garbage collector runs at times that depend on the GPU, as in a measured test: see
-    :mod:`pytest_gpumem.gc_schedule`.
+    :mod:`pytest_gpumem.garbage`.
     With a ``world_size`` the process is ``rank`` of so many, ``torch.distributed`` is initialised,
     and the run is that of the rank's own GPU; other ranks do not run. Such machines have as many
     GPUs as ``model`` states, without a star up to eight. Without one, a process that torchrun has

@@ -61,7 +61,7 @@ _OF_EVERY_RUN = """
     sqlite3 filelock pytest_gpumem.device.simulated
     pytest_gpumem.baseline.collected
     pytest_gpumem.report.failures pytest_gpumem.report.header pytest_gpumem.report.remarks
-    pytest_gpumem.report.record pytest_gpumem.report.terminal pytest_gpumem.report.written
+    pytest_gpumem.report.record pytest_gpumem.report.terminal
     pytest_gpumem.session.lifecycle pytest_gpumem.session.conclusion
     pytest_gpumem.session.used_fixtures pytest_gpumem.session.prepare
     pytest_gpumem.session.hooks pytest_gpumem.session.item

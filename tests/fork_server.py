@@ -43,7 +43,6 @@ REWRITTEN = (
     *("pytest_gpumem.device.device", "pytest_gpumem.device.simulated"),
     "pytest_gpumem.baseline.collected",
     *("pytest_gpumem.report.header", "pytest_gpumem.report.record"),
-    *("pytest_gpumem.report.written", "pytest_gpumem.session.lifecycle"),
     *("pytest_gpumem.session.lifecycle", "pytest_gpumem.session.hooks"),
     *("pytest_gpumem.session.hosts", "pytest_gpumem.session.isolated"),
     *("pytest_gpumem.session.item", "pytest_gpumem.sharing.learned"),

@@ -15,9 +15,9 @@ from examples.cnn_memory.models import (
     separable_convolution,
     train_alexnet,
 )
+from pytest_gpumem.prediction.function import predict
 from pytest_gpumem.prediction.layers import Layer, layers_of
 from pytest_gpumem.prediction.lines import lines_of
-from pytest_gpumem.prediction.simulated import predict
 
 # Parameters and FLOPs of one image: a multiplication and an addition count as two.
 ALEXNET = {

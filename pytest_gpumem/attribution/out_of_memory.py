@@ -9,7 +9,8 @@ from typing import Any
 
 from pytest_gpumem.allocator.recording import SnapshotError
 from pytest_gpumem.attribution.composition import Site
-from pytest_gpumem.attribution.history import PARAMETERS, SUPPLY
+from pytest_gpumem.attribution.explanation import explanation_lines
+from pytest_gpumem.attribution.history import SUPPLY
 from pytest_gpumem.simulated.gpu.replay import replay
 from pytest_gpumem.sizes import format_size
 
@@ -20,8 +21,6 @@ REMEDIES = (
     "garbage_collection_threshold:0.8",
 )
 """Settings of PYTORCH_CUDA_ALLOC_CONF that are tried, in the order of recommendation."""
-
-SHOWN_HOLDERS = 8
 
 Json = Mapping[str, Any]
 
@@ -111,25 +110,9 @@ class OutOfMemory:
             self.sentence,
             f"  {format_size(self.allocated)} allocated, {unused} reserved and not allocated, "
             f"{outside} held outside PyTorch",
-            *self._holder_lines(),
+            *explanation_lines([site.to_dict() for site in self.holders], signed=False),
             f"  {remedy}",
         ]
-
-    def _holder_lines(self) -> list[str]:
-        rows = []
-        for site in self.holders[:SHOWN_HOLDERS]:
-            module = site.module if site.category == PARAMETERS else None
-            name = module or site.operator or ""
-            rows.append((format_size(site.bytes), site.category, site.site or "", name))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            f"  {size:>{widths[0]}}  {kind:<{widths[1]}}  {place:<{widths[2]}}  {name}".rstrip()
-            for size, kind, place, name in rows
-        ]
-        if rest := self.holders[SHOWN_HOLDERS:]:
-            total = sum(site.bytes for site in rest)
-            lines.append(f"  {format_size(total)} in {len(rest)} smaller sites")
-        return lines
 
 
 def post_mortem(

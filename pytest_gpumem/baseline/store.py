@@ -37,9 +37,6 @@ __all__ = [
     "split_nodeid",
 ]
 
-_ATTEMPTS = 5
-"""Attempts to write: another writer may remove the folder before this one's file is in it."""
-
 Edit = Callable[[MutableMapping[str, BaselineEntry]], object]
 """A function that edits a module's entries; called again if the file has changed since."""
 
@@ -120,9 +117,9 @@ class BaselineStore:
     def edit(self, environment: Environment, module: str, edit: Edit) -> Path | None:
         """Apply ``edit`` to the entries of a module as the file has them now, and write them.
 
-        Returns the file, ``None`` where nothing changed. The file is locked against other writers,
-        on this host and others. Atomic: a reader sees the old file or the new one, even if a
-        process is killed. Without tests the file is removed, with folders left empty.
+        Returns the file, ``None`` where nothing changed. Other writers wait, on this host and
+        others. Atomic: a reader sees the old file or the new one, even if a process is killed.
+        Without tests the file is removed, with folders left empty.
         """
         path = self.path(environment, module)
         self._loaded.pop(path, None)
@@ -135,13 +132,13 @@ class BaselineStore:
                 "itself in its place"
             )
         try:
-            with self._locks.holding(path) as draft:
+            with self._locks.holding() as draft:
                 if file_bytes(path) != before.content:
                     tests = _State(path, environment.key).edited(edit)
                 if tests is None:
                     return None
                 if tests:
-                    self._write(path, serialize(path, environment, tests), draft)
+                    replace_file(path, serialize(path, environment, tests), draft)
                 else:
                     self._remove(path)
                 return path
@@ -149,15 +146,6 @@ class BaselineStore:
             raise BaselineError(f"baseline {path} was not written: {error}") from error
         except OSError as error:
             raise unusable("written", path, error) from error
-
-    def _write(self, path: Path, content: bytes, draft: Path) -> None:
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                replace_file(path, content, draft)
-                return
-            except FileNotFoundError:
-                if attempt == _ATTEMPTS:
-                    raise
 
     def _path(self, key: str, module: str) -> Path:
         parts = PurePosixPath(module).parts
@@ -179,8 +167,7 @@ class BaselineStore:
         for folder in path.parents:
             if folder == self.root or any(folder.iterdir()):
                 return
-            with suppress(OSError):  # another writer has just put a file there
-                folder.rmdir()
+            folder.rmdir()
 
 
 class _State:

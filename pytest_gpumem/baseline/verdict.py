@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_gpumem.baseline.explanation import explanation_lines
+from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.quoting import quoted_for_shell
 from pytest_gpumem.sizes import (
     exactly,
@@ -290,7 +290,7 @@ def failure_text(
 
     ``update`` is the command line that records the test's numbers. The first statement has the
     lines that explain it; those of the others are shown if ``every`` is set. ``every`` and
-    ``width`` are those of :func:`~pytest_gpumem.baseline.explanation.explanation_lines`.
+    ``width`` are those of :func:`~pytest_gpumem.attribution.explanation.explanation_lines`.
     """
     verdicts = list(verdicts)
     lines = list(statement_lines(verdicts, every=every, width=width))

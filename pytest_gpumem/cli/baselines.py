@@ -11,8 +11,8 @@ from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.baseline.collected import Collected, GoneTests, function_of
-from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, read_folder, split_nodeid
 from pytest_gpumem.cli.command import (
     Answer,

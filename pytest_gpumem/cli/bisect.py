@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import explain
-from pytest_gpumem.baseline.explanation import explanation_lines
+from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.baseline.verdict import change_text
 from pytest_gpumem.cli.command import Answer, Command, argument, parsed
 from pytest_gpumem.option_values import DEFAULT_GPU

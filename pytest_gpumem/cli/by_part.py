@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -30,25 +31,30 @@ def run_by_line(arguments: argparse.Namespace, gpu: str) -> Answer:
     """Run the function; raises ``ValueError`` for bad input."""
     import torch
 
-    from pytest_gpumem.prediction.lines import MEASURED, lines_of, on_device
+    from pytest_gpumem.prediction.lines import lines_of
     from pytest_gpumem.values.errors import SimulationError
 
     text: str = arguments.target
     target = _target(text, gpu, "lines")
-    with on_device(gpu):
+    with _importing(gpu):
         followed = [_function(name) for name in arguments.function]
-    if gpu == MEASURED and not torch.cuda.is_available():
+    if gpu == CUDA and not torch.cuda.is_available():
         raise TargetError("torch sees no CUDA device; name a model to be simulated")
     with refusing(text, SimulationError, ValueError):
         found = lines_of(target, [_plain(text, target), *followed], gpu)
     return Answer(_line_lines(found, terminal_width()), lambda: [line.to_dict() for line in found])
 
 
+def _importing(gpu: str) -> AbstractContextManager[object]:
+    """Return a context in which a module's import finds a GPU."""
+    from pytest_gpumem.simulating import simulate
+
+    return nullcontext() if gpu == CUDA else simulate(gpu)
+
+
 def _target(text: str, gpu: str, parts: str) -> Function:
     """Return the function ``text`` whose ``parts`` are to be shown."""
-    from pytest_gpumem.prediction.lines import on_device
-
-    with on_device(gpu):  # the module's import finds a GPU
+    with _importing(gpu):
         target = find_target(text)
     if isinstance(target, str):
         raise TargetError(f"{text}: {parts} are those of a function; write path.py:function")

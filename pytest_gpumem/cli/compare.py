@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.baseline.explanation import explanation_lines
+from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.command import Answer, Command, argument, parsed, table
 from pytest_gpumem.quoting import printable, quoted

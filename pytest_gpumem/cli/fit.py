@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.baseline.explanation import explanation_lines
+from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.command import UNLIMITED, table
 from pytest_gpumem.sizes import format_change, format_size

@@ -109,7 +109,7 @@ def _measured(arguments: argparse.Namespace, kind: str, gpus: Sequence[str]) -> 
 
 
 def _measured_here(text: str) -> Prediction:
-    from pytest_gpumem.prediction.measured import device_here, predict_measured
+    from pytest_gpumem.prediction.function import MEASURED, device_here, predict
     from pytest_gpumem.values.errors import SimulationError
 
     try:
@@ -120,7 +120,7 @@ def _measured_here(text: str) -> Prediction:
     if isinstance(target, str):
         raise TargetError(f"{text} is a test: run pytest to measure it on this machine's device")
     with refusing(text, SimulationError):
-        return predict_measured(text, target)
+        return predict(target, MEASURED, name=text)
 
 
 def predictions_of(
@@ -131,8 +131,8 @@ def predictions_of(
     mode: Mode | None = None,
 ) -> list[Prediction]:
     """Return the need of the target ``text`` on each of ``gpus``, of the worst of so many ranks."""
+    from pytest_gpumem.prediction.function import predict
     from pytest_gpumem.prediction.process import predict_test
-    from pytest_gpumem.prediction.simulated import predict
     from pytest_gpumem.simulating import simulate
     from pytest_gpumem.values.errors import SimulationError
 

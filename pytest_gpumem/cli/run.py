@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from pytest_gpumem.baseline.explanation import explanation_lines
+from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.cli.command import (
     UNLIMITED,
     Answer,

@@ -19,8 +19,7 @@ from pytest_gpumem.device import DeviceError
 from pytest_gpumem.device.device import Device, Renewed, is_shared
 from pytest_gpumem.device.quota import failed_allocations, limited, observers_of_torch
 from pytest_gpumem.dry import scope
-from pytest_gpumem.garbage import clear_frames_of_imports
-from pytest_gpumem.gc_schedule import collect_young
+from pytest_gpumem.garbage import clear_frames_of_imports, collect_young
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
 from pytest_gpumem.sharing.admission import FailedAllocation
 from pytest_gpumem.sharing.devices import CONTEXT, NvmlDevice

@@ -15,7 +15,8 @@ from pytest_gpumem.values.measurement import Measurement
 
 if TYPE_CHECKING:
     # torch, which a process without marked tests does not need.
-    from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
+    from pytest_gpumem.measurement.recorded import Recorder
+    from pytest_gpumem.measurement.statistics import Block, Bytes
     from pytest_gpumem.sharing.admission import FailedAllocation
     from pytest_gpumem.sharing.devices import HostDevice
     from pytest_gpumem.simulated.machine.values.work import Work

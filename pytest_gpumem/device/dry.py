@@ -22,7 +22,7 @@ from pytest_gpumem.dry.blocks import Blocks, LeftoverBlocks
 from pytest_gpumem.dry.load import restart_placing
 from pytest_gpumem.dry.placing import Amount, Fixtures
 from pytest_gpumem.dry.values.follower import Follower
-from pytest_gpumem.gc_schedule import GROWTH, Collector
+from pytest_gpumem.garbage import GROWTH, Collector
 from pytest_gpumem.measurement.statistics import Bytes
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.simulated.machine.values.work import Work

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.device.dry import DryDevice
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.option_values import DeviceChoice
+    from pytest_gpumem.simulated.gpu.catalogue import Machine
     from pytest_gpumem.values.world import RequestedRank, World
 
 
@@ -32,7 +33,7 @@ class DeviceSelector:
         """Whether tests that fail by a value which is not computed run again with values."""
         self.world: World | None = None
         """The rank that torchrun has started this process as."""
-        self._simulated: dict[tuple[str, bool, RequestedRank | None], Device] = {}
+        self._simulated: dict[tuple[str | Machine, bool, RequestedRank | None], Device] = {}
         self._dry_devices: dict[tuple[ValueLevel, RequestedRank | None], DryDevice] = {}
         self.extra: Callable[[Device], Mapping[str, str]] | None = None
         """The function returning the entries that other plugins add to a device's environment."""
@@ -105,8 +106,7 @@ class DeviceSelector:
         """
         device = None if self.simulates(model) else self.measured_device(computed, requested)
         if device is None:
-            everything = computed is ValueLevel.ALL
-            device = self._simulate(model or self._choice.models[0], everything, requested)
+            device = self._simulate(model or self._choice.models[0], computed, requested)
         if self.extra is not None and device not in self._extended:
             device.extra = self.extra(device)
             self._extended.add(device)
@@ -124,8 +124,9 @@ class DeviceSelector:
         self, computed: ValueLevel = ValueLevel.AT_FIRST, requested: RequestedRank | None = None
     ) -> Device | None:
         """Return the real or dry device to measure on, ``None`` where tests are simulated."""
-        if self._choice.kind != "dry":
-            return self._real
+        return self._dry(computed, requested) if self._choice.kind == "dry" else self._real
+
+    def _dry(self, computed: ValueLevel, requested: RequestedRank | None) -> DryDevice:
         world = self.world
         key = computed, requested if world is None else None
         if key not in self._dry_devices:
@@ -170,8 +171,10 @@ class DeviceSelector:
         for key in [each for each in self._dry_devices if each[1] is not None]:
             self._dry_devices.pop(key).close()
 
-    def _simulate(self, model: str, real_values: bool, requested: RequestedRank | None) -> Device:
-        key = model, real_values, requested
+    def _simulate(
+        self, model: str | Machine, computed: ValueLevel, requested: RequestedRank | None
+    ) -> Device:
+        key = model, computed is ValueLevel.ALL, requested
         if key not in self._simulated:
             from pytest_gpumem.allocator import AllocatorError
             from pytest_gpumem.device.simulated import SimulatedDevice
@@ -180,7 +183,7 @@ class DeviceSelector:
             try:
                 self._simulated[key] = SimulatedDevice(
                     model,
-                    real_values=real_values,
+                    real_values=key[1],
                     stand_ins=self.stand_ins,
                     compile=self.compile,
                     requested=requested,

@@ -13,14 +13,14 @@ from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_
 from pytest_gpumem.device.quota import failed_allocations, inherited
 from pytest_gpumem.device.random_numbers import seeded_generators
 from pytest_gpumem.dry import scope
-from pytest_gpumem.garbage import clear_frames_of_imports
-from pytest_gpumem.gc_schedule import Collector
+from pytest_gpumem.garbage import Collector, clear_frames_of_imports
 from pytest_gpumem.measurement.recorded import SimulatedRecorder
-from pytest_gpumem.measurement.statistics import Block, Bytes, Recorder
+from pytest_gpumem.measurement.statistics import Block, Bytes
 from pytest_gpumem.sharing.admission import FailedAllocation
 from pytest_gpumem.sharing.devices import CandidateDevice, SharedSimulatedDevice, take_place
 from pytest_gpumem.simulated.common.callsite import running
-from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
+from pytest_gpumem.simulated.distributed.nccl import sentence
+from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_machine
 from pytest_gpumem.simulated.machine.machine import SetupLog
 from pytest_gpumem.simulated.machine.values.work import Work
 from pytest_gpumem.simulated.simulation import SimulatedGPU
@@ -46,7 +46,7 @@ class SimulatedDevice(ComputingDevice):
 
     def __init__(
         self,
-        name: str | Machine,
+        name: str | GpuModel | Machine,
         *,
         real_values: bool = False,
         stand_ins: bool = True,
@@ -100,7 +100,7 @@ class SimulatedDevice(ComputingDevice):
         return events_hash(self._own)
 
     @property
-    def recorder(self) -> Recorder:
+    def recorder(self) -> SimulatedRecorder:
         return SimulatedRecorder(self._simulation)
 
     def workspaces(self) -> frozenset[Block]:
@@ -279,6 +279,11 @@ class SimulatedDevice(ComputingDevice):
     @property
     def work(self) -> Work:
         return self._simulation.values.work
+
+    @property
+    def nccl(self) -> str:
+        """The sentence that estimates NCCL's memory beside all numbers; may be empty."""
+        return sentence(self._simulation.communicators.values())
 
     def note(self, sentence: str) -> None:
         self._simulation.note(sentence)

@@ -23,7 +23,8 @@ from pytest_gpumem.measurement.facts import releases_of
 from pytest_gpumem.measurement.leaks import holder_names
 from pytest_gpumem.measurement.observer import MemoryObserver
 from pytest_gpumem.measurement.phases import PhaseTracker, Positions, position_on
-from pytest_gpumem.measurement.statistics import Block, Recorder, Segments
+from pytest_gpumem.measurement.recorded import Recorder, Segments
+from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.simulated.gpu.device import parse_version
 from pytest_gpumem.values.measurement import CALL, Measurement, PhaseRecord
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pytest_gpumem.attribution.composition import compositions
 from pytest_gpumem.attribution.timeline import timeline_of
-from pytest_gpumem.gc_schedule import collect_garbage, without_old_garbage
+from pytest_gpumem.garbage import collect_garbage, without_old_garbage
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.compiling import CompileContext, Compiling
 from pytest_gpumem.measurement.composition import PeakRecorder, add_compositions, leaks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import platform
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -22,7 +22,6 @@ from pytest_gpumem.attribution.frames import NODE, OPERATOR, library_of
 from pytest_gpumem.attribution.history import SUPPLY, Event, Origin
 from pytest_gpumem.jsonfile import replace_file
 from pytest_gpumem.measurement.phases import position_on
-from pytest_gpumem.measurement.statistics import Recorder, Segments
 from pytest_gpumem.simulated.common.callsite import shown_operator
 from pytest_gpumem.simulated.gpu.device import parse_version
 from pytest_gpumem.simulated.splits import Splits
@@ -37,6 +36,10 @@ _FACTORIES = (
     *("new_empty", "new_zeros", "new_ones", "new_full", "resize"),
 )
 """Prefixes of operators that make tensors, for users and inside of other operators."""
+
+
+Segments = Sequence[Mapping[str, Any]]
+"""Segments in the form of ``torch.cuda.memory_snapshot()``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +141,7 @@ def _without_overload(symbol: str) -> str:
     return symbol
 
 
-class RecordedHistory(Recorder):
+class RecordedHistory:
     """A recorder of real devices: the history since :meth:`during` began.
 
     Splits are not known, because recorded sizes are the requested ones.
@@ -202,6 +205,14 @@ class RecordedHistory(Recorder):
         series = list(accumulate(changes, initial=now - last - sum(changes)))
         series[-1] = now
         return series
+
+    def segments(self, device: int) -> Segments:
+        """Return none, as splits are not known."""
+        return ()
+
+    def splits(self, device: int, begin: int, segments: Segments) -> Sequence[int]:
+        """Return none: they are not known."""
+        return ()
 
     def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
         """Return the position and the origin of the last allocation that found no memory."""
@@ -284,6 +295,9 @@ class SimulatedRecorder:
                 failure = position, event[-1]
         return failure
 
+
+Recorder = RecordedHistory | SimulatedRecorder
+"""The recorded events of every device."""
 
 LONGEST_NAME = 120
 """Characters of a test's id in a file name; the rest is replaced by a digest."""

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from pytest_gpumem.attribution.history import Event, Origin
 from pytest_gpumem.garbage import paused
 from pytest_gpumem.simulated.gpu.device import parse_version
 from pytest_gpumem.simulated.gpu.workspaces import (
@@ -345,37 +344,3 @@ def clear_workspaces(statistics: CudaStatistics) -> tuple[frozenset[Block], froz
         statistics.clear_workspaces()
         after = statistics.live_blocks()
     return candidates - after, after
-
-
-Segments = Sequence[Mapping[str, Any]]
-"""Segments in the form of ``torch.cuda.memory_snapshot()``."""
-
-
-class Recorder(Protocol):
-    """The recorded events of every device."""
-
-    def positions(self) -> Sequence[int]:
-        """Return the number of events, by device."""
-
-    def held(self, device: int) -> Iterable[tuple[int, int, Origin | None]]:
-        """Return address, bytes and origin of every live block."""
-
-    def events(self, device: int, begin: int) -> Iterable[Event]:
-        """Yield the events from position ``begin`` on, one for each position."""
-
-    def reserved(self, device: int, begin: int) -> Sequence[int]:
-        """Return the bytes held from the driver at position ``begin``, and after each event."""
-
-    def segments(self, device: int) -> Segments:
-        """Return the segments held from the driver now; none where splits are not known."""
-        return ()
-
-    def splits(self, device: int, begin: int, segments: Segments) -> Sequence[int]:
-        """Return the bytes of free parts of segments in use, as :meth:`reserved` does.
-
-        ``segments`` are those at position ``begin``. Empty where the bytes are not known.
-        """
-        return ()
-
-    def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
-        """Return the position and the origin of the last allocation that found no memory."""

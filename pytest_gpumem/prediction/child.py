@@ -21,7 +21,7 @@ import pytest
 
 from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
-from pytest_gpumem.option_values import DEFAULT_GPU, DeviceChoice
+from pytest_gpumem.option_values import DeviceChoice
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE
 from pytest_gpumem.simulated.gpu.catalogue import Machine
 from pytest_gpumem.values.serialization import Plain
@@ -108,10 +108,9 @@ class Simulations(DeviceSelector):
     """The choice of the present run's machine, whatever the options are."""
 
     def __init__(self, machine: Machine, *, dry: bool = False) -> None:
-        super().__init__(DeviceChoice("auto", models=(DEFAULT_GPU,)))
+        super().__init__(DeviceChoice("auto", models=(machine.model.name,)))
         self.machine = machine
         self._is_dry = dry
-        self._devices: dict[tuple[Machine, ValueLevel, RequestedRank | None], Device] = {}
 
     def measured_device(
         self, computed: ValueLevel = ValueLevel.AT_FIRST, requested: RequestedRank | None = None
@@ -126,30 +125,10 @@ class Simulations(DeviceSelector):
         requested: RequestedRank | None = None,
     ) -> Device:
         """Return the device of the present machine."""
-        key = self.machine, computed, requested
-        if key in self._devices:
-            return self._devices[key]
         if self._is_dry:
-            from pytest_gpumem.device.dry import DryDevice
-
-            self._devices[key] = DryDevice(self.machine.model.name, computed, requested=requested)
-        else:
-            from pytest_gpumem.device.simulated import SimulatedDevice
-
-            self.check_torch()
-            self._devices[key] = SimulatedDevice(
-                self.machine,
-                real_values=computed is ValueLevel.ALL,
-                stand_ins=self.stand_ins,
-                compile=self.compile,
-                requested=requested,
-            )
-        return self._devices[key]
-
-    def forget(self, fixture: object) -> None:
-        """Drop the records of a fixture that has been torn down, on every device."""
-        for device in self._devices.values():
-            device.forget(fixture)
+            return self._dry(computed, requested)
+        self.check_torch()
+        return self._simulate(self.machine, computed, requested)
 
 
 class _Runs:

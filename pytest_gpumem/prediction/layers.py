@@ -21,9 +21,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from pytest_gpumem.measurement.contents import tensors_in
-from pytest_gpumem.prediction.lines import MEASURED
-from pytest_gpumem.prediction.measured import on_this_device
-from pytest_gpumem.simulating import simulate
+from pytest_gpumem.prediction.function import on_device
 from pytest_gpumem.values.serialization import Plain
 
 DEEPEST = 8
@@ -80,10 +78,7 @@ def layers_of(
     on the CUDA device where that is ``"cuda"``. The model runs once without gradients and once with
     them. Raises :class:`NoModelError` where no model is found, or its inputs are missing.
     """
-    if gpu == MEASURED:
-        return on_this_device("", lambda _: _analyzed(target, inputs))
-    with simulate(gpu):
-        return _analyzed(target, inputs)
+    return on_device(gpu, "", lambda _: _analyzed(target, inputs))
 
 
 def _analyzed(target: Callable[[], Any], inputs: Sequence[tuple[int, ...]]) -> list[Layer]:

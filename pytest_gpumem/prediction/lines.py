@@ -6,7 +6,7 @@ import linecache
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -23,19 +23,15 @@ from pytest_gpumem.attribution.history import (
     BlockLifetime,
     History,
 )
+from pytest_gpumem.device.device import Device
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import PeakRecorder
 from pytest_gpumem.measurement.nvml import NvmlAbsent, read_device
 from pytest_gpumem.measurement.phases import PhaseTracker, position_on
-from pytest_gpumem.measurement.recorded import RecordedHistory, SimulatedRecorder
-from pytest_gpumem.measurement.statistics import CudaStatistics, Recorder
-from pytest_gpumem.prediction.measured import on_this_device
-from pytest_gpumem.simulated.simulation import SimulatedGPU
-from pytest_gpumem.simulating import simulate
+from pytest_gpumem.measurement.recorded import RecordedHistory, Recorder
+from pytest_gpumem.measurement.statistics import CudaStatistics
+from pytest_gpumem.prediction.function import on_device
 from pytest_gpumem.values.serialization import Plain
-
-MEASURED = "cuda"
-"""Stands for the present CUDA device in place of a model to simulate."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +116,6 @@ class _Follower:
         return self._line
 
 
-def on_device(gpu: str) -> AbstractContextManager[object]:
-    """Return a context with a simulated ``gpu``, or an empty one for :data:`MEASURED`."""
-    return nullcontext() if gpu == MEASURED else simulate(gpu)
-
-
 def lines_of(
     target: Callable[[], Any], functions: Iterable[Callable[..., Any]], gpu: str = "A100-40GB"
 ) -> list[Line]:
@@ -134,15 +125,13 @@ def lines_of(
     first. Calls made by a line count to it.
     """
     codes = frozenset(function.__code__ for function in functions)
-    if gpu == MEASURED:
-        return on_this_device("", lambda _: _measured(target, codes))
-    device = SimulatedGPU.machine(gpu)[0]
-    with device.active():
-        recorder = SimulatedRecorder(device.simulation)
-        return _followed(target, codes, recorder, device.index, lambda: device.allocator.reserved)
+    return on_device(gpu, "", lambda device: _measured(target, codes, device))
 
 
-def _measured(target: Callable[[], Any], codes: frozenset[CodeType]) -> list[Line]:
+def _measured(target: Callable[[], Any], codes: frozenset[CodeType], device: Device) -> list[Line]:
+    if recorder := device.recorder:
+        own = device.index
+        return _followed(target, codes, recorder, own, lambda: torch.cuda.memory_reserved(own))
     torch.cuda.init()
     index = torch.cuda.current_device()
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)

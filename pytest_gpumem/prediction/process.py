@@ -184,8 +184,5 @@ def _prediction(model: GpuModel, answer: MachineResult, mode: Mode | None) -> Pr
         why = answer.problem or "it allocates nothing on the device"
         raise PredictionError(f"{answer.nodeid} cannot be predicted for {model.name}: {why}")
     measured = answer.record.measurement
-    prediction = Prediction.of(measured, model.name, model.total_memory, fits=answer.fits)
-    if mode is None:
-        return prediction
-    sites = {name: phase.sites for name, phase in measured.phases.items()}
-    return replace(prediction, code=mode.code, sites={**sites, "": measured.sites})
+    code = mode.code if mode else ""
+    return Prediction.of(measured, model.name, model.total_memory, fits=answer.fits, code=code)

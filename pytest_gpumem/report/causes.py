@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_gpumem.baseline.explanation import folded
+from pytest_gpumem.attribution.explanation import folded
 from pytest_gpumem.baseline.verdict import Verdict, main_verdict
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_change

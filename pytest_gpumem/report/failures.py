@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from _pytest._code.code import ReprFileLocation
 
+from pytest_gpumem.attribution.explanation import folded
 from pytest_gpumem.baseline.collected import function_of
-from pytest_gpumem.baseline.explanation import folded
 from pytest_gpumem.baseline.store import split_nodeid
 from pytest_gpumem.baseline.verdict import Verdict, failure_text, main_verdict
 from pytest_gpumem.report.causes import alike, keys_of, places_of

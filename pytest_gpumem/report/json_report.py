@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from errno import EISDIR
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.attribution.timeline import thin_timeline
 from pytest_gpumem.garbage import paused
 from pytest_gpumem.jsonfile import NewerError, document, replace_file, schema_problem
 from pytest_gpumem.quoting import MOST, printable
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.values.environment import Environment
-from pytest_gpumem.values.measurement import Measurement
 
 SCHEMA_VERSION = 1
 
@@ -138,34 +135,3 @@ def _test(record: TestRecord, common: Environment | None) -> dict[str, Any]:
         if data[key] is None:
             del data[key]
     return data
-
-
-MOST_WHOLE = 50
-"""Tests with a whole time line: those that failed first, then those with the highest peaks."""
-SAMPLES = 24
-"""Samples of the other tests' time lines."""
-
-
-def thin(records: Sequence[TestRecord]) -> list[TestRecord]:
-    """Return ``records`` with the time lines of all but :data:`MOST_WHOLE` tests thinned."""
-    drawn = [one for one in records if any(m.timeline is not None for m in one.measurements)]
-    if len(drawn) <= MOST_WHOLE:
-        return list(records)
-    ordered = sorted(records, key=lambda one: (one.outcome != "failed", -one.peak))
-    whole = set(map(id, ordered[:MOST_WHOLE]))
-    return [
-        record
-        if id(record) in whole
-        else replace(
-            record,
-            measurement=record.measurement and _thin(record.measurement),
-            other_devices=tuple(map(_thin, record.other_devices)),
-        )
-        for record in records
-    ]
-
-
-def _thin(measured: Measurement) -> Measurement:
-    if measured.timeline is None:
-        return measured
-    return replace(measured, timeline=thin_timeline(measured.timeline, SAMPLES))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.baseline.explanation import explanation_lines
+from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.baseline.update import UpdateReport
 from pytest_gpumem.baseline.verdict import failure_statements
 from pytest_gpumem.quoting import MOST, printable

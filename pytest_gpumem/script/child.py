@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from pytest_gpumem.device import ValueLevel
-from pytest_gpumem.device.cuda import find_device
 from pytest_gpumem.device.device import ComputingDevice, Device
 from pytest_gpumem.device.simulated import SimulatedDevice
 from pytest_gpumem.prediction.child import UNBOUNDED
+from pytest_gpumem.prediction.function import device_here
 from pytest_gpumem.script import process as endings
 from pytest_gpumem.script.entry import ScriptError, chain, show_traceback
 from pytest_gpumem.script.measured import ScriptRun, is_out_of_memory, run_measured
@@ -60,14 +60,8 @@ def main(path: str) -> None:
 
 
 def _device(request: Request) -> Device:
-    if request.gpu.startswith(endings.DRY):
-        from pytest_gpumem.device.dry import DryDevice
-
-        return DryDevice(request.gpu.removeprefix(endings.DRY), request.computed)
-    if request.gpu == endings.MEASURED:
-        found = find_device(None, required=True)
-        assert found is not None
-        return found
+    if request.gpu == endings.MEASURED or request.gpu.startswith(endings.DRY):
+        return device_here(request.computed)
     machine = find_machine(request.gpu)
     if request.unbounded:
         machine = Machine(replace(machine.model, total_memory=UNBOUNDED), machine.count)

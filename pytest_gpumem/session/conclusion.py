@@ -12,8 +12,10 @@ import pytest
 from pytest_gpumem.baseline.collected import Collected, MeasuredTest, unused_baselines
 from pytest_gpumem.baseline.store import BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.baseline.update import UpdateReport, update_baselines
+from pytest_gpumem.option_values import ReportTarget
 from pytest_gpumem.paths import relative
 from pytest_gpumem.report.commands import Command
+from pytest_gpumem.report.record import ReportedRun
 from pytest_gpumem.report.remarks import Missing, leaks, unmarked
 from pytest_gpumem.report.terminal import describe, section, write_section
 from pytest_gpumem.session.results import Results
@@ -203,13 +205,9 @@ class Conclusion:
         targets = [one for one in self._settings.reports if results.by_run or not one.unasked]
         if not targets:
             return
-        from pytest_gpumem.report.json_report import thin
-        from pytest_gpumem.report.record import ReportedRun
-        from pytest_gpumem.report.written import write
-
         device = self._config.getoption("gpumem_device", None)
         run = ReportedRun(
-            thin(results.records),
+            results.records,
             root=self._config.rootpath,
             lines=results.lines,
             skipped=results.unsimulated,
@@ -221,9 +219,36 @@ class Conclusion:
             if target.path and not target.unasked and not (folder := target.path.parent).exists():
                 results.notes.append(f"{folder} did not exist and was made for the report in it")
             try:
-                self._annotations += write(target, run)
+                self._annotations += _write(target, run)
             except ValueError as error:
                 yield str(error)
+
+
+def _write(target: ReportTarget, run: ReportedRun) -> Sequence[str]:
+    """Write one report and return the lines that the terminal has to show for it.
+
+    Raises :class:`~pytest_gpumem.report.json_report.ReportError` where it cannot be written.
+    """
+    from pytest_gpumem.report import json_report
+
+    if target.kind == "github":
+        from pytest_gpumem.report.github import workflow_commands, write_summary
+
+        write_summary(run)
+        return workflow_commands(run)
+    assert target.path is not None
+    if target.kind == "json":
+        json_report.write_report(target.path, run.records, run.usage)
+    elif target.kind == "html":
+        from pytest_gpumem.report.html.page import write_html
+
+        write_html(target.path, run.records, usage=run.usage)
+    else:
+        from pytest_gpumem.report.markdown import document
+
+        text = document(run.records, command=run.command, skipped=run.skipped)
+        json_report.write_file(target.path, text.encode(), "--gpumem-report markdown:PATH")
+    return ()
 
 
 def _were(count: int) -> str:

@@ -19,15 +19,27 @@ if TYPE_CHECKING:
 
 
 class Gpumem:
-    """The interface of a test to its measurement."""
+    """The interface of a test to its measurement.
 
-    def __init__(self, run: TestRun) -> None:
+    Where nothing is measured, because it is ``off`` or has no ``run``, code in phases just runs,
+    and a test that reads numbers is skipped.
+    """
+
+    def __init__(self, run: TestRun | None, *, off: bool = False) -> None:
         self._run = run
+        self._off = off
 
     @property
     def device(self) -> str:
-        """The device that the test is measured on, as torch names it: ``cuda:0``."""
-        return f"cuda:{self._run.device.index}"
+        """The device that the test is measured on, as torch names it: ``cuda:0``.
+
+        Where nothing is measured, ``cuda:0`` if torch sees a CUDA device, else ``cpu``.
+        """
+        if self._run is not None:
+            return f"cuda:{self._run.device.index}"
+        import torch
+
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
 
     @property
     def phases(self) -> Mapping[str, PhaseRecord]:
@@ -35,7 +47,7 @@ class Gpumem:
 
         Which cuBLAS workspaces were live in them is known only when the test is over.
         """
-        return _Phases(self._run.phases())
+        return _Phases(self._measured("reads gpumem.phases").phases())
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context manager: the code inside is the phase ``name``.
@@ -44,7 +56,7 @@ class Gpumem:
         is empty or reserved by the plugin, and where it is left before a phase begun inside it.
         """
         _check_name(name)
-        return self._run.phase(name)
+        return nullcontext() if self._run is None else self._run.phase(name)
 
     def watch(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Declare the owner of bytes: parameters and gradients, and the optimizer's state.
@@ -54,6 +66,8 @@ class Gpumem:
 
         Raises ``TypeError`` for anything but a module and an optimizer of torch.
         """
+        if self._run is None:
+            return
         import torch
 
         if not isinstance(model, torch.nn.Module):
@@ -78,45 +92,22 @@ class Gpumem:
 
         The test is not charged for it. See :func:`pytest_gpumem.fit_batch`.
         """
+        self._measured("calls gpumem.fit_batch")
         from pytest_gpumem.prediction.batch import fit_batch
 
         return fit_batch(step, sizes, largest=largest, in_a_row=in_a_row)
 
-
-class IdleGpumem:
-    """A stand-in for :class:`Gpumem` where nothing is measured: code in phases just runs."""
-
-    def __init__(self, *, off: bool) -> None:
-        self._reason = (
-            "--gpumem-device=off measures nothing"
-            if off
-            else "a test that asks for gpumem by getfixturevalue() is not measured: name it among "
-            "the test's arguments"
-        )
-
-    @property
-    def device(self) -> str:
-        """``cuda:0`` where torch sees a CUDA device, else ``cpu``."""
-        import torch
-
-        return "cuda:0" if torch.cuda.is_available() else "cpu"
-
-    @property
-    def phases(self) -> Mapping[str, PhaseRecord]:
-        """Skip the test, with the reason: it was about to judge numbers that were not taken."""
-        pytest.skip(f"the test reads gpumem.phases, and {self._reason}")
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context manager that does nothing."""
-        _check_name(name)
-        return nullcontext()
-
-    def watch(self, model: Any, optimizer: Any = None) -> None:
-        """Do nothing."""
-
-    def fit_batch(self, step: Any, sizes: Any, **options: Any) -> BatchFit:
-        """Skip the test, with the reason: there is nothing to measure on."""
-        pytest.skip(f"the test calls gpumem.fit_batch, and {self._reason}")
+    def _measured(self, act: str) -> TestRun:
+        """Return the test's run; skip the test, with the reason, where there is none."""
+        if self._run is not None:
+            return self._run
+        why = "--gpumem-device=off measures nothing"
+        if not self._off:
+            why = (
+                "a test that asks for gpumem by getfixturevalue() is not measured: name it among "
+                "the test's arguments"
+            )
+        pytest.skip(f"the test {act}, and {why}")
 
 
 class _Phases(dict[str, "PhaseRecord"]):

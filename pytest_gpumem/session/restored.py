@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from pytest_gpumem.gc_schedule import settings_restored
+from pytest_gpumem.garbage import settings_restored
 
 _MEASURES_WITH = (
     *("current_device", "device_count", "empty_cache", "get_device_properties", "is_available"),

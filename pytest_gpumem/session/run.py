@@ -19,8 +19,8 @@ from pytest_gpumem.measurement.composition import PeakRecorder
 from pytest_gpumem.measurement.fixtures import FixtureRecords
 from pytest_gpumem.measurement.leaks import values_given
 from pytest_gpumem.measurement.meter import Meter, values_of
-from pytest_gpumem.measurement.recorded import RecordedHistory
-from pytest_gpumem.measurement.statistics import CudaStatistics, Recorder, pausable
+from pytest_gpumem.measurement.recorded import RecordedHistory, Recorder
+from pytest_gpumem.measurement.statistics import CudaStatistics, pausable
 from pytest_gpumem.options import Settings
 from pytest_gpumem.prediction.closed_forms import Expected
 from pytest_gpumem.session.hooks import Hooks

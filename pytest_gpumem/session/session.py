@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.session.collection import Collection
     from pytest_gpumem.session.conclusion import Conclusion
-    from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
+    from pytest_gpumem.session.fixture import Gpumem
     from pytest_gpumem.session.hosts import Hosts
     from pytest_gpumem.session.lifecycle import TestLifecycle
     from pytest_gpumem.session.shard import Sharding
@@ -113,13 +113,12 @@ class GpumemSession(Parts):
         changes = settings.update_baselines or settings.prune_baselines
         return bool(self.results.by_run or asked or changes or settings.share or settings.shard)
 
-    def fixture(self) -> Gpumem | IdleGpumem:
+    def fixture(self) -> Gpumem:
         """Return the value of the ``gpumem`` fixture for the current test."""
-        from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
+        from pytest_gpumem.session.fixture import Gpumem
 
-        if self.lifecycle is not None and self.lifecycle.current is not None:
-            return Gpumem(self.lifecycle.current)
-        return IdleGpumem(off=self.selector.off)
+        run = self.lifecycle.current if self.lifecycle else None
+        return Gpumem(run, off=self.selector.off)
 
     def lifecycle_of(self, item: pytest.Item) -> TestLifecycle | None:
         """Return the lifecycle of tests; ``None`` if neither ``item`` nor one before needs it."""

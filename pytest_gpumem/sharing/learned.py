@@ -145,7 +145,7 @@ def add_learned(folder: Path, newer: Learned, name: str = FILE_NAME) -> None:
 
     path = folder / name
     try:
-        with Locks(folder, PATIENCE).holding(path) as draft:
+        with Locks(folder, PATIENCE).holding() as draft:
             known = read_learned(folder, name)
             known.merge(newer)
             data = {"schema_version": SCHEMA_VERSION, "environments": known.to_dict()}

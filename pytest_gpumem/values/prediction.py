@@ -33,8 +33,11 @@ class Prediction(Plain):
     in the JSON form of :class:`~pytest_gpumem.attribution.composition.Site`; where both are."""
 
     @classmethod
-    def of(cls, measured: Measurement, gpu: str, total_memory: int, *, fits: bool) -> Prediction:
-        """Return the prediction that a measurement on ``gpu`` gives."""
+    def of(
+        cls, measured: Measurement, gpu: str, total_memory: int, *, fits: bool, code: str = ""
+    ) -> Prediction:
+        """Return the prediction that a measurement on ``gpu`` gives; ``code`` adds sites."""
+        sites = {name: phase.sites for name, phase in measured.phases.items()}
         return cls(
             gpu,
             total_memory,
@@ -47,6 +50,8 @@ class Prediction(Plain):
                 if name not in (SETUP, CALL)
             },
             measured.notes,
+            code=code,
+            sites={**sites, "": measured.sites} if code else {},
         )
 
     @property

@@ -14,12 +14,9 @@ from shutil import which
 
 import pytest
 
-from pytest_gpumem.baseline.collected import MeasuredTest
 from pytest_gpumem.baseline.locks import FOLDER
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineError
-from pytest_gpumem.baseline.update import update_baselines
 from pytest_gpumem.values.environment import Environment
-from pytest_gpumem.values.measurement import Measurement
 from tests.stores import BaselineStore
 
 T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13")
@@ -41,7 +38,7 @@ for number in range(6):
 HOLD = """
 def edit(tests):
     tests["test_held"] = BaselineEntry(1, 1, 1, 1)
-with store._locks.holding(store.path(T4, "tests/test_a.py")) as draft:
+with store._locks.holding() as draft:
     draft.write_bytes(b"half a fi")
     print("holding", flush=True)
     sys.stdin.read()
@@ -79,7 +76,8 @@ def holder(store: BaselineStore) -> Iterator[subprocess.Popen[str]]:
 
 
 def files(root: Path) -> list[str]:
-    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+    found = (path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+    return sorted(name for name in found if not name.startswith(FOLDER))
 
 
 def test_processes_that_write_one_file_at_once_lose_nothing(store: BaselineStore) -> None:
@@ -120,33 +118,18 @@ def test_a_lock_that_is_held_is_an_error_that_says_who_holds_it(store: BaselineS
         assert not path.exists()
 
 
-def test_other_files_are_written_though_one_is_held(store: BaselineStore) -> None:
-    def ran(module: str) -> MeasuredTest:
-        measurement = Measurement("cuda:0", True, 1, 1, 0, 0, 0, 0)
-        return MeasuredTest(f"{module}::test", T4, measurement, True)
-
-    with holder(store):
-        report = update_baselines(store, [ran(MODULE), ran("tests/test_b.py")], mode="all")
-    assert report.written == (store.path(T4, "tests/test_b.py"),)
-    assert len(report.errors) == 1
-    assert str(store.path(T4, MODULE)) in report.errors[0]
-
-
-def test_a_writer_that_is_killed_leaves_no_lock_and_the_next_clears_up(
-    store: BaselineStore,
-) -> None:
+def test_a_writer_that_is_killed_leaves_no_lock_and_its_draft_goes(store: BaselineStore) -> None:
     store.write(T4, MODULE, {"test_old": entry(1)})
     with holder(store) as process:
         process.kill()
     assert store.load(T4, MODULE) == {"test_old": entry(1)}
-    assert files(store.root / FOLDER) != []
+    assert (store.root / FOLDER / "draft").read_bytes() == b"half a fi"
     store.write(T4, "tests/test_b.py", {"test": entry(2)})
     assert files(store.root) == [
         "sim-T4-torch2.13/tests/test_a.py.json",
         "sim-T4-torch2.13/tests/test_b.py.json",
     ]
-    assert store.write(T4, MODULE, {"test_new": entry(3)})
-    assert not (store.root / FOLDER).exists()
+    assert not (store.root / FOLDER / "draft").exists()
 
 
 @pytest.mark.skipif(which("git") is None, reason="needs git")
@@ -177,10 +160,8 @@ def test_a_lock_of_a_file_system_without_flock_is_a_file_that_names_its_holder(
     assert files(store.root) == ["sim-T4-torch2.13/tests/test_a.py.json"]
     # Of a process of another host nobody here can tell whether it lives.
     folder = store.root / FOLDER
-    with store._locks.holding(store.path(T4, MODULE)):
-        (lock,) = folder.glob("*.lock")
-    folder.mkdir()
-    lock.write_text("123\nelsewhere\n")
+    (folder / "lock").write_text("123\nelsewhere\n")
+    (folder / "holder").write_text("process 123 on elsewhere")
     with pytest.raises(
         BaselineError, match="not written: process 123 on elsewhere has been writing"
     ):
@@ -198,6 +179,6 @@ def test_a_folder_without_changes_is_not_written_to(store: BaselineStore) -> Non
 def test_the_folder_of_locks_is_no_environment(store: BaselineStore) -> None:
     store.write(T4, MODULE, {"test": entry(1)})
     other = Environment(simulated=True, gpu="A10", compute_capability="8.6", torch="2.13")
-    with store._locks.holding(store.path(T4, MODULE)):
+    with store._locks.holding():
         found = store.elsewhere(MODULE, "test", other)
     assert found == [(T4, entry(1))]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.baseline.collected import Collected, MeasuredTest
+from pytest_gpumem.baseline.locks import FOLDER
 from pytest_gpumem.baseline.store import BaselineEntry, StoredPeak
 from pytest_gpumem.baseline.update import Change, UpdateReport, update_baselines
 from pytest_gpumem.values.environment import Environment
@@ -232,7 +233,7 @@ def test_nothing_is_pruned_unless_asked(store: BaselineStore) -> None:
 def test_an_emptied_file_goes_with_its_folders(store: BaselineStore) -> None:
     report = pruned(store, replace(full(store), ids={MODULE: frozenset()}))
     assert nodeids(report.pruned) == [f"{MODULE}::test_old", f"{MODULE}::test_same"]
-    assert list(store.root.iterdir()) == []
+    assert [path.name for path in store.root.iterdir()] == [FOLDER]
 
 
 def test_a_module_that_is_gone_from_disk_is_pruned_by_a_full_collection(

@@ -59,6 +59,12 @@ NET = dedent(
             pass
 
 
+    def costly_value():
+        x = torch.randn(40_000, 40_000, device="cuda")
+        if (x @ x @ x).sum() > 0:
+            pass
+
+
     def needs(x):
         return x
 

@@ -136,7 +136,7 @@ def test_tests_that_cannot_be_predicted(tests: Command, name: str, sentence: str
     ("target", "sentence"),
     [
         ("net.py:broken", "net.py:broken raised RuntimeError"),
-        ("net.py:value", "net.py:value: bool() at "),
+        ("net.py:costly_value", "; and computing values on the CPU takes at least "),
         ("net.py:needs", "cannot be called without arguments"),
         ("absent.py:f", "there is no file absent.py"),
         ("net", "'net' is not a target; write module:function, path.py:function or path.py::test"),
@@ -144,6 +144,12 @@ def test_tests_that_cannot_be_predicted(tests: Command, name: str, sentence: str
 )
 def test_bad_input_is_one_sentence(gpumem: Command, target: str, sentence: str) -> None:
     assert sentence in gpumem.refusal(target, "--gpu", "T4")
+
+
+def test_a_function_that_reads_a_value_runs_again_with_values(gpumem: Command) -> None:
+    code, lines = gpumem("net.py:value", "--gpu", "T4")
+    assert code == 0
+    assert lines[3].split() == "T4 14.75 GiB 3.8 MiB 22.0 MiB yes, 14.73 GiB left".split()
 
 
 def test_an_unknown_gpu(gpumem: Command) -> None:

@@ -148,7 +148,6 @@ def test_a_narrow_terminal_shortens_the_source(
     [
         (["net.py:needs"], "cannot be called without arguments"),
         (["net.py:broken"], "net.py:broken raised RuntimeError"),
-        (["net.py:value"], "depends on a value of a CUDA tensor"),
         (["net.py::test"], "lines are those of a function; write path.py:function"),
         (["net.py:train", "--function", "net.py:torch.cos"], "has no lines; name a function"),
         (["net.py:train", "--gpu", "T5"], "'T5' is not a simulated GPU"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pytest_gpumem.gc_schedule import GROWTH
+from pytest_gpumem.garbage import GROWTH
 from pytest_gpumem.simulated.gpu.device import parse_version
 from tests.pytest_project import Project
 

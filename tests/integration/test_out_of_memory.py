@@ -43,9 +43,9 @@ def test_out_of_memory_says_who_asked_who_holds_and_what_helps(project: Project)
             "out of memory: 2.00 GiB asked for by test_oom.py:7 torch.empty, "
             "1.72 GiB free of 14.75 GiB, 285.9 MiB too much",
             "  5.86 GiB allocated, 7.17 GiB reserved and not allocated, 0 B held outside PyTorch",
-            "  5.86 GiB  other  test_oom.py:7  torch.empty",
+            "  5.86 GiB  other  test_oom.py:7  torch.empty  2000 × 3.0 MiB uint8",
             "  it would have fitted with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True *",
-            "  10.00 GiB  other  test_oom.py:7  torch.empty",
+            "  10.00 GiB  other  test_oom.py:7  torch.empty  1 × 10.00 GiB uint8",
             "  no allocator setting would have helped (tried: expandable_segments:True, *",
         ]
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_gpumem.baseline.locks import FOLDER
 from pytest_gpumem.sharing.learned import (
     FILE_NAME,
     Learned,
@@ -32,7 +33,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert found.of(T4, "a") == TestCost(1.5, 20)
     assert found.of(T4, "b") == TestCost(predicted=7)
     assert found.of(T4, "c") == found.of("sim-L4-torch2.13", "a") == TestCost()
-    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FOLDER, FILE_NAME]
 
 
 def test_a_later_run_replaces_what_it_knows_and_nothing_else(tmp_path: Path) -> None:

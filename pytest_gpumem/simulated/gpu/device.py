@@ -17,7 +17,7 @@ from pytest_gpumem.allocator.device_memory import (
 )
 from pytest_gpumem.allocator.releases import OLDEST
 from pytest_gpumem.allocator.trace import Timeline
-from pytest_gpumem.gc_schedule import Collector
+from pytest_gpumem.garbage import Collector
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulated.common.callsite import provenance
 from pytest_gpumem.simulated.gpu.catalogue import GpuError, GpuModel, find_machine

@@ -12,7 +12,7 @@ import torch
 from pytest_gpumem.allocator import Allocator, OutOfMemory
 from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.allocator.trace import Contexts, Recording
-from pytest_gpumem.gc_schedule import GROWTH, Collector
+from pytest_gpumem.garbage import GROWTH, Collector
 from pytest_gpumem.simulated.common.callsite import RELEASED, Provenance, provenance
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from pytest_gpumem.prediction.simulated import predict
+from pytest_gpumem.prediction.function import predict
 from pytest_gpumem.simulated.distributed.nccl import Communicator, connection, estimate
 from pytest_gpumem.simulating import simulate
 

@@ -8,7 +8,7 @@ import pytest
 
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import Change, block_size, explain
-from pytest_gpumem.baseline.explanation import explanation_lines, folded
+from pytest_gpumem.attribution.explanation import explanation_lines, folded
 
 KIB = 1024
 

@@ -1,0 +1,188 @@
+"""The memory of a function: on a simulated GPU, or on this process's CUDA device, real or dry."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from traceback import clear_frames
+from typing import Any, TypeVar
+
+import torch
+
+from pytest_gpumem.device import ValueLevel
+from pytest_gpumem.device.cuda import CudaDevice, find_device
+from pytest_gpumem.device.device import ComputingDevice, Device
+from pytest_gpumem.device.simulated import SimulatedDevice
+from pytest_gpumem.dry.load import MODELS, is_loaded
+from pytest_gpumem.measurement.composition import PeakRecorder
+from pytest_gpumem.measurement.fixtures import FixtureRecords
+from pytest_gpumem.measurement.meter import Meter
+from pytest_gpumem.measurement.statistics import CudaStatistics
+from pytest_gpumem.options import VALUES_LIMIT
+from pytest_gpumem.prediction.child import UNBOUNDED
+from pytest_gpumem.prediction.compiled import Mode
+from pytest_gpumem.simulated.compiled.entry import AUTO
+from pytest_gpumem.simulated.distributed.worst import RankPeak, Worst
+from pytest_gpumem.simulated.gpu.catalogue import GpuModel, find_gpu
+from pytest_gpumem.values.errors import HostMemoryError, UnknownValueError, WorkLimitError
+from pytest_gpumem.values.prediction import Prediction
+from pytest_gpumem.values.world import RequestedRank
+
+MEASURED = "cuda"
+"""Stands for this process's CUDA device in place of a model to simulate."""
+
+T = TypeVar("T")
+
+
+def device_here(computed: ValueLevel = ValueLevel.AT_FIRST) -> CudaDevice:
+    """Return this process's CUDA device; raises ``DeviceError`` where torch sees none.
+
+    A dry one has the ``computed`` values.
+    """
+    if is_loaded():
+        from pytest_gpumem.device.dry import DryDevice
+
+        return DryDevice(os.environ[MODELS], computed)
+    found = find_device(None, required=True)
+    assert found is not None
+    return found
+
+
+def on_device(
+    gpu: str | GpuModel,
+    name: str,
+    run: Callable[[Device], T],
+    *,
+    compile: str = AUTO,
+    requested: RequestedRank | None = None,
+) -> T:
+    """Return the result of ``run`` with the device of ``gpu``, which is active inside.
+
+    The device knows it by ``name``. Where it depends on a value that the device has not computed,
+    it runs again with more values; raises ``WorkLimitError`` where these take longer than a test's.
+    """
+    computed, reason = ValueLevel.AT_FIRST, None
+    while True:
+        device: Device
+        if gpu == MEASURED:
+            device = device_here(computed)
+        else:
+            everything = computed is ValueLevel.ALL
+            device = SimulatedDevice(
+                gpu, real_values=everything, compile=compile, requested=requested
+            )
+        computing = device if isinstance(device, ComputingDevice) else None
+        error = None
+        try:
+            with device.active():
+                device.begin_test(name, (), lambda *_: None)
+                if computing:
+                    computing.work.bound(VALUES_LIMIT)
+                with device.measuring(name):
+                    device.restart_collector()
+                    found = run(device)
+        except (HostMemoryError, WorkLimitError) as limit:
+            raise (type(limit)(f"{reason}; and {limit}") if reason else limit) from None
+        except (Exception, UnknownValueError) as failure:
+            error = failure
+        level = reason = None
+        if computing:
+            level = computing.next_level
+            reason = computing.reason_to_rerun(error, failed=error is not None)
+        if not reason or level is None:
+            if error is not None:
+                raise error
+            return found
+        if error is not None:
+            clear_frames(error.__traceback__)
+        if level is ValueLevel.ALL and computing and computing.work.seconds > VALUES_LIMIT:
+            raise WorkLimitError(
+                f"{reason}; and computing values on the CPU takes at least "
+                f"{computing.work.seconds:,.0f} s, more than {VALUES_LIMIT:g} s"
+            ) from error
+        computed = level
+
+
+def predict(
+    call: Callable[[], Any],
+    gpu: str,
+    *,
+    name: str = "",
+    ranks: int | None = None,
+    mode: Mode | None = None,
+) -> Prediction:
+    """Run ``call``, of that ``name``, on a simulated ``gpu`` and return its memory.
+
+    ``"cuda"`` is this process's CUDA device; where memory does not suffice there, the bytes are
+    those up to then. A ``mode`` is added to the result, with the live blocks at the peaks. With a
+    number of ``ranks`` it is run as those of them that may differ, and the result is that of the
+    largest. Raises ``ValueError`` for a model that is not in the catalogue, or an impossible number
+    of ranks, and what ``call`` raises, but for running out of memory.
+    """
+    model = gpu if gpu == MEASURED else find_gpu(gpu)
+    if ranks is None:
+        return _on(model, call, name, mode)
+    worst = Worst(ranks)
+    found = {}
+    rank: int | None = 0
+    while rank is not None:
+        worst.rank = rank
+        found[rank] = _on(model, call, name, mode, worst)
+        rank = worst.unknown()
+    most = found[worst.found]
+    return replace(
+        most, ranks=f"rank {worst.found} of {ranks}", notes=(*most.notes, worst.sentence)
+    )
+
+
+def _on(
+    gpu: str | GpuModel,
+    call: Callable[[], Any],
+    name: str,
+    mode: Mode | None,
+    worst: Worst | None = None,
+) -> Prediction:
+    def run(device: Device) -> Prediction:
+        found = _predicted(device, name, call, mode)
+        if worst is not None and isinstance(device, SimulatedDevice):
+            worst.note(RankPeak(found.peak_allocated, device.events_hash))
+        return found
+
+    found = on_device(
+        gpu,
+        name,
+        run,
+        compile=AUTO if mode is None else mode.compile,
+        requested=None if worst is None else RequestedRank(worst.size, worst.rank),
+    )
+    if found.fits or not isinstance(gpu, GpuModel):
+        return found
+    large = _on(replace(gpu, total_memory=UNBOUNDED), call, name, mode, worst)
+    return replace(large, fits=False, total_memory=gpu.total_memory)
+
+
+def _predicted(device: Device, name: str, call: Callable[[], Any], mode: Mode | None) -> Prediction:
+    fits, recorder = True, None
+    if mode is not None and device.recorder is not None:
+        recorder = PeakRecorder(device.recorder, str(Path.cwd()))
+    statistics = CudaStatistics(device.workspaces)
+    with statistics.own_peaks_shown(), mode.applied() if mode else nullcontext():
+        meter = Meter(statistics, FixtureRecords(), recorder)
+        with meter.running(()), meter.watching():
+            device.restart_collector()
+            try:
+                call()
+            except torch.OutOfMemoryError:
+                fits = False
+            else:
+                device.end_body()
+        found = meter.measurements((), (), device=device.index, passed=False)[device.index]
+    measured = device.complete(found)
+    if isinstance(device, SimulatedDevice) and (sentence := device.nccl):
+        measured = replace(measured, notes=(*measured.notes, sentence))
+    code = mode.code if mode else ""
+    gpu, total = device.environment.gpu, device.total_memory
+    return Prediction.of(measured, gpu, total, fits=fits, code=code)
