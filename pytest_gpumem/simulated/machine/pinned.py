@@ -1,8 +1,8 @@
 """Page-locked host memory: pageable here, but remembered as pinned.
 
 ``pin_memory()`` hands out memory of blocks that are used again, as torch's allocator of pinned
-memory does; tensors that a factory makes with ``pin_memory=True`` are counted alike, and use the
-CPU allocator's memory.
+memory does; tensors that a factory makes with ``pin_memory=True`` use the CPU allocator's memory.
+torch's statistics of such memory are not kept.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import weakref
 
 import torch
 
-from pytest_gpumem.allocator.host_memory import HostAllocator, block_size
 from pytest_gpumem.allocator.trace import StreamKey
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.streams import Streams
@@ -53,6 +52,7 @@ class Block:
 class Pinned:
     """The storages that count as pinned, by the address of their ``StorageImpl``.
 
+    A block is a power of two, is never split, and is kept for the next request of its size.
     Source: aten/src/ATen/core/CachingHostAllocator.h.
     """
 
@@ -65,8 +65,6 @@ class Pinned:
         self._registered: dict[int, int] = {}
         """Address and size of memory registered by ``cudaHostRegister``."""
         self._streams = streams
-        self.memory = HostAllocator()
-        """The memory that CUDA's allocator of pinned memory would hold."""
 
     def add(self, tensor: torch.Tensor, block: Block | None = None) -> torch.Tensor:
         """Remember ``tensor``'s storage as pinned."""
@@ -75,8 +73,7 @@ class Pinned:
         if key in self._by_key:
             return tensor
         self._process_events()
-        size = self.memory.allocate(storage.nbytes())
-        self._blocks[key] = Block(size) if block is None else block
+        self._blocks[key] = block or Block(storage.nbytes())
 
         def died(_: weakref.ref[torch.UntypedStorage]) -> None:
             del self._by_key[key]
@@ -98,7 +95,7 @@ class Pinned:
             return self.add(tensor.clone())
         nbytes = layout_of(tensor)._replace(offset=0).end
         self._process_events()
-        size = block_size(nbytes)
+        size = 1 << (nbytes - 1).bit_length()
         block = next((each for each in reversed(self._cached) if each.size == size), None)
         if block is None:
             block = Block(size)
@@ -143,7 +140,6 @@ class Pinned:
         """``_host_emptyCache``."""
         self._process_events()
         self._cached.clear()
-        self.memory.empty_cache()
 
     def _process_events(self) -> None:
         """``process_events``: blocks whose copies are over can be used again."""
@@ -152,7 +148,6 @@ class Pinned:
             self._reuse(self._busy.pop(0))
 
     def _reuse(self, block: Block) -> None:
-        self.memory.free(block.size)
         held = block.size + sum(each.size for each in self._cached)
         if block.buffer is not None and held <= MOST_CACHED:
             self._cached.append(block)

@@ -166,16 +166,10 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
                 kind = ValueError if gpu.version >= GENERIC_CONFIG else RuntimeError
                 raise kind(str(error)) from None
 
-    def host_stats() -> dict[str, Any]:
-        # The quantities were renamed; the docstring of torch's own function shows which it has.
-        described = torch.cuda.host_memory_stats.__doc__ or ""
-        return pinned.memory.stats(by_blocks="active_requests" in described)
-
     def capability(device: int) -> dict[str, Any]:
         every = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
         return {"supported_dtypes": every}
 
-    pinned = machine.pinned
     return {
         "_cuda_beginAllocateToPool": begin_of_all,
         "_cuda_beginAllocateCurrentThreadToPool": begin_of_thread,
@@ -195,11 +189,8 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         "_accelerator_setAllocatorSettings": set_settings,
         "_accelerator_getAllocatorSettings": lambda: machine.current.allocator.settings.conf,
         "_cuda_getMemoryFraction": lambda device: memory(device).memory_fraction,
-        "_cuda_hostMemoryStats": host_stats,
-        "_cuda_resetPeakHostMemoryStats": pinned.memory.reset_peak_stats,
-        "_cuda_resetAccumulatedHostMemoryStats": pinned.memory.reset_accumulated_stats,
-        "_host_emptyCache": pinned.empty_cache,
-        "_accelerator_emptyHostCache": pinned.empty_cache,
+        "_host_emptyCache": machine.pinned.empty_cache,
+        "_accelerator_emptyHostCache": machine.pinned.empty_cache,
         "_accelerator_getDeviceCapability": capability,
     }
 
