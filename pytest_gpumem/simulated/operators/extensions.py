@@ -33,21 +33,6 @@ _BOXES_OF_A_BLOCK = 64
 
 
 def _nms(gpu: GPU, dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    for holds, complaint in (
-        (dets.dim() == 2, f"boxes should be a 2d tensor, got {dets.dim()}D"),
-        (
-            dets.dim() == 2 and dets.shape[1] == 4,
-            f"boxes should have 4 elements in dimension 1, got {dets.shape[-1:].numel()}",
-        ),
-        (scores.dim() == 1, f"scores should be a 1d tensor, got {scores.dim()}D"),
-        (
-            dets.shape[:1] == scores.shape[:1],
-            "boxes and scores should have same number of elements in dimension 0, got "
-            f"{dets.shape[:1].numel()} and {scores.shape[:1].numel()}",
-        ),
-    ):
-        if not holds:
-            raise RuntimeError(complaint)
     if not dets.numel():
         return dets.new_empty((0,), dtype=torch.int64)
     values = gpu.simulation.values
