@@ -154,8 +154,8 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         return snapshot(memories, chosen_pool(machine, chosen), traces=list(traces) != [False])
 
     def enable_caching(enabled: bool) -> None:
-        for gpu in machine.gpus:
-            gpu.allocator.enable_caching(enabled and not gpu.uncached)
+        if not enabled:
+            _refuse("torch.cuda.caching_allocator_enable(False)")
 
     def set_settings(settings: str) -> None:
         for gpu in machine.gpus:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
+from pytest_gpumem.allocator import AllocatorError
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 MIB = 1 << 20
@@ -348,25 +349,19 @@ class TestSettings:
 
 
 class TestWithoutCaching:
-    def test_turned_off_by_a_call(self) -> None:
-        with simulate("T4") as gpu:
-            torch.cuda.caching_allocator_enable(False)
-            free, _ = torch.cuda.mem_get_info()
-            x = mebibytes(4)
-            assert torch.cuda.memory_allocated() == 0
-            assert torch.cuda.mem_get_info()[0] == free - 4 * MIB
-            torch.cuda.caching_allocator_enable(True)
-            del x
-            assert torch.cuda.mem_get_info()[0] == free
-            assert len(gpu.trace) == 0
-
-    def test_turned_off_by_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    def test_a_call_is_refused(self) -> None:
         with simulate("T4"):
             torch.cuda.caching_allocator_enable(True)
-            x = mebibytes(4)
-            assert torch.cuda.memory_reserved() == 0
-            assert x.is_cuda
+            with pytest.raises(UnsupportedOperatorError, match="past the simulated allocator"):
+                torch.cuda.caching_allocator_enable(False)
+
+    def test_the_environment_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+        with (
+            pytest.raises(AllocatorError, match="that is simulated: unset it"),
+            simulate("T4"),
+        ):
+            pass
 
 
 class TestPinnedMemory:
