@@ -59,8 +59,8 @@ class GpuState:
         self.timeline = Timeline() if timeline is None else timeline
         if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1":
             raise AllocatorError(
-                "PYTORCH_NO_CUDA_MEMORY_CACHING=1 takes memory past the allocator that is simulated: "
-                "unset it"
+                "PYTORCH_NO_CUDA_MEMORY_CACHING=1 takes memory past the allocator that is "
+                "simulated: unset it"
             )
         self.torch_device = torch.device("cuda", index)
         self.alloc_conf = alloc_conf_of_process(self.version) if alloc_conf is None else alloc_conf
