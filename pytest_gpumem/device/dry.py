@@ -17,8 +17,13 @@ from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
 from pytest_gpumem.device.random_numbers import seeded_generators
-from pytest_gpumem.dry import autograd, compiling, scope, workspaces
-from pytest_gpumem.dry.blocks import Blocks, LeftoverBlocks
+from pytest_gpumem.dry import compiling, scope, workspaces
+from pytest_gpumem.dry.blocks import (
+    Blocks,
+    LeftoverBlocks,
+    restart_numbering,
+    wait_for_threads,
+)
 from pytest_gpumem.dry.load import restart_placing
 from pytest_gpumem.dry.placing import Amount, Fixtures
 from pytest_gpumem.dry.values.follower import Follower
@@ -140,7 +145,7 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     def end_body(self) -> None:
         """Wait until autograd and NCCL have dropped what the body computed."""
-        autograd.wait_for_threads()
+        wait_for_threads()
         if self._membership is not None:
             self._membership.end_body()
 
@@ -164,7 +169,7 @@ class DryDevice(CudaDevice, ComputingDevice):
     def restart_collector(self) -> None:
         """Reset state that depends on all earlier code: the collector, autograd's numbering."""
         self._collector.restart()
-        autograd.restart_numbering()
+        restart_numbering()
         self._blocks.restart_count()
 
     @contextmanager
