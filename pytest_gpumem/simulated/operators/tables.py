@@ -22,9 +22,8 @@ from pytest_gpumem.simulated.operators.rules import BoundRule, Composite, Rule, 
 _FAMILIES = [
     import_module(f"{__package__}.{family}")
     for family in """
-        activations attention batch_norm chunks comparisons conversions convolution distances
-        encoders engine indexing libraries matmul normalization reductions rnn sorting spatial
-        below_autograd
+        activations attention batch_norm chunks comparisons convolution encoders engine indexing
+        libraries matmul moments normalization reductions rnn sorting spatial below_autograd
     """.split()
 ]
 

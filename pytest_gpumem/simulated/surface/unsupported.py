@@ -21,7 +21,7 @@ from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.operators.extensions import jiterated
+from pytest_gpumem.simulated.operators.below_autograd import jiterated
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 MOST_LOOKED_AT = 8
