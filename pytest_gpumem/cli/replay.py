@@ -205,7 +205,7 @@ COMMAND = Command(
     arguments=(
         argument(
             "snapshot SNAPSHOT",
-            "what torch.cuda.memory._dump_snapshot() wrote; may be compressed (xz, gzip, bzip2)",
+            "what torch.cuda.memory._dump_snapshot() wrote",
             type=Path,
         ),
         argument(
