@@ -6,7 +6,7 @@ they are marked as exact, and there is neither a driver nor timing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -25,10 +25,9 @@ from pytest_gpumem.dry.blocks import (
     wait_for_threads,
 )
 from pytest_gpumem.dry.load import restart_placing
-from pytest_gpumem.dry.placing import Amount, Fixtures
+from pytest_gpumem.dry.placing import Fixtures
 from pytest_gpumem.dry.values.follower import Follower
 from pytest_gpumem.gc_schedule import GROWTH, Collector
-from pytest_gpumem.measurement.statistics import Bytes
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.simulated.machine.values.work import Work
 from pytest_gpumem.simulated.stand_ins import imports as stand_ins
@@ -127,11 +126,7 @@ class DryDevice(CudaDevice, ComputingDevice):
         self._follower.begin()
         workspaces.renew_dropout_states()
         restart_placing()
-
-        def placed(fixture: object, held: Mapping[int, Amount], peak: Mapping[int, Amount]) -> None:
-            renewed(fixture, _in_bytes(held), _in_bytes(peak))
-
-        self._fixtures.begin(fixtures, is_set_up, placed)
+        self._fixtures.begin(fixtures, is_set_up, renewed)
         workspaces.forget()
 
     def begin_unmeasured(self) -> None:
@@ -214,7 +209,3 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     def note(self, sentence: str) -> None:
         self._follower.notes.note(sentence)
-
-
-def _in_bytes(amounts: Mapping[int, Amount]) -> Mapping[int, Bytes]:
-    return {device: Bytes(*amount) for device, amount in amounts.items()}

@@ -18,19 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_gpumem.dry.blocks import BlockNumbers, Blocks, LeftoverBlocks
+from pytest_gpumem.measurement.statistics import Bytes
 
-
-class Amount(NamedTuple):
-    """Bytes of a device."""
-
-    allocated: int
-    reserved: int
-
-    def __sub__(self, other: Amount) -> Amount:
-        return Amount(self.allocated - other.allocated, self.reserved - other.reserved)
-
-
-Renewed = Callable[[object, Mapping[int, Amount], Mapping[int, Amount]], None]
+Renewed = Callable[[object, Mapping[int, Bytes], Mapping[int, Bytes]], None]
 """A callback: fixture, and by device the bytes that its set-up holds, and its peak."""
 
 KeepValues = Callable[[Sequence[int]], Callable[[Mapping[int, torch.Tensor]], None]]
@@ -179,16 +169,17 @@ class Fixtures:
         held = {i: now - before[i] for i, now in self._present().items()}
         self._renewed(fixture, held, {i: now - before[i] for i, now in self._peaks().items()})
 
-    def _present(self) -> Mapping[int, Amount]:
+    def _present(self) -> Mapping[int, Bytes]:
         return self._read("current")
 
-    def _peaks(self) -> Mapping[int, Amount]:
+    def _peaks(self) -> Mapping[int, Bytes]:
         return self._read("peak")
 
-    def _read(self, which: str) -> Mapping[int, Amount]:
+    def _read(self, which: str) -> Mapping[int, Bytes]:
         every = {device: self._stats(device) for device in range(torch.cuda.device_count())}
+        names = ("allocated_bytes", "reserved_bytes")
         return {
-            device: Amount(*(stats[f"{name}_bytes"]["all"][which] for name in Amount._fields))
+            device: Bytes(*(stats[name]["all"][which] for name in names))
             for device, stats in every.items()
         }
 
