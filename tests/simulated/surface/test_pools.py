@@ -330,7 +330,7 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("version", "error", "words"),
         [
-            ("2.9", RuntimeError, "Unrecognized CachingAllocator option: foo"),
+            ("2.9", RuntimeError, "Unrecognized key 'foo' in Accelerator allocator config."),
             ("2.10", ValueError, "Unrecognized key 'foo' in Accelerator allocator config."),
         ],
     )
