@@ -40,8 +40,6 @@ class DryError(Exception):
 class TorchBuild:
     """A CUDA build of torch."""
 
-    release: str
-    """``2.15.0+cu132``."""
     cuda: tuple[int, int]
     cudnn: tuple[int, int, int]
     nccl: tuple[int, int, int]
@@ -78,16 +76,14 @@ def installed_build() -> TorchBuild:
     Raises :class:`DryError` where it is not installed, or no CUDA build.
     """
     folder = _folder()
-    release, cuda = release_of(folder), cuda_of(folder)
-    if cuda is None:
+    if (cuda := cuda_of(folder)) is None:
         raise DryError(
-            f"the dry device runs torch's own CUDA code, which torch {release} does not have: "
-            "install a CUDA build of torch for Linux, or use --gpumem-device=sim"
+            f"the dry device runs torch's own CUDA code, which torch {release_of(folder)} does not "
+            "have: install a CUDA build of torch for Linux, or use --gpumem-device=sim"
         )
     major, minor = (int(part) for part in cuda.split(".")[:2])
     libraries, symbols = _imports(_libraries(folder))
     return TorchBuild(
-        release=release,
         cuda=(major, minor),
         cudnn=_required("nvidia-cudnn-cu", _CUDNN),
         nccl=_required("nvidia-nccl-cu", _NCCL),
@@ -125,7 +121,7 @@ def run(command: Sequence[str]) -> str:
     """Return what ``command`` prints, in English; raises :class:`DryError` where it fails."""
     if shutil.which(command[0]) is None:
         raise DryError(
-            f"the dry device is built with a C compiler, objdump and nm, and this machine has no "
+            "the dry device is built with a C compiler, objdump and nm, and this machine has no "
             f"{command[0]}: install the package gcc (apt-get install gcc libc6-dev binutils), or "
             "use --gpumem-device=sim"
         )

@@ -17,7 +17,6 @@ from pytest_gpumem.dry.torch_build import DryError, TorchBuild, run
 SOURCES = sorted((Path(build_module.__file__).parent / "source").glob("*.c"))
 
 BUILD = TorchBuild(
-    release="2.15.0+cu132",
     cuda=(13, 2),
     cudnn=(9, 26, 0),
     nccl=(2, 30, 7),
