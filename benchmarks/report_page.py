@@ -23,7 +23,6 @@ from pytest_gpumem.allocator.replay import replay  # noqa: E402
 from pytest_gpumem.attribution.history import CATEGORIES  # noqa: E402
 from pytest_gpumem.attribution.timeline import BUCKETS  # noqa: E402
 from pytest_gpumem.report.html.page import write_html, write_recording  # noqa: E402
-from pytest_gpumem.report.html.recording import Watchers  # noqa: E402
 from pytest_gpumem.report.json_report import write_report  # noqa: E402
 from pytest_gpumem.report.record import TestRecord  # noqa: E402
 from tests.report.example_run import MIB, failing, measured, record, verdict  # noqa: E402
@@ -153,12 +152,9 @@ def _recording(browser: Any, folder: Path) -> None:
     snapshot = recording()
     events = len(snapshot["device_traces"][0])
     begin = time.perf_counter()
-    watchers = Watchers()
-    result = replay(snapshot, observed=watchers)
+    result = replay(snapshot, courses=True)
     replayed = time.perf_counter() - begin
-    page = write_recording(
-        folder / "run.html", "run.pickle", result, watchers, notes=[], used_elsewhere=0
-    )
+    page = write_recording(folder / "run.html", "run.pickle", result, notes=[], used_elsewhere=0)
     written = time.perf_counter() - begin
     print(f"\n{events:,} events of {LINES} lines: {page.stat().st_size / MIB:.1f} MiB")
     print(f"  replayed in {replayed:.1f} s, page written {written - replayed:.1f} s later")

@@ -63,8 +63,8 @@ class Allocator(AllocatorState):
                 free_list = self._small_lists.get(stream) or self._small.free_list(stream)
             else:
                 free_list = self._large_lists.get(stream) or self._large.free_list(stream)
-        elif size == 0 or not self.caching:
-            return self._allocate_uncached(size)
+        elif size == 0:
+            return 0
         else:
             rounded, free_list = self._choose(size, stream)
 
@@ -253,8 +253,6 @@ class Allocator(AllocatorState):
 
         Raises ``AllocatorError``: no live block starts at ``address``.
         """
-        if address in self.memory.uncached:
-            return
         block = self._live.get(address) or self._uses.live.get(address)
         if block is None:
             raise self._not_live(address)
@@ -351,18 +349,9 @@ class Allocator(AllocatorState):
         self._route()
         return rounded, pool.free_list(stream)
 
-    def _allocate_uncached(self, size: int) -> int:
-        address = self.memory.allocate_uncached(size) if size else 0
-        if address is None:
-            fields = self._supply.memory_fields(size, size)
-            raise OutOfMemory("CUDA error: out of memory", fields)
-        return address
-
     def _free_uncommon(self, address: int, context: Any) -> None:
         """Free an address that is not an ordinary live block."""
-        if address in self.memory.uncached:
-            self.memory.free_uncached(address)
-        elif address in self._uses.live:
+        if address in self._uses.live:
             self._uses.free(self._uses.live[address], context)
             self._route()
         elif address:

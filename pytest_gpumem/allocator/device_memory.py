@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 from pytest_gpumem.allocator.blocks import (
     FIRST_OF_AGE,
-    MIN_BLOCK,
     SIZE_SHIFT,
     SMALL_SEGMENT,
     UNLIMITED,
@@ -86,8 +85,6 @@ class DeviceMemory:
         """Bytes from which on a segment counts as oversize (``max_split_size_mb``)."""
         self.contexts: dict[int, Any] = {}
         """The context of the allocation that needed the segment, by address."""
-        self.uncached: dict[int, int] = {}
-        """Sizes by address of allocations made while caching was off."""
         self._releaser: Any = None
         self._place_segment = place_segment
         self._pools = pools
@@ -96,8 +93,8 @@ class DeviceMemory:
     @property
     def free(self) -> int:
         """Bytes free on the device, as in ``mem_get_info``."""
-        held = self.every.reserved + sum(self.uncached.values())
-        return max(0, self.total - self.used_elsewhere - held - sum(self.others.values()))
+        held = self.used_elsewhere + self.every.reserved + sum(self.others.values())
+        return max(0, self.total - held)
 
     @property
     def others(self) -> Mapping[int, int]:
@@ -119,18 +116,6 @@ class DeviceMemory:
             yield
         finally:
             self._releaser = None
-
-    def allocate_uncached(self, size: int) -> int | None:
-        """Return an address for ``size`` uncached bytes; None if the device has no room."""
-        if not self._take(size):
-            return None
-        address = self._place_segment(-(-size // MIN_BLOCK) * MIN_BLOCK)
-        self.uncached[address] = size
-        return address
-
-    def free_uncached(self, address: int) -> None:
-        """Free the memory that :meth:`allocate_uncached` returned."""
-        self._give(self.uncached.pop(address))
 
     def place(self, size: int) -> tuple[int, int]:
         """Return the address and shift of a new segment: since 2.13 older ones are used first.

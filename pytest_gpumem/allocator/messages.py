@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pytest_gpumem.allocator.releases import (
-    HINT_NAMES_ALLOC_CONF,
-    HINT_OF_RESERVE,
-    NO_HINT_IF_EXPANDABLE,
-)
+from pytest_gpumem.allocator.releases import HINT_NAMES_ALLOC_CONF, NO_HINT_IF_EXPANDABLE
 from pytest_gpumem.sizes import GIB, KIB, MIB
 
 
@@ -37,8 +33,6 @@ class OutOfMemoryFields:
     """In use by the process: reserved, and the context outside the allocator."""
     private_free: int = 0
     """Free cached blocks of private pools."""
-    address_space: int | None = None
-    """Addresses that an expandable segment reserves, where these are on."""
     others: Mapping[int, int] = field(default_factory=dict)
     """Bytes that other processes hold of the device, by PID."""
 
@@ -87,7 +81,7 @@ def out_of_memory_message(
         f" {format_size(fields.process)} memory in use. {allowed}Of the allocated memory"
         f" {format_size(fields.allocated + in_pools)} is allocated by PyTorch, {private}and"
         f" {format_size(unallocated)} is reserved by PyTorch but unallocated."
-        f"{_hint(fields, version, expandable=expandable)}"
+        f"{_hint(version, expandable=expandable)}"
     )
 
 
@@ -99,32 +93,13 @@ def rejection_message(size: int) -> str:
     )
 
 
-_ADDRESS_SPACE_HINT = (
-    " expandable_segments is enabled. If instead the process is running out of virtual address"
-    " space (VSZ), expandable segments may be over-reserving VA (each segment reserves ~9/8 of"
-    " device memory, times the number of streams); reduce it via PYTORCH_CUDA_ALLOC_CONF"
-    " expandable_segments_reserve / expandable_segments_reserve_by_class."
-)
+def _hint(version: tuple[int, int], *, expandable: bool) -> str:
+    """Return the advice at the end: 2.10 and 2.11 changed its words, 2.14 when it is given.
 
-
-def _reserve_hint(fields: OutOfMemoryFields) -> str:
-    """Format the note for a segment that reserves less than was requested."""
-    space = fields.address_space
-    if space is None or fields.segment > fields.total or space >= fields.segment:
-        return ""
-    return (
-        f" This allocation exceeds the expandable-segment reserve of {format_size(space)} for this"
-        " stream, and a single allocation cannot span expandable segments. Raise"
-        " PYTORCH_CUDA_ALLOC_CONF expandable_segments_reserve or"
-        " expandable_segments_reserve_by_class (or unset it) so that a segment is at least"
-        f" {format_size(fields.segment)}."
-    )
-
-
-def _hint(fields: OutOfMemoryFields, version: tuple[int, int], *, expandable: bool) -> str:
-    """Return the advice at the end: 2.10 and 2.11 changed its words, 2.14 when it is given."""
+    That of 2.15 where segments are expandable, about virtual addresses, is left out.
+    """
     if expandable and version >= NO_HINT_IF_EXPANDABLE:
-        return (_reserve_hint(fields) or _ADDRESS_SPACE_HINT) if version >= HINT_OF_RESERVE else ""
+        return ""
     variable = (
         "PYTORCH_ALLOC_CONF" if version == HINT_NAMES_ALLOC_CONF else "PYTORCH_CUDA_ALLOC_CONF"
     )

@@ -14,11 +14,6 @@ from pytest_gpumem.garbage import paused
 
 Json = Mapping[str, Any]
 
-MOST_UNPACKED = 1 << 30
-"""Bytes that a compressed snapshot may unpack to; a recording of 200,000 events takes 20 MB."""
-
-_UNPACKING_MEMORY = 128 << 20
-"""Bytes that the decompressor of xz may take; its highest preset needs 65 MiB."""
 _MEMORY_PER_BYTE = 16
 """Unpickled, the recorded snapshots take up to 7 bytes of memory per byte of their file."""
 _MEMORY_BASE = 1 << 30
@@ -46,7 +41,7 @@ class SnapshotError(AllocatorError):
 
 
 def load_snapshot(path: str | Path) -> Json:
-    """Read a pickled snapshot, plain or compressed (xz, gzip, bzip2).
+    """Read a pickled snapshot.
 
     No code that the file may name is run, and it cannot take more memory than a snapshot of its
     size would.
@@ -57,8 +52,7 @@ def load_snapshot(path: str | Path) -> Json:
     try:
         if path.exists() and not path.is_file():
             raise SnapshotError(f"{path} is not a file; give a memory snapshot.")
-        content = _unpacked(path.read_bytes())
-        data = _unpickled(content)
+        data = _unpickled(path.read_bytes())
     except SnapshotError:
         raise
     except OSError as error:
@@ -228,29 +222,6 @@ def _is_pool(pool: Any) -> bool:
         and 0 <= pool[0] < _LARGEST
         and 0 <= pool[1] < _LARGEST
     )
-
-
-def _unpacked(content: bytes) -> bytes:
-    import bz2
-    import gzip
-    import lzma
-    from io import BytesIO
-
-    if content.startswith(b"\xfd7zXZ\x00"):
-        xz = lzma.LZMADecompressor(memlimit=_UNPACKING_MEMORY)
-        content = xz.decompress(content, max_length=MOST_UNPACKED + 1)
-        complete = xz.eof or len(content) > MOST_UNPACKED
-    elif content.startswith(b"\x1f\x8b"):
-        content, complete = gzip.GzipFile(fileobj=BytesIO(content)).read(MOST_UNPACKED + 1), True
-    elif content.startswith(b"BZh"):
-        content, complete = bz2.BZ2File(BytesIO(content)).read(MOST_UNPACKED + 1), True
-    else:
-        return content
-    if not complete:
-        raise EOFError("the compressed file is cut off")
-    if len(content) > MOST_UNPACKED:
-        raise ValueError("it unpacks to more than 1 GiB; if it is yours, unpack it yourself")
-    return content
 
 
 def _unpickled(content: bytes) -> Any:

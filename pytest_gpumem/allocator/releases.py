@@ -45,8 +45,6 @@ HINT_NAMES_ALLOC_CONF: Final[Version] = (2, 10)
 """Only this release's advice names ``PYTORCH_ALLOC_CONF``, and it is the last with the old page."""
 NO_HINT_IF_EXPANDABLE: Final[Version] = (2, 14)
 """No advice is given where segments are expandable."""
-HINT_OF_RESERVE: Final[Version] = (2, 15)
-"""There the advice is about reserved addresses."""
 
 # Statistics and snapshots: torch/csrc/cuda/Module.cpp and memory_snapshot.cpp.
 OOM_REJECTIONS: Final[Version] = (2, 12)

@@ -8,7 +8,7 @@ other settings or another GPU they may differ: the result is a prediction then.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,8 +30,8 @@ from pytest_gpumem.allocator.recording import (
 from pytest_gpumem.allocator.releases import Version
 from pytest_gpumem.allocator.replayed import (
     START,
+    Course,
     DeviceReplay,
-    Observer,
     ReplayResult,
     Shortage,
     Usage,
@@ -46,9 +46,6 @@ _UNBOUNDED = 1 << 48
 """Device memory of a replay: allocations that did not fit are on record as events."""
 _ELSEWHERE = 1 << 50
 """Addresses for segments that are not in the recording."""
-
-Observed = Callable[[int, bool, Sequence[Json], Sequence[Json]], Observer]
-"""Factory of observers: device, whether the run is the what-if, its events and first segments."""
 
 
 class Capacity(Protocol):
@@ -70,7 +67,7 @@ def replay(
     *,
     version: Version | None = None,
     used_elsewhere: int = 0,
-    observed: Observed | None = None,
+    courses: bool = False,
 ) -> ReplayResult:
     """Run the recorded allocations and frees through a simulated allocator.
 
@@ -95,7 +92,7 @@ def replay(
     for segment in data["segments"]:
         final.setdefault(segment["device"], []).append(segment)
     devices = tuple(
-        _replay_device(trace, final.get(device, []), device, recorded, tried, observed)
+        _replay_device(trace, final.get(device, []), device, recorded, tried, courses=courses)
         for device, trace in enumerate(data["device_traces"])
         if trace
     )
@@ -172,13 +169,14 @@ def _replay_device(
     device: int,
     recorded: _Plan,
     tried: _Plan | None,
-    observed: Observed | None,
+    *,
+    courses: bool,
 ) -> DeviceReplay:
     check_history(trace, device)
     start = starting_segments(final, trace, recorded.settings)
     tape = _Tape(start, trace, final)
-    observers = [observed and observed(device, what_if, trace, start) for what_if in (False, True)]
-    run = _Run(recorded, tape, observers[False])
+    kept = [Course(trace, start) for _ in filter(None, (recorded, tried)) if courses]
+    run = _Run(recorded, tape, *kept[:1])
     run.feed()
     mismatch = first_mismatch(trace, run.allocator.trace) or layout_mismatch(
         final, run.allocator.segments()
@@ -186,7 +184,7 @@ def _replay_device(
     usage, capacity, what_if = run.usage(), run.capacity, None
     if tried is not None:
         capacity = capacity if tried.capacity is None else tried.capacity
-        again = _Run(tried._replace(capacity=capacity), tape, observers[True])
+        again = _Run(tried._replace(capacity=capacity), tape, *kept[1:])
         again.feed()
         what_if = again.usage()
     return DeviceReplay(
@@ -205,16 +203,18 @@ def _replay_device(
             for block in segment["blocks"]
             if block["state"] != "inactive"
         ),
+        courses=kept,
     )
 
 
 class _Run:
     """An allocator that replays one trace."""
 
-    def __init__(self, plan: _Plan, tape: _Tape, observer: Observer | None = None) -> None:
+    def __init__(self, plan: _Plan, tape: _Tape, course: Course | None = None) -> None:
         self._plan = plan
         self._tape = tape
-        self._observer = observer
+        self._course = course
+        self._last = (0, 0, 0)
         self.allocator = Allocator(
             _UNBOUNDED if plan.capacity is None else plan.capacity,
             plan.settings,
@@ -239,12 +239,10 @@ class _Run:
         try:
             self._begin()
             self._note_peak(START)
-            if self._observer is not None:
-                self._observer.after(START, self.allocator)
+            self._note(START)
             for index, event in enumerate(self._tape.trace[: None if until is None else until + 1]):
                 self._repeat(index, event)
-                if self._observer is not None:
-                    self._observer.after(index, self.allocator)
+                self._note(index)
         except OutOfMemory as error:
             self._note_peak(index)
             event = {} if index == START else self._tape.trace[index]
@@ -266,9 +264,9 @@ class _Run:
         again = _Run(self._plan, self._tape)
         again.feed(until=self._fullest_event)
         segments = again.allocator.segments(frames=False)
-        if self._observer is not None:
-            end = self.allocator.segments(frames=False)
-            self._observer.ended(self._fullest_event, segments, end)
+        if self._course is not None:
+            self._course.fullest, self._course.then = self._fullest_event, segments
+            self._course.end = self.allocator.segments(frames=False)
         return Usage(
             peak_allocated=self.allocator.peak_allocated,
             peak_reserved=reserved,
@@ -357,6 +355,12 @@ class _Run:
         if full > self._fullest:
             self._fullest = full
             self._fullest_event = index
+
+    def _note(self, index: int) -> None:
+        if self._course is not None:
+            last, one = self._last, self.allocator
+            self._last = one.allocated, one.reserved, one.inactive_split
+            self._course.after(index, last, self._last)
 
     def _release(self, pool: PoolId) -> None:
         """The recording returns memory: once for each run of these, the cache was emptied."""

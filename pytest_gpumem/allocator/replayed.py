@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from pytest_gpumem.allocator.recording import Json, line_of
 from pytest_gpumem.allocator.releases import Version
-from pytest_gpumem.allocator.state import AllocatorState
 from pytest_gpumem.allocator.trace import FREE, Trace
 
 START = -1
 """Index of the moment before the first event."""
 
 
-class Observer(Protocol):
-    """An observer of one run of a replay."""
+@dataclass
+class Course:
+    """One run of a replay: changes of allocated, reserved and split bytes by every event."""
 
-    def after(self, index: int, allocator: AllocatorState) -> None:
-        """Receive the repeated event ``index``; :data:`START` is the moment before the first."""
+    trace: Sequence[Json]
+    start: Sequence[Json]
+    """The segments before the first event."""
+    first: tuple[int, int, int] = (0, 0, 0)
+    """The bytes then."""
+    allocated: array[int] = field(default_factory=partial(array, "q"))
+    reserved: array[int] = field(default_factory=partial(array, "q"))
+    split: array[int] = field(default_factory=partial(array, "q"))
+    fullest: int = START
+    """The event after which reserved memory was highest, and of such moments most allocated."""
+    then: Sequence[Json] = ()
+    """The segments after that event."""
+    end: Sequence[Json] = ()
 
-    def ended(
-        self, fullest: int, then: Sequence[Mapping[str, Any]], end: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """The run is over; its segments after the event ``fullest``, and at its end.
-
-        After that event reserved memory was highest, and of such moments most was allocated.
-        """
+    def after(self, index: int, before: tuple[int, int, int], now: tuple[int, int, int]) -> None:
+        """Record the event ``index``, with the bytes before and after it."""
+        if index == START:
+            self.first = now
+            return
+        self.allocated.append(now[0] - before[0])
+        self.reserved.append(now[1] - before[1])
+        self.split.append(now[2] - before[2])
 
 
 @dataclass(frozen=True)
@@ -103,6 +116,8 @@ class DeviceReplay:
     live_at_start: int
     """Bytes that were allocated before recording began; for a ``what_if`` they are placed anew
     unless the recorded settings are kept."""
+    courses: Sequence[Course] = ()
+    """The runs with the recorded settings and with those tried, where they were asked for."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""PYTORCH_CUDA_ALLOC_CONF: its keys by torch version, and torch's own error messages.
+"""PYTORCH_CUDA_ALLOC_CONF: its keys and accepted values by torch version.
 
-Sources: c10/cuda/CUDAAllocatorConfig.cpp, c10/core/AllocatorConfig.cpp; the messages were read from
-torch 2.6, 2.11 and 2.15 at run time.
+Errors have the messages of torch 2.10 and later. Sources: c10/cuda/CUDAAllocatorConfig.cpp,
+c10/core/AllocatorConfig.cpp; the messages were read from torch 2.11 and 2.15 at run time.
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ class _Parser:
 
     def __init__(self, conf: str, version: Version, previous: AllocatorSettings | None) -> None:
         self.generic = version >= GENERIC_CONFIG
-        self.divisions = "divisions" if self.generic else "divisons"
         found = re.findall(r"[,:\[\]]|[^,:\[\]]+", re.sub(r"\s", "", conf))
         self.tokens: list[str] = [*found, ""]  # the empty one is the end
         self.index = 0
@@ -137,7 +136,7 @@ class _Parser:
                 value, name = read(self, key), key.removesuffix("_mb")
                 if value is not None and name in AllocatorSettings.__dataclass_fields__:
                     self.result = replace(self.result, **{name: value})
-                if self.generic and self.tokens[self.index] == ":":
+                if self.tokens[self.index] == ":":
                     raise self._unknown(self.tokens[self.index + 1] or ":")
                 if self.tokens[self.index]:
                     self._expect(",")
@@ -176,23 +175,19 @@ class _Parser:
     def _expect(self, token: str) -> None:
         if self._skips(token):
             return
-        if self.generic:
-            raise SettingsError(
-                f"Expected '{token}' at index {self.index} in ConfigTokenizer but got"
-                f" '{self.tokens[self.index]}'"
-            )
-        raise SettingsError(f"Error parsing CachingAllocator settings, expected {token}")
+        raise SettingsError(
+            f"Expected '{token}' at index {self.index} in ConfigTokenizer but got"
+            f" '{self.tokens[self.index]}'"
+        )
 
     def _unknown(self, key: str) -> SettingsError:
-        if self.generic:
-            return SettingsError(f"Unrecognized key '{key}' in Accelerator allocator config.")
-        return SettingsError(f"Unrecognized CachingAllocator option: {key}")
+        return SettingsError(f"Unrecognized key '{key}' in Accelerator allocator config.")
 
     def _integer(self) -> int:
         """Read an integer like std::stoull: text after the digits is ignored."""
         digits = re.match(r"[+-]?[0-9]{1,20}(?![0-9])", self._next())
         if digits is None:  # or, as for std::out_of_range, too many of them
-            raise SettingsError("stoull" if self.generic else "stoi")
+            raise SettingsError("stoull")
         return int(digits.group())
 
     def _number(self) -> float:
@@ -209,12 +204,10 @@ class _Parser:
         text = self._next()
         if text in ("True", "False"):
             return text == "True"
-        if self.generic:
-            raise SettingsError(
-                f"Expected 'True' or 'False' at index {self.index - 1} in ConfigTokenizer"
-                f" but got '{text}'"
-            )
-        raise SettingsError(f"Expected a single True/False argument for {key}")
+        raise SettingsError(
+            f"Expected 'True' or 'False' at index {self.index - 1} in ConfigTokenizer"
+            f" but got '{text}'"
+        )
 
     def large_segment(self, key: str) -> None:
         self._integer()  # it has been read
@@ -225,22 +218,16 @@ class _Parser:
 
     def split_size(self, key: str) -> int:
         megabytes = self._integer()
-        minimum = self.result.large_segment_size // MIB
-        if megabytes < minimum + (not self.generic):
-            sign = ">=" if self.generic else ">"
-            raise SettingsError(
-                f"CachingAllocator option {key} too small, must be {sign} {minimum}"
-            )
+        least = self.result.large_segment_size // MIB + (not self.generic)
+        if megabytes < least:
+            raise SettingsError(f"CachingAllocator option {key} too small, must be >= {least}")
         return megabytes * MIB
 
     def threshold(self, key: str) -> float:
         value = self._number()
-        if 0.0 < value < 1.0:
-            return value
-        if self.generic:
+        if not 0.0 < value < 1.0:
             raise SettingsError("garbage_collect_threshold is invalid, set it in (0.0, 1.0)")
-        size = "big" if value >= 1.0 else "small"
-        raise SettingsError(f"garbage_collect_threshold too {size}, set it 0.0~1.0")
+        return value
 
     def fraction(self, key: str) -> float:
         value = self._number()
@@ -262,12 +249,10 @@ class _Parser:
     def threads(self, key: str) -> int:
         threads = self._integer()
         if not _is_power_of_two(threads):
-            got = f", got {threads}" if self.generic else " "
-            raise SettingsError(f"Number of register threads has to be power of 2{got}")
+            raise SettingsError(f"Number of register threads has to be power of 2, got {threads}")
         if threads > 128:
-            got = f", got {threads}" if self.generic else ""
             raise SettingsError(
-                f"Number of register threads should be less than or equal to 128{got}"
+                f"Number of register threads should be less than or equal to 128, got {threads}"
             )
         return threads
 
@@ -284,7 +269,7 @@ class _Parser:
             return self._division_list()
         value = self._integer()
         if not _is_power_of_two(value):
-            raise SettingsError(f"For roundups, the {self.divisions} has to be power of 2 ")
+            raise SettingsError("For roundups, the divisions has to be power of 2 ")
         return (value,) * DIVISION_SLOTS
 
     def _division_list(self) -> tuple[int, ...]:
@@ -306,8 +291,7 @@ class _Parser:
             value = self._integer()
             if value and not _is_power_of_two(value):
                 raise SettingsError(
-                    f"For roundups, the {self.divisions} has to be power of 2 or 0 to disable"
-                    " roundup "
+                    "For roundups, the divisions has to be power of 2 or 0 to disable roundup "
                 )
             slots[begin:end] = [value] * (end - begin)
             first = False

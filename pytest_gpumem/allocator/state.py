@@ -39,7 +39,7 @@ class AllocatorState:
     __slots__ = tuple(
         """
         _captures _divisions _every _large _large_lists _live _max_split _note _only_best_fit
-        _plain_below _shown_max_split _small _small_lists _split_below _supply _uses caching device
+        _plain_below _shown_max_split _small _small_lists _split_below _supply _uses device
         is_capturing memory pools settings trace version
         """.split()
     )
@@ -82,8 +82,6 @@ class AllocatorState:
         """Function that tests whether the current stream is being captured; called in captures."""
         self._uses = StreamUses(device, timeline or Timeline(), self.memory, self._in_capture)
         self._supply = Supply(device, self.pools, self.memory, self._uses)
-        self.caching = True
-        """Whether memory is cached; if not, every block is the device's own and is not counted."""
         # torch reads it when the process first uses the device, and not again.
         self._shown_max_split = self.settings.max_split_size or -1
         self._configure()
@@ -135,11 +133,6 @@ class AllocatorState:
         """The fraction of the device that may be reserved (``get_per_process_memory_fraction``)."""
         limit = self.memory.limit
         return 1.0 if limit is None else limit / self.total_memory
-
-    def enable_caching(self, enabled: bool) -> None:
-        """Turn caching on or off, as ``torch.cuda.caching_allocator_enable``."""
-        self.caching = enabled
-        self._route()
 
     def begin_allocate_to_pool(self, pool: PoolId, accepts: Filter) -> None:
         """Send allocations whose stream ``accepts`` returns true for to a private pool.
@@ -235,10 +228,9 @@ class AllocatorState:
     def block(self, address: int) -> int:
         """Return the size of the live block that starts at ``address``, in bytes."""
         found = self._live.get(address) or self._uses.live.get(address)
-        size = self.memory.uncached.get(address) if found is None else found.size
-        if size is None:
+        if found is None:
             raise self._not_live(address)
-        return size
+        return found.size
 
     def pool_of(self, address: int) -> PoolId:
         """Return the pool of the live block at ``address``; the shared one where there is none."""
@@ -292,12 +284,7 @@ class AllocatorState:
         Requests below ``_plain_below`` are rounded to 512 bytes and go to the shared pools, and
         no freed block waits for a stream.
         """
-        plain = (
-            self._divisions is None
-            and self.caching
-            and not self.pools.scopes
-            and not self._uses.waiting
-        )
+        plain = self._divisions is None and not self.pools.scopes and not self._uses.waiting
         self._plain_below = TOO_LARGE if plain else 0
 
     def _in_capture(self) -> bool:

@@ -112,7 +112,7 @@ class Supply:
 
     def memory_fields(self, rounded: int, segment: int) -> OutOfMemoryFields:
         """Return the numbers of an error, for a request and the segment that it needs."""
-        settings, memory = self._settings, self._memory
+        memory = self._memory
         return OutOfMemoryFields(
             device=self.device,
             segment=segment,
@@ -127,9 +127,6 @@ class Supply:
             private_free=sum(
                 block.size for pool in self._pools.private() for block in pool.free_blocks()
             ),
-            address_space=settings.address_space(memory.total)
-            if settings.expandable_segments
-            else None,
         )
 
     def _out_of_memory(self, stream: int, rounded: int, segment: int, context: Any) -> OutOfMemory:

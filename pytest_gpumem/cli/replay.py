@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ UNKNOWN = "?"
 def run(arguments: argparse.Namespace) -> Answer:
     """Replay; raises ``ValueError`` for bad input."""
     from pytest_gpumem.report.html.page import write_recording
-    from pytest_gpumem.report.html.recording import Watchers
     from pytest_gpumem.simulated.gpu.replay import replay
 
     elsewhere = parsed("--used-elsewhere", parse_size, arguments.used_elsewhere)
@@ -31,19 +30,18 @@ def run(arguments: argparse.Namespace) -> Answer:
     page: Path | None = arguments.html
     if page is not None and page.resolve() == arguments.snapshot.resolve():
         raise ValueError(f"the page would replace the snapshot {page}; name another")
-    watchers = None if page is None else Watchers()
     result = replay(
         arguments.snapshot,
         arguments.alloc_conf,
         arguments.gpu,
         version=_release(arguments.torch),
         used_elsewhere=elsewhere,
-        observed=watchers,
+        courses=page is not None,
     )
-    if page is not None and watchers is not None:
+    if page is not None:
         notes = [note for device in result.devices for note in _notes(device, result, elsewhere)]
         name = arguments.snapshot.name
-        write_recording(page, name, result, watchers, notes=notes, used_elsewhere=elsewhere)
+        write_recording(page, name, result, notes=notes, used_elsewhere=elsewhere)
     return Answer(
         lines(result, arguments.snapshot, elsewhere),
         lambda: to_dict(result, arguments.snapshot),
@@ -55,7 +53,8 @@ def to_dict(result: ReplayResult, path: Path) -> dict[str, Any]:
     """Return the JSON form: the fields of :class:`ReplayResult`, sizes in bytes."""
     devices = []
     for device in result.devices:
-        entry = asdict(device)
+        entry = asdict(replace(device, courses=()))
+        del entry["courses"]
         for name in ("recorded", "what_if"):
             usage: Usage | None = getattr(device, name)
             if usage is not None:
@@ -63,7 +62,7 @@ def to_dict(result: ReplayResult, path: Path) -> dict[str, Any]:
         devices.append(entry)
     return {
         "snapshot": str(path),
-        **asdict(result),
+        **asdict(replace(result, devices=())),
         "version": _dotted(result),
         "out_of_memory": result.out_of_memory is not None,
         "devices": devices,
@@ -206,7 +205,7 @@ COMMAND = Command(
     arguments=(
         argument(
             "snapshot SNAPSHOT",
-            "what torch.cuda.memory._dump_snapshot() wrote; may be compressed (xz, gzip, bzip2)",
+            "what torch.cuda.memory._dump_snapshot() wrote",
             type=Path,
         ),
         argument(

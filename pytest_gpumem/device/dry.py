@@ -6,7 +6,7 @@ they are marked as exact, and there is neither a driver nor timing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -17,13 +17,17 @@ from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
 from pytest_gpumem.device.random_numbers import seeded_generators
-from pytest_gpumem.dry import autograd, compiling, scope, workspaces
-from pytest_gpumem.dry.blocks import Blocks, LeftoverBlocks
+from pytest_gpumem.dry import compiling, scope, workspaces
+from pytest_gpumem.dry.blocks import (
+    Blocks,
+    LeftoverBlocks,
+    restart_numbering,
+    wait_for_threads,
+)
 from pytest_gpumem.dry.load import restart_placing
-from pytest_gpumem.dry.placing import Amount, Fixtures
+from pytest_gpumem.dry.placing import Fixtures
 from pytest_gpumem.dry.values.follower import Follower
 from pytest_gpumem.garbage import GROWTH, Collector
-from pytest_gpumem.measurement.statistics import Bytes
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.simulated.machine.values.work import Work
 from pytest_gpumem.simulated.surface import compilers
@@ -120,11 +124,7 @@ class DryDevice(CudaDevice, ComputingDevice):
         self._follower.begin()
         workspaces.renew_dropout_states()
         restart_placing()
-
-        def placed(fixture: object, held: Mapping[int, Amount], peak: Mapping[int, Amount]) -> None:
-            renewed(fixture, _in_bytes(held), _in_bytes(peak))
-
-        self._fixtures.begin(fixtures, is_set_up, placed)
+        self._fixtures.begin(fixtures, is_set_up, renewed)
         workspaces.forget()
 
     def begin_unmeasured(self) -> None:
@@ -138,7 +138,7 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     def end_body(self) -> None:
         """Wait until autograd and NCCL have dropped what the body computed."""
-        autograd.wait_for_threads()
+        wait_for_threads()
         if self._membership is not None:
             self._membership.end_body()
 
@@ -162,7 +162,7 @@ class DryDevice(CudaDevice, ComputingDevice):
     def restart_collector(self) -> None:
         """Reset state that depends on all earlier code: the collector, autograd's numbering."""
         self._collector.restart()
-        autograd.restart_numbering()
+        restart_numbering()
         self._blocks.restart_count()
 
     @contextmanager
@@ -207,7 +207,3 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     def note(self, sentence: str) -> None:
         self._follower.notes.note(sentence)
-
-
-def _in_bytes(amounts: Mapping[int, Amount]) -> Mapping[int, Bytes]:
-    return {device: Bytes(*amount) for device, amount in amounts.items()}

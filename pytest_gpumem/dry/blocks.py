@@ -4,6 +4,12 @@ A test's reserved bytes must not depend on what earlier tests have left. Blocks 
 fixtures holds keep their segments reserved, so the free parts of those segments are filled while
 the test runs: its own blocks then get segments as in a new process. Tensors in such blocks are kept
 until the test ends.
+
+Autograd's threads, one for each device, hold the last task until they wait for another. A task that
+has run for ``torch.autograd.grad`` holds its results (``future_result_`` of
+torch/csrc/autograd/graph_task.h). The thread drops it after it has woken the caller
+(``Engine::thread_main`` of torch/csrc/autograd/engine.cpp, torch 2.6 to 2.15), which on a busy
+machine is after the caller's memory has been read.
 """
 
 from __future__ import annotations
@@ -12,8 +18,9 @@ import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import compress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +30,9 @@ _MOST_IN_SMALL = 1 << 20
 c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15)."""
 
 _HELD = frozenset({torch.Tensor, torch.nn.Parameter})
+
+_AUTOGRAD = "pt_autograd_"
+"""The beginning of the names of autograd's threads, before the index of the device."""
 
 _MOST_TRIES = 100
 """The most parts of fixtures' segments that are taken before one of another segment is."""
@@ -254,3 +264,29 @@ def _holes_of(segment: Mapping[str, Any]) -> Iterator[_Hole]:
             most = _MOST_IN_SMALL if is_small else block["size"]
             place = segment["device"], segment["stream"]
             yield _Hole(block["address"], block["size"], most, *place)
+
+
+def wait_for_threads() -> None:
+    """Wait until autograd's running threads have dropped their last tasks."""
+    for index in _devices():
+        with torch.enable_grad():
+            # Without elements: nothing is allocated, and no kernel runs.
+            leaf = torch.empty(0, device=f"cuda:{index}", requires_grad=True)
+            root = leaf.view(0)
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.run_backward(
+            (root,), (leaf.detach(),), False, False, (leaf,), allow_unreachable=True
+        )
+
+
+def restart_numbering() -> None:
+    """Count the nodes of every thread from zero, as in a new process (``source/numbers.c``)."""
+    ctypes.CDLL(None).pytest_gpumem_dry_number_anew()
+
+
+def _devices() -> Iterator[int]:
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError, ValueError):  # it has ended meanwhile, or has no device
+            name = (thread / "comm").read_text().strip()
+            if name.startswith(_AUTOGRAD):
+                yield int(name.removeprefix(_AUTOGRAD))

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 from platform import machine
 
-from pytest_gpumem.dry.torch_build import DryError, TorchBuild, installed_build, installed_files
+from pytest_gpumem.dry.torch_build import (
+    DryError,
+    TorchBuild,
+    installed_build,
+    installed_files,
+    run,
+)
 
 RUNTIME = "libpytest_gpumem_dry.so"
 _SOURCE = Path(__file__).parent / "source"
@@ -31,36 +36,11 @@ def cache_folder() -> Path:
 
 
 def built_for_installed() -> Path:
-    """Return the folder with the runtime for the installed torch; raises :class:`DryError`.
+    """Return the folder with the runtime for the installed torch, and build it if it is missing.
 
-    Reading the symbols of torch's libraries takes half a second. So a file beside the builds says
-    which of them belongs to libraries of these sizes and times.
+    Processes that build at once wait for each other. Raises :class:`DryError`.
     """
-    files = installed_files()
-    note = cache_folder() / f"installed-{_key_of_files(files)}"
-    try:
-        folder = note.with_name(note.read_text(encoding="utf-8"))
-        if folder.is_dir():
-            return folder
-    except OSError:
-        pass
-    folder = built(installed_build())
-    draft = note.with_name(f"{note.name}.{os.getpid()}")
-    try:
-        draft.write_text(folder.name, encoding="utf-8")
-        draft.replace(note)
-    except OSError:
-        draft.unlink(missing_ok=True)
-    return folder
-
-
-def built(torch: TorchBuild) -> Path:
-    """Return the folder with the runtime for ``torch``, which is compiled where it is missing.
-
-    Processes that build at once wait for each other. Raises :class:`DryError` where there is no
-    compiler, or it fails.
-    """
-    folder = cache_folder() / f"torch{torch.release}-{_key(torch)}"
+    folder = cache_folder() / f"torch-{_key(installed_files())}"
     if folder.exists():
         return folder
     from filelock import FileLock
@@ -69,7 +49,7 @@ def built(torch: TorchBuild) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f"{folder.name}.lock")):
             if not folder.exists():
-                _build_in_place(torch, folder)
+                _build_in_place(folder)
     except OSError as error:
         raise DryError(
             f"the dry runtime cannot be written to {folder.parent} ({error.strerror}): set "
@@ -78,11 +58,11 @@ def built(torch: TorchBuild) -> Path:
     return folder
 
 
-def _build_in_place(torch: TorchBuild, folder: Path) -> None:
+def _build_in_place(folder: Path) -> None:
     """Build beside ``folder`` and rename, so that a killed build leaves no partial one."""
     draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
-        build(torch, draft)
+        build(installed_build(), draft)
         draft.chmod(0o755)
         draft.rename(folder)
     except BaseException:
@@ -99,7 +79,7 @@ def build(torch: TorchBuild, folder: Path) -> None:
     sources = [*map(str, sorted(_SOURCE.glob("*.c"))), str(stubs)]
     runtime = str(folder / RUNTIME)
     options = [f"-Wl,-soname,{RUNTIME}", f"-I{_SOURCE}", *macros]
-    _run([compiler, *_FLAGS, *options, "-o", runtime, *sources, "-ldl", "-lpthread"])
+    run([compiler, *_FLAGS, *options, "-o", runtime, *sources, "-ldl", "-lpthread"])
     for name, nodes in torch.libraries.items():
         script = folder / f"{name}.map"
         script.write_text("".join(f"{node} {{ }};\n" for node in sorted(nodes)), encoding="utf-8")
@@ -107,7 +87,7 @@ def build(torch: TorchBuild, folder: Path) -> None:
         linked = ["-Wl,--no-as-needed", runtime, "-Wl,-rpath,$ORIGIN"]
         options = [f"-Wl,-soname,{name}", *versions]
         empty = ["-x", "c", os.devnull, "-x", "none"]
-        _run([compiler, "-shared", "-fPIC", *options, "-o", str(folder / name), *empty, *linked])
+        run([compiler, "-shared", "-fPIC", *options, "-o", str(folder / name), *empty, *linked])
     # For -lcuda, with which Triton up to 3.2 links its launcher.
     (folder / "libcuda.so").symlink_to("libcuda.so.1")
 
@@ -128,54 +108,22 @@ def _names_by_string() -> frozenset[str]:
     return frozenset((_SOURCE / "names.txt").read_text(encoding="utf-8").split())
 
 
-def has_compiler() -> bool:
-    """Return whether this machine has a C compiler."""
-    return _known_compiler() is not None
-
-
-def _known_compiler() -> str | None:
-    asked = os.environ.get("CC", "").split()[:1]
-    return next((name for name in (*asked, *_COMPILERS) if shutil.which(name)), None)
+def missing_tool() -> str | None:
+    """Return the tool that the build needs and this machine lacks; ``None`` if it has all."""
+    return next((name for name in (_compiler(), "objdump", "nm") if not shutil.which(name)), None)
 
 
 def _compiler() -> str:
-    if (name := _known_compiler()) is not None:
-        return name
-    raise DryError(
-        "the dry device is built with a C compiler, and this machine has neither cc, gcc nor "
-        "clang: install the package gcc (apt-get install gcc libc6-dev), or use --gpumem-device=sim"
-    )
+    asked = os.environ.get("CC", "").split()[:1]
+    return next((name for name in (*asked, *_COMPILERS) if shutil.which(name)), "C compiler")
 
 
-def _run(command: Sequence[str]) -> None:
-    # Without the loader's variables: a parent process may have the dry runtime preloaded.
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", env=environment, check=False
-    )
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
-        raise DryError(f"the dry runtime cannot be built: {command[0]} says {lines[0].strip()}")
-
-
-def _key(torch: TorchBuild) -> str:
-    """Return a hash of all that the result depends on."""
-    asked = sorted((name, sorted(nodes)) for name, nodes in torch.libraries.items())
-    return _key_with_sources(torch.macros, machine(), _FLAGS, sorted(torch.symbols), asked)
-
-
-def _key_of_files(files: Iterable[Path]) -> str:
-    """Return a hash of names, sizes and times of ``files``, and of the runtime's sources."""
+def _key(files: Iterable[Path]) -> str:
+    """Return a hash of names, sizes and times of ``files``, and of all else that decides."""
     found = [(str(path), path.stat()) for path in files]
-    return _key_with_sources(
-        machine(), [(name, status.st_size, status.st_mtime_ns) for name, status in found]
-    )
-
-
-def _key_with_sources(*facts: object) -> str:
-    content = sha256(repr(facts).encode())
-    for path in sorted(_SOURCE.iterdir()):
+    facts = [(name, status.st_size, status.st_mtime_ns) for name, status in found]
+    content = sha256(repr((facts, machine(), _FLAGS)).encode())
+    modules = (Path(__file__).with_name(name) for name in ("build.py", "torch_build.py"))
+    for path in (*sorted(_SOURCE.iterdir()), *modules):
         content.update(path.name.encode() + b"\0" + path.read_bytes())
-    for module in ("build.py", "torch_build.py", "elf.py"):
-        content.update(Path(__file__).with_name(module).read_bytes())
     return content.hexdigest()[:16]

@@ -2,32 +2,25 @@
 
 A fixture lies beside what was set up before it, which is another fixture in another order of tests;
 so reserved bytes would depend on that order. Where other tests have come in between, the blocks of
-a test's fixtures are given back and taken again, in the order in which it asks for them.
+a test's fixtures are given back and taken again, in the order in which it asks for them: what a
+set-up took and gave back is repeated, and its tensors keep their storages, whose memory is then
+elsewhere. Pointers that a program has read before are those of the old place.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from pytest_gpumem.dry.blocks import BlockNumbers, Blocks, LeftoverBlocks
-from pytest_gpumem.dry.set_ups import BlockEvent, Log, Moved, SetUp, blocks_left, repeat
+from pytest_gpumem.measurement.statistics import Bytes
 
-
-class Amount(NamedTuple):
-    """Bytes of a device."""
-
-    allocated: int
-    reserved: int
-
-    def __sub__(self, other: Amount) -> Amount:
-        return Amount(self.allocated - other.allocated, self.reserved - other.reserved)
-
-
-Renewed = Callable[[object, Mapping[int, Amount], Mapping[int, Amount]], None]
+Renewed = Callable[[object, Mapping[int, Bytes], Mapping[int, Bytes]], None]
 """A callback: fixture, and by device the bytes that its set-up holds, and its peak."""
 
 KeepValues = Callable[[Sequence[int]], Callable[[Mapping[int, torch.Tensor]], None]]
@@ -42,13 +35,13 @@ class Fixtures:
         self._blocks = blocks
         self._leftover = leftover
         self._keep_values = keep_values
-        self._log = Log()
+        self._log = _Log()
         # The body of a test gets others in their place.
         self._stats: Callable[[int], dict[str, Any]] = torch._C._cuda_memoryStats
         self._reset_peaks: Callable[[int], None] = torch._C._cuda_resetPeakMemoryStats
         self._spans: dict[object, BlockNumbers] = {}
         """Blocks of a fixture's set-up, by fixture."""
-        self._set_ups: dict[object, SetUp] = {}
+        self._set_ups: dict[object, _SetUp] = {}
         self._depth = 0
         self._renewed: Renewed = lambda *_: None
         self._expected: list[object] = []
@@ -101,12 +94,10 @@ class Fixtures:
         if fixture in self._placed:
             self._placed.remove(fixture)
 
-    def _take(self, fixture: object, events: Sequence[BlockEvent]) -> None:
-        left = {
-            at: (start, self._blocks.number(start)) for at, start in blocks_left(events).items()
-        }
+    def _take(self, fixture: object, events: Sequence[_Event]) -> None:
+        left = {at: (start, self._blocks.number(start)) for at, start in _left(events).items()}
         if left:
-            self._set_ups[fixture] = SetUp(events, left)
+            self._set_ups[fixture] = _SetUp(events, left)
 
     def _next(self) -> list[object]:
         """Return the expected fixtures that are there, up to one that is not; expect the others."""
@@ -139,12 +130,12 @@ class Fixtures:
             self._fill(self._placed)
             return
         done = self._keep_values([each.data_ptr() for each in tensors.values()])
-        moved = {number: Moved(tensor) for number, tensor in tensors.items()}
+        moved = {number: _Moved(tensor) for number, tensor in tensors.items()}
         self._leftover.empty()
         torch.cuda.empty_cache()
         self._fill(before)
         for one in fixtures:
-            self._repeat(one, moved)
+            self._again(one, moved)
         done({each.before: each.tensor for each in moved.values()})
 
     def _tensors_of(self, fixtures: Sequence[object]) -> Mapping[int, torch.Tensor] | None:
@@ -163,14 +154,14 @@ class Fixtures:
         found = self._leftover.whole_tensors(numbers)
         return found if numbers <= movable and numbers == found.keys() else None
 
-    def _repeat(self, fixture: object, moved: Mapping[int, Moved]) -> None:
+    def _again(self, fixture: object, moved: Mapping[int, _Moved]) -> None:
         set_up = self._set_ups[fixture]
         first, before = self._blocks.last, self._present()
         for device in before:
             self._reset_peaks(device)
         there = {at: moved[number] for at, (_, number) in set_up.left.items() if number in moved}
         numbers = {at: number for at, (_, number) in set_up.left.items()}
-        starts = repeat(set_up.events, there)
+        starts = _repeat(set_up.events, there)
         set_up.left = {at: (start, self._blocks.number(start)) for at, start in starts.items()}
         for at, (_, number) in set_up.left.items():
             self._leftover.moved(numbers[at], number)
@@ -178,15 +169,148 @@ class Fixtures:
         held = {i: now - before[i] for i, now in self._present().items()}
         self._renewed(fixture, held, {i: now - before[i] for i, now in self._peaks().items()})
 
-    def _present(self) -> Mapping[int, Amount]:
+    def _present(self) -> Mapping[int, Bytes]:
         return self._read("current")
 
-    def _peaks(self) -> Mapping[int, Amount]:
+    def _peaks(self) -> Mapping[int, Bytes]:
         return self._read("peak")
 
-    def _read(self, which: str) -> Mapping[int, Amount]:
+    def _read(self, which: str) -> Mapping[int, Bytes]:
         every = {device: self._stats(device) for device in range(torch.cuda.device_count())}
+        names = ("allocated_bytes", "reserved_bytes")
         return {
-            device: Amount(*(stats[f"{name}_bytes"]["all"][which] for name in Amount._fields))
+            device: Bytes(*(stats[name]["all"][which] for name in names))
             for device, stats in every.items()
         }
+
+
+class _Event(NamedTuple):
+    """A block that was handed out; with a negative size one that was taken back."""
+
+    start: int
+    size: int
+    device: int
+
+
+@dataclass
+class _SetUp:
+    """The set-up of one fixture."""
+
+    events: Sequence[_Event]
+    left: Mapping[int, tuple[int, int]]
+    """Address and number of each block that it has left, by the position of its event."""
+
+
+class _Log:
+    """The runtime's log of blocks (``source/allocations.c``)."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None)
+        self._log = library.pytest_gpumem_dry_log
+        self._logged = library.pytest_gpumem_dry_logged
+        self._logged.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self._logged.restype = ctypes.c_size_t
+        self._nested: list[list[BlockNumbers]] = []
+
+    @contextmanager
+    def kept(self, take: Callable[[Sequence[_Event]], None]) -> Iterator[None]:
+        """Give ``take`` the events inside, except those inside a nested such context."""
+        self._log(1)
+        begin = self._logged(None, 0)
+        self._nested.append([])
+        try:
+            yield
+        finally:
+            events = self._since(begin)
+            nested = self._nested.pop()
+            if self._nested:
+                self._nested[-1].append((begin, begin + len(events)))
+            self._log(0)
+            own = [
+                event
+                for at, event in enumerate(events, begin)
+                if not any(first <= at < end for first, end in nested)
+            ]
+            take(own)
+
+    def _since(self, begin: int) -> Sequence[_Event]:
+        count = self._logged(None, 0) - begin
+        numbers = (ctypes.c_int64 * (3 * count))()
+        self._logged(numbers, begin)
+        return [_Event(*numbers[at : at + 3]) for at in range(0, 3 * count, 3)]
+
+
+def _left(events: Sequence[_Event]) -> Mapping[int, int]:
+    """Return the addresses of the blocks that ``events`` leave, by their positions in these."""
+    left: dict[int, int] = {}
+    for at, event in enumerate(events):
+        if event.size > 0:
+            left[event.start] = at
+        else:
+            left.pop(event.start, None)
+    return {at: start for start, at in left.items()}
+
+
+class _Content:
+    """The known values in a block, while its storage has none."""
+
+    def __init__(self, start: int, size: int) -> None:
+        written = ctypes.CDLL(None).pytest_gpumem_dry_written
+        written.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t]
+        written.restype = ctypes.c_size_t
+        count = written(start, size, None, 0)
+        parts = (ctypes.c_int64 * (2 * count))()
+        written(start, size, parts, count)
+        self._parts = {
+            parts[at]: ctypes.string_at(start + parts[at], parts[at + 1])
+            for at in range(0, 2 * count, 2)
+        }
+
+    def write(self, start: int) -> None:
+        """Write the values to the block at ``start``."""
+        know = ctypes.CDLL(None).pytest_gpumem_dry_know
+        know.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        for offset, values in self._parts.items():
+            ctypes.memmove(start + offset, values, len(values))
+            know(start + offset, len(values))
+
+
+class _Moved:
+    """A storage whose memory has been given back, to be taken again."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._storage = tensor.untyped_storage()
+        self.before = self._storage.data_ptr()
+        self._size = self._storage.nbytes()
+        self._content = _Content(self.before, self._size)
+        self._storage.resize_(0)
+
+    def take(self) -> int:
+        """Take memory again; return its address."""
+        self._storage.resize_(self._size)
+        start = self._storage.data_ptr()
+        self._content.write(start)
+        return start
+
+
+def _repeat(events: Sequence[_Event], moved: Mapping[int, _Moved]) -> Mapping[int, int]:
+    """Repeat ``events``; return the addresses of what they leave, by position.
+
+    ``moved`` are the storages of such blocks, by position. Other blocks are given back at the end.
+    """
+    others: dict[int, int] = {}
+    taken: dict[int, int] = {}
+    for at, event in enumerate(events):
+        if event.size < 0:
+            if event.start in others:
+                torch.cuda.caching_allocator_delete(others.pop(event.start))
+        elif at in moved:
+            taken[at] = moved[at].take()
+        else:
+            with torch.cuda.device(event.device):
+                others[event.start] = torch.cuda.caching_allocator_alloc(event.size)
+    for address in others.values():
+        torch.cuda.caching_allocator_delete(address)
+    torch.cuda.empty_cache()
+    return taken

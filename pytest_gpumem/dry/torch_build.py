@@ -1,22 +1,30 @@
-"""The CUDA release and libraries of the installed torch, read only from its files."""
+"""The CUDA release and libraries of the installed torch, read from its files by binutils."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
-from pytest_gpumem.dry.elf import ElfError, Imports, imports_of
-from pytest_gpumem.dry.version import cuda_of, release_of
-
 _NVIDIA_LIBRARY = re.compile(r"lib(cu[A-Za-z]+|nv\w+|nccl)\.so(\.\d+)*")
-_NVIDIA_NAME = re.compile(
-    r"(__)?cuda[A-Z_]|cu[A-Z]|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cupti|nvshmem|nvrtc"
-    r"|nvJit|nvtx|nvml"
+_SYMBOL = re.compile(
+    r"^((?:(?:__)?cuda[A-Z_]|cu[A-Z]|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cupti|nvshmem"
+    r"|nvrtc|nvJit|nvtx|nvml)\w*)(?:@\S+)? (\w)",
+    re.MULTILINE,
 )
+"""NVIDIA's names, without their versions, and their types; by POSIX format of ``nm``."""
+_UNDEFINED = "Uwv"
+"""Types of names that another library has."""
+_NEEDED = re.compile(
+    r"^ *(?:NEEDED +(\S+)|required from (\S+):|0x\w+ 0x\w+ \d+ (\S+))$", re.MULTILINE
+)
+"""A library that ``objdump`` has found; a library whose version nodes follow; one of these."""
 _ALWAYS = ("libcuda.so.1", "libnvidia-ml.so.1")
 """Libraries of the driver, which programs open while they run."""
 
@@ -32,8 +40,6 @@ class DryError(Exception):
 class TorchBuild:
     """A CUDA build of torch."""
 
-    release: str
-    """``2.15.0+cu132``."""
     cuda: tuple[int, int]
     cudnn: tuple[int, int, int]
     nccl: tuple[int, int, int]
@@ -70,16 +76,14 @@ def installed_build() -> TorchBuild:
     Raises :class:`DryError` where it is not installed, or no CUDA build.
     """
     folder = _folder()
-    release, cuda = release_of(folder), cuda_of(folder)
-    if cuda is None:
+    if (cuda := cuda_of(folder)) is None:
         raise DryError(
-            f"the dry device runs torch's own CUDA code, which torch {release} does not have: "
-            "install a CUDA build of torch for Linux, or use --gpumem-device=sim"
+            f"the dry device runs torch's own CUDA code, which torch {release_of(folder)} does not "
+            "have: install a CUDA build of torch for Linux, or use --gpumem-device=sim"
         )
     major, minor = (int(part) for part in cuda.split(".")[:2])
     libraries, symbols = _imports(_libraries(folder))
     return TorchBuild(
-        release=release,
         cuda=(major, minor),
         cudnn=_required("nvidia-cudnn-cu", _CUDNN),
         nccl=_required("nvidia-nccl-cu", _NCCL),
@@ -101,20 +105,41 @@ def _libraries(folder: Path) -> list[Path]:
 
 def _imports(paths: list[Path]) -> tuple[Mapping[str, frozenset[str]], frozenset[str]]:
     """Return the names that the libraries at ``paths`` together take from NVIDIA's."""
-    libraries: dict[str, frozenset[str]] = {name: frozenset() for name in _ALWAYS}
-    symbols: set[str] = set()
-    exported: set[str] = set()
-    for path in paths:
-        try:
-            imports: Imports = imports_of(path)
-        except ElfError:
-            continue
-        exported |= imports.exported
-        symbols |= {name for name in imports.symbols if _NVIDIA_NAME.match(name)}
-        for name in filter(_NVIDIA_LIBRARY.fullmatch, imports.libraries):
-            nodes = imports.versions.get(name, frozenset())
-            libraries[name] = libraries.get(name, frozenset()) | nodes
-    return libraries, frozenset(symbols - exported)
+    libraries: dict[str, set[str]] = {name: set() for name in _ALWAYS}
+    library = ""
+    for needed, source, node in _NEEDED.findall(run(["objdump", "-p", *map(str, paths)])):
+        library = needed or source or library
+        if _NVIDIA_LIBRARY.fullmatch(library):
+            libraries.setdefault(library, set()).update(filter(None, [node]))
+    found = _SYMBOL.findall(run(["nm", "-D", "-P", *map(str, paths)]))
+    exported = {name for name, kind in found if kind not in _UNDEFINED}
+    symbols = frozenset(name for name, _ in found) - exported
+    return {name: frozenset(nodes) for name, nodes in libraries.items()}, symbols
+
+
+def run(command: Sequence[str]) -> str:
+    """Return what ``command`` prints, in English; raises :class:`DryError` where it fails."""
+    if shutil.which(command[0]) is None:
+        raise DryError(
+            "the dry device is built with a C compiler, objdump and nm, and this machine has no "
+            f"{command[0]}: install the package gcc (apt-get install gcc libc6-dev binutils), or "
+            "use --gpumem-device=sim"
+        )
+    # Without the loader's variables: a parent process may have the dry runtime preloaded.
+    kept = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env={**kept, "LC_ALL": "C"},
+        check=False,
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line]
+        lines = lines or done.stderr.splitlines() or ["no message"]
+        raise DryError(f"the dry runtime cannot be built: {command[0]} says {lines[0].strip()}")
+    return done.stdout
 
 
 def _required(package: str, otherwise: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -129,3 +154,21 @@ def _required(package: str, otherwise: tuple[int, int, int]) -> tuple[int, int, 
             major, minor, patch = map(int, found.groups())
             return major, minor, patch
     return otherwise
+
+
+def release_of(folder: Path) -> str:
+    """Return the release of the torch in ``folder``, as ``2.15.0+cu132``."""
+    return _found(r"__version__ = '([^']+)'", folder) or "unknown"
+
+
+def cuda_of(folder: Path) -> str | None:
+    """Return the CUDA release of the torch in ``folder``, ``None`` where it is no CUDA build."""
+    if not (folder / "lib" / "libtorch_cuda.so").exists():
+        return None
+    return _found(r"^cuda\b[^=]*= '([\d.]+)'", folder)
+
+
+def _found(pattern: str, folder: Path) -> str | None:
+    version = (folder / "version.py").read_text(encoding="utf-8")
+    match = re.search(pattern, version, re.MULTILINE)
+    return None if match is None else match[1]

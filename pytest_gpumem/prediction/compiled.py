@@ -15,7 +15,7 @@ from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import Change, explain
 from pytest_gpumem.simulated.compiled.entry import AUTO
 from pytest_gpumem.simulated.compiled.entry import EAGER as NOTHING
-from pytest_gpumem.simulated.compiled.refusals import tell_of_compiled_code
+from pytest_gpumem.simulated.compiled.settings import tell_of_compiled_code
 from pytest_gpumem.values.prediction import Prediction
 
 EAGER, COMPILED = "eager", "compiled"

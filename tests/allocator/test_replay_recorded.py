@@ -6,6 +6,7 @@ They lie outside this repository: $GPUMEM_GROUNDTRUTH names the folder that hold
 from __future__ import annotations
 
 import json
+import lzma
 import os
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,16 @@ def manifest() -> list[Any]:
     return [pytest.param(entry, id=entry["file"]) for entry in json.loads(path.read_text())]
 
 
+@pytest.fixture
+def unpacked(recorded: dict[str, Any], tmp_path: Path) -> Path:
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(lzma.decompress((SNAPSHOTS / recorded["file"]).read_bytes()))
+    return path
+
+
 @pytest.mark.parametrize("recorded", manifest())
-def test_every_recorded_event_is_repeated(recorded: dict[str, Any]) -> None:
-    result = replay(SNAPSHOTS / recorded["file"])
+def test_every_recorded_event_is_repeated(recorded: dict[str, Any], unpacked: Path) -> None:
+    result = replay(unpacked)
 
     allocations = sum(device["allocs"] for device in recorded["devices"].values())
     assert result.first_mismatch is None
@@ -39,11 +47,11 @@ def test_every_recorded_event_is_repeated(recorded: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("recorded", manifest())
-def test_peaks_are_those_of_the_recording(recorded: dict[str, Any]) -> None:
+def test_peaks_are_those_of_the_recording(recorded: dict[str, Any], unpacked: Path) -> None:
     known = [device["peak_alloc_reserved"] for device in recorded["devices"].values()]
     if None in known:
         pytest.skip("the manifest has no peaks for this trace")
 
-    result = replay(SNAPSHOTS / recorded["file"])
+    result = replay(unpacked)
 
     assert [result.peak_allocated, result.peak_reserved] == max(known)

@@ -25,7 +25,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.delenv(host_gpus.REFUSED, raising=False)
     monkeypatch.setattr(host_gpus, "DRIVERS", (str(tmp_path / "nvidiactl"),))
-    monkeypatch.setattr("pytest_gpumem.dry.build.has_compiler", lambda: True)
+    monkeypatch.setattr("pytest_gpumem.dry.build.missing_tool", lambda: None)
     monkeypatch.setattr("sys.platform", "linux")
     spec = type("Spec", (), {"origin": str(torch / "__init__.py")})
     monkeypatch.setattr(host_gpus, "find_spec", lambda name: spec)
@@ -93,7 +93,7 @@ def test_a_cpu_build_is_simulated(machine: Path) -> None:
 
 
 def test_without_a_compiler_it_is_simulated(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytest_gpumem.dry.build.has_compiler", lambda: False)
+    monkeypatch.setattr("pytest_gpumem.dry.build.missing_tool", lambda: "C compiler")
     assert (chosen().kind, chosen().not_dry) == ("auto", "there is no C compiler")
     said = DeviceSelector(chosen()).description
     assert said.endswith("simulated A100-40GB (not dry: there is no C compiler)")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.dry.gpus import models_of
+from pytest_gpumem.dry.load import models_of
 from pytest_gpumem.simulated.gpu.catalogue import GpuError, find_machine
 from tests.dry.conftest import Run, bare_environment
 

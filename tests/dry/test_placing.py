@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.dry.conftest import Run
 
 BEGIN = """
+from dataclasses import astuple
 from pytest_gpumem.dry.blocks import Blocks, LeftoverBlocks
 from pytest_gpumem.dry.placing import Fixtures
 
@@ -19,7 +20,7 @@ def of(size):
 
 def begin(*wanted):
     def record(fixture, held, peak):
-        renewed[fixture] = held[0], peak[0]
+        renewed[fixture] = astuple(held[0]), astuple(peak[0])
 
     leftover.release()
     torch.cuda.empty_cache()

@@ -23,7 +23,6 @@ from pytest_gpumem.report.record import TestRecord
 
 if TYPE_CHECKING:
     from pytest_gpumem.allocator.replayed import ReplayResult
-    from pytest_gpumem.report.html.recording import Watchers
     from pytest_gpumem.report.past import Past
 
 LIBRARIES = ("uPlot.iife.min.js", "d3-hierarchy.min.js")
@@ -124,18 +123,17 @@ def write_recording(
     path: Path,
     name: str,
     result: ReplayResult,
-    watchers: Watchers,
     *,
     notes: Sequence[str],
     used_elsewhere: int,
 ) -> Path:
     """Write the page of a replayed snapshot to ``path``, whole or not at all; return the file.
 
-    ``watchers`` followed the replay; ``notes`` are sentences to show above all else. Raises
+    ``result`` has its courses; ``notes`` are sentences to show above all else. Raises
     :class:`~pytest_gpumem.report.json_report.ReportError` where it cannot be written.
     """
     from pytest_gpumem.report.html.recording import recording_of
 
-    data, packed = recording_of(name, result, watchers, notes=notes, used_elsewhere=used_elsewhere)
+    data, packed = recording_of(name, result, notes=notes, used_elsewhere=used_elsewhere)
     page = assembled("recording.html", RECORDING, data, packed)
     return write_file(path, page.encode(), "--html")

@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from pytest_gpumem.allocator.replayed import START, DeviceReplay, ReplayResult, Usage
-from pytest_gpumem.allocator.state import AllocatorState
+from pytest_gpumem.allocator.replayed import START, Course, DeviceReplay, ReplayResult, Usage
 from pytest_gpumem.attribution.composition import shown_path
 from pytest_gpumem.attribution.frames import (
     EARLIER,
@@ -33,48 +32,6 @@ Json = Mapping[str, Any]
 
 FREE, ELSEWHERE = -1, len(CATEGORIES) - 1
 """Numbers of a free part of a segment, and of the category of an unknown block."""
-
-
-class Watcher:
-    """An observer of one run: changes of allocated, reserved and split bytes after every event."""
-
-    def __init__(self, trace: Sequence[Json], start: Sequence[Json]) -> None:
-        self.trace, self.start = trace, start
-        self.first = (0, 0, 0)
-        self.allocated, self.reserved, self.split = array("q"), array("q"), array("q")
-        self.fullest = START
-        self.then: Sequence[Json] = ()
-        self.end: Sequence[Json] = ()
-        self._last = (0, 0, 0)
-
-    def after(self, index: int, allocator: AllocatorState) -> None:
-        """Record the changes of the event ``index``."""
-        now = allocator.allocated, allocator.reserved, allocator.inactive_split
-        last, self._last = self._last, now
-        if index == START:
-            self.first = now
-            return
-        self.allocated.append(now[0] - last[0])
-        self.reserved.append(now[1] - last[1])
-        self.split.append(now[2] - last[2])
-
-    def ended(self, fullest: int, then: Sequence[Json], end: Sequence[Json]) -> None:
-        """Keep the segments when reserved memory was highest, and at the end."""
-        self.fullest, self.then, self.end = fullest, then, end
-
-
-class Watchers:
-    """The watchers of all runs of a replay, by device and by whether it is the what-if."""
-
-    def __init__(self) -> None:
-        self.runs: dict[tuple[int, bool], Watcher] = {}
-
-    def __call__(
-        self, device: int, what_if: bool, trace: Sequence[Json], start: Sequence[Json]
-    ) -> Watcher:
-        """Make the watcher of one run."""
-        watcher = self.runs[device, what_if] = Watcher(trace, start)
-        return watcher
 
 
 @dataclass
@@ -119,7 +76,6 @@ class _Places:
 def recording_of(
     name: str,
     result: ReplayResult,
-    watchers: Watchers,
     *,
     notes: Sequence[str],
     used_elsewhere: int,
@@ -131,7 +87,7 @@ def recording_of(
     devices, packed = [], []
     for device in result.devices:
         columns = Columns()
-        devices.append(_device(device, watchers, columns))
+        devices.append(_device(device, columns))
         packed.append(columns.packed())
     return {
         "name": name,
@@ -149,14 +105,13 @@ def recording_of(
     }, packed
 
 
-def _device(device: DeviceReplay, watchers: Watchers, columns: Columns) -> dict[str, Any]:
-    watcher = watchers.runs[device.device, False]
-    blocks = _blocks(watcher)
+def _device(device: DeviceReplay, columns: Columns) -> dict[str, Any]:
+    course = device.courses[0]
+    blocks = _blocks(course)
     places = _Places()
-    events = _numbered(blocks, places, len(watcher.trace))
+    events = _numbered(blocks, places, len(course.trace))
     start = Counter(places.kind(block) for block in blocks if block.born == START)
     known = partial(_known, blocks)
-    tried = watchers.runs.get((device.device, True))
     return {
         "device": device.device,
         "events": device.events,
@@ -168,34 +123,35 @@ def _device(device: DeviceReplay, watchers: Watchers, columns: Columns) -> dict[
         },
         "start": [list(item) for item in start.items()],
         "blocks": columns.add_small(events),
-        "recorded": _run(device.recorded, watcher, columns, known),
-        "what_if": device.what_if and tried and _run(device.what_if, tried, columns, lambda _: {}),
+        "recorded": _run(device.recorded, course, columns, known),
+        "what_if": device.what_if
+        and _run(device.what_if, device.courses[1], columns, lambda _: {}),
     }
 
 
-def _run(usage: Usage, watcher: Watcher, columns: Columns, known: Any) -> dict[str, Any]:
+def _run(usage: Usage, course: Course, columns: Columns, known: Any) -> dict[str, Any]:
     return {
         "usage": {**asdict(usage), "fragmentation": usage.fragmentation},
-        "fullest": watcher.fullest + 1,
-        "first": list(watcher.first),
-        "reserved": columns.add(watcher.reserved),
-        "split": columns.add(watcher.split),
+        "fullest": course.fullest + 1,
+        "first": list(course.first),
+        "reserved": columns.add(course.reserved),
+        "split": columns.add(course.split),
         "segments": {
-            "peak": _segments(watcher.then, known(watcher.fullest)),
-            "end": _segments(watcher.end, known(len(watcher.trace) - 1)),
+            "peak": _segments(course.then, known(course.fullest)),
+            "end": _segments(course.end, known(len(course.trace) - 1)),
         },
     }
 
 
-def _blocks(watcher: Watcher) -> list[_Block]:
+def _blocks(course: Course) -> list[_Block]:
     """Return every block of a recording, with the data of its stack."""
-    facts = _facts_of(watcher.trace)
+    facts = _facts_of(course.trace)
     live = {
-        address: _Block(address, size, EARLIER, START, 0) for address, size in _held(watcher.start)
+        address: _Block(address, size, EARLIER, START, 0) for address, size in _held(course.start)
     }
     blocks = list(live.values())
     stretch, during = 0, ""
-    for index, (event, change) in enumerate(zip(watcher.trace, watcher.allocated, strict=False)):
+    for index, (event, change) in enumerate(zip(course.trace, course.allocated, strict=False)):
         if event["action"] == "alloc":
             own = facts[_key(event)]
             if own.during != during:

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
 from pytest_gpumem.simulated.compiled.fakes import are_of_gpu, indexed, name_gpu
-from pytest_gpumem.simulated.compiled.refusals import not_followed
+from pytest_gpumem.simulated.compiled.settings import not_followed
 from pytest_gpumem.simulated.compiled.tracing import Tracing
-from pytest_gpumem.simulated.compiled.triton import standing_in
+from pytest_gpumem.simulated.compiled.wrapper import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 Compiled = Callable[..., Any]
@@ -30,7 +30,7 @@ class Backend:
     """The backend of one ``torch.compile``: ``given``, for a graph that is on a simulated GPU.
 
     Code that it cannot compile runs eagerly, with a note, or raises
-    :class:`~pytest_gpumem.simulated.compiled.refusals.CompiledCodeError` where that ``refuses``.
+    :class:`~pytest_gpumem.simulated.compiled.settings.CompiledCodeError` where that ``refuses``.
     """
 
     def __init__(

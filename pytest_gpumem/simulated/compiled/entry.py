@@ -33,18 +33,16 @@ from pytest_gpumem.simulated.common.compiled_notes import (
 )
 from pytest_gpumem.simulated.common.late_imports import imported_unpatched
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.compiled import gradients
-from pytest_gpumem.simulated.compiled.refusals import (
-    CompiledCodeError,
-    not_followed,
-    note_at_line,
-    streams_refused,
-)
+from pytest_gpumem.simulated.compiled import fakes
 from pytest_gpumem.simulated.compiled.settings import (
     HELPERS,
+    CompiledCodeError,
     MarkedSteps,
     launched,
     no_helpers,
+    not_followed,
+    note_at_line,
+    streams_refused,
     traced_only_if_asked_for,
 )
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -200,7 +198,7 @@ class Compilation:
             )
             backward = compiled_autograd.AutogradCompilerInstance
             patches.add(backward, "begin_capture", _refuse_backward)
-            gradients.add_patches(patches, self._tracer, self._code)
+            fakes.add_gradients(patches, self._tracer, self._code)
         return patches
 
     def _callback(self, callback: Any) -> Any:

@@ -47,10 +47,10 @@ from pytest_gpumem.garbage import FramesCleared, paused
 from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import CPU
-from pytest_gpumem.simulated.compiled import fakes, gradients, settings, wrapper
+from pytest_gpumem.simulated.compiled import fakes, settings, wrapper
 from pytest_gpumem.simulated.compiled.computed import GraphValues
-from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, note_at_line
-from pytest_gpumem.simulated.compiled.triton import standing_in
+from pytest_gpumem.simulated.compiled.settings import CompiledCodeError, note_at_line
+from pytest_gpumem.simulated.compiled.wrapper import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.layout import HALF_DTYPES
 from pytest_gpumem.simulated.operators.rules import on_machine
@@ -318,7 +318,7 @@ class Tracing:
         # again at the next use.
         if torch.zeros not in trace_rules.get_torch_obj_rule_map():
             _clear_caches(trace_rules, TorchInGraphFunctionVariable)
-        inside.enter_context(gradients.kept())
+        inside.enter_context(fakes.gradients_kept())
         inside.enter_context(self._patches.applied())
         # User objects that a collection frees here would otherwise depend on cache hits.
         inside.enter_context(paused())

@@ -2,18 +2,32 @@
 
 Inductor makes a module of Python for each graph. It takes memory from ``_empty_strided_cuda``,
 calls libraries through ATen's operators, and gets its Triton kernels from ``AsyncCompile``, as
-source. Source: torch/_inductor/codegen/wrapper.py and async_compile.py, torch 2.11 and 2.13.
+source. Where Triton is not installed, the names that Inductor writes into that source stand in for
+it; the kernels are never compiled.
+
+Source: torch/_inductor/codegen/wrapper.py, async_compile.py and runtime/triton_compat.py, and
+torch/utils/_triton.py, torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.utils._triton
+from torch._inductor import select_algorithm
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.codegen import triton_utils
 from torch._inductor.codegen.common import WorkspaceArg
 from torch._inductor.codegen.wrapper import AllocateLine, PythonWrapperCodegen
 from torch._inductor.ir import ExternKernel
@@ -189,3 +203,67 @@ class Kernel:
 
 
 _WRITTEN = ("out_ptr", "in_out_ptr")
+
+
+_TRITON = "triton"
+
+_ATTRIBUTES: dict[str, dict[str, Any]] = {
+    _TRITON: {"__version__": "3.5.0"},
+    f"{_TRITON}.backends": {"backends": {"nvidia": None}},
+    f"{_TRITON}.backends.compiler": {},
+    f"{_TRITON}.compiler": {},
+    f"{_TRITON}.compiler.compiler": {},
+    f"{_TRITON}.language": {"dtype": type("dtype", (), {})},
+}
+"""By module: the attributes that are read of it."""
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """Make ``import triton`` succeed inside, if Triton is not installed."""
+    if _TRITON in sys.modules or importlib.util.find_spec(_TRITON) is not None:
+        yield
+        return
+    made = {name: ModuleType(name) for name in _ATTRIBUTES}
+    for name, module in made.items():
+        vars(module).update(_ATTRIBUTES[name], __path__=[], __spec__=ModuleSpec(name, None))
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(made[parent], last, module)
+    sys.modules.update(made)
+    _forget_answers()
+    try:
+        with (
+            mock.patch.object(triton_utils, "AttrsDescriptorWrapper", _attributes),
+            mock.patch.object(select_algorithm, "PyCodeCache", _Sources),
+        ):
+            yield
+    finally:
+        for name in made:
+            del sys.modules[name]
+        _forget_answers()
+
+
+def _attributes(
+    divisible_by_16: Any = (), equal_to_1: Any = (), pointer_range_32: Any = ()
+) -> dict[Any, Any]:
+    """Return Inductor's attributes of kernel arguments for a Triton of 2025 (runtime/hints.py)."""
+    return {(position,): [["tt.divisibility", 16]] for position in divisible_by_16}
+
+
+class _Sources:
+    """``PyCodeCache`` for kernels made of templates, which are read and not run."""
+
+    @staticmethod
+    def load(source: str, extra: str = "", **_: Any) -> ModuleType:
+        key, path = PyCodeCache.write(source, extra)
+        module = ModuleType(f"{__name__}.{key}")
+        vars(module).update(__file__=path, key=key)
+        return module
+
+
+def _forget_answers() -> None:
+    """Clear torch's cached answers, under many names, to whether there is a Triton."""
+    for function in vars(torch.utils._triton).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()

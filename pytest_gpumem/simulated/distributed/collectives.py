@@ -7,6 +7,11 @@ the current stream and keeps nothing; what an asynchronous one reads and writes 
 
 Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (``collective``, ``allgather``,
 ``reduce_scatter``, ``barrier``, ``newLikeFlat``), Ops.cpp, Functional.cpp, torch 2.8 to 2.14.
+
+Each callback of a future runs on a stream of its own, which uses the results: it gets a stream of
+the pool, and the memory of the future's values is recorded as used on it, so that it is free again
+only when the host has seen that stream's work done. Source: aten/src/ATen/core/ivalue_inl.h
+(``ivalue::Future::invokeCallback``, ``synchronizeWithCurrentStreams``), torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -20,32 +25,99 @@ from unittest import mock
 import torch
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import ProcessGroup, ReduceOp, Work
+from torch.futures import Future
 
 from pytest_gpumem.simulated.common.callsite import is_internal, is_own, user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.distributed.nccl import Communicator
-from pytest_gpumem.simulated.distributed.results import (
-    DoneFuture,
-    Transfer,
-    exchanged,
-    gathered,
-    kept,
-    reduced,
-    unchanged,
-)
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.gpu.releases import PART_BY_PART
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, named
 from pytest_gpumem.simulated.operators.rules import Scratch
 
+
+class _Transfer(NamedTuple):
+    """The tensors that one rank sends and receives."""
+
+    written: Sequence[torch.Tensor]
+    read: Sequence[torch.Tensor]
+    rank: int
+    size: int
+    operation: str
+    """The reduction: ``SUM``, ``MAX``; empty if unknown."""
+    splits: Sequence[int]
+    """Elements for each rank, where these are not equal parts."""
+
+
+def unchanged(sent: _Transfer) -> None:
+    """Broadcast: the root has the same values."""
+
+
+def reduced(sent: _Transfer) -> None:
+    """Multiply sums by the number of ranks; other reductions leave equal values as they are."""
+    for tensor in sent.written:
+        if sent.operation == "SUM":
+            tensor.mul_(sent.size)
+
+
+def exchanged(sent: _Transfer) -> None:
+    """Write for each rank's part what this rank sends itself."""
+    for source, target in zip(sent.read, sent.written, strict=True):
+        own = (source.split(sent.splits) if sent.splits else source.chunk(sent.size))[sent.rank]
+        target.view(sent.size, *own.shape).copy_(own)
+
+
+def gathered(sent: _Transfer) -> None:
+    """Write to every part what this rank sends."""
+    parts = len(sent.written) // len(sent.read)
+    for position, tensor in enumerate(sent.written):
+        source = sent.read[position // parts]
+        tensor.view(-1, *source.shape).copy_(source)
+
+
+def kept(sent: _Transfer) -> None:
+    """Write what the only rank of a group sends to its own results, for any collective."""
+    for source, target in zip(sent.read, sent.written, strict=False):
+        target.view(source.shape).copy_(source)
+
+
+class _DoneFuture(Future[Any]):
+    """The future of a collective that is already done, with its results."""
+
+    def __init__(self, machine: SimulatedMachine, results: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._machine = machine
+        self._results = results
+        self.set_result(list(results))
+
+    def then(self, callback: Callable[[Future[Any]], Any]) -> Future[Any]:
+        """Run ``callback`` at once, on a stream of the pool."""
+
+        def on_stream(future: Future[Any]) -> Any:
+            machine = self._machine
+            device = machine.current_index
+            before, stream = machine.streams.current(device), machine.streams.make(device, 0)
+            machine.streams.choose(device, stream)
+            try:
+                for tensor in self._results:
+                    record = machine.storages.of(tensor)
+                    if record is not None and record.address:
+                        record.allocator.record_stream(record.address, stream, device)
+                return callback(future)
+            finally:
+                machine.streams.choose(device, before)
+
+        return super().then(on_stream)
+
+
 _BARRIER_BYTES = 4
 """The tensor that a barrier reduces: one float."""
 
 
 _group_named: Callable[[str], Any] = vars(c10d)["_resolve_process_group"]
-_create_work: Callable[[DoneFuture], Work] = vars(c10d)["_create_work_from_future"]
+_create_work: Callable[[_DoneFuture], Work] = vars(c10d)["_create_work_from_future"]
 
 
 class _Collective(NamedTuple):
@@ -53,7 +125,7 @@ class _Collective(NamedTuple):
 
     written: str = ""
     read: str = ""
-    alike: Callable[[Transfer], None] | None = None
+    alike: Callable[[_Transfer], None] | None = None
     """Function that writes the results if all ranks send the same; ``None`` if they are unknown."""
     flattened: str = ""
     """The lists of tensors of one size that it copies from or to a tensor that holds them all."""
@@ -154,7 +226,7 @@ class _Work(Work):
     def get_future(self) -> Any:
         """Return a future that is already done, with the results."""
         self.wait()
-        return DoneFuture(self._machine, self._result)
+        return _DoneFuture(self._machine, self._result)
 
     def result(self) -> list[torch.Tensor]:
         """Return the results."""
@@ -260,7 +332,7 @@ class Collectives:
                 result = func(*args, **kwargs)
                 # Between CPU tensors: every rank's values are taken to be these.
                 if group.size() == 1:
-                    kept(Transfer(written, read, 0, 1, "", ()))
+                    kept(_Transfer(written, read, 0, 1, "", ()))
                 if any(map(self._machine.storages.is_unknown_on_cpu, read)):
                     for tensor in written:
                         self._machine.storages.mark_unknown(tensor)
@@ -292,7 +364,7 @@ class Collectives:
         if name == _BARRIER:
             scratch.take(_BARRIER_BYTES)
         splits = given.get("input_split_sizes") or ()
-        sent = Transfer(written, read, group.rank(), group.size(), self._operation, splits)
+        sent = _Transfer(written, read, group.rank(), group.size(), self._operation, splits)
         self._write_results(collective, sent, given.get("output_split_sizes") or ())
 
         def end() -> None:
@@ -302,7 +374,7 @@ class Collectives:
 
         if not given.get("async_op", True):
             end()
-            return _create_work(DoneFuture(machine, written))
+            return _create_work(_DoneFuture(machine, written))
         kept_tensors = [*read, *written]
 
         def waited(work: _Work) -> None:
@@ -315,7 +387,7 @@ class Collectives:
         return work
 
     def _write_results(
-        self, collective: _Collective, sent: Transfer, received: Sequence[int]
+        self, collective: _Collective, sent: _Transfer, received: Sequence[int]
     ) -> None:
         """Write the results that follow if every rank sends the same as this one."""
         tensors = sent.read or sent.written

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed
-from torch import nn
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.patching import Patches
@@ -31,8 +30,6 @@ from pytest_gpumem.values.world import NCCL_TIMEOUT, World
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.distributed.process_groups import Groups
 
-
-_Applies = Callable[..., bool]
 
 _OF_GPUS = ("none", "undefined", "nccl")
 """Names in backends that connect GPUs: an empty backend selects each device's own."""
@@ -78,34 +75,23 @@ def add_patches(
 
 
 def _add_refusals(single_rank: SingleRank, patches: Patches) -> None:
-    """Refuse process groups of several GPUs and what is built on them, but in a ``single_rank``."""
-    refused: list[tuple[Any, str, str, _Applies]] = [
-        (nn.parallel.DistributedDataParallel, "__init__", "DistributedDataParallel", _on_gpu),
-    ]
-    if torch.distributed.is_available():
-        c10d = torch.distributed.distributed_c10d
-        # The first call of fully_shard and tensor parallelism.
-        mesh = torch.distributed.device_mesh.DeviceMesh
-        refused += [
-            (mesh, "__init__", "DeviceMesh of GPUs", _of_gpus),
-            (torch.distributed, "init_process_group", _INIT, _by_nccl),
-            (c10d, "init_process_group", _INIT, _by_nccl),
-        ]
-        # Builds without NCCL have none, and warn of it before they make the group.
-        patches.add(c10d, "default_pg_nccl_timeout", NCCL_TIMEOUT)
-        name = "_new_process_group_helper"
-        patches.add(c10d, name, _grouping(single_rank, getattr(c10d, name)))
-    for owner, name, called, applies in refused:
-        function = _refusing(called, getattr(owner, name), applies, single_rank)
-        patches.add(owner, name, function)
+    """Refuse process groups of several GPUs, but in a ``single_rank``; meshes make one, too."""
+    if not torch.distributed.is_available():
+        return
+    c10d, name = torch.distributed.distributed_c10d, "_new_process_group_helper"
+    init = c10d.init_process_group
 
+    @wraps(init)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if not single_rank.has_begun and _by_nccl(*args, **kwargs):
+            raise _for_several()
+        init(*args, **kwargs)
 
-def _on_gpu(this: Any, module: nn.Module, *_: Any, **__: Any) -> bool:
-    return any(parameter.is_cuda for parameter in module.parameters())
-
-
-def _of_gpus(this: Any, device_type: str, *_: Any, **__: Any) -> bool:
-    return device_type == "cuda"
+    for owner in (torch.distributed, c10d, torch.distributed.device_mesh):
+        patches.add(owner, "init_process_group", init_process_group)
+    # Builds without NCCL have none, and warn of it before they make the group.
+    patches.add(c10d, "default_pg_nccl_timeout", NCCL_TIMEOUT)
+    patches.add(c10d, name, _grouping(single_rank, getattr(c10d, name)))
 
 
 def _by_nccl(
@@ -129,9 +115,6 @@ def _names_any(backend: Any, names: tuple[str, ...]) -> bool:
     return any(name in str(backend).lower() for name in names)
 
 
-_INIT = 'torch.distributed.init_process_group("nccl")'
-
-
 def _grouping(single_rank: SingleRank, make: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the function that makes a group from final arguments; NCCL would end the process."""
 
@@ -143,29 +126,17 @@ def _grouping(single_rank: SingleRank, make: Callable[..., Any]) -> Callable[...
             if group_size == 1 and not ranks and _names_any(backend, _FOLLOWED):
                 single_rank.begin()
             elif _names_any(backend, _OF_GPUS):
-                raise _for_several(_INIT)
+                raise _for_several()
         return make(group_size, group_rank, ranks, backend, *args, **kwargs)
 
     return call
 
 
-def _refusing(
-    name: str, function: Callable[..., Any], applies: _Applies, single_rank: SingleRank
-) -> Callable[..., Any]:
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not single_rank.has_begun and applies(*args, **kwargs):
-            raise _for_several(name)
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _for_several(name: str) -> UnsupportedOperatorError:
+def _for_several() -> UnsupportedOperatorError:
     return UnsupportedOperatorError(
-        f"{name} at {user_line()} is for several ranks, and this is one of an unknown number: "
-        "mark the test with @pytest.mark.gpumem(ranks=8), or write simulate(..., world_size=8, "
-        "rank=0)"
+        f'torch.distributed.init_process_group("nccl") at {user_line()} is for several ranks, and '
+        "this is one of an unknown number: mark the test with @pytest.mark.gpumem(ranks=8), or "
+        "write simulate(..., world_size=8, rank=0)"
     )
 
 

@@ -25,7 +25,7 @@ from pytest_gpumem.simulated.execution.computing import is_factory
 from pytest_gpumem.simulated.execution.runner import CUDA, DATA_DEPENDENT, Runner
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.operators import extensions, tables
+from pytest_gpumem.simulated.operators import below_autograd, tables
 from pytest_gpumem.simulated.operators.custom_kernels import DESCRIPTIONS, checked_outputs, on_gpu
 from pytest_gpumem.simulated.operators.matrix_functions import DECIDING
 from pytest_gpumem.simulated.operators.rules import Call, on_machine
@@ -115,7 +115,7 @@ def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
     """Return a handler of ``func`` by its description; without one ``undescribed`` runs."""
     schema = func._schema
     undescribed = in_parts(runner, func) or _sized(runner, func, undescribed)
-    parts = extensions.PARTS.get(str(func))
+    parts = below_autograd.PARTS.get(str(func))
     built = None if parts is None else of_parts(runner, on_machine(parts, func, runner.machine))
 
     def describe(args: Args, kwargs: Kwargs) -> Any:

@@ -57,7 +57,11 @@ class GpuState:
         self.version = parse_version(torch_version)
         self.index = index
         self.timeline = Timeline() if timeline is None else timeline
-        self.uncached = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1"
+        if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1":
+            raise AllocatorError(
+                "PYTORCH_NO_CUDA_MEMORY_CACHING=1 takes memory past the allocator that is "
+                "simulated: unset it"
+            )
         self.torch_device = torch.device("cuda", index)
         self.alloc_conf = alloc_conf_of_process(self.version) if alloc_conf is None else alloc_conf
         self._workspace_config = cublas_workspace_config
@@ -157,7 +161,7 @@ class GpuState:
 
     def empty_memory(self, place: int) -> Memory:
         """Return an empty memory of this GPU, whose addresses are those of the device ``place``."""
-        memory = Memory(
+        return Memory(
             self.model.total_memory,
             settings=self._settings,
             version=self.version,
@@ -165,8 +169,6 @@ class GpuState:
             place_segment=DriverAddresses(FIRST_ADDRESS + (place + 1) * DEVICE_ADDRESSES),
             timeline=self.timeline,
         )
-        memory.enable_caching(not self.uncached)
-        return memory
 
     @property
     def estimated(self) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 from pytest_gpumem.allocator import ReplayResult
 from pytest_gpumem.allocator.releases import Version
-from pytest_gpumem.allocator.replay import Observed
 from pytest_gpumem.allocator.replay import replay as replayed
 from pytest_gpumem.simulated.gpu.catalogue import find_gpu
 
@@ -20,7 +19,7 @@ def replay(
     *,
     version: Version | None = None,
     used_elsewhere: int = 0,
-    observed: Observed | None = None,
+    courses: bool = False,
 ) -> ReplayResult:
     """Run the recorded allocations and frees through a simulated allocator.
 
@@ -35,7 +34,7 @@ def replay(
         version: the torch release whose rules hold, ``(2, 6)``; a snapshot does not contain its
             release, so by default one that writes such snapshots.
         used_elsewhere: bytes of ``gpu`` outside the allocator: the CUDA context, other processes.
-        observed: an observer that follows each run, event by event.
+        courses: whether the result holds each run, event by event.
 
     Raises:
         SnapshotError: ``snapshot`` is not a memory snapshot, or its history has gaps.
@@ -48,5 +47,5 @@ def replay(
         None if gpu is None else find_gpu(gpu),
         version=version,
         used_elsewhere=used_elsewhere,
-        observed=observed,
+        courses=courses,
     )

@@ -118,6 +118,7 @@ _SAME = {
     "mv": "self vec",
     "dot": "self tensor",
     "vdot": "self other",
+    "_grouped_mm": "self mat2",
     "native_layer_norm": "input weight bias",
     "native_group_norm": "input weight bias",
 }

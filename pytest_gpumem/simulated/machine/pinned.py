@@ -6,8 +6,6 @@ import weakref
 
 import torch
 
-from pytest_gpumem.allocator.host_memory import HostAllocator
-
 _data_ptr = torch.UntypedStorage.data_ptr
 
 ALREADY_REGISTERED = 712
@@ -19,17 +17,12 @@ _INVALID = 1
 
 
 class Pinned:
-    """The storages that count as pinned, by the address of their ``StorageImpl``.
-
-    Source: aten/src/ATen/core/CachingHostAllocator.h.
-    """
+    """The storages that count as pinned, by the address of their ``StorageImpl``."""
 
     def __init__(self) -> None:
         self._by_key: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._registered: dict[int, int] = {}
         """Address and size of memory registered by ``cudaHostRegister``."""
-        self.memory = HostAllocator()
-        """The memory that CUDA's allocator of pinned memory would hold."""
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Remember ``tensor``'s storage as pinned."""
@@ -37,11 +30,9 @@ class Pinned:
         key = storage._cdata
         if key in self._by_key:
             return tensor
-        size = self.memory.allocate(storage.nbytes())
 
         def died(_: weakref.ref[torch.UntypedStorage]) -> None:
             del self._by_key[key]
-            self.memory.free(size)
 
         self._by_key[key] = weakref.ref(storage, died)
         return tensor

@@ -7,18 +7,35 @@ has a kernel only for the shape of the result. Source: aten/src/ATen/native/Dist
 (mvlgamma), TensorAdvancedIndexing.cpp (_unsafe_masked_index) and
 TensorCompare.cpp (isinf); Linear.cpp (_trilinear, sumproduct_pair: a product of three tensors, one
 slice after the other), torch 2.6 to 2.15.
+
+Kernels of other libraries are built from torch's operators, too. The number of boxes that
+torchvision keeps is decided by values. bitsandbytes packs weights to 4 and 8 bits and multiplies by
+them. Values of a user's kernel in C++ for one element, which torch compiles for a GPU, are unknown.
+
+Source: torchvision/csrc/ops/cuda/nms_kernel.cu (nms_kernel) of torchvision 0.29;
+bitsandbytes/backends/cuda/ops.py (quantize_blockwise, quantize_4bit, gemm_4bit,
+_dequant_linear_fallback, _gemm_4bit_kernel_impl) of bitsandbytes 0.50; torch/cuda/jiterator.py and
+aten/src/ATen/native/cuda/jit_utils.cpp, cuda/jiterator.cu (CompileAndLaunchKernel: outputs of a
+TensorIterator whose type all inputs are promoted to), torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import compute_elementwise_output_strides
+from torch.nn import functional
 
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.rules import Composite
+from pytest_gpumem.values.errors import UnknownValueError
 
 _BUILT = (
     "_euclidean_dist.default",
@@ -138,3 +155,126 @@ BELOW_AUTOGRAD: dict[str, Composite] = {
     **{f"aten.{name}": _as_built(name) for name in _BUILT},
 }
 """By overload."""
+
+
+_BOXES_OF_A_BLOCK = 64
+"""Boxes whose overlaps with another are the bits of one number."""
+
+
+def _nms(gpu: GPU, dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    if not dets.numel():
+        return dets.new_empty((0,), dtype=torch.int64)
+    values = gpu.simulation.values
+    known = values.known(dets), values.known(scores)
+    if known[0] is None or known[1] is None:
+        read = f"torchvision.ops.nms at {user_line()} reads"
+        raise UnknownValueError(values.refusal(read))
+    order = scores.sort(stable=True, dim=0, descending=True)[1]
+    boxes = dets.index_select(0, order)
+    count = dets.shape[0]
+    overlaps = dets.new_empty((count * -(-count // _BOXES_OF_A_BLOCK),), dtype=torch.int64)
+    keep = dets.new_zeros((count,), dtype=torch.bool)
+    values.keep(keep, _kept(known[0], known[1], iou_threshold))
+    chosen = order.masked_select(keep)
+    # They live until the function ends.
+    del keep, overlaps, boxes, order
+    return chosen
+
+
+def _kept(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """Return which boxes are kept, best first; in float32 where the CPU has no half kernel."""
+    with torch._C._DisableTorchDispatch():
+        if dets.dtype is torch.half:
+            dets, scores = dets.float(), scores.float()
+        found = torch.ops.torchvision.nms(dets, scores, iou_threshold)
+        order = scores.sort(stable=True, dim=0, descending=True).indices
+        return torch.isin(order, found)
+
+
+_KERNELS = "bitsandbytes.backends.cuda.ops"
+"""The module that registers the operator for GPUs."""
+
+
+def _gemm_4bit(
+    gpu: GPU,
+    A: Tensor,  # noqa: N803 - the schema's names
+    shapeB: Sequence[int],  # noqa: N803
+    blocksize: int,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+) -> Tensor:
+    if _has_kernel_for(A, shapeB, blocksize):
+        rows = A.contiguous()
+        offset = None if absmax_offset is None else absmax_offset.to(torch.float32)
+        result = A.new_empty((*A.shape[:-1], shapeB[0]))
+        del rows, offset
+        return result
+    scales = shifted = None
+    if absmax_8bit is not None and absmax_offset is not None:
+        scales = torch.empty_like(absmax_8bit, dtype=torch.float32)
+        shifted = scales + absmax_offset
+    result = functional.linear(A, A.new_empty(tuple(shapeB)), bias)
+    del scales, shifted
+    return result
+
+
+def _has_kernel_for(rows: Tensor, shape: Sequence[int], blocksize: int) -> bool:
+    """Return whether bitsandbytes multiplies by its own kernel, as its own code decides."""
+    kernels: Any = sys.modules[_KERNELS]
+    count = rows.numel() // rows.shape[-1]
+    if count > kernels._gemm_4bit_custom_max_m or rows.shape[-1] % blocksize:
+        return False
+    for cached in (kernels._gpu_dispatch_props, kernels._gemm_4bit_use_custom_fn):
+        cached.cache_clear()  # it may have seen another GPU
+    chosen = kernels._gemm_4bit_use_custom_fn(rows.device.index, rows.dtype, count, *shape)
+    return bool(chosen)
+
+
+def _quantize_4bit(
+    gpu: GPU,
+    A: Tensor,  # noqa: N803
+    blocksize: int,
+    quant_storage: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    rows, count = A.contiguous(), A.numel()
+    scales = _scales(rows, blocksize)
+    packed = (count + 1) // (quant_storage.itemsize * 2)
+    return rows.new_empty((packed, 1), dtype=quant_storage), scales
+
+
+def _quantize_blockwise(gpu: GPU, A: Tensor, blocksize: int) -> tuple[Tensor, Tensor]:  # noqa: N803
+    rows = A.contiguous()
+    scales = _scales(rows, blocksize)
+    return torch.empty_like(rows, dtype=torch.uint8), scales
+
+
+def _scales(rows: Tensor, blocksize: int) -> Tensor:
+    return rows.new_empty((-(rows.numel() // -blocksize),), dtype=torch.float32)
+
+
+PARTS: dict[str, Composite] = {
+    "torchvision.nms.default": _nms,
+    "bitsandbytes.gemm_4bit.default": _gemm_4bit,
+    "bitsandbytes.quantize_4bit.default": _quantize_4bit,
+    "bitsandbytes.quantize_blockwise.default": _quantize_blockwise,
+}
+"""By overload."""
+
+
+def jiterated(function: Any, *tensors: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+    """Return the outputs of a compiled kernel, as large as its inputs are together.
+
+    Raises ``KeyError`` in torch's words for an argument that the kernel does not have.
+    """
+    for name in kwargs:
+        if name not in function.kwargs_dict:
+            raise KeyError(f"{name} is not declared in function definition")
+    spread = torch.broadcast_tensors(*tensors)
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    strides = compute_elementwise_output_strides(*spread)
+    made = tuple(
+        torch.empty_strided(spread[0].shape, strides, dtype=dtype, device=tensors[0].device)
+        for _ in range(function.num_outputs)
+    )
+    return made if len(made) > 1 else made[0]

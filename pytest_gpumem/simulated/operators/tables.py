@@ -22,9 +22,9 @@ from pytest_gpumem.simulated.operators.rules import BoundRule, Composite, Rule, 
 _FAMILIES = [
     import_module(f"{__package__}.{family}")
     for family in """
-        activations attention batch_norm chunks comparisons conversions convolution distances
-        encoders engine factorizations indexing libraries matmul matrix_functions normalization
-        reductions rnn solvers sorting spatial below_autograd
+        activations attention batch_norm chunks comparisons convolution encoders engine
+        factorizations indexing libraries matmul matrix_functions moments normalization reductions
+        rnn solvers sorting spatial below_autograd
     """.split()
 ]
 

@@ -152,8 +152,8 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         return snapshot(memories, chosen_pool(machine, chosen), traces=list(traces) != [False])
 
     def enable_caching(enabled: bool) -> None:
-        for gpu in machine.gpus:
-            gpu.allocator.enable_caching(enabled and not gpu.uncached)
+        if not enabled:
+            refuse("torch.cuda.caching_allocator_enable(False)", _PAST)
 
     def set_settings(settings: str) -> None:
         for gpu in machine.gpus:
@@ -164,16 +164,10 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
                 kind = ValueError if gpu.version >= GENERIC_CONFIG else RuntimeError
                 raise kind(str(error)) from None
 
-    def host_stats() -> dict[str, Any]:
-        # The quantities were renamed; the docstring of torch's own function shows which it has.
-        described = torch.cuda.host_memory_stats.__doc__ or ""
-        return pinned.memory.stats(by_blocks="active_requests" in described)
-
     def capability(device: int) -> dict[str, Any]:
         every = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
         return {"supported_dtypes": every}
 
-    pinned = machine.pinned
     return {
         "_cuda_beginAllocateToPool": begin_of_all,
         "_cuda_beginAllocateCurrentThreadToPool": begin_of_thread,
@@ -193,11 +187,8 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         "_accelerator_setAllocatorSettings": set_settings,
         "_accelerator_getAllocatorSettings": lambda: machine.current.allocator.settings.conf,
         "_cuda_getMemoryFraction": lambda device: memory(device).memory_fraction,
-        "_cuda_hostMemoryStats": host_stats,
-        "_cuda_resetPeakHostMemoryStats": pinned.memory.reset_peak_stats,
-        "_cuda_resetAccumulatedHostMemoryStats": pinned.memory.reset_accumulated_stats,
-        "_host_emptyCache": pinned.memory.empty_cache,
-        "_accelerator_emptyHostCache": pinned.memory.empty_cache,
+        "_host_emptyCache": lambda: None,
+        "_accelerator_emptyHostCache": lambda: None,
         "_accelerator_getDeviceCapability": capability,
     }
 

@@ -21,7 +21,7 @@ from pytest_gpumem.simulated.common.callsite import refuse, refusing
 from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.operators.extensions import jiterated
+from pytest_gpumem.simulated.operators.below_autograd import jiterated
 
 MOST_LOOKED_AT = 8
 """Items of a list whose device is looked up: all of them are on one device."""
@@ -35,8 +35,11 @@ _NEEDS_PROCESS = (
     "starts processes, which have no simulated GPU: mark the test with "
     "@pytest.mark.gpumem(ranks=8), and it is one of them"
 )
-
-
+_HOST_STATISTICS = (
+    "_cuda_hostMemoryStats",
+    "_cuda_resetPeakHostMemoryStats",
+    "_cuda_resetAccumulatedHostMemoryStats",
+)
 _OF_DRIVER = ("_cuda_", "_nccl_", "_construct_CUDA_Tensor", "_construct_storage_from_data_pointer")
 _WITHOUT_DEVICE = frozenset(
     {
@@ -60,6 +63,9 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
             "torch.cuda._compile_kernel", "compiles a kernel, which no simulated GPU runs"
         )
         patches.add(torch.cuda, "_compile_kernel", own)
+    why = "counts pinned memory, which a simulated GPU does not: run pytest --gpumem-device=dry"
+    for name in _HOST_STATISTICS:
+        patches.add(torch._C, name, refusing(f"torch._C.{name}", why))
     for name in ("spawn", "start_processes"):
         own = refusing(f"torch.multiprocessing.{name}", _NEEDS_PROCESS)
         patches.add(torch.multiprocessing, name, own)

@@ -11,7 +11,7 @@ import pytest
 
 from pytest_gpumem.allocator import Allocator
 from pytest_gpumem.report.html.page import RECORDING, assembled
-from pytest_gpumem.report.html.recording import Watchers, recording_of
+from pytest_gpumem.report.html.recording import recording_of
 from pytest_gpumem.simulated.gpu.replay import replay
 from tests.report.html.parsed import Page
 from tests.report.html.test_columns import read
@@ -53,11 +53,10 @@ def told(snapshot: dict[str, Any], **question: Any) -> tuple[dict[str, Any], lis
             return super().packed()
 
     kept: list[Columns] = []
-    watchers = Watchers()
-    result = replay(snapshot, observed=watchers, **question)
+    result = replay(snapshot, courses=True, **question)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pytest_gpumem.report.html.recording.Columns", Kept)
-        data, _ = recording_of("run.pickle", result, watchers, notes=[], used_elsewhere=0)
+        data, _ = recording_of("run.pickle", result, notes=[], used_elsewhere=0)
     device = data["devices"][0]
     kinds = device["kinds"]
     device["kinds"] = [
@@ -171,13 +170,12 @@ def test_a_hostile_line_is_text() -> None:
         allocator = Allocator(1 << 40, version=(2, 6))
         for name in names:
             allocator.malloc(MIB, context=Stack((f"/app/{name}.py", name, 1)))
-        watchers = Watchers()
-        result = replay(allocator.snapshot(), observed=watchers)
+        result = replay(allocator.snapshot(), courses=True)
         return Page(
             assembled(
                 "recording.html",
                 RECORDING,
-                *recording_of("a</script>.pickle", result, watchers, notes=[], used_elsewhere=0),
+                *recording_of("a</script>.pickle", result, notes=[], used_elsewhere=0),
             )
         )
 

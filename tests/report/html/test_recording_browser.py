@@ -11,7 +11,6 @@ import pytest
 
 from pytest_gpumem.allocator import Allocator
 from pytest_gpumem.report.html.page import write_recording
-from pytest_gpumem.report.html.recording import Watchers
 from pytest_gpumem.simulated.gpu.replay import replay
 from tests.report.html import chromium
 from tests.report.html.test_recording import FORWARD, LOADING, MIB, recorded
@@ -45,11 +44,8 @@ return lost;
 
 
 def written(path: Path, snapshot: dict[str, Any], **question: Any) -> Path:
-    watchers = Watchers()
-    result = replay(snapshot, observed=watchers, **question)
-    return write_recording(
-        path, "run.pickle", result, watchers, notes=["A note."], used_elsewhere=0
-    )
+    result = replay(snapshot, courses=True, **question)
+    return write_recording(path, "run.pickle", result, notes=["A note."], used_elsewhere=0)
 
 
 def long(events: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.dry.gpus import description
+from pytest_gpumem.dry.load import description
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, LIMITS, GpuError, find_gpu, find_machine
 
 

@@ -78,32 +78,15 @@ def _zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("call", "sentence"),
+    ("experts", "sentence"),
     [
-        (
-            lambda: _grouped(_zeros(8, 8, dtype=torch.float64), _zeros(1, 8, 8)),
-            "Expected mat_a to be Float32, BFloat16 or Float16 matrix, got float64",
-        ),
-        (lambda: _grouped(_zeros(8, 8), _zeros(1, 4, 8)), "contraction dimension of mat_a"),
-        (lambda: _grouped(_zeros(8, 7), _zeros(1, 7, 8)), "strides should be multiple of 16 bytes"),
-        (lambda: _grouped(_zeros(8, 8), _zeros(1, 8, 8)), "Have to provide offsets"),
-        (
-            lambda: _grouped(_zeros(8, 8), _zeros(1, 8, 8), offs=_zeros(1)),
-            "Offsets have to be int32",
-        ),
-        (
-            lambda: _grouped(_zeros(2, 8, 8), _zeros(2, 8, 8), bias=_zeros(8)),
-            "Bias not supported yet",
-        ),
-        (
-            lambda: _grouped(_zeros(2, 8, 8), _zeros(2, 8, 8, dtype=torch.float16)),
-            "expected mat1 and mat2 to have the same dtype, but got: float != c10::Half",
-        ),
+        (lambda: _zeros(1, 4, 8), "contraction dimension of mat_a and mat_b must match"),
+        (lambda: _zeros(1, 8, 8, dtype=torch.float16), "expects tensors of the same dtype"),
     ],
 )
-def test_what_cuda_refuses_is_refused_in_its_words(call: Callable[[], Any], sentence: str) -> None:
+def test_matrices_that_do_not_fit_are_refused(experts: Callable[[], Tensor], sentence: str) -> None:
     with simulate("A100-40GB", torch_version="2.13"), pytest.raises(RuntimeError, match=sentence):
-        call()
+        _grouped(_zeros(8, 8), experts(), offs=_zeros(1, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("model", ["A100-40GB", "B200"])
