@@ -23,11 +23,11 @@ from pytest_gpumem.simulated.gpu.catalogue import (
     COMPUTE_SLICES,
     GPUS,
     INSTANCES,
-    LIMITS,
     GpuError,
     GpuModel,
     find_machine,
     fit,
+    limits_of,
 )
 
 DEFAULT = "A100-40GB"
@@ -210,7 +210,7 @@ def description(models: Sequence[GpuModel]) -> str:
 
 
 def _one(model: GpuModel, index: int) -> str:
-    limits = LIMITS[model.compute_capability]
+    limits = limits_of(model.compute_capability)
     major, minor = model.compute_capability
     fields = {
         "name": model.full_name,

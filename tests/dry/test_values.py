@@ -139,6 +139,18 @@ def test_gradients_of_tables():
     table(torch.tensor([3, 1, 3]).cuda()).pow(2).sum().backward()
     assert table.weight.grad.coalesce()._nnz() == 2
 
+def test_gradients_of_bags():
+    bags = nn.EmbeddingBag(10, 4, mode="sum", sparse=True)
+    there = copy.deepcopy(bags).cuda()
+    places, offsets = torch.tensor([3, 1, 3, 2]), torch.tensor([0, 2])
+    for table, given in (bags, (places, offsets)), (there, (places.cuda(), offsets.cuda())):
+        optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+        for _ in range(2):
+            table(*given).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.allclose(there.weight.cpu(), bags.weight)
+
 def test_seeds_the_dropout_of_layers():
     output, _ = nn.LSTM(4, 4, 2, dropout=0.5).cuda()(torch.ones(3, 2, 4, device="cuda"))
     output.sum().backward()
@@ -338,6 +350,7 @@ def notes(test: Any) -> str:
         ("test_multiplies_groups_of_unknown_length", False),
         ("test_updates_by_sparse_gradients", False),
         ("test_gradients_of_tables", False),
+        ("test_gradients_of_bags", True),
         ("test_seeds_the_dropout_of_layers", False),
         ("test_custom_operators", False),
         ("test_decides_inside_an_operator", False),

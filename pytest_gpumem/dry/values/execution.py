@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -135,7 +136,7 @@ class Execution:
         values, func = self._values, operator.func
         if self._storages.unknown_on_cpu and self._is_lost((args, kwargs)):
             return self._of_lost(operator, args, kwargs)
-        if sizes.has_sparse(args) and not is_view(func._schema):
+        if sizes.has_sparse(operator, args) and not is_view(func._schema):
             return self._of_sparse(operator, args, kwargs)
         # A graph draws at its replay, and only the CPU before CUDA is initialized.
         draws = operator.random and torch.cuda.is_initialized()
@@ -211,12 +212,15 @@ class Execution:
         captured = torch.cuda.is_current_stream_capturing()  # a replay would not compute it anew
         made = None if captured else sizes.of_sparse(values, operator, args, kwargs)
         result = _run(operator, args, kwargs)
-        known = () if made is None else sizes.strided_of(made)
+        known: Sequence[torch.Tensor | None] = () if made is None else sizes.strided_of(made)
+        if made is None and operator.name == "aten::clone":  # the indices may be known alone
+            known = [values.known(part) for part in sizes.strided_of(args[0])]
         for target in tensors_in(result):
             parts = sizes.strided_of(target) if target.is_cuda else ()
             for at, part in enumerate(parts):
-                if len(known) == len(parts):
-                    values.keep(part, known[at])
+                kept = known[at] if len(known) == len(parts) else None
+                if kept is not None:
+                    values.keep(part, kept)
                 else:
                     values.mark_unknown(part)
         return result

@@ -87,6 +87,9 @@ def _counted(values: Values, masks: Sequence[Any]) -> Sequence[int] | None:
 Parts = tuple[torch.Tensor, "torch.Tensor | None"]
 """Indices, and values where they are known, on the CPU."""
 
+_IS_SPARSE = 9
+"""Place of the argument ``sparse`` of _embedding_bag_backward."""
+
 SPARSE = frozenset({"aten::_coalesce", "aten::_to_sparse"})
 
 
@@ -121,8 +124,10 @@ def made_sparse(values: Values, name: str, args: Args) -> Parts | None:
     return made.indices(), None if elements is None else made.values()
 
 
-def has_sparse(args: tuple[Any, ...]) -> bool:
-    """Return whether one of an operator's tensors is a sparse one of a GPU."""
+def has_sparse(operator: Operator, args: Args) -> bool:
+    """Return whether one of an operator's tensors, or its result, is a sparse one of a GPU."""
+    if operator.name == "aten::_embedding_bag_backward":
+        return bool(args[_IS_SPARSE])
     return any(
         isinstance(one, torch.Tensor) and one.layout is torch.sparse_coo and one.is_cuda
         for one in args

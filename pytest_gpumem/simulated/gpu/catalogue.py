@@ -144,6 +144,11 @@ LIMITS = {
 """CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"."""
 
 
+def limits_of(capability: tuple[int, int]) -> Limits:
+    """Return the limits of ``capability``, or those of the nearest earlier one that is known."""
+    return LIMITS[max((each for each in LIMITS if each <= capability), default=min(LIMITS))]
+
+
 MOST_GPUS = 120
 """Devices that torch can use: C10_COMPILE_TIME_MAX_GPUS in c10/cuda/CUDAMacros.h."""
 

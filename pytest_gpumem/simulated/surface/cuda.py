@@ -15,7 +15,7 @@ from pytest_gpumem.allocator.snapshot import frames_of
 from pytest_gpumem.allocator.trace import Contexts, Recording
 from pytest_gpumem.simulated.common.callsite import refusing
 from pytest_gpumem.simulated.common.patching import Patches, add_functions
-from pytest_gpumem.simulated.gpu.catalogue import LIMITS
+from pytest_gpumem.simulated.gpu.catalogue import limits_of
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.machine.generators import generator_type
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
@@ -321,7 +321,7 @@ class DeviceProperties:
         """Return the properties of ``gpu``."""
         model = gpu.model
         capability = model.compute_capability
-        limits = LIMITS[capability]
+        limits = limits_of(capability)
         return cls(
             name=model.full_name,
             major=capability[0],

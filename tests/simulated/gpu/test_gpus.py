@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from pytest_gpumem import simulate
 from pytest_gpumem.dry.load import description
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, LIMITS, GpuError, find_gpu, find_machine
 
@@ -53,6 +56,19 @@ def test_a_model_reads_as_on_the_real_card(
 
 def test_each_capability_has_its_limits() -> None:
     assert {gpu.compute_capability for gpu in GPUS.values()} <= set(LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("capability", "known"), [((10, 3), (10, 0)), ((8, 7), (8, 6)), ((6, 1), (7, 0))]
+)
+def test_a_model_of_ones_own_has_the_limits_of_the_nearest_capability(
+    capability: tuple[int, int], known: tuple[int, int]
+) -> None:
+    model = replace(GPUS["B200"], name="mine", compute_capability=capability)
+    with simulate(model):
+        properties = torch.cuda.get_device_properties(0)
+    assert (properties.major, properties.minor) == capability
+    assert properties.shared_memory_per_multiprocessor == LIMITS[known].shared_memory
 
 
 def test_the_catalogue_is_complete_and_read_only() -> None:
