@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pytest_gpumem.measurement.contents import storage_address
+
 _MOST_IN_SMALL = 1 << 20
 """Bytes of the largest block in a segment of small ones (``kSmallSize`` of
 c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15)."""
@@ -215,7 +217,7 @@ class LeftoverBlocks:
                 if one is None:
                     continue
                 is_whole = one.untyped_storage().resizable()
-                if is_whole and self._blocks.number(_start_of(one)) == number:
+                if is_whole and self._blocks.number(storage_address(one)) == number:
                     found[number] = one
         return found
 
@@ -231,23 +233,12 @@ class LeftoverBlocks:
 
     def _look_up(self, one: torch.Tensor) -> None:
         if one.is_cuda and one.layout is torch.strided and one.numel():
-            self._known.get(self._blocks.number(_start_of(one)), []).append(weakref.ref(one))
+            self._known.get(self._blocks.number(storage_address(one)), []).append(weakref.ref(one))
 
     def moved(self, before: int, after: int) -> None:
         """Know the tensors of the block ``before`` as those of the block ``after``."""
         if before in self._known:
             self._known[after] = self._known.pop(before)
-
-
-def _start_of(tensor: torch.Tensor) -> int:
-    """Return the address of the storage of ``tensor``; 0 where a replayed graph has taken it.
-
-    Tensors of ``mode="reduce-overhead"`` raise an error after the next replay.
-    """
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:
-        return 0
 
 
 def _is_in(number: int, spans: Iterable[BlockNumbers]) -> bool:

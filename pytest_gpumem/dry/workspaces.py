@@ -83,16 +83,19 @@ def renew_dropout_states() -> None:
     import torch
 
     runtime = _runtime()
-    if not runtime.pytest_gpumem_dry_has_dropout_states():
-        return
-    runtime.pytest_gpumem_dry_empty_dropout_states(1)
     for device, generator in enumerate(torch.cuda.default_generators):
+        if not runtime.pytest_gpumem_dry_has_dropout_state(device):
+            continue
         state = generator.get_state()
         generator.set_state(state)  # which counts as seeding
-        with torch.no_grad(), torch.cuda.device(device):
-            torch.nn.LSTM(1, 1, 2, dropout=0.5, device="cuda")(torch.zeros(1, 1, 1, device="cuda"))
-        generator.set_state(state)
-    runtime.pytest_gpumem_dry_empty_dropout_states(0)
+        runtime.pytest_gpumem_dry_empty_dropout_states(1)
+        try:
+            with torch.no_grad(), torch.cuda.device(device):
+                layer = torch.nn.LSTM(1, 1, 2, dropout=0.5, device="cuda")
+                layer(torch.zeros(1, 1, 1, device="cuda"))
+        finally:
+            runtime.pytest_gpumem_dry_empty_dropout_states(0)
+            generator.set_state(state)
 
 
 @contextmanager

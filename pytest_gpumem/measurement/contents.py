@@ -70,7 +70,8 @@ def tensors_in(value: Any, levels: int) -> Iterator[torch.Tensor]:
 def storage_address(tensor: torch.Tensor) -> int:
     """Return the address of the storage of ``tensor`` on a GPU; 0 where there is none.
 
-    A sparse tensor has no storage of its own, a lazy module's parameter no shape yet.
+    A sparse tensor has no storage of its own, a lazy module's parameter no shape yet, and a tensor
+    of a compiled graph raises an error once a replay has overwritten it.
     """
     try:
         return tensor.untyped_storage().data_ptr() if tensor.is_cuda else 0

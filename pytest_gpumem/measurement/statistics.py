@@ -24,6 +24,7 @@ from pytest_gpumem.simulated.gpu.device import parse_version
 from pytest_gpumem.simulated.gpu.workspaces import (
     LARGE_BYTES,
     WorkspaceSettings,
+    dropout_state_bytes,
     lt_workspace_bytes,
     workspace_bytes,
 )
@@ -160,7 +161,7 @@ class CudaStatistics:
 
     def dropout_states(self) -> frozenset[Block]:
         """Return the states of the dropout of recurrent layers, which torch never frees."""
-        return frozenset(self._active({i: {dropout_state_bytes(i)} for i in self._devices()}))
+        return frozenset(self._active({i: {_dropout_state_bytes(i)} for i in self._devices()}))
 
     def synchronize(self) -> None:
         """Wait for every device in use; one without allocations is left untouched."""
@@ -299,13 +300,9 @@ def _sizes(config: str | None, capability: tuple[int, int]) -> frozenset[int]:
     return frozenset({ours, lt_workspace_bytes(version, ours), LARGE_BYTES})
 
 
-def dropout_state_bytes(device: int) -> int:
-    """Return the bytes of the state of recurrent layers' dropout on ``device``.
-
-    48 bytes of ``curandStateXORWOW_t`` ("cuRAND", device API) for each thread that it can run.
-    """
+def _dropout_state_bytes(device: int) -> int:
     found: Any = torch.cuda._get_device_properties(device)  # type: ignore[attr-defined]  # C++ sets it
-    return 48 * int(found.multi_processor_count * found.max_threads_per_multi_processor)
+    return dropout_state_bytes(found.multi_processor_count, found.max_threads_per_multi_processor)
 
 
 Pause = Callable[[], AbstractContextManager[None]]

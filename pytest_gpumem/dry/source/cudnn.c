@@ -82,7 +82,7 @@ WRITES(cudnnGetBatchNormalizationTrainingExReserveSpaceSize, 5, size_t, 0)
 LEAVES_OUT(cudnnGetCTCLossWorkspaceSize, 8, size_t)
 LEAVES_OUT(cudnnGetCTCLossWorkspaceSize_v8, 5, size_t)
 
-static bool has_dropout_states, dropout_states_are_empty;
+static bool has_dropout_state[MOST_DEVICES], dropout_states_are_empty;
 
 /* One state of a generator for each thread that a device can run: 48 bytes of curandStateXORWOW_t ("cuRAND", device
  * API). */
@@ -90,12 +90,12 @@ API int cudnnDropoutGetStatesSize(IGNORED void *handle, size_t *size)
 {
     const struct device *device = device_at(current_device());
     *size = dropout_states_are_empty ? 0 : (size_t)(device->sms * device->threads) * 48;
-    has_dropout_states = !dropout_states_are_empty;
+    has_dropout_state[current_device()] = !dropout_states_are_empty;
     return SUCCESS;
 }
 
-/* Whether torch may keep such states. */
-API int pytest_gpumem_dry_has_dropout_states(void) { return has_dropout_states; }
+/* Whether torch may keep such a state. */
+API int pytest_gpumem_dry_has_dropout_state(int device) { return has_dropout_state[device]; }
 
 /* Give states that are made from now on no bytes, or their own again. */
 API void pytest_gpumem_dry_empty_dropout_states(int are_empty) { dropout_states_are_empty = are_empty; }

@@ -11,8 +11,6 @@
 #include "abi.h"
 #include "dry.h"
 
-#define MOST_DEVICES 120 /* C10_COMPILE_TIME_MAX_GPUS of c10/cuda/CUDAMacros.h */
-
 static struct device all[MOST_DEVICES], devices[MOST_DEVICES];
 static int count, all_count;
 static __thread int current;

@@ -42,6 +42,7 @@ struct device {
     int gpu;           /* the number of the GPU; instances have that of theirs */
 };
 enum { UUID_TEXT = 48 };
+#define MOST_DEVICES 120 /* C10_COMPILE_TIME_MAX_GPUS of c10/cuda/CUDAMacros.h */
 int device_count(void);
 void driver_begin(void);
 int current_device(void);

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common.raw import tensors_in
-from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, named
 from pytest_gpumem.simulated.machine.values.assumptions import is_printing
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.operator import Operator
@@ -87,9 +87,6 @@ def _counted(values: Values, masks: Sequence[Any]) -> Sequence[int] | None:
 Parts = tuple[torch.Tensor, "torch.Tensor | None"]
 """Indices, and values where they are known, on the CPU."""
 
-_IS_SPARSE = 9
-"""Place of the argument ``sparse`` of _embedding_bag_backward."""
-
 SPARSE = frozenset({"aten::_coalesce", "aten::_to_sparse"})
 
 
@@ -127,7 +124,7 @@ def made_sparse(values: Values, name: str, args: Args) -> Parts | None:
 def has_sparse(operator: Operator, args: Args) -> bool:
     """Return whether one of an operator's tensors, or its result, is a sparse one of a GPU."""
     if operator.name == "aten::_embedding_bag_backward":
-        return bool(args[_IS_SPARSE])
+        return bool(named(operator.func, args, {})["sparse"])
     return any(
         isinstance(one, torch.Tensor) and one.layout is torch.sparse_coo and one.is_cuda
         for one in args

@@ -267,8 +267,9 @@ class Tracing:
                 for group in fresh:
                     group["capturable"] = True
                 optimizer._init_group(*values, **named)
-                for group, capturable in zip(fresh, before if restores else (), strict=False):
-                    group["capturable"] = capturable
+                if restores:
+                    for group, capturable in zip(fresh, before, strict=True):
+                        group["capturable"] = capturable
             return arguments(variable, *args, **options)  # it fills the lists that it is given
 
         self._patches.add(OptimizerVariable, "move_step_if_cpu", move_steps)

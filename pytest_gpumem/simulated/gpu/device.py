@@ -23,7 +23,7 @@ from pytest_gpumem.simulated.common.callsite import provenance
 from pytest_gpumem.simulated.gpu.catalogue import GpuError, GpuModel, find_machine
 from pytest_gpumem.simulated.gpu.estimates import Estimates
 from pytest_gpumem.simulated.gpu.memory import Memory
-from pytest_gpumem.simulated.gpu.workspaces import Version, Workspaces
+from pytest_gpumem.simulated.gpu.workspaces import Version, Workspaces, dropout_state_bytes
 from pytest_gpumem.values.environment import alloc_conf_of_process, alloc_conf_variable
 
 
@@ -132,9 +132,7 @@ class GpuState:
     def hold_dropout_state(self) -> None:
         """Allocate the state of recurrent layers' dropout, again if the generator has been seeded.
 
-        A generator of 48 bytes (``curandStateXORWOW_t``) for each thread that the GPU can run, as
-        far as is known of ``cudnnDropoutGetStatesSize``. Source: get_dropout_state of
-        aten/src/ATen/native/cudnn/RNN.cpp, torch 2.6 to 2.15.
+        Source: get_dropout_state of aten/src/ATen/native/cudnn/RNN.cpp, torch 2.6 to 2.15.
         """
         generator: Any = torch.cuda.default_generators[self.index]
         if self.dropout_state and not generator.was_seeded:
@@ -143,7 +141,7 @@ class GpuState:
         self.allocator.free(self.allocator.malloc(torch.int64.itemsize, self.stream))  # the seed
         context = provenance()
         context.library = "cuDNN"
-        nbytes = 48 * self.model.sm_count * self.model.max_threads_per_sm
+        nbytes = dropout_state_bytes(self.model.sm_count, self.model.max_threads_per_sm)
         before, memory = self.dropout_state, self.allocator
         self.dropout_state = memory.malloc(nbytes, self.stream, context)
         if before:

@@ -46,6 +46,15 @@ from pytest_gpumem.simulated.gpu.releases import (
 Version = tuple[int, int]
 
 
+def dropout_state_bytes(multiprocessors: int, threads: int) -> int:
+    """Return the bytes of cuDNN's state of dropout, on a GPU of so many ``threads`` in each.
+
+    48 bytes of ``curandStateXORWOW_t`` ("cuRAND", device API) for each thread that the GPU can run,
+    as far as is known of ``cudnnDropoutGetStatesSize``.
+    """
+    return 48 * multiprocessors * threads
+
+
 class Memory(Protocol):
     """The memory that a workspace is taken from: one device's allocator."""
 

@@ -7,6 +7,6 @@ Which table has an operator depends on how CUDA runs it: ``RULES``, by its name,
 temporaries around its outputs; ``ABOVE_AUTOGRAD`` if it is taken apart before autograd records it;
 ``BELOW_AUTOGRAD`` if autograd records it whole and it is built from others; ``PARTS`` if only some
 calls are (``sparse``), it returns a number to Python (``comparisons``) or is not torch's
-(``below_autograd``). Convolutions are in ``BELOW_AUTOGRAD``: ``convolution_choice`` finds the kernel,
-``cudnn`` its workspace.
+(``below_autograd``). Convolutions are in ``BELOW_AUTOGRAD``: ``convolution_choice`` finds the
+kernel, ``cudnn`` its workspace.
 """

@@ -157,10 +157,15 @@ def _product(target: Tensor, one: Tensor, other: Tensor) -> Tensor:
     return torch.bmm(one, other, out=target)
 
 
-def _combined(matrices: Tensor, coefficients: Sequence[Sequence[float]]) -> Tensor:
-    """Return sums of ``matrices`` with ``coefficients``, which are brought from the host."""
+def _brought(matrices: Tensor, coefficients: Sequence[Sequence[float]]) -> Tensor:
+    """Return ``coefficients`` as real numbers beside ``matrices``, copied from the host."""
     real = torch.empty(0, dtype=matrices.dtype, device="meta").real.dtype
-    brought = torch.tensor(coefficients, dtype=real, device="cpu").to(matrices.device)
+    return torch.tensor(coefficients, dtype=real, device="cpu").to(matrices.device)
+
+
+def _combined(matrices: Tensor, coefficients: Sequence[Sequence[float]]) -> Tensor:
+    """Return sums of ``matrices`` with ``coefficients``."""
+    brought = _brought(matrices, coefficients)
     sums: Tensor = _aten._compute_linear_combination(matrices, brought)
     return sums
 
@@ -248,8 +253,7 @@ def _by_coefficients(
     matrices: Tensor, coefficients: Sequence[Sequence[float]], first: tuple[int, int, int]
 ) -> Tensor:
     """Return a polynomial of products of sums; ``first`` are a sum and the factors added to it."""
-    real = torch.empty(0, dtype=matrices.dtype, device="meta").real.dtype
-    brought = torch.tensor(coefficients, dtype=real, device="cpu").to(matrices.device)
+    brought = _brought(matrices, coefficients)
     powers = _powers(matrices, len(coefficients), len(coefficients))
     sums = _aten._compute_linear_combination(powers, brought)
     target, one, other = first

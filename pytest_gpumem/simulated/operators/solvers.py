@@ -335,7 +335,7 @@ def _swaps(scratch: Scratch, count: int, rows: int) -> int:
 
 
 def _determined(gpu: GPU, A: Tensor) -> None:
-    """The error of the factorization, the diagonal's product, and the sign of the permutation."""
+    """``_linalg_det``: the error code, the product of the diagonal, the sign of the permutation."""
     leave_out(gpu, "linalg_det")
     count, rows = count_of(A), A.shape[-1]
     scratch = Scratch(gpu, count * CODE)
@@ -346,7 +346,7 @@ def _determined(gpu: GPU, A: Tensor) -> None:
 
 
 def _sign_and_logarithm(gpu: GPU, A: Tensor) -> None:
-    """The same, with the diagonal's signs and absolute values instead."""
+    """``_linalg_slogdet``: as ``_linalg_det``, but it takes signs and absolute values apart."""
     leave_out(gpu, "linalg_slogdet")
     count, rows, size = count_of(A), A.shape[-1], A.element_size()
     scratch = Scratch(gpu, count * CODE)
