@@ -30,13 +30,14 @@ def run(arguments: argparse.Namespace) -> Answer | int:
             raise ValueError("--once goes with --watch; without it there is one look already")
         return look()
     from pytest_gpumem.sharing.database import default_folder
+    from pytest_gpumem.sharing.watched import watching
 
     folder = default_folder()
 
     def text() -> list[str]:
         return look(folder).texts(as_json=arguments.json)
 
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt), watching(folder):
         if arguments.once:
             time.sleep(arguments.watch)
             print(*text(), sep="\n")
@@ -66,7 +67,7 @@ def look(folder: Path | None = None) -> Answer:
 def run_lines(seen: Sequence[WatchedProcess], now: float) -> Iterator[str]:
     """Yield the lines on runs of pytest, at the time ``now``."""
     if not seen:
-        yield "no pytest has begun a measured test"
+        yield "no pytest has begun a measured test since this looks"
     for one in seen:
         worker = f", worker {one.worker}" if one.worker else ""
         tests = "1 measured test" if one.finished == 1 else f"{one.finished} measured tests"
@@ -291,7 +292,8 @@ def _between_tests(state: State, device: str, pids: Mapping[int, int]) -> list[d
 COMMAND = Command(
     description="Show each GPU of this host, how it is divided, how busy it is, what processes "
     "hold of it, the tests that share it under --gpumem-share and those that wait; with --watch "
-    "also, for each running pytest, the test that it runs and what the last one took.",
+    "also, for each running pytest, the test that it runs and what the last one took. A run is "
+    "seen from the first test that begins after this.",
     run=run,
     arguments=(
         argument(

@@ -1,16 +1,23 @@
-"""The state of pytest runs for ``gpumem gpus --watch``: each test, and the last one's peak."""
+"""The state of pytest runs for ``gpumem gpus --watch``: each one's test, and the last one's peak.
+
+A run writes it only while a watcher exists; checking costs one look at a folder per test.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import psutil
 
 from pytest_gpumem.sharing.database import Process, default_folder, is_alive, this_process
 from pytest_gpumem.values.serialization import Plain
 
+WATCHERS = "watchers"
 RUNS = "watched"
 
 
@@ -36,12 +43,19 @@ class WatchedProcess(Plain):
     """Its peak allocated bytes, ``None`` where it was not measured to its end."""
 
 
+def is_watched(folder: Path) -> bool:
+    """Return whether a watcher looks at the runs that use ``folder``."""
+    try:
+        return any((folder / WATCHERS).iterdir())
+    except OSError:
+        return False
+
+
 def show(folder: Path, run: WatchedProcess) -> None:
-    """Write ``run`` for who watches; a failure to write is ignored."""
+    """Write ``run`` for watchers; a failure to write is ignored."""
     with suppress(OSError):
         path = folder / RUNS / f"{run.process.pid}.json"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = path.with_suffix(".draft")
         run.to_file(draft)
         draft.replace(path)
@@ -69,11 +83,27 @@ def runs(folder: Path) -> list[WatchedProcess]:
     return found
 
 
+@contextmanager
+def watching(folder: Path) -> Iterator[None]:
+    """Announce a watcher to the runs for the duration of the context."""
+    own = folder / WATCHERS / str(os.getpid())
+    own.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in own.parent.iterdir():  # files of a killed watcher
+        if path.name.isdecimal() and not psutil.pid_exists(int(path.name)):
+            path.unlink(missing_ok=True)
+    own.touch()
+    try:
+        yield
+    finally:
+        own.unlink(missing_ok=True)
+
+
 class Watched:
     """The published state of this process."""
 
     def __init__(self, rootdir: str, worker: str) -> None:
         self._folder = default_folder()
+        self._is_published = False
         self._run = WatchedProcess(this_process(), rootdir, worker, device="")
 
     def begins(self, test: str, device: str) -> None:
@@ -87,8 +117,11 @@ class Watched:
 
     def close(self) -> None:
         """Remove the published state."""
-        hide(self._folder)
+        if self._is_published:
+            hide(self._folder)
 
     def _publish(self, run: WatchedProcess) -> None:
         self._run = run
-        show(self._folder, run)
+        if is_watched(self._folder):
+            show(self._folder, run)
+            self._is_published = True

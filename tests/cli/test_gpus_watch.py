@@ -19,7 +19,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which the runs of this test alone write."""
+    """Where runs and watchers of this test alone meet."""
     path = tmp_path / "shared"
     monkeypatch.setenv(FOLDER_VARIABLE, str(path))
     return path
@@ -50,10 +50,11 @@ def test_what_a_person_reads() -> None:
     ]
 
 
-def test_nothing_to_see(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_see(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     assert main(["gpus", "--watch", "0.01", "--once"]) == 0
     *_, last = capsys.readouterr().out.splitlines()
-    assert last == "no pytest has begun a measured test"
+    assert last == "no pytest has begun a measured test since this looks"
+    assert not watched.is_watched(folder)
 
 
 def test_runs_of_dead_processes_are_forgotten(folder: Path) -> None:
@@ -66,6 +67,14 @@ def test_runs_of_dead_processes_are_forgotten(folder: Path) -> None:
     assert watched.runs(folder) == [RUN]
     watched.hide(folder)
     assert watched.runs(folder) == []
+
+
+def test_a_watcher_that_was_killed_is_none(folder: Path) -> None:
+    (folder / watched.WATCHERS).mkdir(parents=True)
+    (folder / watched.WATCHERS / "999999999").touch()
+    with watched.watching(folder):
+        assert watched.is_watched(folder)
+    assert not watched.is_watched(folder)
 
 
 def test_a_time_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,5 +105,12 @@ def test_tests_are_seen_while_they_run(project: Project, folder: Path) -> None:
             assert now["last_peak"] == 4 << 20
         """
     )
-    project.run_apart().assert_outcomes(passed=2)
+    with watched.watching(folder):
+        project.run_apart().assert_outcomes(passed=2)
     assert watched.runs(folder) == []
+
+
+def test_nobody_is_told_anything_where_nobody_watches(project: Project, folder: Path) -> None:
+    project.write(test_it="def test_it(gpumem): torch.empty(1, device='cuda')")
+    project.run().assert_outcomes(passed=1)
+    assert not (folder / watched.RUNS).exists()
