@@ -10,7 +10,7 @@
 #include "dry.h"
 #include "libraries.h"
 
-enum { MOST_DEVICES = 120, LATEST = 8 };
+enum { LATEST = 8 };
 
 struct estimated {
     const void *address;
