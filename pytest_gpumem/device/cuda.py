@@ -20,7 +20,7 @@ from pytest_gpumem.device.device import Device, Renewed, is_shared
 from pytest_gpumem.device.quota import failed_allocations, limited, observers_of_torch
 from pytest_gpumem.dry import scope
 from pytest_gpumem.garbage import clear_frames_of_imports, collect_young
-from pytest_gpumem.measurement.nvml import NvmlReading, read_device
+from pytest_gpumem.measurement.nvml import NvmlReading, RepeatedReading, read_device
 from pytest_gpumem.sharing.admission import FailedAllocation
 from pytest_gpumem.sharing.devices import CONTEXT, NvmlDevice
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuModel, Machine
@@ -203,8 +203,11 @@ class CudaDevice(Device):
             torch.cuda.empty_cache()
 
     def nvml(self) -> Mapping[str, Any]:
-        properties = torch.cuda.get_device_properties(self.index)
-        return read_device(_uuid(properties) or self.index).to_dict()
+        return self._reading.read().to_dict()
+
+    @cached_property
+    def _reading(self) -> RepeatedReading:
+        return RepeatedReading(_uuid(torch.cuda.get_device_properties(self.index)) or self.index)
 
 
 def _uuid(properties: Any) -> str | None:

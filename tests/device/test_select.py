@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+import pynvml  # type: ignore[import-untyped]  # nvidia-ml-py ships no types
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from pytest_gpumem.device.select import DeviceSelector
 from pytest_gpumem.marker import Expectation
 from pytest_gpumem.option_values import DeviceChoice
 from pytest_gpumem.sharing.devices import CONTEXT
-from tests.fake_nvml import MACHINES, uuids
+from tests.fake_nvml import MACHINES, FakeNvml, uuids
 
 
 def selector(
@@ -181,12 +182,10 @@ def test_a_device_without_a_number_leaves_the_current_one_alone(l4: CudaDevice) 
 
 
 def test_nvml_says_why_it_says_nothing(l4: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pytest_gpumem.device import cuda
-    from pytest_gpumem.measurement.nvml import NvmlAbsent
+    not_loaded = pynvml.NVML_ERROR_DRIVER_NOT_LOADED
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(init_error=not_loaded))
 
-    monkeypatch.setattr(cuda, "read_device", lambda device: NvmlAbsent(f"no device {device}"))
-
-    assert l4.nvml() == {"absent": "no device 0"}
+    assert l4.nvml() == {"absent": "the NVIDIA driver is not loaded"}
 
 
 @pytest.mark.usefixtures("two_gpus")

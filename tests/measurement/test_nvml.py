@@ -15,6 +15,7 @@ from pytest_gpumem.measurement.nvml import (
     NvmlMemory,
     NvmlProcess,
     NvmlReading,
+    RepeatedReading,
     read_device,
     read_visible,
 )
@@ -80,6 +81,25 @@ def test_a_reading_is_builtin_types_on_its_way() -> None:
     assert data["others"] == [{"pid": 7, "name": None, "used": None, "gpu_percent": None}]
     assert data["mode"]["mig_profile"] is None
     assert NvmlAbsent("why").to_dict() == {"absent": "why"}
+
+
+def test_a_repeated_reading_asks_for_shares_of_time_once_in_a_sample_period() -> None:
+    def shares() -> tuple[int | None, int | None, int]:
+        reading = repeated.read()
+        assert isinstance(reading, NvmlReading)
+        assert (reading.name, reading.driver) == ("NVIDIA H200", "570.86.15")
+        (other,) = reading.others or ()
+        return other.gpu_percent, other.used, reading.used
+
+    gpu = Gpu(compute=[process(77, GIB)], samples=[sample(77, 1, 40)])
+    times = iter([10.0, 10.1, 10.2])
+    repeated = RepeatedReading(0, FakeNvml(gpu), lambda: next(times))
+
+    assert shares() == (40, GIB, 6 * GIB)
+    gpu.samples, gpu.used = [sample(77, 2, 90)], 7 * GIB
+    gpu.compute = [process(77, 2 * GIB)]
+    assert shares() == (40, 2 * GIB, 7 * GIB)  # 0.1 s after the first
+    assert shares() == (90, 2 * GIB, 7 * GIB)  # 0.2 s
 
 
 @pytest.mark.parametrize("fails", ["nothing", "memory", "device", "all answers"])
