@@ -7,10 +7,13 @@
     python benchmarks/truth.py --stacks all -v NAME   who made the first event that differs
     python benchmarks/truth.py --write docs/fidelity.md    the tables of this release
     python benchmarks/truth.py --read FOLDER --known  what is there, too, into truth_known.txt
+    python benchmarks/truth.py --record FILE          record this machine's GPU: nothing is compared
+    python benchmarks/truth.py --recorded FILE --device dry    a recorded GPU and the dry device
 
 Needs a CUDA build of torch and a C compiler (docs/dry.md), and expecttest for PyTorch's own
-samples. Every case runs on both devices, a fork for each group of cases. Compared are the
-allocator's events by action, size and order, then the highest bytes allocated and reserved.
+samples. Every case runs on both devices, a fork for each group of cases. A recorded GPU stands in
+the place of torch's own code on the dry device where FILE is given. Compared are the allocator's
+events by action, size and order, then the highest bytes allocated and reserved.
 Returns 1 where a pass differs that neither an exception of ``truth_exceptions.py`` names nor a line
 of ``truth_known.txt``: what differs of an operator, in which pass and after which kernel, that is
 known and not mended yet, under its reason.
@@ -21,6 +24,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import lzma
 import os
 import re
 import subprocess
@@ -28,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -124,6 +128,10 @@ def main() -> int:
     parser.add_argument("--stacks", choices=("python", "all"))
     parser.add_argument("--keep", type=Path, help="a folder for both sides' results")
     parser.add_argument("--read", type=Path, help="such a folder, instead of running")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="what this GPU does")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that record")
+    parser.add_argument("--recorded", type=Path, metavar="FILE", help="what a GPU did")
+    parser.add_argument("--device", choices=("simulated", "dry"), default="simulated")
     parser.add_argument("--write", type=Path, metavar="PAGE")
     parser.add_argument("--known", action="store_true")
     parser.add_argument("-v", "--verbose", action="store_true")
@@ -133,14 +141,21 @@ def main() -> int:
         "dtypes": options.dtype.split(","),
         **{name: getattr(options, name) for name in ("names", "samples", "sample", "stacks")},
         "seed": options.seed,
+        "share": (0, 1),
     }
     began = time.time()
+    if options.record:
+        record(request, options.jobs, options.record)
+        return 0
+    devices = ("cuda" if options.recorded else "dry", options.device)
     with tempfile.TemporaryDirectory() as made:
         folder = options.read or options.keep or Path(made)
         if options.read is None:
             folder.mkdir(parents=True, exist_ok=True)
-            run(request, options.gpu, folder)
-        passes = list(compared(folder))
+            if options.recorded:
+                unpack(options.recorded, folder)
+            run(request, options.gpu, folder, devices)
+        passes = list(compared(folder, devices))
         of_release = release(folder)
     print(f"{options.gpu}, seed {options.seed}, {time.time() - began:.0f} s")
     print_table(passes)
@@ -155,7 +170,7 @@ def main() -> int:
         with KNOWN.open("a", encoding="utf-8") as out:
             out.write("\n".join(["", f"# {FOUND}", *sorted(differing - known), ""]))
     if options.write:
-        write(options.write, rows(passes, of_release, options.gpu))
+        write(options.write, rows(passes, of_release, options.gpu, devices))
     for family in sorted(differing - known):
         print(f"not known: {family}")
     return 1 if differing - known else 0
@@ -167,31 +182,84 @@ def known_families() -> set[str]:
     return {line for line in lines if line and not line.startswith("#")}
 
 
-def run(request: Json, gpu: str, folder: Path) -> None:
-    """Run both sides beside each other; raises ``CalledProcessError`` where one dies."""
+def run(request: Json, gpu: str, folder: Path, devices: tuple[str, str]) -> None:
+    """Run those of ``devices`` beside each other that are no GPU."""
+    _run_workers(
+        [
+            sys.executable,
+            "-m",
+            "pytest_gpumem.dry",
+            "--gpu",
+            gpu,
+            *_worker(device, gpu, request),
+            file,
+        ]
+        for device in devices
+        if device != "cuda"
+        for file in [str(folder / f"{device}.jsonl")]
+    )
+    (folder / "torch").write_text(_torch_release(), encoding="utf-8")
+
+
+def record(request: Json, jobs: int, file: Path) -> None:
+    """Record what this machine's GPU does, in so many processes, as a packed ``file``."""
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [Path(folder, f"{share}.jsonl") for share in range(jobs)]
+        _run_workers(
+            [sys.executable, *_worker("cuda", "", {**request, "share": (share, jobs)}), str(part)]
+            for share, part in enumerate(parts)
+        )
+        lines = [line for part in parts for line in part.read_text(encoding="utf-8").splitlines()]
+    text = "".join(f"{line}\n" for line in sorted(map(_plain, lines)))
+    file.write_bytes(lzma.compress(text.encode(), preset=9))
+
+
+def _plain(line: str) -> str:
+    """Return a case's result without what no recording has."""
+    told = json.loads(line)
+    for one in told.get("passes", ()):
+        for empty in ("who", "where", "libraries"):
+            del one[empty]
+    return json.dumps(told, separators=(",", ":"))
+
+
+def unpack(file: Path, folder: Path) -> None:
+    """Write a recorded ``file`` as one side's results."""
+    nothing: Json = {"who": [], "where": [], "libraries": []}
+    with (folder / "cuda.jsonl").open("w", encoding="utf-8") as out:
+        for line in lzma.decompress(file.read_bytes()).decode().splitlines():
+            told = json.loads(line)
+            told["passes"] = [one | nothing for one in told.get("passes", ())]
+            out.write(json.dumps(told) + "\n")
+
+
+def _worker(device: str, gpu: str, request: Json) -> list[str]:
+    script = str(Path(__file__).with_name("truth_worker.py"))
+    return [script, device, gpu, json.dumps(request)]
+
+
+def _run_workers(commands: Iterable[Sequence[str]]) -> None:
+    """Run ``commands`` beside each other; raises ``CalledProcessError`` where one dies."""
     path = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
-    children = []
-    for device in ("dry", "simulated"):
-        command = [sys.executable, "-m", "pytest_gpumem.dry", "--gpu", gpu]
-        command += [str(Path(__file__).with_name("truth_worker.py")), device, gpu]
-        command += [json.dumps(request), str(folder / f"{device}.jsonl")]
-        children.append((subprocess.Popen(command, env=variables, cwd=ROOT), command))
-    version = subprocess.check_output(
-        [sys.executable, "-c", "import importlib.metadata as m; print(m.version('torch'))"],
-        text=True,
-    )
-    (folder / "torch").write_text(version.partition("+")[0].strip(), encoding="utf-8")
+    children = [(subprocess.Popen(one, env=variables, cwd=ROOT), one) for one in commands]
     for child, command in children:
         if child.wait():
             raise subprocess.CalledProcessError(child.returncode, command[:5])
 
 
-def compared(folder: Path) -> Iterator[Pass]:
+def _torch_release() -> str:
+    question = "import importlib.metadata as m; print(m.version('torch'))"
+    version = subprocess.check_output([sys.executable, "-c", question], text=True)
+    return version.partition("+")[0].strip()
+
+
+def compared(folder: Path, devices: tuple[str, str]) -> Iterator[Pass]:
     """Yield every pass of both sides' results."""
-    dry, simulated = (_read(folder / f"{device}.jsonl") for device in ("dry", "simulated"))
-    for case, one in dry.items():
-        yield from _passes(case, one, simulated.get(case, {"error": "it did not run"}))
+    first, second = (_read(folder / f"{device}.jsonl") for device in devices)
+    for case, one in first.items():
+        if case in second or devices[0] == "dry":
+            yield from _passes(case, one, second.get(case, {"error": "it did not run"}))
 
 
 def _read(file: Path) -> dict[str, Json]:
@@ -287,9 +355,11 @@ def release(folder: Path) -> str:
     return (folder / "torch").read_text(encoding="utf-8")
 
 
-def rows(passes: Sequence[Pass], version: str, gpu: str) -> list[str]:
+def rows(passes: Sequence[Pass], version: str, gpu: str, devices: tuple[str, str]) -> list[str]:
     """Return a row of the page's table for each corpus."""
     made = []
+    truth, other = devices
+    pair = f"{other}, {'GPU' if truth == 'cuda' else truth}"
     for corpus, title in CORPORA.items():
         among = [one for one in passes if one.case.startswith(f"{corpus}/")]
         counts = Counter(one.outcome for one in among if one.exception is None)
@@ -298,7 +368,7 @@ def rows(passes: Sequence[Pass], version: str, gpu: str) -> list[str]:
             continue
         equal, same = counts[EQUAL] + counts[ADJACENT], sum(counts[one] for one in _ALIKE)
         reasons = Counter(one.exception for one in among if one.exception is not None)
-        cells = [version, gpu, title, f"{compared:,}"]
+        cells = [version, gpu, pair, title, f"{compared:,}"]
         cells += [f"{number:,} ({number / compared:.2%})" for number in (equal, same)]
         cells += [f"{counts[REFUSED]:,}", f"{reasons[VALUES]:,}", f"{reasons[LIBRARY]:,}"]
         cells += [f"{reasons[CLOCK]:,}"]

@@ -16,13 +16,15 @@ compares every allocation and every free, by size and in order, then the highest
 reserved. Samples are those that PyTorch tests itself with (`op_db`, `module_db`, `optim_db`), in
 float32, bfloat16, float16, int64 and under autocast. Frees with nothing between them count as the
 same in any order: casts that autocast has kept are dropped in the order of a hash. Recorded GPUs,
-below, are right where they say otherwise.
+below, are right where they say otherwise. *Simulated, GPU* and *dry, GPU* stand beside the
+recording of a GPU: `python benchmarks/truth.py --recorded FILE --device dry`.
 
 Counted at the end of a row, and not compared: passes whose values, zero on the dry device, decide
 what is taken; workspaces that a library chooses; what a clock decides. *Refused* counts as other.
 
-| torch | GPU | what | passes | same events | same peaks | refused | values | libraries | clocks |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| torch | GPU | devices | what | passes | same events | same peaks | refused | values \
+| libraries | clocks |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
 
@@ -34,16 +36,16 @@ def section(page: str) -> str:
 
 
 def write(file: Path, rows: Sequence[str]) -> None:
-    """Put ``rows`` into the page in place of those of the same release and GPU."""
+    """Put ``rows`` into the page in place of those of the same release, GPU and devices."""
     page = file.read_text(encoding="utf-8")
     before = section(page)
-    columns = {tuple(row.split(" | ")[:2]) for row in rows}
+    columns = {tuple(row.split(" | ")[:3]) for row in rows}
     kept = [
         line
         for line in before.splitlines()
-        if line[:3].startswith("| 2") and tuple(line.split(" | ")[:2]) not in columns
+        if line[:3].startswith("| 2") and tuple(line.split(" | ")[:3]) not in columns
     ]
-    made = "\n".join(sorted([*kept, *rows], key=lambda row: row.split(" | ")[:2]))
+    made = "\n".join(sorted([*kept, *rows], key=lambda row: row.split(" | ")[:3]))
     new = f"{BEGIN}\n{_TEXT.strip()}\n{made}\n\n{END}"
     if before:
         page = page.replace(before, new)

@@ -1,9 +1,11 @@
 """One side of the comparison with torch's own code: runs cases on one device, a fork a group.
 
     python -m pytest_gpumem.dry benchmarks/truth_worker.py dry|simulated GPU REQUEST RESULT
+    python benchmarks/truth_worker.py cuda GPU REQUEST RESULT
 
-REQUEST is JSON: the corpora, the dtypes, samples of each, names, a size and a seed of a sample.
-RESULT gets a line of JSON for each case.
+REQUEST is JSON: the corpora, the dtypes, samples of each, names, a size and a seed of a sample, and
+which share of the groups it is. RESULT gets a line of JSON for each case. On a GPU the samples of
+PyTorch's own run in this process: to list them initialises CUDA, which does not survive a fork.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ SIGNS = {"alloc": "+", "free_requested": "-"}
 OTHERS = ("segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom")
 """What is compared besides: what the allocator asks of the driver."""
 
-PROGRAMS = ("scenario/", "program/", "stranger/")
-"""What takes longer: of a sample, one to ten others."""
+PROGRAMS = ("scenario", "program", "stranger")
+"""Corpora whose groups take longer: of a sample, one to ten others."""
 
 WORKSPACES = ("cuDNN", "cuFFT", "cuSOLVER", "cuSPARSE", "MAGMA")
 """Libraries whose workspaces only they know."""
@@ -47,33 +49,47 @@ Json = dict[str, Any]
 def main() -> None:
     """Run what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("device", choices=("dry", "simulated"))
+    parser.add_argument("device", choices=("cuda", "dry", "simulated"))
     parser.add_argument("gpu")
     parser.add_argument("request")
     parser.add_argument("result", type=Path)
     options = parser.parse_args()
     request = json.loads(options.request)
     warnings.simplefilter("ignore")
-    torch.cuda._is_in_bad_fork = lambda: False  # the dry runtime survives a fork
-    chosen, seed = _chosen(request)
-    gc.collect()
-    gc.freeze()
+    if options.device != "cuda":
+        torch.cuda._is_in_bad_fork = lambda: False  # the dry runtime survives a fork
     with options.result.open("w", encoding="utf-8") as out:
-        for group in chosen:
-            _in_fork(group, seed, options.device, options.gpu, request["stacks"], out)
+        for corpora, run in _parts(request["corpora"], options.device):
+            chosen, seed = _chosen({**request, "corpora": corpora})
+            gc.collect()
+            gc.freeze()
+            for group in chosen:
+                run(group, seed, options.device, options.gpu, request["stacks"], out)
     os._exit(0)  # without what libraries say of what they leave behind
+
+
+def _parts(corpora: list[str], device: str) -> Iterator[tuple[list[str], Callable[..., None]]]:
+    """Yield the corpora in parts, each with the function that runs a group of it."""
+    if device != "cuda":
+        yield corpora, _in_fork
+        return
+    yield [one for one in corpora if one in PROGRAMS], _in_fork
+    yield [one for one in corpora if one not in PROGRAMS], _run
 
 
 def _chosen(request: Json) -> tuple[list[Group], str | None]:
     """Return the groups to run, and the seed that chooses one case of each, ``None`` for all."""
-    found = list(groups(request["corpora"], request["dtypes"], request["samples"]))
+    share, of = request["share"]
+    found = list(groups(request["corpora"], request["dtypes"], request["samples"]))[share::of]
     if request["names"]:
         patterns = [re.compile(name) for name in request["names"]]
         found = [group for group in found if any(one.search(group.name) for one in patterns)]
     if request["sample"] is None:
         return found, None
     random.Random(request["seed"]).shuffle(found)
-    programs = [group for group in found if group.name.startswith(PROGRAMS)]
+    programs = [
+        group for group in found if group.name.startswith(tuple(f"{one}/" for one in PROGRAMS))
+    ]
     samples = [group for group in found if group not in programs]
     chosen = samples[: request["sample"]] + programs[: request["sample"] // 10]
     return chosen, request["seed"]
@@ -119,6 +135,8 @@ def _entered(
 ) -> contextlib.AbstractContextManager[SimulatedRun | None]:
     """Return the device that ``group`` runs on, as the rank that it is."""
     world = group.world
+    if device == "cuda":
+        return contextlib.nullcontext()
     if device == "dry":
         return _dry(group)
     if world is None:

@@ -22,6 +22,7 @@ DEVICE = "--gpumem-device=sim:T4"
 PYTEST = "import pytest; raise SystemExit(pytest.main())"
 
 PLUGINS_OF_SOME_TESTS = (
+    "benchmark",
     "anyio",
     "asyncio",
     "platformdirs",

@@ -20,12 +20,17 @@ from pytest_gpumem.device.device import Device, Renewed, is_shared
 from pytest_gpumem.device.quota import failed_allocations, limited, observers_of_torch
 from pytest_gpumem.dry import scope
 from pytest_gpumem.garbage import clear_frames_of_imports, collect_young
+from pytest_gpumem.measurement.leftover import LeftoverSpace
 from pytest_gpumem.measurement.nvml import NvmlReading, RepeatedReading, read_device
+from pytest_gpumem.measurement.statistics import Block, CudaStatistics
 from pytest_gpumem.sharing.admission import FailedAllocation
 from pytest_gpumem.sharing.devices import CONTEXT, NvmlDevice
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuModel, Machine
 from pytest_gpumem.values.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.values.measurement import Measurement
+
+FILLED_SHARE = 20
+"""The part of a GPU's memory, one of so many, up to which leftover space is filled."""
 
 
 def find_device(
@@ -73,6 +78,9 @@ class CudaDevice(Device):
         self.index = index or 0
         self._threads = LeftThreads()
         self._notes: tuple[str, ...] = ()
+        self._space = LeftoverSpace()
+        self._fixture_blocks: dict[object, frozenset[Block]] = {}
+        """The blocks that the set-up of a shared fixture has left."""
         self._shared: dict[str, tuple[int, NvmlDevice]] = {}
         """The devices shared with other processes, by name, with this process's CUDA index."""
 
@@ -127,8 +135,17 @@ class CudaDevice(Device):
         return torch.cuda.device(self.index) if self._chosen else nullcontext()
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
-        """Note which threads still run; the memory of a real device cannot be rearranged."""
+        """Note which threads still run, and fill the free space beside what earlier tests left.
+
+        The memory of a real device cannot be rearranged.
+        """
         self._notes = self._threads.notes
+        own = {block.address for one in fixtures for block in self._fixture_blocks.get(one, ())}
+        self._space.fill(own.__contains__, self.total_memory // FILLED_SHARE)
+
+    @property
+    def filled(self) -> Mapping[int, int]:
+        return self._space.filled
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:
@@ -137,19 +154,37 @@ class CudaDevice(Device):
         The garbage collector runs as usual: without it a body may not fit.
         """
         with self._threads.started_by(name), clear_frames_of_imports():
-            yield
+            try:
+                yield
+            finally:
+                self._space.empty()
 
     def restart_collector(self) -> None:
         """Collect the young generations of Python's garbage."""
         collect_young()
 
-    def setting_up(self, fixture: object) -> AbstractContextManager[object]:
-        """Count threads that start inside as those of ``fixture`` if tests share it."""
-        return self._threads.started_by(None) if is_shared(fixture) else nullcontext()
+    @contextmanager
+    def setting_up(self, fixture: object) -> Iterator[None]:
+        """Count threads and blocks inside as those of ``fixture`` if tests share it."""
+        if not is_shared(fixture):
+            yield
+            return
+        before = CudaStatistics().live_blocks()
+        with self._threads.started_by(None):
+            yield
+        self._fixture_blocks[fixture] = CudaStatistics().live_blocks() - before
+
+    def forget(self, fixture: object) -> None:
+        self._fixture_blocks.pop(fixture, None)
 
     def complete(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` with notes about threads of earlier tests that it may include."""
-        return replace(measurement, notes=measurement.notes + self._notes)
+        filled = self.filled.get(int(measurement.device.partition(":")[2]), 0)
+        return replace(
+            measurement,
+            stray=max(measurement.stray - filled, 0),
+            notes=measurement.notes + self._notes,
+        )
 
     def share(self, folder: Path) -> Sequence[NvmlDevice]:
         """Return the visible devices as NVML sees them, its own first; raises ``SharingError``."""

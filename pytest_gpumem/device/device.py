@@ -39,6 +39,11 @@ class Device:
     ``None`` where it compiles in the test's own memory."""
 
     @property
+    def filled(self) -> Mapping[int, int]:
+        """The bytes by device that fill the free space which earlier tests have left."""
+        return MappingProxyType({})
+
+    @property
     def environment(self) -> Environment:
         """The environment that its numbers depend on; on a real device this initialises CUDA."""
         raise NotImplementedError

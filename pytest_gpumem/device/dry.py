@@ -6,7 +6,7 @@ they are marked as exact, and there is neither a driver nor timing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -120,12 +120,16 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
         """Place segments as in a new process, beside those left by earlier tests."""
-        super().begin_test(name, fixtures, renewed)
+        self._notes = self._threads.notes
         self._follower.begin()
         workspaces.renew_dropout_states()
         restart_placing()
         self._fixtures.begin(fixtures, is_set_up, renewed)
         workspaces.forget()
+
+    @property
+    def filled(self) -> Mapping[int, int]:
+        return self._leftover.filled
 
     def begin_unmeasured(self) -> None:
         """Drop what earlier tests have read; the values of their tensors stay."""
@@ -169,7 +173,7 @@ class DryDevice(CudaDevice, ComputingDevice):
     def setting_up(self, fixture: object) -> Iterator[None]:
         """Attribute the blocks that are allocated inside to ``fixture``."""
         with (
-            super().setting_up(fixture),
+            self._threads.started_by(None) if is_shared(fixture) else nullcontext(),
             self._fixtures.setting_up(fixture),
             seeded_generators() if is_shared(fixture) else nullcontext(),
         ):
@@ -184,7 +188,6 @@ class DryDevice(CudaDevice, ComputingDevice):
         return replace(
             completed,
             dry=True,
-            stray=max(completed.stray - self._leftover.filled, 0),
             notes=(*completed.notes, *workspaces.notes(self.index), *self._follower.notes.notes),
         )
 

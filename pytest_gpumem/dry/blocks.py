@@ -1,9 +1,7 @@
 """Blocks of torch's allocator on the dry device: their owners, and the time of collections.
 
-A test's reserved bytes must not depend on what earlier tests have left. Blocks that none of its
-fixtures holds keep their segments reserved, so the free parts of those segments are filled while
-the test runs: its own blocks then get segments as in a new process. Tensors in such blocks are kept
-until the test ends.
+The free parts of segments that earlier tests have left are filled while a test runs
+(:mod:`pytest_gpumem.measurement.leftover`). Tensors in such segments are kept until it ends.
 
 Autograd's threads, one for each device, hold the last task until they wait for another. A task that
 has run for ``torch.autograd.grad`` holds its results (``future_result_`` of
@@ -21,39 +19,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from pytest_gpumem.measurement.contents import storage_address
-
-_MOST_IN_SMALL = 1 << 20
-"""Bytes of the largest block in a segment of small ones (``kSmallSize`` of
-c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15)."""
+from pytest_gpumem.measurement.leftover import LeftoverSpace
 
 _HELD = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _AUTOGRAD = "pt_autograd_"
 """The beginning of the names of autograd's threads, before the index of the device."""
 
-_MOST_TRIES = 100
-"""The most parts of fixtures' segments that are taken before one of another segment is."""
-_MOST_ROUNDS = 100
-"""Rounds of filling: a part from which another one's block was taken is filled in the next."""
-
 BlockNumbers = tuple[int, int]
 """Numbers of blocks: above the first, up to the second."""
-
-
-class _Hole(NamedTuple):
-    """A free part of a segment."""
-
-    start: int
-    size: int
-    most: int
-    """Bytes of the largest block that the allocator takes from it."""
-    device: int
-    stream: int
 
 
 class Blocks:
@@ -103,51 +82,21 @@ class LeftoverBlocks:
         self._kept: list[torch.Tensor] = []
         self._known: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         """Tensors in a block by its number, as far as they have been looked up."""
-        self._filled: dict[int, int] = {}
-        """Bytes by address."""
+        self._space = LeftoverSpace()
 
     @property
-    def filled(self) -> int:
-        """Bytes that are filled now."""
-        return sum(self._filled.values())
+    def filled(self) -> Mapping[int, int]:
+        """The bytes that are filled now, by device."""
+        return self._space.filled
 
     def fill(self, spans: Sequence[BlockNumbers]) -> None:
         """Fill the free space beside blocks in none of ``spans``, until :meth:`release`."""
-        if not torch.cuda.is_initialized():
-            return
-        elsewhere: list[int] = []
-        grew = False
-        for _ in range(_MOST_ROUNDS):
-            holes, leftover, segments = self._holes(spans)
-            if not holes:
-                break
-            for hole in holes:
-                grew |= self._fill(hole, holes, segments, elsewhere)
-        for address in elsewhere:
-            torch.cuda.caching_allocator_delete(address)
-        if elsewhere or grew:
-            torch.cuda.empty_cache()
-        self._kept = list(self.tensors_in(leftover))
 
-    def _holes(
-        self, spans: Sequence[BlockNumbers]
-    ) -> tuple[Sequence[_Hole], set[int], Sequence[tuple[int, int]]]:
-        """Return the free parts of segments without a fixture's block, the smallest first.
+        def is_own(address: int) -> bool:
+            return _is_in(self._blocks.number(address), spans)
 
-        With them the blocks of others by number, and all segments by their start and end.
-        """
-        holes: list[_Hole] = []
-        leftover: set[int] = set()
-        segments: list[tuple[int, int]] = []
-        for segment in torch.cuda.memory_snapshot():
-            segments.append((segment["address"], segment["address"] + segment["total_size"]))
-            used = [each["address"] for each in segment["blocks"] if each["state"] != "inactive"]
-            numbers = {self._blocks.number(one) for one in used if one not in self._filled}
-            others = {number for number in numbers if not _is_in(number, spans)}
-            leftover |= others
-            if others == numbers and used and not segment.get("is_expandable"):
-                holes += _holes_of(segment)
-        return sorted(holes, key=lambda hole: hole.size), leftover, segments
+        others = self._space.fill(is_own)
+        self._kept = list(self.tensors_in(set(map(self._blocks.number, others))))
 
     def release(self) -> None:
         """Free the filled space, and forget tensors that are kept."""
@@ -156,38 +105,7 @@ class LeftoverBlocks:
 
     def empty(self) -> None:
         """Free the filled space."""
-        while self._filled:
-            address, _ = self._filled.popitem()
-            torch.cuda.caching_allocator_delete(address)
-
-    def _fill(
-        self,
-        hole: _Hole,
-        holes: Sequence[_Hole],
-        segments: Sequence[tuple[int, int]],
-        elsewhere: list[int],
-    ) -> bool:
-        """Take as much as ``hole`` has of ``holes``, and note what came from ``elsewhere``.
-
-        Stops with ``True`` where there is no such part any more, because blocks for other holes
-        have come from it, so that the allocator has made a segment.
-        """
-        left = hole.size
-        tries = 0
-        while left and tries < _MOST_TRIES:
-            size = min(left, hole.most)
-            address = torch.cuda.caching_allocator_alloc(size, hole.device, hole.stream)
-            if any(one.start <= address < one.start + one.size for one in holes):
-                self._filled[address] = size
-                left -= size
-                continue
-            if not any(start <= address < end for start, end in segments):
-                torch.cuda.caching_allocator_delete(address)
-                return True
-            # The allocator takes the smallest part that has room, even a fixture's.
-            elsewhere.append(address)
-            tries += 1
-        return False
+        self._space.empty()
 
     def tensors_in(self, numbers: Set[int]) -> Iterator[torch.Tensor]:
         """Yield the tensors of Python objects in the blocks ``numbers``, and their gradients."""
@@ -243,18 +161,6 @@ class LeftoverBlocks:
 
 def _is_in(number: int, spans: Iterable[BlockNumbers]) -> bool:
     return any(first < number <= last for first, last in spans)
-
-
-def _holes_of(segment: Mapping[str, Any]) -> Iterator[_Hole]:
-    """Yield the free parts of ``segment``, unless it belongs to the pool of a CUDA graph."""
-    if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
-        return
-    is_small = segment["segment_type"] == "small"
-    for block in segment["blocks"]:
-        if block["state"] == "inactive" and (is_small or block["size"] > _MOST_IN_SMALL):
-            most = _MOST_IN_SMALL if is_small else block["size"]
-            place = segment["device"], segment["stream"]
-            yield _Hole(block["address"], block["size"], most, *place)
 
 
 def wait_for_threads() -> None:

@@ -77,15 +77,13 @@ class FixtureRecords:
         self._known: dict[int, int] = {}
         """The bytes by device that are no garbage: left by the last collection, or held since."""
 
-    def explains(self, readings: Readings) -> bool:
-        """Return whether all allocated bytes are known to be no garbage."""
-        return all(
-            now.held.allocated <= self._known.get(device, 0) for device, now in readings.items()
-        )
+    def explains(self, allocated: Mapping[int, int]) -> bool:
+        """Return whether all ``allocated`` bytes, by device, are known to be no garbage."""
+        return all(size <= self._known.get(device, 0) for device, size in allocated.items())
 
-    def garbage_collected(self, readings: Readings) -> None:
-        """Count the bytes allocated right after a collection as no garbage."""
-        self._known = {device: now.held.allocated for device, now in readings.items()}
+    def garbage_collected(self, allocated: Mapping[int, int]) -> None:
+        """Count the bytes allocated right after a collection, by device, as no garbage."""
+        self._known = dict(allocated)
 
     def record(self, fixture: FixtureKey) -> FixtureRecord:
         """Return the record of a fixture, an empty one where its set-up was not metered."""

@@ -46,7 +46,10 @@ class Meter:
         *,
         numbered: bool = False,
         compile_context: CompileContext | None = None,
+        filled: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
+        self._filled = filled
+        """Returns the bytes by device with which the device fills space that is left."""
         self._compile_context = compile_context
         """Returns a context in which torch compiles, which leaves nothing reserved."""
         self._numbered = numbered
@@ -232,11 +235,18 @@ class Meter:
     def _clean_start(self) -> None:
         self._statistics.synchronize()
         self._statistics.clear_workspaces()
-        if not self._fixtures.explains(self._statistics.read_and_reset_peaks()):
+        if not self._fixtures.explains(self._allocated()):
             collect_garbage()
-            self._fixtures.garbage_collected(self._statistics.read_and_reset_peaks())
+            self._fixtures.garbage_collected(self._allocated())
         self._statistics.empty_cache()
         self._statistics.forget_peaks()
+
+    def _allocated(self) -> dict[int, int]:
+        """Return the allocated bytes by device, without those that only fill space."""
+        readings, filled = self._statistics.read_and_reset_peaks(), self._filled()
+        return {
+            device: now.held.allocated - filled.get(device, 0) for device, now in readings.items()
+        }
 
     def _free_garbage(self, fixture: FixtureKey, before: frozenset[Block]) -> None:
         """Free the memory that the set-up of ``fixture`` has left and does not hold."""

@@ -95,6 +95,7 @@ class TestRun:
                 account,
                 numbered=settings.loop_phases == "numbered",
                 compile_context=device.compile_context,
+                filled=lambda: device.filled,
             )
             starting.enter_context(pausable(self._meter.unmeasured))
             starting.enter_context(pausable(device.unmeasured))

@@ -93,10 +93,16 @@ def test_the_number_is_the_same_alone_and_after_others(cuda: CudaProject) -> Non
         @pytest.mark.gpumem
         def test_leaks():
             kept.append(torch.ones(1 << 18, device="cuda"))
+            kept.append(torch.ones(1 << 20, device="cuda"))  # in a segment of 20 MiB
+
+        @pytest.fixture(scope="module")
+        def weights():
+            return torch.ones(1 << 18, device="cuda")
 
         @pytest.mark.gpumem
-        def test_product():
+        def test_product(weights):
             x = torch.ones(256, 256, device="cuda")
+            y = torch.ones(3 << 20, device="cuda", dtype=torch.uint8)
             (x @ x).sum()
     """
     cuda.write(test_order=body)
@@ -105,7 +111,8 @@ def test_the_number_is_the_same_alone_and_after_others(cuda: CudaProject) -> Non
     after = cuda.records()["test_product"]["measurement"]
 
     assert after["stray"] >= alone["stray"] + (1 << 20)
-    for name in ("peak_allocated", "allocated_before", "allocated_after", "leaked"):
+    names = ("peak_allocated", "peak_reserved", "allocated_before", "allocated_after", "leaked")
+    for name in names:
         assert after[name] == alone[name], name
 
 

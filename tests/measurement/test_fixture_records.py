@@ -138,21 +138,25 @@ def test_a_fixture_torn_down_is_forgotten(device: FakeStatistics, ledger: Ledger
 def test_memory_is_explained_by_fixtures_and_by_what_a_collection_left(
     device: FakeStatistics, ledger: Ledger
 ) -> None:
-    stray = device.allocate(50)
-    assert not ledger.explains(device.read_and_reset_peaks())
+    def allocated() -> dict[int, int]:
+        readings = device.read_and_reset_peaks()
+        return {index: now.held.allocated for index, now in readings.items()}
 
-    ledger.garbage_collected(device.read_and_reset_peaks())
-    assert ledger.explains(device.read_and_reset_peaks())
+    stray = device.allocate(50)
+    assert not ledger.explains(allocated())
+
+    ledger.garbage_collected(allocated())
+    assert ledger.explains(allocated())
 
     with ledger.setting_up("model"):
         device.allocate(100)
-    assert ledger.explains(device.read_and_reset_peaks())
+    assert ledger.explains(allocated())
 
     device.allocate(1)
-    assert not ledger.explains(device.read_and_reset_peaks())
+    assert not ledger.explains(allocated())
 
-    ledger.garbage_collected(device.read_and_reset_peaks())
+    ledger.garbage_collected(allocated())
     ledger.forget("model")
-    assert not ledger.explains(device.read_and_reset_peaks())
+    assert not ledger.explains(allocated())
     device.free(stray)
-    assert not ledger.explains(device.read_and_reset_peaks())
+    assert not ledger.explains(allocated())
