@@ -127,7 +127,7 @@ for size in (256 * KIB, MIB, 1250 * KIB):
     torch.cuda.empty_cache()
 found["segments"] = [each["total_size"] for each in torch.cuda.memory_snapshot()]
 leftover.fill([])
-found["filled"] = leftover.filled
+found["filled"] = leftover.filled[0]
 found["reserved"] = torch.cuda.memory_reserved()
 own = of(1)
 found["more"] = torch.cuda.memory_reserved() - found["reserved"]
@@ -148,7 +148,7 @@ overwritten, left = of(KIB), of(MIB)
 storage = overwritten.untyped_storage()._cdata
 torch._C._set_storage_data_ptr_access_error_msg(storage, "overwritten by a subsequent run")
 begin(("weights", lambda: of(MIB)))
-found["filled"] = leftover.filled
+found["filled"] = leftover.filled[0]
 """
     )
     assert found["filled"] == (2 << 20) - (1 << 20) - 1024
