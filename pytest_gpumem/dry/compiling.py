@@ -21,7 +21,12 @@ from weakref import WeakSet
 
 import torch
 
-from pytest_gpumem.simulated.common.patching import Patches, Plan, patched_when_imported
+from pytest_gpumem.simulated.common.patching import (
+    Patches,
+    Plan,
+    add_functions,
+    patched_when_imported,
+)
 
 Context = Callable[[], AbstractContextManager[object]]
 TIME = 1.0
@@ -36,7 +41,43 @@ def skip_tuning(following: Context) -> Iterator[None]:
     Inductor computes constants in a context of ``following``, where small tensors have values.
     """
     constants = {"torch._inductor.constant_folding": partial(_of_constants, following)}
-    with patched_when_imported({**_PLANS, **constants}):
+    with patched_when_imported({**_PLANS, **constants}), _noting_pools():
+        yield
+
+
+_BEGIN = "_cuda_beginAllocateCurrentThreadToPool"
+"""Function since torch 2.7 (``use_mem_pool`` in torch/cuda/memory.py)."""
+_BEGINS = (_BEGIN, "_cuda_beginAllocateCurrentStreamToPool", "_cuda_beginAllocateToPool")
+"""With those of 2.6, which torch/_inductor/cudagraph_trees.py calls, too."""
+_END = "_cuda_endAllocateToPool"
+
+_receiving: set[tuple[int, int]] = set()
+"""The pools that receive a thread's allocations, by identity."""
+
+
+@contextmanager
+def _noting_pools() -> Iterator[None]:
+    """Note which pools receive allocations, those of CUDA graphs that warm up included."""
+
+    def noting(function: Callable[..., Any], note: Callable[[Any], None]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def noted(*args: Any) -> None:
+            function(*args)
+            note(args[-1])
+
+        return noted
+
+    functions = dict.fromkeys(_BEGINS, _receiving.add) | {_END: _receiving.discard}
+    patches = Patches()
+    add_functions(
+        {
+            name: noting(getattr(torch._C, name), note)
+            for name, note in functions.items()
+            if hasattr(torch._C, name)
+        },
+        patches,
+    )
+    with patches.applied():
         yield
 
 
@@ -46,8 +87,13 @@ def separate_pool() -> Iterator[None]:
 
     Dynamo makes that while it traces a step (``_init_group`` in torch/_dynamo/variables/
     optimizer.py). The pool's segments are gone at the end, but for those of blocks in use.
+
+    A pool must not end while another one receives allocations, as in a warm-up of Inductor's CUDA
+    graphs (``synchronize_and_free_events`` of CUDACachingAllocator.cpp in torch 2.11, which ends
+    the process; 2.15 does not), so that one goes on receiving them.
     """
-    if torch.cuda.get_allocator_backend() != "native":  # others have no pools
+    is_native = torch.cuda.get_allocator_backend() == "native"  # others have no pools
+    if not is_native or _receiving or torch.cuda.is_current_stream_capturing():
         yield
         return
     pool = torch.cuda.MemPool()
@@ -59,17 +105,13 @@ def separate_pool() -> Iterator[None]:
         yield
 
 
-_BEGIN = "_cuda_beginAllocateCurrentThreadToPool"
-"""Function since torch 2.7 (``use_mem_pool`` in torch/cuda/memory.py)."""
-
-
 def _outside(pool: torch.cuda.MemPool, call: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``call`` with its allocations in the default pool."""
 
     @functools.wraps(call)
     def outside(*args: Any, **options: Any) -> Any:
         device = torch.cuda.current_device()
-        torch._C._cuda_endAllocateToPool(device, pool.id)
+        getattr(torch._C, _END)(device, pool.id)
         try:
             return call(*args, **options)
         finally:

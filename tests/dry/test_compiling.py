@@ -33,3 +33,28 @@ found["may leave"] = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
     )
     assert (found["state"] == [0, 0]) is found["may leave"]
     assert found["constant"] != [0, 0]
+
+
+def test_compilers_use_a_pool_that_receives_allocations_already(dry_run: Run) -> None:
+    """As in a warm-up of a CUDA graph: torch 2.11 ends the process where a pool ends meanwhile."""
+    found = dry_run(
+        """
+from contextlib import nullcontext
+from pytest_gpumem.dry.compiling import separate_pool, skip_tuning
+
+def pool_of(tensor):
+    for segment in torch.cuda.memory_snapshot():
+        if 0 <= tensor.data_ptr() - segment["address"] < segment["total_size"]:
+            return list(segment["segment_pool_id"])
+
+pool = torch.cuda.MemPool()
+with skip_tuning(nullcontext):
+    with torch.cuda.use_mem_pool(pool), separate_pool():
+        inside = torch.empty(1 << 20, device="cuda")
+    with separate_pool():
+        behind = torch.empty(1 << 20, device="cuda")
+found["inside"] = pool_of(inside) == list(pool.id)
+found["behind"] = pool_of(behind) in ([0, 0], list(pool.id))
+"""
+    )
+    assert found == {"inside": True, "behind": False}

@@ -181,6 +181,25 @@ def test_decides_inside_an_operator():
     torch.sparse.mm(twice, rows).sum().backward()
     assert rows.grad.tolist() == [[1] * 3, [2] * 3]
 
+def test_decides_by_what_algorithms_return():
+    # Thrust's of long rows, cusolver's errors, and how many elements of two tensors differ.
+    for kind in (torch.float16, torch.float32, torch.int64, torch.bool):
+        rows = (torch.arange(15000) % 5000 % 7 < 3).to(kind).reshape(3, 5000)
+        for found, expected in zip(rows.cuda().mode(), rows.mode()):
+            assert torch.equal(found.cpu(), expected)
+    numbers = torch.arange(500).cuda()
+    assert torch.isin(numbers, numbers[:90] * 2).sum() == 90
+    sums = torch.segment_reduce(torch.ones(6).cuda(), "sum", lengths=torch.tensor([2, 4]).cuda())
+    assert sums.tolist() == [2, 4]
+    mean, deviation = torch.zeros(3).cuda(), torch.ones(3).cuda()
+    assert torch.normal(mean, deviation).shape == torch.normal(mean, 1.0).shape
+    diagonal = torch.diag(torch.tensor([1.0, 2, 3], dtype=torch.complex64)).cuda()
+    assert torch.linalg.eigvals(diagonal).real.sum() == 6
+    assert torch.linalg.eig(diagonal)[0].real.sum() == 6
+    for kind in (torch.complex64, torch.float32):
+        nothing = torch.ones(0, 0, dtype=kind).cuda()
+        assert not len(torch.linalg.eigvals(nothing)) and not len(torch.linalg.eig(nothing)[0])
+
 def test_draws():
     torch.manual_seed(3)
     expected = torch.randn(5)
@@ -354,6 +373,7 @@ def notes(test: Any) -> str:
         ("test_seeds_the_dropout_of_layers", False),
         ("test_custom_operators", False),
         ("test_decides_inside_an_operator", False),
+        ("test_decides_by_what_algorithms_return", False),
         ("test_draws", True),
         ("test_numbers_on_the_host", True),
         ("test_replays_a_graph", True),

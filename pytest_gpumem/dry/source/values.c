@@ -13,11 +13,9 @@
 /* Python's: returns an exception's type, for the thread that reads, or NULL. */
 typedef void *told_function(size_t size);
 
-enum { MOST_ANSWERS = 64 };
-
 static told_function *told; /* is told of each read that nothing answers */
-static __thread int64_t answers[MOST_ANSWERS];
-static __thread int given, left;
+static __thread const int64_t *answers; /* the next one */
+static __thread size_t left;
 
 static unsigned listeners = 1;        /* that have been told until now */
 static __thread unsigned interrupted; /* which of them has interrupted the thread */
@@ -46,8 +44,11 @@ static void interrupt(void *exception)
 void values_answer(void *to, size_t size)
 {
     memset(to, 0, size); /* the host's memory may hold anything */
-    if (left > 0 && size <= sizeof *answers) {
-        memcpy(to, &answers[given - left--], size); /* of a number the least significant bytes come first */
+    size_t count = (size + sizeof *answers - 1) / sizeof *answers;
+    if (count <= left) {
+        memcpy(to, answers, size); /* of a number the least significant bytes come first */
+        answers += count;
+        left -= count;
         return;
     }
     /* With an exception under way no more of Python can run in the thread, who is told neither. */
@@ -81,12 +82,9 @@ API void pytest_gpumem_dry_know(const void *start, size_t size) { written_note(s
 
 API void pytest_gpumem_dry_forget(const void *start, size_t size) { written_drop(start, size); }
 
-/* Leave answers for the reads that follow; returns how many of the earlier ones are left. */
-API int pytest_gpumem_dry_answer(const int64_t *numbers, int count)
+/* Leave answers for the reads that follow, until others are left; a read of 16 bytes takes two. */
+API void pytest_gpumem_dry_answer(const int64_t *numbers, size_t count)
 {
-    int unread = left;
-    given = left = count < MOST_ANSWERS ? count : MOST_ANSWERS;
-    if (left > 0)
-        memcpy(answers, numbers, (size_t)left * sizeof *answers);
-    return unread;
+    answers = numbers;
+    left = count;
 }

@@ -42,6 +42,7 @@ class Memory:
         self._dead = library.pytest_gpumem_dry_dead
         self._dead.restype = ctypes.c_void_p
         self._answer = library.pytest_gpumem_dry_answer
+        self._answer.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._tell = library.pytest_gpumem_dry_tell
         self._copy_all = library.pytest_gpumem_dry_copy_all
         self._follow = library.pytest_gpumem_dry_follow
@@ -112,7 +113,8 @@ class Memory:
     @contextmanager
     def answering(self, numbers: Sequence[int]) -> Iterator[None]:
         """Give ``numbers`` to the thread's next reads of unknown values inside, in order."""
-        self._answer((ctypes.c_int64 * len(numbers))(*numbers), len(numbers))
+        answers = (ctypes.c_int64 * len(numbers))(*numbers)
+        self._answer(answers, len(numbers))
         try:
             yield
         finally:

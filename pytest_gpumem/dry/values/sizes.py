@@ -4,10 +4,11 @@ Source, torch 2.6 to 2.15: aten/src/ATen/native/cuda/Nonzero.cu (nonzero_cuda_ou
 Unique.cu (compute_unique, unique_dim_cuda_template), Repeat.cu and native/Repeat.cpp
 (repeat_interleave_common), native/IndexingUtils.h (expandTensors), cuda/IndexKernel.cpp
 (masked_select_out_cuda_impl), cuda/SummaryOps.cu (_bincount_cuda_template, _histc_cuda_template),
-native/Distributions.cpp (multinomial_out), native/BatchLinearAlgebra.cpp (linalg_eig_out_info);
-of sparse tensors, native/sparse/cuda/
-SparseCUDATensor.cu (_coalesce_sparse_cuda reads how many indices differ) and
-native/TensorConversions.cpp (dense_to_sparse takes ``nonzero``).
+native/Distributions.cpp (multinomial_out), native/DistributionTemplates.h (normal_impl),
+native/BatchLinearAlgebra.cpp (linalg_eig_out, linalg_eigvals_out), native/cuda/TensorMode.cpp and
+TensorModeKernel.cu (ModeImpl); of sparse tensors, native/sparse/cuda/SparseCUDATensor.cu
+(_coalesce_sparse_cuda reads how many indices differ) and native/TensorConversions.cpp
+(dense_to_sparse takes ``nonzero``).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _INDEXING = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_im
 _ALONG = ("unique_dim", "unique_dim_consecutive")
 _COUNTING = (
     *("nonzero", "_unique", "_unique2", "unique_consecutive", "repeat_interleave", "bincount"),
-    *("masked_select", "multinomial"),
+    *("masked_select", "multinomial", "normal", "mode"),
 )
 _EIGEN = ("linalg_eig", "_linalg_eigvals")
 NAMES = frozenset(f"aten::{name}" for name in (*_COUNTING, *_ALONG, *_INDEXING, *_EIGEN))
@@ -49,11 +50,20 @@ def answers(values: Values, operator: Operator, args: Args, kwargs: Kwargs) -> S
         return _counted(values, [mask.expand(torch.broadcast_shapes(tensor.shape, mask.shape))])
     if name == "multinomial":
         return [1, 0]  # the probabilities are valid, and not all of them zero
+    if name == "normal":
+        deviation = named(operator.func, args, kwargs).get("std")
+        known = values.known(deviation) if isinstance(deviation, torch.Tensor) else None
+        # Up to some release before 2.15 it checks twice that none is negative.
+        return [int(known is None or bool((known >= 0).all()))] * 2
+    if name == "mode":
+        given = named(operator.func, args, kwargs)
+        return _modes(values, given["self"], given.get("dim", -1))
     if name in _EIGEN:
         known = values.known(args[0])
-        is_finite = known is None or bool(known.isfinite().all())
-        # Then whether all values are real, which changes no allocation, and the solver's errors.
-        return [int(is_finite), int(not args[0].numel()), 0]
+        is_finite = [int(known is None or bool(known.isfinite().all()))]
+        # Whether all values are real changes no allocation. Then there are the solver's errors.
+        are_real = [] if args[0].is_complex() else [int(not args[0].numel())]
+        return [*(is_finite if name == "linalg_eig" else ()), *are_real, 0]
     if name in ("repeat_interleave", "bincount"):
         if kwargs.get("output_size") is not None or (name == "bincount" and not args[0].numel()):
             return []
@@ -69,6 +79,37 @@ def answers(values: Values, operator: Operator, args: Args, kwargs: Kwargs) -> S
         return None
     first = computed if isinstance(computed, torch.Tensor) else computed[0]
     return [first.shape[args[1] if name in _ALONG else 0]]
+
+
+_MOST_FUSED = 2048
+"""The longest row of which one block of threads finds the mode."""
+
+
+def _modes(values: Values, tensor: torch.Tensor, dim: int) -> Sequence[int] | None:
+    """Return what Thrust's algorithms return of each row along ``dim``: counts and places.
+
+    How many elements differ (``inner_product``, ``reduce_by_key``), how often the mode occurs and
+    the place of that number (``max_element``), the mode, whether it was found, where among the
+    sorted elements (``find``) and where before; of booleans how many are set and the last two.
+    """
+    if not tensor.dim() or tensor.shape[dim] <= _MOST_FUSED:
+        return []
+    known = values.known(tensor)
+    if known is None:
+        return None
+    numbers: list[int] = []
+    for row in known.transpose(dim, -1).reshape(-1, known.shape[dim]):
+        ordered, places = row.sort(stable=True)
+        found, counts = ordered.unique_consecutive(return_counts=True)
+        most = int(counts.argmax())
+        first = int(counts[:most].sum())
+        if row.dtype == torch.bool:
+            numbers += [int(row.count_nonzero()), 1, int(places[first])]
+            continue
+        mode = int.from_bytes(bytes(found[most : most + 1].view(torch.uint8).tolist()), "little")
+        numbers += [len(found) - 1, len(found), int(counts[most]), most, mode]
+        numbers += [1, first, int(places[first])]
+    return numbers
 
 
 def _counted(values: Values, masks: Sequence[Any]) -> Sequence[int] | None:
