@@ -42,10 +42,11 @@ _GROUPED = frozenset({"aten::_grouped_mm", "aten::_scaled_grouped_mm"})
 _WRITES_NOTHING = frozenset({"aten::record_stream"})
 """Operators whose schema declares a write to the tensor, though only its block is changed."""
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_sparse_addmm"})
-_DECIDING = _PRODUCTS | {"aten::linalg_matrix_exp"}
+_DECIDING = _PRODUCTS | {"aten::linalg_matrix_exp", "aten::isin"}
 """Operators whose kernel decides by the results of others that it calls.
 
-By norms how often to square (mexp_impl of aten/src/ATen/native/LinearAlgebra.cpp); by a sparse
+By norms how often to square (mexp_impl of aten/src/ATen/native/LinearAlgebra.cpp); by the numbers
+that are distinct what is among them (isin_sorting of native/TensorCompare.cpp); by a sparse
 matrix, once coalesced, how many elements to multiply (s_addmm_out_sparse_dense_cuda of
 native/sparse/cuda/SparseCUDATensorMath.cu), torch 2.6 to 2.15.
 """

@@ -153,6 +153,11 @@ def _put_sorted(
     if not _is_sorted(values, accumulate):
         return
     scratch = Scratch(gpu, *copied(self))
+    widened = [
+        scratch.take(index.numel() * INDEX_BYTES)
+        for index in given
+        if index.dtype == torch.int32 and not _on_cpu(index)
+    ]
     # computeLinearIndex: the sum of the indices, each wrapped and times its stride.
     shape = torch.broadcast_shapes(*(index.shape for index in given))
     count = shape.numel()
@@ -163,6 +168,7 @@ def _put_sorted(
         wrapped = 0 if _on_cpu(index) else scratch.take(count * INDEX_BYTES)
         scaled = scratch.take(count * INDEX_BYTES)
         scratch.drop(wrapped, *[scaled] * bool(at))
+    scratch.drop(*widened)
     places = [at for at, index in enumerate(indices) if index is not None]
     slices = self.numel() // max(math.prod(self.shape[place] for place in places), 1)
     wanted = count * slices
