@@ -303,7 +303,7 @@ def _sizes(config: str | None, capability: tuple[int, int]) -> frozenset[int]:
 
 def _dropout_state_bytes(device: int) -> int:
     found: Any = torch.cuda._get_device_properties(device)  # type: ignore[attr-defined]  # C++ sets it
-    return dropout_state_bytes(found.multi_processor_count, found.max_threads_per_multi_processor)
+    return dropout_state_bytes(found.multi_processor_count)
 
 
 Pause = Callable[[], AbstractContextManager[None]]

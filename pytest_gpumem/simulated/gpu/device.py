@@ -141,7 +141,7 @@ class GpuState:
         self.allocator.free(self.allocator.malloc(torch.int64.itemsize, self.stream))  # the seed
         context = provenance()
         context.library = "cuDNN"
-        nbytes = dropout_state_bytes(self.model.sm_count, self.model.max_threads_per_sm)
+        nbytes = dropout_state_bytes(self.model.sm_count)
         before, memory = self.dropout_state, self.allocator
         self.dropout_state = memory.malloc(nbytes, self.stream, context)
         if before:

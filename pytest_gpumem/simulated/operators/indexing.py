@@ -153,6 +153,11 @@ def _put_sorted(
     if not _is_sorted(values, accumulate):
         return
     scratch = Scratch(gpu, *copied(self))
+    widened = [
+        scratch.take(index.numel() * INDEX_BYTES)
+        for index in given
+        if index.dtype == torch.int32 and not _on_cpu(index)
+    ]
     # computeLinearIndex: the sum of the indices, each wrapped and times its stride.
     shape = torch.broadcast_shapes(*(index.shape for index in given))
     count = shape.numel()
@@ -163,6 +168,7 @@ def _put_sorted(
         wrapped = 0 if _on_cpu(index) else scratch.take(count * INDEX_BYTES)
         scaled = scratch.take(count * INDEX_BYTES)
         scratch.drop(wrapped, *[scaled] * bool(at))
+    scratch.drop(*widened)
     places = [at for at, index in enumerate(indices) if index is not None]
     slices = self.numel() // max(math.prod(self.shape[place] for place in places), 1)
     wanted = count * slices
@@ -287,6 +293,8 @@ INDICES_WITHOUT_SORT = 3072
 _ROWS_PER_PARTIAL_SUM = 10
 _LARGEST_BLOCK = 1024
 _ATOMIC_SINCE = (2, 11)
+_SORTED_BY_USED_BITS_SINCE = (2, 13)
+"""pull request 183578 of PyTorch; as 2.11 on an H100, and 2.12 and 2.13 on the dry device."""
 _ATOMIC_BLOCKS_PER_SM = 4
 """Fewest blocks of the last step that do not add partial sums atomically."""
 _MAX = 2
@@ -319,7 +327,9 @@ def _before_backward(
     capability = gpu.model.compute_capability
     scratch.take(count * element, count * element)
     positions = scratch.take(count * element)
-    bits = cub.bits_of(num_weights if padding_idx >= 0 else num_weights - 1 - padding_idx)
+    bits = 8 * element
+    if gpu.version >= _SORTED_BY_USED_BITS_SINCE:
+        bits = cub.bits_of(num_weights if padding_idx >= 0 else num_weights - 1 - padding_idx)
     scratch.borrow(cub.radix_sort_pairs_bytes(count, element, element, bits, capability))
     scratch.drop(positions)
     if scale_grad_by_freq:

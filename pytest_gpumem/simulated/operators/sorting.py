@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
@@ -180,7 +181,9 @@ def _nanmedian(gpu: GPU, self: Tensor, dim: int | None = None) -> Scratch:
     # index(sorted, ((size - 1 - sorted.isnan().sum()) / 2).to(int64))
     are_nan = scratch.take(self.numel())
     count = scratch.take(INDEX_BYTES)
-    scratch.borrow(self.numel() * INDEX_BYTES)
+    converted = scratch.take(self.numel() * INDEX_BYTES)
+    reductions.reduce(gpu, (self.numel(),), (1,), torch.int64, None, reductions.SUMS)
+    scratch.drop(converted)
     rest, half = scratch.take(INDEX_BYTES), scratch.take(4)
     scratch.take(INDEX_BYTES)
     scratch.drop(half, rest, count, are_nan)

@@ -135,6 +135,20 @@ def test_32_bit_indices_are_widened_for_the_lookup(on: Any) -> None:
     assert gpu.of(lambda: table[where]) == [80, 320, -80]
 
 
+def test_32_bit_indices_are_widened_to_accumulate(on: Any) -> None:
+    """As on the dry device with torch 2.11, 2.13 and 2.15."""
+    gpu = on("H100", "2.11")
+    table, where = torch.zeros(1000, device="cuda"), torch.zeros(1000, dtype=torch.int32).cuda()
+    rows = torch.ones(1000, device="cuda")
+    assert gpu.of(lambda: table.index_put_((where,), rows, accumulate=True)) == [
+        8000,  # in 64 bits, until the places in the table are known
+        8, 1, -1, -8, 8, 1, -1, -8,
+        8000, 8000, -8000, -8000,
+        8000, 8000, 8000, 1, -1,
+        -8000, -8000, -8000, -8000,
+    ]  # fmt: skip
+
+
 def test_indices_that_are_broadcast_across_each_other_become_contiguous(on: Any) -> None:
     gpu = on()
     table, where = torch.randn(256, 512, device="cuda"), torch.arange(100).cuda()

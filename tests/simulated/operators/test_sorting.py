@@ -151,6 +151,13 @@ def test_a_prefix_sum_converts_what_it_reads(on: Any) -> None:
     assert gpu.of(lambda: wide[..., 0].cumsum(0)) == [sums, sums, -sums]
 
 
+def test_many_nan_are_counted_by_several_blocks(on: Any) -> None:
+    """As on the dry device with torch 2.11."""
+    gpu = on("H100", "2.11")
+    events = gpu.of(torch.randn(1_000_003, device="cuda").nanmedian)
+    assert events[7:14] == [1_000_003, 8, 8_000_024, 984, 4, -4, -984]
+
+
 def test_the_median_of_a_tensor_that_is_a_row_is_sorted_through_the_sorts_copy(on: Any) -> None:
     gpu = on()
     x = torch.zeros(100, 60, 2, device="cuda")[..., 0]
