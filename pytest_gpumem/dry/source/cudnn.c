@@ -84,12 +84,11 @@ LEAVES_OUT(cudnnGetCTCLossWorkspaceSize_v8, 5, size_t)
 
 static bool has_dropout_state[MOST_DEVICES], dropout_states_are_empty;
 
-/* One state of a generator for each thread that a device can run: 48 bytes of curandStateXORWOW_t ("cuRAND", device
- * API). */
+/* dropout_state_bytes of simulated/gpu/workspaces.py. */
 API int cudnnDropoutGetStatesSize(IGNORED void *handle, size_t *size)
 {
     const struct device *device = device_at(current_device());
-    *size = dropout_states_are_empty ? 0 : (size_t)(device->sms * device->threads) * 48;
+    *size = dropout_states_are_empty ? 0 : (size_t)(device->sms * device->threads) * 24;
     has_dropout_state[current_device()] = !dropout_states_are_empty;
     return SUCCESS;
 }

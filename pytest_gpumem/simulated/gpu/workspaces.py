@@ -49,10 +49,10 @@ Version = tuple[int, int]
 def dropout_state_bytes(multiprocessors: int, threads: int) -> int:
     """Return the bytes of cuDNN's state of dropout, on a GPU of so many ``threads`` in each.
 
-    48 bytes of ``curandStateXORWOW_t`` ("cuRAND", device API) for each thread that the GPU can run,
-    as far as is known of ``cudnnDropoutGetStatesSize``.
+    24 bytes for each thread that the GPU can run: ``cudnnDropoutGetStatesSize`` of cuDNN 9.19 gave
+    6,488,064 on an H100, of 132 multiprocessors with 2,048 threads.
     """
-    return 48 * multiprocessors * threads
+    return 24 * multiprocessors * threads
 
 
 class Memory(Protocol):
