@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.simulated.operators import cudnn, cudnn_rnn
 
-_CONVOLUTION, _RECURRENT, _PLACE = 1, 2, 3
+_CONVOLUTION, _RECURRENT, _PLACE, _ATTENTION = 1, 2, 3, 4
 """``enum question`` of ``source/libraries.h``."""
 
 _DIRECTIONS = (cudnn.FORWARD, cudnn.INPUT, cudnn.WEIGHT)
@@ -162,6 +162,7 @@ def _answer(
         _CONVOLUTION: _convolution,
         _RECURRENT: _recurrent,
         _PLACE: _place,
+        _ATTENTION: lambda numbers: (cudnn.ATTENTION_BYTES,),
     }
     for at, number in enumerate(rules[question](numbers[:count])):
         answers[at] = number

@@ -16,6 +16,10 @@ from dataclasses import dataclass
 
 from pytest_gpumem.simulated.operators.layout import round_up
 
+ATTENTION_BYTES = 256
+"""Workspace of attention, forward and backward, beside what cudnn-frontend sums: whatever the
+shape, mask, dropout and type on an H100 with cuDNN 9.19."""
+
 FORWARD, INPUT, WEIGHT = "forward", "backward for the input", "backward for the weight"
 """The results that a convolution can compute."""
 
