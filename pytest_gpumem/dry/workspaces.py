@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.simulated.operators import cudnn
+from pytest_gpumem.simulated.operators import cudnn, cudnn_rnn
 
-_CONVOLUTION, _RECURRENT, _PLACE = 1, 2, 3
+_CONVOLUTION, _RECURRENT, _PLACE, _ATTENTION = 1, 2, 3, 4
 """``enum question`` of ``source/libraries.h``."""
 
 _DIRECTIONS = (cudnn.FORWARD, cudnn.INPUT, cudnn.WEIGHT)
 _ELEMENT_BYTES = {0: 4, 1: 8, 2: 2, 9: 2}
 """Data types by cudnnDataType_t: float, double, half and bfloat16."""
-_FLOAT, _DOUBLE = 0, 1
+_FLOAT, _DOUBLE, _BFLOAT16 = 0, 1, 9
 _CELLS = ("rnn_relu", "rnn_tanh", "lstm", "gru")
 """Kinds of networks by cudnnRNNMode_t."""
 
@@ -162,6 +162,7 @@ def _answer(
         _CONVOLUTION: _convolution,
         _RECURRENT: _recurrent,
         _PLACE: _place,
+        _ATTENTION: lambda numbers: (cudnn.ATTENTION_BYTES,),
     }
     for at, number in enumerate(rules[question](numbers[:count])):
         answers[at] = number
@@ -206,12 +207,28 @@ def _reads_channels_last(direction: int, shapes: Sequence[tuple[int, ...]]) -> b
 
 def _recurrent(numbers: Sequence[int]) -> Sequence[int]:
     """Return the bytes of a recurrent layer's workspace and of its reserve, and their purpose."""
-    cell, *others = numbers
-    call = cudnn.Recurrent(_CELLS[cell], *others)
+    cell, dtype, input, hidden, projected, layers, directions, batch, steps, rows, *flags = numbers
+    is_packed, has_dropout, is_training = map(bool, flags)
+    call = cudnn_rnn.Recurrent(
+        _CELLS[cell],
+        input,
+        hidden,
+        projected,
+        layers,
+        directions,
+        batch,
+        steps,
+        rows,
+        _ELEMENT_BYTES.get(dtype, 1),
+        is_bfloat16=dtype == _BFLOAT16,
+        is_packed=is_packed,
+        has_dropout=has_dropout,
+        is_training=is_training,
+    )
     workspace = _SENTENCES.number(f"cuDNN's workspace for {call.name}")
     reserve = _SENTENCES.number(f"cuDNN's reserve for {call.name}")
-    sizes = cudnn.recurrent_workspace_bytes(call), cudnn.reserve_bytes(call)
-    return *sizes, workspace, reserve
+    nbytes = cudnn_rnn.workspace_bytes(call), cudnn_rnn.reserve_bytes(call)
+    return *nbytes, workspace, reserve
 
 
 def _place(numbers: Sequence[int]) -> Sequence[int]:

@@ -148,6 +148,7 @@ PROGRAMS: dict[str, Callable[[], object]] = {
     },
     "a projection": partial(_recurrent, "LSTM", num_layers=2, proj_size=64),
     "no biases": partial(_recurrent, "LSTM", bias=False),
+    "a dropout": partial(_recurrent, "GRU", num_layers=3, dropout=0.5),
     "packed": _packed,
     "inference": _inference,
     **{

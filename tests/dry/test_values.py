@@ -168,8 +168,7 @@ def test_custom_operators():
     assert numbers.grad.tolist() == [2, 2, 2, 2]
 
 def test_decides_inside_an_operator():
-    # Whether a matrix is finite, by norms how often to square it, what a sparse one adds up, and
-    # which of the numbers that are sought are distinct.
+    # Whether a matrix is finite, by norms how often to square it, and what a sparse one adds up.
     diagonal = torch.diag(torch.tensor([1.0, 2, 3])).cuda()
     assert torch.linalg.eig(diagonal)[0].real.sort()[0].tolist() == [1, 2, 3]
     assert torch.linalg.eigvals(diagonal).real.sum() == 6
@@ -181,8 +180,6 @@ def test_decides_inside_an_operator():
     rows = torch.ones(2, 3, device="cuda", requires_grad=True)
     torch.sparse.mm(twice, rows).sum().backward()
     assert rows.grad.tolist() == [[1] * 3, [2] * 3]
-    many = torch.arange(300).cuda()
-    assert torch.isin(many, many[:100]).sum() == 100
 
 def test_decides_by_what_algorithms_return():
     # Thrust's of long rows, cusolver's errors, and how many elements of two tensors differ.

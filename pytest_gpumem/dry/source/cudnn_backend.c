@@ -1,6 +1,7 @@
 /* cuDNN's backend, by which torch chooses convolutions since version 8 of the library (cudnn-frontend): descriptors
  * with attributes. Asked for engines its heuristics name two: the plan of the first asks for the workspace that the
  * rule of the simulated device gives, and that of the second, which torch tries where there is no room, for none.
+ * Products of matrices are attention's: torch has no other graph with them.
  * Source of the numbers: "cuDNN Backend API", cudnnBackendAttributeName_t and cudnnBackendAttributeType_t. */
 #include <stdlib.h>
 #include <string.h>
@@ -36,8 +37,11 @@ struct attribute {
     int64_t values[MOST_VALUES];
 };
 
-/* What the rule is asked of a convolution; empty for other operations. */
+enum descriptor_type { MATMUL = 19, ATTENTION = 41, ATTENTION_BACKWARD = 43 };
+
+/* What the rule is asked of a convolution or of attention; empty for other operations. */
 struct asked {
+    enum question question;
     int count;
     int64_t numbers[MOST_NUMBERS];
 };
@@ -50,9 +54,11 @@ struct descriptor {
     int64_t workspace, sentence;
 };
 
-API int cudnnBackendCreateDescriptor(IGNORED int type, void **descriptor)
+API int cudnnBackendCreateDescriptor(int type, void **place)
 {
-    *descriptor = calloc(1, sizeof(struct descriptor));
+    struct descriptor *descriptor = *place = calloc(1, sizeof(struct descriptor));
+    if (type == MATMUL || type == ATTENTION || type == ATTENTION_BACKWARD)
+        descriptor->asked = (struct asked){.question = ATTENTION_BYTES, .count = 1};
     return SUCCESS;
 }
 
@@ -91,7 +97,7 @@ static struct asked asked_of(const struct descriptor *operation)
         int convolution, weight, input, output;
     } DIRECTIONS[] = {
         {FORWARD_CONVOLUTION, 703, 704, 705}, {INPUT_CONVOLUTION, 709, 710, 711}, {WEIGHT_CONVOLUTION, 715, 716, 717}};
-    struct asked asked = {0};
+    struct asked asked = {.question = CONVOLUTION_BYTES};
     for (int i = 0; i < 3; i++) {
         const struct descriptor *convolution = descriptor_of(operation, DIRECTIONS[i].convolution, 0);
         const struct descriptor *input = descriptor_of(operation, DIRECTIONS[i].input, 0);
@@ -152,7 +158,7 @@ static void ask(struct descriptor *plan)
 {
     int64_t answers[MOST_ANSWERS];
     if (!plan->is_answered && plan->asked.count > 0 &&
-        library_asks(CONVOLUTION_BYTES, plan->asked.numbers, plan->asked.count, answers)) {
+        library_asks(plan->asked.question, plan->asked.numbers, plan->asked.count, answers)) {
         plan->workspace = answers[0];
         plan->sentence = answers[1];
     }
@@ -186,7 +192,7 @@ API int cudnnBackendGetAttribute(struct descriptor *descriptor, int name, IGNORE
 API int cudnnBackendExecute(IGNORED void *handle, const struct descriptor *plan, const struct descriptor *pack)
 {
     const struct attribute *workspace = attribute_of(pack, PACK_WORKSPACE);
-    if (plan->workspace > 0 && workspace != NULL)
+    if (plan->sentence > 0 && workspace != NULL)
         estimate_used((void *)(intptr_t)workspace->values[0], (size_t)plan->workspace, plan->sentence);
     return SUCCESS;
 }

@@ -53,17 +53,35 @@ API int cudnnGetFilterNdDescriptor(const struct tensor *filter, int asked, int *
                                       strides);
 }
 
+struct dropout {
+    float probability;
+};
+
+API int cudnnSetDropoutDescriptor(struct dropout *dropout, IGNORED void *handle, float probability,
+                                  IGNORED void *states, IGNORED size_t size, IGNORED unsigned long long seed)
+{
+    dropout->probability = probability;
+    return SUCCESS;
+}
+
+API int cudnnRestoreDropoutDescriptor(struct dropout *dropout, void *handle, float probability, void *states,
+                                      size_t size, unsigned long long seed)
+{
+    return cudnnSetDropoutDescriptor(dropout, handle, probability, states, size, seed);
+}
+
 enum cell { RELU = 0, TANH = 1, LSTM = 2, GRU = 3 };
 
 struct rnn {
     int cell, type, directions, layers;
     size_t input, hidden, projected; /* projected is the hidden size where nothing is projected */
-    bool projects;
+    bool projects, drops;
 };
 
 API int cudnnSetRNNDescriptor_v8(struct rnn *rnn, IGNORED int algorithm, int cell, IGNORED int bias, int direction,
                                  IGNORED int input_mode, int type, IGNORED int precision, IGNORED int math, int input,
-                                 int hidden, int projected, int layers, IGNORED void *dropout, IGNORED unsigned flags)
+                                 int hidden, int projected, int layers, const struct dropout *dropout,
+                                 IGNORED unsigned flags)
 {
     *rnn = (struct rnn){.cell = cell,
                         .type = type,
@@ -72,7 +90,8 @@ API int cudnnSetRNNDescriptor_v8(struct rnn *rnn, IGNORED int algorithm, int cel
                         .input = (size_t)input,
                         .hidden = (size_t)hidden,
                         .projected = (size_t)projected,
-                        .projects = projected != hidden};
+                        .projects = projected != hidden,
+                        .drops = dropout != NULL && dropout->probability > 0};
     return SUCCESS;
 }
 
@@ -144,14 +163,15 @@ API int cudnnGetRNNWeightParams(IGNORED void *handle, const struct rnn *rnn, int
 }
 
 struct sequences {
-    int64_t batch, rows; /* sequences, and steps of all of them */
+    int64_t batch, longest, rows; /* sequences, steps of the longest, and steps of all of them */
+    bool packed;
 };
 
-API int cudnnSetRNNDataDescriptor(struct sequences *sequences, IGNORED int type, IGNORED int layout,
-                                  IGNORED int longest, int batch, IGNORED int size, const int *lengths,
-                                  IGNORED void *padding)
+API int cudnnSetRNNDataDescriptor(struct sequences *sequences, IGNORED int type, int layout, int longest, int batch,
+                                  IGNORED int size, const int *lengths, IGNORED void *padding)
 {
-    *sequences = (struct sequences){.batch = batch};
+    enum { PACKED = 1 }; /* CUDNN_RNN_DATA_LAYOUT_SEQ_MAJOR_PACKED */
+    *sequences = (struct sequences){.batch = batch, .longest = longest, .packed = layout == PACKED};
     for (int i = 0; i < batch; i++)
         sequences->rows += lengths[i];
     return SUCCESS;
@@ -160,16 +180,25 @@ API int cudnnSetRNNDataDescriptor(struct sequences *sequences, IGNORED int type,
 /* The sentences of this thread's last question, of the workspace and of the reserve. */
 static __thread int64_t sentences[2];
 
-API int cudnnGetRNNTempSpaceSizes(void *handle, const struct rnn *rnn, int mode, const struct sequences *data,
+API int cudnnGetRNNTempSpaceSizes(IGNORED void *handle, const struct rnn *rnn, int mode, const struct sequences *data,
                                   size_t *work, size_t *reserve)
 {
     enum { TRAINING = 1 };
-    size_t weights;
     int64_t answers[MOST_ANSWERS];
-    cudnnGetRNNWeightSpaceSize(handle, rnn, &weights);
-    int64_t element = (int64_t)element_size(rnn->type);
-    int64_t numbers[] = {rnn->cell,   data->rows,      data->batch,                (int64_t)rnn->hidden,
-                         rnn->layers, rnn->directions, (int64_t)weights / element, element};
+    int64_t projected = rnn->projects ? (int64_t)rnn->projected : 0;
+    int64_t numbers[] = {rnn->cell,
+                         rnn->type,
+                         (int64_t)rnn->input,
+                         (int64_t)rnn->hidden,
+                         projected,
+                         rnn->layers,
+                         rnn->directions,
+                         data->batch,
+                         data->longest,
+                         data->rows,
+                         data->packed,
+                         rnn->drops,
+                         mode == TRAINING};
     library_asks(RECURRENT_BYTES, numbers, sizeof numbers / sizeof *numbers, answers);
     sentences[0] = answers[2];
     sentences[1] = answers[3];

@@ -7,9 +7,10 @@
 
 /* A question is a list of numbers, and so is its answer. */
 enum question {
-    CONVOLUTION_BYTES = 1, /* -> bytes, and a number that stands for the sentence on the workspace */
+    CONVOLUTION_BYTES = 1, /* -> bytes, and a number that stands for the sentence on the workspace; 0 is none */
     RECURRENT_BYTES = 2,   /* -> bytes of the workspace, of the reserve, and a sentence of each */
     PLACE = 3,             /* of a sentence -> the sentence with the line that runs */
+    ATTENTION_BYTES = 4,   /* -> bytes */
 };
 
 enum { MOST_ANSWERS = 4 };

@@ -26,6 +26,7 @@ from pytest_gpumem.simulated.operators.attention_choice import (
     AttentionCall,
     splits_of,
 )
+from pytest_gpumem.simulated.operators.cudnn import ATTENTION_BYTES
 from pytest_gpumem.simulated.operators.layout import HALF_DTYPES, copied, round_up
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow, first_of
 
@@ -204,7 +205,8 @@ def _cudnn_backward(gpu: GPU, grad_out: Tensor, query: Tensor, out: Tensor) -> N
     (scaled_dot_product_flash_attention.h, dQ_accum and softmax_sum); seen on torch's own code.
     """
     sums = (query.numel() // query.shape[-1]) * (query.shape[-1] + 1) * _FLOAT_BYTES
-    borrow(gpu, out.nbytes if grad_out.stride() != out.stride() else 0, sums)
+    copied_bytes = out.nbytes if grad_out.stride() != out.stride() else 0
+    borrow(gpu, copied_bytes, sums + ATTENTION_BYTES)
 
 
 def head_size_rounded(size: int) -> int:
@@ -374,7 +376,11 @@ RULES = {
     ),
     # _cudnn_attention_forward: seed and offset even without dropout; logsumexp only to train.
     "_scaled_dot_product_cudnn_attention": Rule(
-        outputs=lambda compute_log_sumexp, result: (*result[6:8], *result[: 1 + compute_log_sumexp])
+        after=lambda gpu: borrow(gpu, ATTENTION_BYTES),
+        outputs=lambda compute_log_sumexp, result: (
+            *result[6:8],
+            *result[: 1 + compute_log_sumexp],
+        ),
     ),
     "_scaled_dot_product_cudnn_attention_backward": Rule(after=_cudnn_backward),
 }

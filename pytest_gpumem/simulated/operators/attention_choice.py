@@ -132,7 +132,7 @@ class AttentionCall:
             and self.capability >= (8, 0)
             and not torch.are_deterministic_algorithms_enabled()
             and (mask is None or (not mask.requires_grad and mask.dim() in (2, 4)))
-            and self.dropout * 16 == math.floor(self.dropout * 16)
+            and (self.gpu.version < (2, 12) or self.dropout * 16 == math.floor(self.dropout * 16))
             and self._cudnn_head(size, value_size)
             and not size % 8
             and not value_size % 8
@@ -142,13 +142,17 @@ class AttentionCall:
         )
 
     def _cudnn_head(self, size: int, value_size: int) -> bool:
-        if max(size, value_size) <= 128:
+        largest = max(size, value_size)
+        if largest <= 128:
             return True
-        if self.gpu.version < (2, 15) or self.capability[0] not in (9, 10):
+        if self.gpu.version < (2, 15):
+            # cuDNN 9.10 is needed, which the wheels of 2.11 have.
+            return self.gpu.version >= (2, 11) and self.capability == (9, 0) and largest <= 256
+        if self.capability[0] not in (9, 10):
             return False
         if self.needs_gradients:
             return (size, value_size) in {(192, 128), (256, 256)}
-        return max(size, value_size) <= 256
+        return largest <= 256
 
 
 def usable_kernels(gpu: GPU, *params: Any) -> set[str]:

@@ -1,6 +1,6 @@
 """Bytes that only cuDNN determines: measured sizes, else stated estimates.
 
-PyTorch calls the library (``getWorkspaceSize`` of a convolution's plan, cudnnGetRNNTempSpaceSizes,
+PyTorch calls the library (``getWorkspaceSize`` of a convolution's plan,
 cudnnGetBatchNormalization...Size), which answers by its choice of algorithm. The sizes below were
 read from public traces of cuDNN 8 and 9: ResNet-50 on an A10G and an A100, a variational
 autoencoder, cellular automata, all float32 in contiguous tensors, TF32 allowed; and for halves
@@ -15,6 +15,10 @@ import sys
 from dataclasses import dataclass
 
 from pytest_gpumem.simulated.operators.layout import round_up
+
+ATTENTION_BYTES = 256
+"""Workspace of attention, forward and backward, beside what cudnn-frontend sums: whatever the
+shape, mask, dropout and type on an H100 with cuDNN 9.19."""
 
 FORWARD, INPUT, WEIGHT = "forward", "backward for the input", "backward for the weight"
 """The results that a convolution can compute."""
@@ -228,50 +232,6 @@ def convolution_bytes(convolution: Convolution) -> int:
     if convolution.pixelwise and convolution.direction == WEIGHT:
         return copies
     return copies + convolution.weight_bytes
-
-
-@dataclass(frozen=True)
-class Recurrent:
-    """A call of a recurrent layer."""
-
-    name: str
-    """``lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``."""
-    rows: int
-    """Time steps of all sequences."""
-    batch: int
-    """Sequences."""
-    hidden: int
-    layers: int
-    directions: int
-    weights: int
-    """Elements of the parameters."""
-    element_bytes: int
-
-
-_KEPT_PER_LAYER = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
-"""Vectors of the hidden size that a layer's backward needs for each time step."""
-_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
-
-
-def reserve_bytes(call: Recurrent) -> int:
-    """Return the bytes that a recurrent layer keeps for its backward; an estimate.
-
-    Each layer keeps numbers of its gates, and all layers but the last their outputs. An LSTM and a
-    GRU of four layers of 320 had reserves of 736,000,000 and 864,000,000 bytes (pytorch#2895,
-    cuDNN 6): exactly this for 25,000 rows.
-    """
-    per_row = _KEPT_PER_LAYER[call.name] * call.layers + call.layers - 1
-    return call.rows * call.hidden * call.directions * per_row * call.element_bytes
-
-
-def recurrent_workspace_bytes(call: Recurrent) -> int:
-    """Return the bytes of a recurrent layer's workspace; an estimate.
-
-    A copy of the parameters, and the gates of one step of each layer, twice.
-    """
-    gates = 2 * _GATES[call.name] + 2
-    steps = call.layers * call.directions * call.batch * call.hidden * gates
-    return (call.weights + steps) * call.element_bytes
 
 
 def _half_bytes(convolution: Convolution) -> int:

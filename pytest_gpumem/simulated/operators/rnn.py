@@ -2,7 +2,7 @@
 
 Source: aten/src/ATen/native/cudnn/RNN.cpp (_cudnn_impl, try_get_weight_buf, _cudnn_rnn,
 _cudnn_rnn_backward, _cudnn_rnn_flatten_weight), native/ConvUtils.h (cudnn_is_acceptable), of torch
-2.6 to 2.15. cuDNN's workspace and reserve come from :mod:`cudnn`.
+2.6 to 2.15. cuDNN's workspace and reserve come from :mod:`cudnn_rnn`.
 
 The layers that cuDNN does not take are a fused cell for each step: native/RNN.cpp (LSTMCell,
 GRUCell, FullLayer, FullBidirectionalLayer, apply_layer_stack, _lstm_impl), native/cuda/RNN.cu
@@ -17,14 +17,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.backends.cudnn.rnn as cudnn_rnn
+import torch.backends.cudnn.rnn
 from torch import Tensor
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.cpu_kernels import recurrent
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators import cudnn
+from pytest_gpumem.simulated.operators import cudnn_rnn
 from pytest_gpumem.simulated.operators.rules import Composite, Scratch, is_traced
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
@@ -59,7 +59,7 @@ FLATTENING: dict[str, Callable[..., Any]] = {
 def add_patches(patches: Patches) -> None:
     """Plan replacements of answers that differ in a build without cuDNN."""
     patches.add(torch.backends.cudnn, "is_acceptable", is_acceptable)
-    patches.add(cudnn_rnn, "get_cudnn_mode", lambda mode: _MODES[mode.lower()])
+    patches.add(torch.backends.cudnn.rnn, "get_cudnn_mode", lambda mode: _MODES[mode.lower()])
 
 
 _WITHOUT_BIASES = (2, 3)
@@ -176,9 +176,9 @@ def _forward(
     buffer = weight_buf
     if buffer is None:
         buffer = input.new_empty(_buffer_elements(weight, weight_stride0))
-    call = _recurrent(copied, buffer, settings)
+    call = _recurrent(copied, settings)
     workspace = _workspace(gpu, call)
-    reserve = input.new_empty(cudnn.reserve_bytes(call) if train else 0, dtype=torch.uint8)
+    reserve = input.new_empty(cudnn_rnn.reserve_bytes(call) if train else 0, dtype=torch.uint8)
     if train:
         nbytes = gpu.allocator.block(
             gpu.simulation.storages.by_key[reserve.untyped_storage()._cdata].address
@@ -190,19 +190,21 @@ def _forward(
     return output, hy, cy, reserve, buffer
 
 
-def _recurrent(by_time: Tensor, buffer: Tensor, settings: Sequence[Any]) -> cudnn.Recurrent:
+def _recurrent(by_time: Tensor, settings: Sequence[Any]) -> cudnn_rnn.Recurrent:
     """Return a call of layers; ``settings`` are the schema's, from the mode to the batch sizes."""
-    mode, hidden_size, _, layers, _, _, _, bidirectional, batch_sizes = settings
-    rows = sum(batch_sizes) if batch_sizes else by_time.shape[0] * by_time.shape[1]
-    batch = batch_sizes[0] if batch_sizes else by_time.shape[1]
-    directions = 2 if bidirectional else 1
-    sizes = rows, batch, hidden_size, layers, directions, buffer.numel(), buffer.element_size()
-    return cudnn.Recurrent(list(_MODES)[mode], *sizes)
+    mode, hidden, projected, layers, _, dropout, train, bidirectional, batch_sizes = settings
+    steps, batch = (len(batch_sizes), batch_sizes[0]) if batch_sizes else by_time.shape[:2]
+    rows = sum(batch_sizes) if batch_sizes else steps * batch
+    sizes = by_time.shape[-1], hidden, projected, layers, 2 if bidirectional else 1, batch, steps
+    is_bfloat16 = by_time.dtype == torch.bfloat16
+    flags = is_bfloat16, bool(batch_sizes), dropout > 0, train
+    element_bytes = by_time.element_size()
+    return cudnn_rnn.Recurrent(list(_MODES)[mode], *sizes, rows, element_bytes, *flags)
 
 
-def _workspace(gpu: GPU, call: cudnn.Recurrent) -> Scratch:
+def _workspace(gpu: GPU, call: cudnn_rnn.Recurrent) -> Scratch:
     scratch = Scratch(gpu)
-    scratch.estimate(cudnn.recurrent_workspace_bytes(call), "cuDNN", call.name)
+    scratch.estimate(cudnn_rnn.workspace_bytes(call), "cuDNN", call.name)
     return scratch
 
 
@@ -230,7 +232,7 @@ def _backward(
     if cx is not None:
         states.append(torch.zeros_like(cx) if grad_cy is None else grad_cy)
     by_time = input.transpose(0, 1) if transposed else input
-    call = _recurrent(by_time, weight_buf, settings)
+    call = _recurrent(by_time, settings)
     kept = [
         by_time.contiguous(),
         (grad_output.transpose(0, 1) if transposed else grad_output).contiguous(),

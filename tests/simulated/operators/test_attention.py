@@ -47,6 +47,27 @@ def test_kernel_by_gpu_version_and_dtype(
     assert kernel_of(attend(*inputs(dtype))) == kernel
 
 
+@pytest.mark.parametrize(
+    ("model", "version", "size", "dropout", "kernel"),
+    [
+        # 2.11 as an H100 ran it, 2.15 by torch's own code on the dry device.
+        ("H100", "2.11", 256, 0.0, "Cudnn"),
+        ("H100", "2.11", 64, 0.1, "Cudnn"),
+        ("B200", "2.11", 256, 0.0, "Flash"),
+        ("H100", "2.15", 256, 0.0, "Cudnn"),
+        ("H100", "2.15", 192, 0.0, "Flash"),
+        ("H100", "2.15", 64, 0.1, "Flash"),
+        ("H100", "2.15", 64, 0.125, "Cudnn"),
+    ],
+)
+def test_heads_and_dropouts_of_cudnn(
+    on: Any, model: str, version: str, size: int, dropout: float, kernel: str
+) -> None:
+    on(model, version)
+    output = attend(*inputs(torch.bfloat16, size=size), dropout_p=dropout)
+    assert kernel_of(output) == kernel
+
+
 def test_mask_rules_out_flash(on: Any) -> None:
     on()
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cuda")

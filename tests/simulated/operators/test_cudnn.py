@@ -12,9 +12,7 @@ from pytest_gpumem.simulated.operators.cudnn import (
     INPUT,
     WEIGHT,
     Convolution,
-    Recurrent,
     convolution_bytes,
-    reserve_bytes,
 )
 
 
@@ -241,8 +239,3 @@ def test_measured_shapes_of_a_gpu_go_before_the_rule() -> None:
     assert convolution_bytes(replace(call, capability=(8, 6))) == 0
     larger = replace(call, capability=(8, 6), input=(2, 256, 14, 14))
     assert convolution_bytes(larger) == 2_760_720
-
-
-@pytest.mark.parametrize(("name", "nbytes"), [("lstm", 736_000_000), ("gru", 864_000_000)])
-def test_reserve_as_printed_in_pytorch_2895(name: str, nbytes: int) -> None:
-    assert reserve_bytes(Recurrent(name, 25_000, 100, 320, 4, 1, 0, 4)) == nbytes

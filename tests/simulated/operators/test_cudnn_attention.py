@@ -12,8 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HALVES = 2 * 8 * 1024 * 64 * 2
 """Bytes of each operand: two sequences, eight heads, 1024 rows of 64 numbers of two bytes."""
-SUMS = 2 * 8 * 1024 * (64 + 1) * 4
-"""Of each row the gradient of its query, and one number more, in float32."""
+WORKSPACE = 256
+"""Of cuDNN itself, as an H100 took it for each call."""
+SUMS = 2 * 8 * 1024 * (64 + 1) * 4 + WORKSPACE
+"""Of each row the gradient of its query, and one number more, in float32; and the workspace."""
 
 
 def attended() -> tuple[Tensor, Tensor]:
@@ -40,3 +42,12 @@ def test_cudnns_frontend_sums_in_float32_beside_the_gradients(on: Any, release: 
 
 def test_a_gradient_is_laid_out_as_the_output(on: Any) -> None:
     assert gradients(on, "2.15", expanded=True) == [*[HALVES] * 3, HALVES, SUMS, -SUMS]
+
+
+def test_the_forward_takes_a_workspace_behind_its_outputs(on: Any) -> None:
+    gpu = on("H100", "2.11")
+    query = torch.ones(2, 8, 1024, 64, device="cuda", dtype=torch.half, requires_grad=True)
+    # The generator's seed and offset, the output, and a number of each row.
+    kept = [8, 8, HALVES, 2 * 8 * 1024 * 4]
+    events = gpu.of(lambda: F.scaled_dot_product_attention(query, query, query))
+    assert events == [*kept, WORKSPACE, -WORKSPACE]

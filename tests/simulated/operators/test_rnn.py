@@ -30,10 +30,13 @@ def test_forward_keeps_output_and_states(on: Any) -> None:
     state = BATCH * HIDDEN * 4
     zeros = [state, state]
     output = STEPS * BATCH * HIDDEN * 4
-    elements = 4 * HIDDEN * (INPUTS + HIDDEN + 2)
-    # Estimates: the parameters and twice the gates of a step; four gates and a cell per step.
-    workspace = (elements + BATCH * HIDDEN * 10) * 4
-    reserve = STEPS * BATCH * HIDDEN * 5 * 4
+    # Estimates: 8 MiB, the matrices and 256 bytes; copies of the sequences, their lengths, and the
+    # states in and out; four gates, once and four times, and four states. Kept are four gates and
+    # a cell of each step.
+    matrices = 4 * HIDDEN * (INPUTS + HIDDEN) * 4
+    copies = STEPS * BATCH * (INPUTS + HIDDEN) * 4 + 8 * BATCH + 4 * state
+    workspace = 8 * 2**20 + matrices + 256 + copies + 5 * 4 * output + 4 * state
+    reserve = 5 * output + 256
     kept = [*zeros, output, state, state, workspace]
     assert gpu.of(lambda: layer(x)) == [*kept, reserve, -workspace]
     layer.eval()
