@@ -73,8 +73,16 @@ def groups(corpora: Sequence[str], dtypes: Sequence[str], samples: int) -> Itera
         yield from _CORPORA[corpus](dtypes, samples)
 
 
-_BY_VALUES = frozenset({"linalg_eig", "linalg_eigvals", "matrix_exp"})
-"""Operators that torch's own code runs to their end only with values."""
+_BY_VALUES = frozenset(
+    """
+    linalg_eig linalg_eigvals matrix_exp normal cov isin repeat_interleave
+    _segment_reduce_lengths _segment_reduce_offsets index_fill
+    argwhere bincount combinations masked_scatter masked_select nonzero to_sparse unique
+    unique_consecutive sparse_sampled_addmm masked_fill prod masked_prod cumprod index_put
+    __getitem__ nn_functional_one_hot nn_BatchNorm1d nn_BatchNorm2d nn_BatchNorm3d
+    """.split()
+)
+"""Operators and modules whose values decide what is taken, or whether they fail."""
 
 
 def _operators(dtypes: Sequence[str], samples: int) -> Iterator[Group]:
@@ -133,7 +141,9 @@ def _modules(dtypes: Sequence[str], samples: int) -> Iterator[Group]:
 
     for info in module_db:
         name = f"module/{info.formatted_name}"
-        yield Group(name, partial(_configurations, info, name, dtypes, samples))
+        has_values = info.formatted_name in _BY_VALUES
+        cases = partial(_configurations, info, name, dtypes, samples)
+        yield Group(name, cases, has_values=has_values)
 
 
 def _configurations(info: Any, name: str, dtypes: Sequence[str], samples: int) -> Iterator[Case]:

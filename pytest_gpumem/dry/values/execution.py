@@ -201,7 +201,8 @@ class Execution:
         parts = sizes.made_sparse(self._values, operator.name, args)
         if parts is None:
             self._reads.refuse(f"{shown_operator(operator.name)}()")
-        with self._memory.answering([parts[0].shape[1]]):
+        numbers = sizes.read_by_sparse(self._values, operator.name, args, parts)
+        with self._memory.answering(numbers):
             result = operator.func(*args, **kwargs)
         for tensor, known in zip(sizes.parts_of(result), parts, strict=True):
             if known is not None:

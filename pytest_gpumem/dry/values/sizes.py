@@ -162,6 +162,17 @@ def made_sparse(values: Values, name: str, args: Args) -> Parts | None:
     return made.indices(), None if elements is None else made.values()
 
 
+def read_by_sparse(values: Values, name: str, args: Args, parts: Parts) -> Sequence[int]:
+    """Return the numbers that torch's own code reads while it makes ``parts``.
+
+    With dense dimensions it first takes ``nonzero`` of all elements, then the distinct places.
+    """
+    count = int(parts[0].shape[1])
+    is_hybrid = name == "aten::_to_sparse" and len(parts[0]) < args[0].dim()
+    known = values.known(args[0]) if is_hybrid and count else None
+    return [count] if known is None else [int(known.count_nonzero()), count]
+
+
 def has_sparse(operator: Operator, args: Args) -> bool:
     """Return whether one of an operator's tensors, or its result, is a sparse one of a GPU."""
     if operator.name == "aten::_embedding_bag_backward":
