@@ -181,6 +181,17 @@ def test_decides_inside_an_operator():
     torch.sparse.mm(twice, rows).sum().backward()
     assert rows.grad.tolist() == [[1] * 3, [2] * 3]
 
+def test_decides_by_a_mask_inside_an_operator():
+    mask, into = torch.ones(1 << 20, dtype=torch.bool).cuda(), torch.zeros(1 << 20).cuda()
+    source = torch.ones(1 << 20, device="cuda", requires_grad=True)
+    result = into.masked_scatter(mask, source)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result.backward(result)
+    # The places of all elements, and the elements of the gradient that are there.
+    assert torch.cuda.max_memory_allocated() - before >= (8 + 4) << 20
+    assert source.grad.sum() == 1 << 20
+
 def test_decides_by_what_algorithms_return():
     # Thrust's of long rows, cusolver's errors, and how many elements of two tensors differ.
     for kind in (torch.float16, torch.float32, torch.int64, torch.bool):
@@ -373,6 +384,7 @@ def notes(test: Any) -> str:
         ("test_seeds_the_dropout_of_layers", False),
         ("test_custom_operators", False),
         ("test_decides_inside_an_operator", False),
+        ("test_decides_by_a_mask_inside_an_operator", True),
         ("test_decides_by_what_algorithms_return", False),
         ("test_draws", True),
         ("test_numbers_on_the_host", True),

@@ -42,14 +42,18 @@ _GROUPED = frozenset({"aten::_grouped_mm", "aten::_scaled_grouped_mm"})
 _WRITES_NOTHING = frozenset({"aten::record_stream"})
 """Operators whose schema declares a write to the tensor, though only its block is changed."""
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_sparse_addmm"})
-_DECIDING = _PRODUCTS | {"aten::linalg_matrix_exp", "aten::isin", "aten::segment_reduce"}
+_DECIDING = _PRODUCTS | {
+    *("aten::linalg_matrix_exp", "aten::isin", "aten::segment_reduce"),
+    "aten::masked_scatter_backward",
+}
 """Operators whose kernel decides by the results of others that it calls.
 
 By norms how often to square (mexp_impl of aten/src/ATen/native/LinearAlgebra.cpp); by a sparse
 matrix, once coalesced, how many elements to multiply (s_addmm_out_sparse_dense_cuda of
 native/sparse/cuda/SparseCUDATensorMath.cu); by how many elements differ what to sort (isin_sorting
 of native/TensorCompare.cpp); by lengths whether they are valid (segment_reduce_kernel of
-native/SegmentReduce.cpp), torch 2.6 to 2.15.
+native/SegmentReduce.cpp); by a mask how many elements come back
+(native/TensorAdvancedIndexing.cpp), torch 2.6 to 2.15.
 """
 _KEYS = (
     torch._C.DispatchKey.SparseCUDA,

@@ -151,9 +151,10 @@ def selected(runner: Runner, func: Any, handler: Handler) -> Handler:
 def masked(runner: Runner, func: Any, handler: Handler) -> Handler:
     """Return a handler of indexing by masks, which CUDA first turns into indices.
 
-    Source: aten/src/ATen/native/IndexingUtils.h (expandTensors).
+    Source: aten/src/ATen/native/IndexingUtils.h (expandTensors); ``index_put`` changes a copy
+    (native/TensorAdvancedIndexing.cpp).
     """
-
+    is_copied = func._schema.name == "aten::index_put"
     writes = "put" in func._schema.name
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
@@ -164,6 +165,9 @@ def masked(runner: Runner, func: Any, handler: Handler) -> Handler:
             and not (writes and is_masked_fill(runner.storages, *args[1:4]))
         ):
             with runner.mode:
+                if is_copied:
+                    copied = args[0].clone(memory_format=torch.preserve_format)
+                    return torch.ops.aten.index_put_.default(copied, *args[1:], **kwargs)
                 indices = _expanded(args[1], args[0])
             args = (args[0], indices, *args[2:])
         return handler(args, kwargs)

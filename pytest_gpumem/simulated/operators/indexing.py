@@ -212,18 +212,47 @@ def _where(gpu: GPU, self: Tensor, other: Tensor) -> Scratch:
 
 
 def _count_set(gpu: GPU, self: Tensor) -> Scratch:
-    scratch = Scratch(gpu, *copied(self))
-    if self.numel():
-        scratch.take(4)
-        model = gpu.model
-        scratch.borrow(cub.device_sum_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
+    scratch = Scratch(gpu, *copied(self), 4)
+    model = gpu.model
+    scratch.borrow(cub.device_sum_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
     return scratch
 
 
 def _place_set(gpu: GPU, self: Tensor) -> None:
-    if self.dim() and self.numel():
+    if self.dim():
         capability = gpu.model.compute_capability
         borrow(gpu, cub.flagged_bytes(self.numel(), capability, gpu.version))
+
+
+def _scattered_by_mask(gpu: GPU, result: Tensor, mask: Tensor, source: Tensor) -> None:
+    """masked_scatter__cuda (cuda/IndexKernel.cpp): how many are set before each element."""
+    count = result.numel()
+    if not count:
+        return
+    scratch = Scratch(gpu, count * INDEX_BYTES)
+    scratch.take(*copied(mask.expand(result.shape)))
+    scratch.borrow(cub.scan_bytes(count, INDEX_BYTES, gpu.version))
+    scratch.take(*copied(source))
+    scratch.free()
+
+
+def _before_repeats(gpu: GPU, repeats: Tensor, output_size: int | None) -> Scratch | None:
+    """repeat_interleave_common (native/Repeat.h): the ends of the repeated elements."""
+    count = repeats.numel()
+    if not count:
+        return None
+    scratch = Scratch(gpu, count * INDEX_BYTES)
+    widened = Scratch(gpu, count * INDEX_BYTES if repeats.dtype == torch.int32 else 0)
+    widened.borrow(cub.scan_bytes(count, INDEX_BYTES, gpu.version))
+    widened.free()
+    if output_size is None and gpu.version >= _LEAST_REPEAT_SINCE:
+        scratch.borrow(INDEX_BYTES)
+    elif output_size is None:
+        are_positive = Scratch(gpu, count)
+        reductions.reduce(gpu, (count,), (1,), torch.bool, None, reductions.VALUES)
+        are_positive.borrow(1)
+        are_positive.free()
+    return scratch
 
 
 # Scattering, and reducing by index or segment.
@@ -285,6 +314,9 @@ def _unfold_backward(
     if step < size and input_sizes and result.numel():
         borrow(gpu, input_sizes[dim] * INDEX_BYTES)
 
+
+_LEAST_REPEAT_SINCE = (2, 14)
+"""Until then the host asks whether all repeats are positive, since then for the least of them."""
 
 # Embedding tables.
 
@@ -414,6 +446,18 @@ def one_hot(self: Tensor, num_classes: int) -> Tensor:
     return result.scatter_(-1, self.unsqueeze(-1), 1)
 
 
+def masked_scatter_backward(grad_output: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
+    """``aten::masked_scatter_backward`` (native/TensorAdvancedIndexing.cpp), not as on ``meta``."""
+    chosen = grad_output.masked_select(mask)
+    missing = math.prod(sizes) - chosen.numel()
+    if missing <= 0:
+        return chosen.view(sizes)
+    zeros = chosen.new_zeros(missing)
+    whole = torch.cat([chosen, zeros])
+    del zeros, chosen
+    return whole.view(sizes)
+
+
 _one_hot_as_it_is = torch.ops.aten.one_hot.default.decompose
 
 
@@ -422,6 +466,7 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.one_hot.default": one_hot}
 BELOW_AUTOGRAD: dict[str, Composite] = {
     # Of a tensor of no dimensions CUDA reads the number from any device.
     "aten.masked_fill.Tensor": lambda self, mask: _aten.masked_fill.Scalar(self, mask, 0),
+    "aten.masked_scatter_backward.default": masked_scatter_backward,
     "aten.masked_fill_.Tensor": lambda self, mask: _aten.masked_fill_.Scalar(self, mask, 0),
 }
 
@@ -431,6 +476,8 @@ RULES = {
     "index_put_ index_put _index_put_impl_": Rule(before=_before_index_put, after=_index_put),
     "nonzero": Rule(before=_count_set, after=_place_set),
     "where": Rule(before=_where),
+    "masked_scatter masked_scatter_": Rule(after=_scattered_by_mask),
+    "repeat_interleave": Rule(before=_before_repeats),
     "scatter_reduce scatter_reduce_": Rule(after=_scattered_mean),
     "index_reduce index_reduce_": Rule(after=_mean_by_index),
     "segment_reduce": Rule(before=_before_segments, after=_segments),

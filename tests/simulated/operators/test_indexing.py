@@ -1,4 +1,4 @@
-"""Sorted index_put: temporaries as recorded on a GPU."""
+"""Indexing by numbers and by masks: temporaries as recorded on a GPU."""
 
 from __future__ import annotations
 
@@ -171,3 +171,72 @@ def test_indices_of_the_user_are_checked(on: Any, release: str, check: list[int]
         *check,
         index, index, -index, index, index, index, 1, -1, -index, -index, -index, -index,
     ]  # fmt: skip
+
+
+TOTAL = [4, 1, -1]
+"""How many elements a mask sets, and its partial sums."""
+SCAN = [1279, -1279]
+
+
+def known_mask() -> torch.Tensor:
+    """Return 25 flags, of which 12 are set."""
+    return (torch.arange(25) % 2 == 1).reshape(5, 5).cuda()
+
+
+def test_masks_are_placed_by_prefix_sums_as_on_an_h100(on: Any) -> None:
+    gpu = on("H100", "2.11")
+    into, mask, row = torch.zeros(5, 5, device="cuda"), known_mask(), torch.ones(5).cuda() > 0
+    source = torch.ones(25, device="cuda")
+    assert gpu.of(lambda: into.masked_scatter(mask, source)) == [100, 200, *SCAN, -200]
+    assert gpu.of(lambda: into.masked_scatter_(mask, source)) == [200, *SCAN, -200]
+    # An expanded mask is copied, and a source that is not contiguous, once the sums are there.
+    assert gpu.of(lambda: into.masked_scatter_(row, source)) == [200, 25, *SCAN, -25, -200]
+    columns = torch.ones(25, 2, device="cuda")[:, 0]
+    assert gpu.of(lambda: into.masked_scatter_(mask, columns)) == [200, *SCAN, 100, -100, -200]
+
+
+def test_gradients_of_masks_as_on_an_h100(on: Any) -> None:
+    gpu = on("H100", "2.11")
+    given = torch.ones(5, 5, device="cuda", requires_grad=True)
+    mask = known_mask()
+    chosen = given.masked_select(mask)
+    gradient = torch.ones_like(chosen)
+    events = gpu.of(lambda: chosen.backward(gradient))
+    assert events == [100, 200, *SCAN, -200]
+
+    source = torch.ones(25, device="cuda", requires_grad=True)
+    whole = torch.zeros(5, 5, device="cuda").masked_scatter(mask, source)
+    gradient = torch.ones_like(whole)
+    places, flagged, elements = 12 * 2 * 8, 1023, 12 * 4
+    missing = 100 - elements
+    assert gpu.of(lambda: whole.backward(gradient)) == [
+        *TOTAL, places, flagged, -flagged, -4, elements, -places, missing, 100, -missing, -elements,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("release", "looks"), [("2.11", [3, 1, -1, -3]), ("2.15", [8, -8])], ids=str
+)
+def test_repeats_are_added_up_and_looked_at(on: Any, release: str, looks: list[int]) -> None:
+    gpu = on("H100", release)
+    repeats = torch.tensor([1, 2, 0]).cuda()
+    assert gpu.of(lambda: repeats.repeat_interleave(repeats)) == [
+        24, *SCAN, *looks, 24, -24, 24, -24,
+    ]  # fmt: skip
+    assert gpu.of(lambda: torch.repeat_interleave(repeats, output_size=3)) == [
+        24, *SCAN, 24, -24,
+    ]  # fmt: skip
+
+
+def test_a_mask_is_counted_after_the_copy_that_is_changed(on: Any) -> None:
+    gpu = on("H100", "2.11")
+    table, mask = torch.ones(5, 5, device="cuda"), torch.ones(5, device="cuda") > 0
+    numbers = torch.ones(5, device="cuda")
+    events = gpu.of(lambda: table.index_put((mask,), numbers))
+    assert events == [100, *TOTAL, 40, 1023, -1023, -4, -40]
+
+
+def test_nothing_is_counted_like_something(on: Any) -> None:
+    gpu = on("H100", "2.11")
+    empty = torch.ones(5, 0, device="cuda")
+    assert gpu.of(lambda: empty.argwhere()) == [*TOTAL, 767, -767, -4]
