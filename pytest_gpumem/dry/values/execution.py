@@ -42,14 +42,18 @@ _GROUPED = frozenset({"aten::_grouped_mm", "aten::_scaled_grouped_mm"})
 _WRITES_NOTHING = frozenset({"aten::record_stream"})
 """Operators whose schema declares a write to the tensor, though only its block is changed."""
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_sparse_addmm"})
-_DECIDING = _PRODUCTS | {"aten::linalg_matrix_exp", "aten::isin", "aten::segment_reduce"}
+_DECIDING = _PRODUCTS | {
+    *("aten::linalg_matrix_exp", "aten::isin", "aten::segment_reduce"),
+    "aten::masked_scatter_backward",
+}
 """Operators whose kernel decides by the results of others that it calls.
 
 By norms how often to square (mexp_impl of aten/src/ATen/native/LinearAlgebra.cpp); by a sparse
 matrix, once coalesced, how many elements to multiply (s_addmm_out_sparse_dense_cuda of
 native/sparse/cuda/SparseCUDATensorMath.cu); by how many elements differ what to sort (isin_sorting
 of native/TensorCompare.cpp); by lengths whether they are valid (segment_reduce_kernel of
-native/SegmentReduce.cpp), torch 2.6 to 2.15.
+native/SegmentReduce.cpp); by a mask how many elements to fill up (masked_scatter_backward_symint
+of native/TensorAdvancedIndexing.cpp), torch 2.6 to 2.15.
 """
 _KEYS = (
     torch._C.DispatchKey.SparseCUDA,
@@ -199,13 +203,18 @@ class Execution:
         if not args[0].is_cuda:
             return operator.func(*args, **kwargs)
         parts = sizes.made_sparse(self._values, operator.name, args)
+        known = self._values.known(args[0]) if operator.name == "aten::_to_sparse" else None
         if parts is None:
             self._reads.refuse(f"{shown_operator(operator.name)}()")
-        with self._memory.answering([parts[0].shape[1]]):
+        numbers = [parts[0].shape[1]]
+        if known is not None and parts[0].shape[0] < known.dim():
+            # All that are not zero, then how many differ in the first dimensions of their places.
+            numbers.insert(0, int(known.count_nonzero()))
+        with self._memory.answering(numbers):
             result = operator.func(*args, **kwargs)
-        for tensor, known in zip(sizes.parts_of(result), parts, strict=True):
-            if known is not None:
-                self._values.keep(tensor, known)
+        for tensor, part in zip(sizes.parts_of(result), parts, strict=True):
+            if part is not None:
+                self._values.keep(tensor, part)
         return result
 
     def _of_sparse(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
