@@ -52,8 +52,8 @@ By norms how often to square (mexp_impl of aten/src/ATen/native/LinearAlgebra.cp
 matrix, once coalesced, how many elements to multiply (s_addmm_out_sparse_dense_cuda of
 native/sparse/cuda/SparseCUDATensorMath.cu); by how many elements differ what to sort (isin_sorting
 of native/TensorCompare.cpp); by lengths whether they are valid (segment_reduce_kernel of
-native/SegmentReduce.cpp); by a mask how many elements come back
-(native/TensorAdvancedIndexing.cpp), torch 2.6 to 2.15.
+native/SegmentReduce.cpp); by a mask how many elements to fill up (masked_scatter_backward_symint
+of native/TensorAdvancedIndexing.cpp), torch 2.6 to 2.15.
 """
 _KEYS = (
     torch._C.DispatchKey.SparseCUDA,
@@ -208,9 +208,9 @@ class Execution:
         numbers = sizes.read_by_sparse(self._values, operator.name, args, parts)
         with self._memory.answering(numbers):
             result = operator.func(*args, **kwargs)
-        for tensor, known in zip(sizes.parts_of(result), parts, strict=True):
-            if known is not None:
-                self._values.keep(tensor, known)
+        for tensor, part in zip(sizes.parts_of(result), parts, strict=True):
+            if part is not None:
+                self._values.keep(tensor, part)
         return result
 
     def _of_sparse(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:

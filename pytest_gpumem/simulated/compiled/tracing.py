@@ -79,16 +79,20 @@ _COPIES: Mapping[Any, Mapping[str, str]] = {
         "maybe_exchange_device": "_cuda_maybeExchangeDevice",
         "get_raw_stream": "_cuda_getCurrentRawStream",
     },
+    torch.cuda: {  # where the next one looks up to 2.11
+        "_exchange_device": "_cuda_exchangeDevice",
+        "_maybe_exchange_device": "_cuda_maybeExchangeDevice",
+    },
     ctx_manager.CUDADeviceVariable: {
         "_exchange_fn": "_cuda_exchangeDevice",
         "_maybe_exchange_fn": "_cuda_maybeExchangeDevice",
     },
-    ctx_manager.AcceleratorDeviceIndexVariable: {
+    getattr(ctx_manager, "AcceleratorDeviceIndexVariable", None): {
         "_exchange_fn": "_accelerator_exchangeDevice",
         "_maybe_exchange_fn": "_accelerator_maybeExchangeDevice",
     },
 }
-"""Functions of ``torch._C`` that Dynamo copies on import, by its own names."""
+"""Functions of ``torch._C`` that torch copies on import, for Dynamo, by its own names."""
 
 _last: weakref.ref[Tracing] | None = None
 """The object that last answered for the GPU: torch keeps its answers for the process."""
@@ -153,7 +157,8 @@ class Tracing:
             add(owner, name, function)
         for owner, names in _COPIES.items():
             for name, copied in names.items():
-                add(owner, name, staticmethod(_asking(copied)))
+                if hasattr(owner, name):
+                    add(owner, name, staticmethod(_asking(copied)))
 
     def _writing(self, write: Callable[..., Any]) -> Callable[..., Any]:
         def compile_fx_inner(graph: GraphModule, *args: Any, **options: Any) -> Any:

@@ -149,6 +149,8 @@ def quiet() -> Iterator[None]:
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
 @pytest.mark.parametrize("name", OPENED)
 def test_what_is_opened_is_followed(name: str, inside: bool) -> None:
+    if inside and name == "inference_mode" and torch.__version__ < "2.13":
+        pytest.skip("torch itself fails to compile it, and leaves a dispatch key behind")
     peak, events, notes = step(name, inside=inside)
     if torch.__version__ >= "2.15":
         assert (peak, len(events)) == RECORDED[OPENED[name][1]]
