@@ -9,6 +9,7 @@
 enum question {
     CONVOLUTION_BYTES = 1, /* -> bytes, and a number that stands for the sentence on the workspace */
     RECURRENT_BYTES = 2,   /* -> bytes of the workspace, of the reserve, and a sentence of each */
+    SOLVER_BYTES = 4,      /* -> bytes, or a number below 0 where they are unknown */
     PLACE = 3,             /* of a sentence -> the sentence with the line that runs */
 };
 
