@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.simulated.operators import cudnn, cudnn_rnn
+from pytest_gpumem.simulated.operators import cudnn, cudnn_rnn, cusolver
 
-_CONVOLUTION, _RECURRENT, _PLACE, _ATTENTION = 1, 2, 3, 4
+_CONVOLUTION, _RECURRENT, _PLACE, _ATTENTION, _SOLVER = 1, 2, 3, 4, 5
 """``enum question`` of ``source/libraries.h``."""
 
 _DIRECTIONS = (cudnn.FORWARD, cudnn.INPUT, cudnn.WEIGHT)
@@ -163,6 +163,7 @@ def _answer(
         _RECURRENT: _recurrent,
         _PLACE: _place,
         _ATTENTION: lambda numbers: (cudnn.ATTENTION_BYTES,),
+        _SOLVER: _solver,
     }
     for at, number in enumerate(rules[question](numbers[:count])):
         answers[at] = number
@@ -229,6 +230,13 @@ def _recurrent(numbers: Sequence[int]) -> Sequence[int]:
     reserve = _SENTENCES.number(f"cuDNN's reserve for {call.name}")
     nbytes = cudnn_rnn.workspace_bytes(call), cudnn_rnn.reserve_bytes(call)
     return *nbytes, workspace, reserve
+
+
+def _solver(numbers: Sequence[int]) -> Sequence[int]:
+    """Return the workspace of a routine of cuSOLVER in bytes, below 0 if it is unknown."""
+    routine, major, minor, *matrix = numbers
+    nbytes = cusolver.workspace_bytes(cusolver.ROUTINES[routine], (major, minor), *matrix)
+    return (-1 if nbytes is None else nbytes,)
 
 
 def _place(numbers: Sequence[int]) -> Sequence[int]:

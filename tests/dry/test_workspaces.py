@@ -94,6 +94,31 @@ found["of_a_plan_that_is_kept"] = workspaces.notes(0)
     assert found["of_a_plan_that_is_kept"] == found["notes"][2:]
 
 
+def test_solvers_ask_for_what_was_recorded(dry_run: Run) -> None:
+    found = dry_run(
+        """
+from pytest_gpumem.dry import workspaces
+square = torch.randn(64, 64, device="cuda")
+torch.cuda.memory._record_memory_history()
+results = [
+    torch.linalg.qr(square), torch.linalg.cholesky_ex(square), torch.linalg.lu_factor(square),
+    torch.linalg.ldl_factor(square), torch.linalg.svd(square[:, :32], full_matrices=False),
+    torch.linalg.svdvals(square[:8, :8]),
+]
+events = torch.cuda.memory._snapshot()["device_traces"][0]
+found["sizes"] = [event["size"] for event in events if event["action"] == "alloc"]
+found["notes"] = workspaces.notes(0)
+found["cuda"] = torch.version.cuda
+""",
+        gpu="H100",
+    )
+
+    recorded = [3_145_856, 148_480, 160, 1280, 98_432, 3_145_984, 3968]
+    taken = [size for size in found["sizes"] if size in recorded]
+    assert taken == (recorded if found["cuda"].startswith("13.") else [])
+    assert bool(found["notes"]) == (taken == [])
+
+
 def test_asking_keeps_nothing_alive(dry_run: Run) -> None:
     found = dry_run(
         """

@@ -1,4 +1,5 @@
-/* cuSOLVER: handles, and the sizes of workspaces, which only the library knows: here it asks for none.
+/* cuSOLVER: handles, and the sizes of workspaces, which only the library knows: those of the simulated device's table,
+ * else none.
  * Source of the arguments' places: "cuSOLVER API Reference", 12.4 and 13.2. */
 #include "sizes.h"
 
@@ -12,6 +13,54 @@ DESTROYS(cusolverDnDestroyGesvdjInfo)
 CREATES(cusolverDnCreateSyevjInfo)
 DESTROYS(cusolverDnDestroySyevjInfo)
 
+/* The order of ROUTINES in simulated/operators/cusolver.py, of CUDA 13. */
+enum routine { POTRF, GETRF, GEQRF, ORGQR, SYTRF, GESVDJ, GESVDJ_BATCHED };
+
+static size_t workspace_of(const char *name, enum routine routine, bool is_known, int64_t rows, int64_t columns,
+                           size_t size)
+{
+    const struct device *device = device_at(current_device());
+    int64_t numbers[] = {routine, device->major, device->minor, rows, columns, (int64_t)size};
+    int64_t answers[MOST_ANSWERS];
+    int count = sizeof numbers / sizeof *numbers;
+    if (CUDA_VERSION >= 13000 && is_known && library_asks(SOLVER_BYTES, numbers, count, answers) && answers[0] >= 0)
+        return (size_t)answers[0];
+    library_leaves_out(name);
+    return 0;
+}
+
+/* The size in elements, of a matrix whose rows and columns are among the arguments. */
+#define SIZED(name, count, routine, is_known, rows, columns, size)                                                     \
+    API int name(AFTER_##count, int *written)                                                                          \
+    {                                                                                                                  \
+        *written = (int)(workspace_of(#name, routine, is_known, (int)(rows), (int)(columns), size) / (size));          \
+        return 0;                                                                                                      \
+    }
+#define SIZED_REAL(routine, count, kind, is_known, rows, columns)                                                      \
+    SIZED(cusolverDnS##routine##_bufferSize, count, kind, is_known, rows, columns, 4)                                   \
+    SIZED(cusolverDnD##routine##_bufferSize, count, kind, is_known, rows, columns, 8)
+#define SIZED_COMPLEX(routine, count, kind, is_known, rows, columns)                                                   \
+    SIZED(cusolverDnC##routine##_bufferSize, count, kind, is_known, rows, columns, 8)                                   \
+    SIZED(cusolverDnZ##routine##_bufferSize, count, kind, is_known, rows, columns, 16)
+#define SIZED_ALL(routine, count, kind, is_known, rows, columns)                                                       \
+    SIZED_REAL(routine, count, kind, is_known, rows, columns)                                                          \
+    SIZED_COMPLEX(routine, count, kind, is_known, rows, columns)
+
+/* By cudaDataType: real and complex numbers of four and eight bytes. */
+static size_t bytes_of(long type)
+{
+    static const size_t BYTES[] = {[0] = 4, [1] = 8, [4] = 8, [5] = 16};
+    return BYTES[(size_t)type % (sizeof BYTES / sizeof *BYTES)];
+}
+
+#define SIZED_BOTH(name, count, routine, rows, columns, type)                                                          \
+    API int name(AFTER_##count, size_t *on_device, size_t *on_host)                                                    \
+    {                                                                                                                  \
+        *on_device = workspace_of(#name, routine, true, rows, columns, bytes_of((int)(type)));                         \
+        *on_host = 0;                                                                                                  \
+        return 0;                                                                                                      \
+    }
+
 #define REAL(routine, count)                                                                                           \
     LEAVES_OUT(cusolverDnS##routine##_bufferSize, count, int)                                                           \
     LEAVES_OUT(cusolverDnD##routine##_bufferSize, count, int)
@@ -21,15 +70,15 @@ DESTROYS(cusolverDnDestroySyevjInfo)
 #define ALL(routine, count) REAL(routine, count) COMPLEX(routine, count)
 
 ALL(potrf, 5)
-ALL(getrf, 5)
+SIZED_ALL(getrf, 5, GETRF, true, b, c)
 ALL(geqrf, 5)
-ALL(sytrf, 4)
+SIZED_ALL(sytrf, 4, SYTRF, true, b, b)
 ALL(gesvd, 3)
-ALL(gesvdj, 12)
-ALL(gesvdjBatched, 11)
+SIZED_ALL(gesvdj, 12, GESVDJ, (int)c == 1, d, e)
+SIZED_ALL(gesvdjBatched, 11, GESVDJ_BATCHED, true, c, d)
 ALL(gesvdaStridedBatched, 16)
-REAL(orgqr, 7)
-COMPLEX(ungqr, 7)
+SIZED_REAL(orgqr, 7, ORGQR, (int)c == (int)d, b, c)
+SIZED_COMPLEX(ungqr, 7, ORGQR, (int)c == (int)d, b, c)
 REAL(ormqr, 11)
 COMPLEX(unmqr, 11)
 REAL(syevd, 7)
@@ -39,9 +88,9 @@ COMPLEX(heevj, 7)
 REAL(syevjBatched, 7)
 COMPLEX(heevjBatched, 7)
 
-LEAVES_OUT_BOTH(cusolverDnXpotrf_bufferSize, 8)
+SIZED_BOTH(cusolverDnXpotrf_bufferSize, 8, POTRF, d, d, e)
 LEAVES_OUT_BOTH(cusolverDnXgetrf_bufferSize, 8)
-LEAVES_OUT_BOTH(cusolverDnXgeqrf_bufferSize, 10)
+SIZED_BOTH(cusolverDnXgeqrf_bufferSize, 10, GEQRF, c, d, e)
 LEAVES_OUT_BOTH(cusolverDnXsytrs_bufferSize, 11)
 LEAVES_OUT_BOTH(cusolverDnXsyevd_bufferSize, 11)
 LEAVES_OUT_BOTH(cusolverDnXsyevBatched_bufferSize, 11)

@@ -11,6 +11,7 @@ enum question {
     RECURRENT_BYTES = 2,   /* -> bytes of the workspace, of the reserve, and a sentence of each */
     PLACE = 3,             /* of a sentence -> the sentence with the line that runs */
     ATTENTION_BYTES = 4,   /* -> bytes */
+    SOLVER_BYTES = 5,      /* -> bytes, or a number below 0 where they are unknown */
 };
 
 enum { MOST_ANSWERS = 4 };

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES
-from pytest_gpumem.simulated.operators.libraries import leave_out
+from pytest_gpumem.simulated.operators.libraries import leave_out, solve_with
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow
 
 _aten = torch.ops.aten
@@ -52,8 +52,10 @@ def check_errors(gpu: GPU, count: int) -> None:
     borrow(gpu, *[1, 1] if count == 1 else [1])
 
 
-def _of_any(library: str) -> Rule:
-    return Rule(after=lambda gpu: leave_out(gpu, library))
+def _solve(gpu: GPU, operator: str, routine: str, A: Tensor, times: int = 1) -> None:
+    """:func:`solve_with` of matrices like those of ``A``."""
+    rows, columns = A.shape[-2:]
+    solve_with(gpu, operator, routine, rows, columns, A.element_size(), times)
 
 
 # Triangles: P, L and U.
@@ -89,14 +91,16 @@ def _is_batch_of_cublas(gpu: GPU, A: Tensor) -> bool:
     return rows * rows <= most
 
 
-def factorize(gpu: GPU, A: Tensor, *, pivot: bool = True) -> None:
-    """linalg_lu_factor_ex into results that are there."""
+def factorize(gpu: GPU, A: Tensor, operator: str, *, pivot: bool = True) -> None:
+    """linalg_lu_factor_ex into results that are there, for ``operator``."""
     if not A.numel():
         return
     if _is_of_magma(gpu, A):
         gpu.workspaces.gemm(gpu.stream)  # its queue has a handle of cuBLAS
     elif _is_batch_of_cublas(gpu, A):
         pointers(gpu, A)
+    else:
+        _solve(gpu, operator, "getrf", A, count_of(A))
     if not pivot:
         borrow(gpu, min(A.shape[-2:]) * CODE)
 
@@ -118,26 +122,30 @@ def _unpacked(gpu: GPU, LU_data: Tensor, unpack_pivots: bool) -> None:
 
 def _lu(gpu: GPU, A: Tensor, pivot: bool) -> None:
     """Both factors in a copy by columns, which then are taken apart (linalg_lu_out)."""
-    leave_out(gpu, "linalg_lu")
     count, least = count_of(A), min(A.shape[-2:])
     # Where that is the same by rows, they are in the result.
     both = Scratch(gpu, A.nbytes if A.shape[-2:] != (1, 1) else 0)
     scratch = Scratch(gpu, count * least * CODE, count * CODE)
-    factorize(gpu, A, pivot=pivot)
+    factorize(gpu, A, "linalg_lu", pivot=pivot)
     both.free()
     _unpacked(gpu, A, pivot)
     scratch.free()
 
 
 def _lu_factor(gpu: GPU, A: Tensor, pivot: bool) -> None:
-    leave_out(gpu, "linalg_lu_factor_ex")
-    factorize(gpu, A, pivot=pivot)
+    factorize(gpu, A, "linalg_lu_factor_ex", pivot=pivot)
 
 
 def _cholesky(gpu: GPU, self: Tensor) -> None:
-    leave_out(gpu, "linalg_cholesky_ex")
     if count_of(self) > 1 and self.numel():
         borrow(gpu, count_of(self) * INDEX_BYTES)
+    elif self.numel():
+        _solve(gpu, "linalg_cholesky_ex", "potrf", self)
+
+
+def _symmetric_factors(gpu: GPU, self: Tensor) -> None:
+    if self.numel():
+        _solve(gpu, "linalg_ldl_factor_ex", "sytrf", self)
 
 
 def _cholesky_at_once(gpu: GPU, self: Tensor) -> None:
@@ -152,38 +160,47 @@ def _cholesky_at_once(gpu: GPU, self: Tensor) -> None:
 # Reflections: Q and R.
 
 
-def reflect(gpu: GPU, A: Tensor, scales: Tensor) -> None:
+def reflect(gpu: GPU, A: Tensor, scales: Tensor, operator: str) -> None:
     """geqrf_kernel: small matrices by cuBLAS at once, others by cuSOLVER, which has a code."""
     rows = A.shape[-2]
     if rows <= 256 and count_of(A) >= max(2, rows // 16):
         pointers(gpu, A, scales.unsqueeze(-1))
     else:
-        borrow(gpu, CODE)
+        code = Scratch(gpu, CODE)
+        _solve(gpu, operator, "geqrf", A, count_of(A))
+        code.free()
+
+
+def _made_of_reflections(gpu: GPU, operator: str, Q: Tensor, reflections: int) -> None:
+    """apply_orgqr, into ``Q``."""
+    code = Scratch(gpu, CODE)
+    if Q.shape[-1] == reflections:
+        _solve(gpu, operator, "orgqr", Q, count_of(Q))
+    else:
+        leave_out(gpu, operator)
+    code.free()
 
 
 def _reflected(gpu: GPU, result: tuple[Tensor, Tensor]) -> None:
-    leave_out(gpu, "geqrf")
-    reflect(gpu, *result)
+    reflect(gpu, *result, "geqrf")
 
 
-def _orthogonal(gpu: GPU, A: Tensor, mode: str) -> None:
-    leave_out(gpu, "linalg_qr")
+def _orthogonal(gpu: GPU, A: Tensor, mode: str, result: tuple[Tensor, Tensor]) -> None:
     rows, columns = A.shape[-2:]
     scales = A.new_empty((*A.shape[:-2], min(rows, columns)), device="meta")
     scratch = Scratch(gpu, scales.nbytes)
     # The input is overwritten in the larger result.
     if mode == "r" and rows > columns:
         scratch.take(A.nbytes)
-    reflect(gpu, A, scales)
+    reflect(gpu, A, scales, "linalg_qr")
     if mode != "r" and scales.shape[-1]:
-        scratch.borrow(CODE)
+        _made_of_reflections(gpu, "linalg_qr", result[0], scales.shape[-1])
     scratch.free()
 
 
 def _from_reflections(gpu: GPU, input: Tensor, tau: Tensor) -> None:
-    leave_out(gpu, "linalg_householder_product")
     if tau.shape[-1] and input.numel():
-        borrow(gpu, CODE)
+        _made_of_reflections(gpu, "linalg_householder_product", input, tau.shape[-1])
 
 
 def _multiplied(gpu: GPU, self: Tensor, input2: Tensor) -> None:
@@ -203,7 +220,6 @@ def decompose(
     gpu: GPU, A: Tensor, *, full: bool, compute_uv: bool, driver: str | None = None
 ) -> None:
     """_linalg_svd into results that are there: the input is overwritten, codes are looked at."""
-    leave_out(gpu, "linalg_svd")
     if not A.numel():
         return
     count, (rows, columns), size = count_of(A), A.shape[-2:], A.element_size()
@@ -226,7 +242,14 @@ def decompose(
             overwritten.append(count * size * most * most)
     elif not compute_uv:
         overwritten += [size * rows * least, size * columns * least]
-    borrow(gpu, *overwritten)
+    given = Scratch(gpu, *overwritten)
+    if driver in (None, "gesvdj") and most <= _SMALL:
+        _solve(gpu, "linalg_svd", "gesvdjBatched", A)
+    elif driver in (None, "gesvdj") and not full:
+        _solve(gpu, "linalg_svd", "gesvdj", A)
+    else:
+        leave_out(gpu, "linalg_svd")
+    given.free()
     check_errors(gpu, count)
     scratch.free()
 
@@ -332,7 +355,7 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {
 }
 
 RULES = {
-    "linalg_ldl_factor_ex": _of_any("linalg_ldl_factor_ex"),
+    "linalg_ldl_factor_ex": Rule(after=_symmetric_factors),
     "_linalg_check_errors": Rule(after=lambda gpu, info: check_errors(gpu, info.numel())),
     "_linalg_eigvals": Rule(outputs=_eigenvalues),
     # vectors, if there are any, and values

@@ -1,7 +1,7 @@
 """Fourier transforms, and the note of workspaces that only libraries know.
 
-cuFFT's and cuSOLVER's workspaces are sized by the libraries; they are left out, with a note of the
-simulation.
+cuFFT's and cuSOLVER's workspaces are sized by the libraries; where they are unknown they are left
+out, with a note of the simulation.
 
 Source: aten/src/ATen/native/cuda/SpectralOps.cpp (_fft_c2r_cufft, _fft_r2c_cufft, _fft_c2c_cufft,
 _exec_fft) and CuFFTPlanCache.h (as_cufft_embed), torch 2.6 to 2.15.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.operators.cusolver import workspace_bytes
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow
 
 _DIMS_AT_ONCE = 3
@@ -24,6 +25,25 @@ _DIMS_AT_ONCE = 3
 def leave_out(gpu: GPU, operator: str, library: str = "cuSOLVER") -> None:
     """Note that the workspace of ``library`` is in no number."""
     gpu.simulation.note(left_out_note(library, operator))
+
+
+_CUDA_13 = (2, 11)
+"""First release whose wheels have CUDA 13."""
+
+
+def solve_with(
+    gpu: GPU, operator: str, routine: str, rows: int, columns: int, size: int, times: int = 1
+) -> None:
+    """Take and return the workspace of a routine of cuSOLVER, once for each of ``times`` calls."""
+    nbytes = None
+    if gpu.version >= _CUDA_13:
+        capability = gpu.model.compute_capability
+        nbytes = workspace_bytes(routine, capability, rows, columns, size)
+    if nbytes is None:
+        leave_out(gpu, operator)
+        return
+    for _ in range(times):
+        borrow(gpu, nbytes)
 
 
 def left_out_note(library: str, operator: str) -> str:

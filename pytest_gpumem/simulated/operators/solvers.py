@@ -152,19 +152,17 @@ def _is_turned(gpu: GPU, A: Tensor) -> bool:
 
 
 def _inverted(gpu: GPU, A: Tensor) -> None:
-    leave_out(gpu, "linalg_inv_ex")
     if not A.numel():
         return
     scratch = Scratch(gpu, A.nbytes, count_of(A) * A.shape[-1] * CODE)
-    factorize(gpu, A)
+    factorize(gpu, A, "linalg_inv_ex")
     made = A.new_empty(A.mT.shape, device="meta").mT
     _by_factors(gpu, made, made, adjoint=_is_turned(gpu, A))
     scratch.free()
 
 
 def _solved(gpu: GPU, A: Tensor, B: Tensor, left: bool) -> None:
-    leave_out(gpu, "linalg_solve_ex")
-    factorize(gpu, A)
+    factorize(gpu, A, "linalg_solve_ex")
     sides = _right_sides(A, B)
     batch = torch.broadcast_shapes(A.shape[:-2], sides.shape[:-2])
     solution = sides.new_empty((*batch, *sides.shape[-2:]), device="meta")
@@ -305,7 +303,7 @@ def _by_reflections(gpu: GPU, A: Tensor, made: Tensor) -> None:
     is_tall = A.shape[-2] >= A.shape[-1]
     scratch.take(0 if is_tall else A.nbytes)
     reflected = A if is_tall else A.new_empty(A.shape).mT
-    reflect(gpu, reflected, scales)
+    reflect(gpu, reflected, scales, "linalg_lstsq")
     every = _expanded(reflected, made)
     is_copied = not is_by_columns(every)
     scratch.take(every.nbytes if is_copied else 0)
@@ -336,10 +334,9 @@ def _swaps(scratch: Scratch, count: int, rows: int) -> int:
 
 def _determined(gpu: GPU, A: Tensor) -> None:
     """``_linalg_det``: the error code, the product of the diagonal, the sign of the permutation."""
-    leave_out(gpu, "linalg_det")
     count, rows = count_of(A), A.shape[-1]
     scratch = Scratch(gpu, count * CODE)
-    factorize(gpu, A)
+    factorize(gpu, A, "linalg_det")
     scratch.take(count * A.element_size())
     scratch.drop(_swaps(scratch, count, rows))
     scratch.free()
@@ -347,10 +344,9 @@ def _determined(gpu: GPU, A: Tensor) -> None:
 
 def _sign_and_logarithm(gpu: GPU, A: Tensor) -> None:
     """``_linalg_slogdet``: as ``_linalg_det``, but it takes signs and absolute values apart."""
-    leave_out(gpu, "linalg_slogdet")
     count, rows, size = count_of(A), A.shape[-1], A.element_size()
     scratch = Scratch(gpu, count * CODE)
-    factorize(gpu, A)
+    factorize(gpu, A, "linalg_slogdet")
     sums = _swaps(scratch, count, rows)
     borrow(gpu, count * rows * size, count * size)
     scratch.drop(sums)

@@ -1,0 +1,82 @@
+"""Workspaces of cuSOLVER in bytes, where a formula repeats what was recorded.
+
+Source: the blocks that operators of torch 2.11.0+cu130 took on an H100, of 1 to 1024 rows in
+float32, float64 and complex64. Unknown are those of other GPUs, of CUDA 12, of routines that are
+not here and of sizes outside of what was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Capability = tuple[int, int]
+
+_CAPABILITY = (9, 0)
+
+
+def workspace_bytes(
+    routine: str, capability: Capability, rows: int, columns: int, size: int
+) -> int | None:
+    """Return the workspace of ``routine`` of CUDA 13 for a matrix; ``None`` where it is unknown.
+
+    ``size`` are bytes of an element.
+    """
+    return _SIZES[routine](rows, columns, size) if capability == _CAPABILITY else None
+
+
+def _up(number: int) -> int:
+    return -(-number // 32) * 32
+
+
+def _potrf(rows: int, columns: int, size: int) -> int | None:
+    return 128 + _up(4 * (_up(rows) // 32) ** 2) if rows <= 512 else None
+
+
+def _getrf(rows: int, columns: int, size: int) -> int | None:
+    return 256 + 16 * _up(rows) if rows == columns <= 512 else None
+
+
+def _reflectors(columns: int) -> int:
+    return 512 * (1024 + 2 * max(columns, 256))
+
+
+def _geqrf(rows: int, columns: int, size: int) -> int | None:
+    return _reflectors(columns) * size + 128 if rows <= 1024 and columns <= 512 else None
+
+
+def _orgqr(rows: int, columns: int, size: int) -> int | None:
+    if columns <= 64:
+        return (2 * 128 * 128 + 256 + _up(rows * columns)) * size
+    if columns < 128 or rows > 1024:
+        return None
+    return (128 * (rows + 2 * columns + 128) + 256) * size
+
+
+def _sytrf(rows: int, columns: int, size: int) -> int | None:
+    return max(98_432, 64 * (rows + 1) * size) if size == 4 or rows >= 512 else None
+
+
+def _gesvdj(rows: int, columns: int, size: int) -> int | None:
+    """One of another shape than a square is reflected first."""
+    least = min(rows, columns)
+    if rows == columns or max(rows, columns) > 512:
+        return None
+    turned = _up(rows * columns) if rows < columns else 0
+    return (_reflectors(least) + 32 + _up(least) + turned) * size
+
+
+def _gesvdj_batched(rows: int, columns: int, size: int) -> int | None:
+    return 992 * size
+
+
+_SIZES: dict[str, Callable[[int, int, int], int | None]] = {
+    "potrf": _potrf,
+    "getrf": _getrf,
+    "geqrf": _geqrf,
+    "orgqr": _orgqr,
+    "sytrf": _sytrf,
+    "gesvdj": _gesvdj,
+    "gesvdjBatched": _gesvdj_batched,
+}
+ROUTINES = tuple(_SIZES)
+"""``enum routine`` of ``dry/source/cusolver.c``."""
