@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -239,3 +240,104 @@ def test_measured_shapes_of_a_gpu_go_before_the_rule() -> None:
     assert convolution_bytes(replace(call, capability=(8, 6))) == 0
     larger = replace(call, capability=(8, 6), input=(2, 256, 14, 14))
     assert convolution_bytes(larger) == 2_760_720
+
+
+HALVES, TF32, FLOAT32 = "halves", "tf32", "float32"
+
+
+def on_hopper(
+    direction: str,
+    images: tuple[int, ...],
+    outputs: int,
+    kernel: int,
+    kind: str,
+    *,
+    stride: int = 1,
+    groups: int = 1,
+    channels_last: bool = False,
+) -> Convolution:
+    """A convolution on an H100, padded to keep its size."""
+    batch, inputs, *sizes = images
+    size = 2 if kind == HALVES else 4
+    dims = len(sizes)
+    return Convolution(
+        direction,
+        images,
+        outputs,
+        (kernel,) * dims,
+        (stride,) * dims,
+        (1,) * dims,
+        groups,
+        size * math.prod(images),
+        size * inputs * outputs // groups * kernel**dims,
+        size * batch * outputs * math.prod(-(-each // stride) for each in sizes),
+        size,
+        channels_last=channels_last,
+        tensor_cores=kind != FLOAT32,
+        capability=(9, 0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("direction", "images", "outputs", "kernel", "kind", "options", "nbytes"),
+    [
+        # As an H100 took them, with cuDNN 9.19: operands and result are copied,
+        (FORWARD, (2, 128, 14, 14), 96, 3, HALVES, {}, 396_816),
+        (FORWARD, (16, 128, 16, 16), 128, 3, TF32, {}, 4_784_144),
+        (INPUT, (16, 64, 28, 28), 128, 3, TF32, {}, 9_928_720),
+        # not the result of few channels, or of volumes; and no weights of one pixel;
+        (FORWARD, (2, 512, 56, 56), 16, 3, TF32, {}, 13_139_984),
+        (FORWARD, (8, 96, 14, 14, 14), 768, 5, TF32, {}, 45_293_584),
+        (FORWARD, (4, 768, 16, 16), 96, 1, TF32, {"stride": 2}, 3_244_048),
+        # three channels of halves as eight, and where few products are summed, none.
+        (INPUT, (32, 3, 64, 64), 64, 7, HALVES, {}, 18_924_560),
+        (FORWARD, (4, 3, 224, 224), 64, 7, HALVES, {"stride": 2}, 9_683_984),
+        (FORWARD, (8, 3, 224, 224), 64, 7, TF32, {"stride": 2}, 30_544_656),
+        (FORWARD, (8, 3, 16, 16), 64, 3, HALVES, {}, 0),
+        (INPUT, (16, 3, 56, 56), 64, 5, TF32, {}, 0),
+        # Products: those of each image, summed in float32; copied are deep ones of 7 x 7 pixels,
+        # and halves of 7 x 7 pixels or of 24 channels.
+        (FORWARD, (2, 96, 64, 64), 256, 1, TF32, {}, 0),
+        (WEIGHT, (2, 96, 64, 64), 256, 1, TF32, {}, 196_608),
+        (WEIGHT, (16, 512, 28, 28), 512, 1, HALVES, {}, 16_777_216),
+        (FORWARD, (4, 2048, 7, 7), 512, 1, HALVES, {}, 1_003_536),
+        (WEIGHT, (4, 512, 7, 7), 2048, 1, HALVES, {}, 1_003_536),
+        (WEIGHT, (4, 160, 7, 7), 960, 1, HALVES, {}, 439_056),
+        (WEIGHT, (4, 160, 7, 7), 960, 1, TF32, {}, 2_457_600),
+        (INPUT, (4, 160, 7, 7), 960, 1, HALVES, {}, 0),
+        # Weights of 3x3 kernels in float32, by tiles: 36 x (64 x 512 + 256 x 256) numbers.
+        (WEIGHT, (4, 256, 14, 14), 256, 3, TF32, {}, 14_155_776),
+        (WEIGHT, (4, 128, 28, 28), 128, 3, TF32, {}, 9_584_640),
+        (WEIGHT, (32, 256, 14, 14), 512, 3, FLOAT32, {}, 75_497_472),
+        (WEIGHT, (1, 256, 64, 64), 768, 3, TF32, {}, 23_855_120),
+        # Without tensor cores channels last is copied, and what the weights' kernel reads.
+        (FORWARD, (8, 128, 16, 16), 32, 5, FLOAT32, {"channels_last": True}, 1_720_336),
+        (FORWARD, (8, 16, 7, 7), 512, 5, FLOAT32, {"stride": 2, "channels_last": True}, 0),
+        (INPUT, (8, 16, 7, 7), 512, 5, FLOAT32, {"stride": 2, "channels_last": True}, 1_106_448),
+        (WEIGHT, (2, 96, 28, 28), 96, 7, FLOAT32, {"channels_last": True}, 0),
+        (WEIGHT, (4, 256, 16, 16), 512, 3, FLOAT32, {"stride": 2}, 6_291_472),
+        (WEIGHT, (4, 16, 28, 28), 128, 3, FLOAT32, {"stride": 2}, 0),
+        (WEIGHT, (4, 512, 32, 32), 128, 1, FLOAT32, {}, 0),
+        # Channels last on tensor cores: whole vectors of halves.
+        (FORWARD, (1, 3, 16, 16), 1024, 3, HALVES, {"channels_last": True}, 151_568),
+        (FORWARD, (4, 3, 224, 224), 64, 7, HALVES, {"stride": 2, "channels_last": True}, 0),
+        (FORWARD, (1, 96, 28, 28), 192, 5, HALVES, {"channels_last": True}, 0),
+        # Groups.
+        (FORWARD, (2, 192, 28, 28), 256, 3, HALVES, {"groups": 4}, 1_626_176),
+        (INPUT, (1, 192, 64, 64), 64, 1, HALVES, {"groups": 4, "stride": 2}, 1_704_000),
+        (FORWARD, (1, 192, 64, 64), 64, 1, HALVES, {"groups": 4, "stride": 2}, 0),
+        (WEIGHT, (4, 192, 14, 14), 1024, 1, FLOAT32, {"groups": 4}, 3_813_440),
+        (INPUT, (32, 96, 64, 64), 96, 3, FLOAT32, {"groups": 4, "stride": 2}, 0),
+    ],
+)
+def test_what_an_h100_took(
+    direction: str,
+    images: tuple[int, ...],
+    outputs: int,
+    kernel: int,
+    kind: str,
+    options: dict[str, Any],
+    nbytes: int,
+) -> None:
+    call = on_hopper(direction, images, outputs, kernel, kind, **options)
+    assert convolution_bytes(call) == nbytes
