@@ -46,8 +46,21 @@ OPTIONS_SINCE: Final[dict[str, Version]] = {"use_on_oom": (2, 8), "no_split": (2
 """By option of ``MemPool``."""
 
 # Libraries.
-CUDNN: Final[tuple[tuple[Version, int], ...]] = (((2, 11), 91501), ((2, 8), 91002), ((0, 0), 90501))
-"""First release, and cuDNN of its CUDA 12.6 wheel as ``cudnnGetVersion`` gives it
-(.github/scripts/generate_binary_build_matrix.py of the releases)."""
+_CUDNN: Final[tuple[tuple[Version, int], ...]] = (
+    ((2, 15), 92600),
+    ((2, 14), 92400),
+    ((2, 12), 92000),
+    ((2, 11), 91900),
+    ((2, 8), 91002),
+    ((2, 7), 90501),
+    ((0, 0), 90100),
+)
+"""First release, and cuDNN of its CUDA wheel on PyPI as ``cudnnGetVersion`` gives it (the wheels'
+metadata: CUDA 12.4, 12.6, 12.8, and 13 since 2.11)."""
 PART_BY_PART: Final[Version] = (2, 15)
 """NCCL's group sends and receives lists of tensors part by part (``ProcessGroupNCCL2``)."""
+
+
+def cudnn_of(version: Version) -> int:
+    """Return the version of cuDNN that this release of torch comes with."""
+    return next(number for since, number in _CUDNN if version >= since)

@@ -1,7 +1,7 @@
 """scaled_dot_product_attention: the choice of a kernel on CUDA.
 
 Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h, of torch 2.6 to
-2.15.
+2.15; the CUDA wheel of each release chooses alike on the dry device, H100 and B200.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pytest_gpumem.allocator.releases import Version
+from pytest_gpumem.simulated.gpu.releases import cudnn_of
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import HALF_DTYPES
 
@@ -38,14 +40,16 @@ class AttentionCall:
     def __post_init__(self) -> None:
         self.capability = self.gpu.model.compute_capability
         self.grad_mode = torch.is_grad_enabled()
-        self.needs_gradients = any(t.requires_grad for t in (self.query, self.key, self.value))
+        self._operands = self.query, self.key, self.value
+        self.needs_gradients = any(tensor.requires_grad for tensor in self._operands)
         self.trains = self.grad_mode and self.needs_gradients
 
     def kernel(self) -> str:
         """Return the first kernel in torch's order of priority that can run this call."""
         order = [_NAMES[n] for n in torch._C._get_sdp_priority_order() if n in _NAMES]
-        # check_prefer_cudnn_attention: needs cuDNN 9.15.1, which the wheels have since 2.11.
-        if order[:1] == [FLASH] and self.gpu.version >= (2, 11) and self.capability[0] in (9, 10):
+        # check_prefer_cudnn_attention: cuDNN of more than 9.15.0, compute capability 9 or 10.
+        prefers = cudnn_of(self.gpu.version) > 91500 and self.capability[0] in (9, 10)
+        if order[:1] == [FLASH] and prefers:
             order = [CUDNN, *(kernel for kernel in order if kernel != CUDNN)]
         usable = self.fused()
         for kernel in order:
@@ -72,10 +76,15 @@ class AttentionCall:
         one_for_all = grouped and self.gpu.version >= (2, 14) and k.shape[1] == v.shape[1] == 1
         return one_for_all or q.shape[1] == k.shape[1] == v.shape[1]
 
+    def _is_small(self, since: Version) -> bool:
+        # check_flash_attention_grid_size, check_cudnn_tensor_shapes.
+        return self.gpu.version < since or max(self.query.shape[:2]) <= _MOST
+
     def _last_stride_is_one(self, ignore_single: bool) -> bool:
-        return (ignore_single and self.query.shape[-1] == 1) or all(
-            t.stride(-1) == 1 for t in (self.query, self.key, self.value)
-        )
+        # check_last_dim_stride_equals_1_dense: of the mask, too, where the device is no CPU.
+        operands = () if ignore_single and self.query.shape[-1] == 1 else self._operands
+        masks = () if self.mask is None else (self.mask,)
+        return all(tensor.stride(-1) == 1 for tensor in (*operands, *masks))
 
     def _same_dtype(self, dtypes: Set[torch.dtype]) -> bool:
         dtype = self.query.dtype
@@ -99,6 +108,7 @@ class AttentionCall:
             and not (self.causal and self.query.shape[-2] != self.key.shape[-2])
             and self._low_precision()
             and self._last_stride_is_one(True)
+            and self._is_small(since=(2, 15))
         )
 
     def _efficient(self) -> bool:
@@ -119,40 +129,56 @@ class AttentionCall:
             and not size % alignment
             and not value_size % alignment
             and self._last_stride_is_one(False)
+            and self._is_aligned(alignment)
             and self._same_dtype(dtypes)
+        )
+
+    def _is_aligned(self, elements: int) -> bool:
+        # check_data_ptr_alignment_mem_efficient, which is in the binaries since 2.13.
+        is_checked = self.gpu.version >= (2, 13) and self.capability >= (8, 0)
+        return not is_checked or not any(
+            tensor.storage_offset() % elements for tensor in self._operands if tensor.numel()
         )
 
     def _cudnn(self) -> bool:
         size, value_size = self.query.shape[-1], self.value.shape[-1]
-        mask = self.mask
+        mask, release = self.mask, self.gpu.version
         return (
             torch.backends.cuda.cudnn_sdp_enabled()
             and self._fits(kv_heads_may_differ=True)
             and self._low_precision()
             and self.capability >= (8, 0)
-            and not torch.are_deterministic_algorithms_enabled()
+            and (
+                not torch.are_deterministic_algorithms_enabled()
+                or torch.is_deterministic_algorithms_warn_only_enabled()
+            )
             and (mask is None or (not mask.requires_grad and mask.dim() in (2, 4)))
-            and (self.gpu.version < (2, 12) or self.dropout * 16 == math.floor(self.dropout * 16))
+            and (release < (2, 12) or self.dropout * 16 == math.floor(self.dropout * 16))
+            and self._is_small(since=(2, 13))
             and self._cudnn_head(size, value_size)
             and not size % 8
             and not value_size % 8
             and self.key.shape[-2] != 1
-            and not (self.dropout and self.query.shape[-2] == 1)
+            and not ((self.dropout or release < (2, 9)) and self.query.shape[-2] == 1)
             and self._last_stride_is_one(True)
         )
 
     def _cudnn_head(self, size: int, value_size: int) -> bool:
-        largest = max(size, value_size)
-        if largest <= 128:
-            return True
-        if self.gpu.version < (2, 15):
-            # cuDNN 9.10 is needed, which the wheels of 2.11 have.
-            return self.gpu.version >= (2, 11) and self.capability == (9, 0) and largest <= 256
-        if self.capability[0] not in (9, 10):
-            return False
-        if self.needs_gradients:
-            return (size, value_size) in {(192, 128), (256, 256)}
-        return largest <= 256
+        """check_cudnn_tensor_shapes and check_cudnn_d256_bprop_head_dim: heads over 128."""
+        heads, most, cudnn = (size, value_size), max(size, value_size), cudnn_of(self.gpu.version)
+        is_hopper = self.capability == (9, 0)
+        if most <= 128 or not (is_hopper or self.capability[0] == 10):
+            return most <= 128
+        if cudnn > 92200:
+            trainable = heads in {(192, 128), (256, 256)}
+            return most <= 256 and (trainable or not self.needs_gradients)
+        if is_hopper:
+            return cudnn >= 91000 and most <= 256
+        return cudnn >= 91100 and heads == (192, 128)
+
+
+_MOST = 65535
+"""Batches and heads that cuDNN and flash-attention take."""
 
 
 def usable_kernels(gpu: GPU, *params: Any) -> set[str]:

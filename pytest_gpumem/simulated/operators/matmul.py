@@ -39,13 +39,26 @@ def _addmm(gpu: GPU, self: Tensor, mat1: Tensor, mat2: Tensor, beta: float, resu
         and result is not self
         and beta != 0
         and self.shape == result.shape
-        and self.stride(1) == 1
+        and min(mat2.shape) > 1
+        and _in_rows(self)
+        and _in_rows(result)
     )
     _product(gpu, mat1, mat2, result, by_lt=by_lt)
 
 
 _SUMS_BY_LT_SINCE = (2, 14)
 """First release whose cuBLASLt adds a matrix of 16 bits to a product (tried on 2.13, 2.15)."""
+
+
+def _in_rows(matrix: Tensor) -> bool:
+    return matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
+
+
+def _addmm_activation(
+    gpu: GPU, self: Tensor, mat1: Tensor, mat2: Tensor, beta: float, result: Tensor
+) -> None:
+    by_lt = _bias_in_epilogue(gpu, self, mat1, mat2, beta, result, activates=True)
+    _product(gpu, mat1, mat2, result, by_lt=by_lt)
 
 
 def _product(gpu: GPU, mat1: Tensor, mat2: Tensor, result: Tensor, *, by_lt: bool) -> None:
@@ -132,18 +145,30 @@ def _batch_readable(fast: int, leading: int, matrix: Tensor, along: int, other: 
 
 
 def _bias_in_epilogue(
-    gpu: GPU, bias: Tensor, mat1: Tensor, mat2: Tensor, beta: float, result: Tensor
+    gpu: GPU,
+    bias: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    beta: float,
+    result: Tensor,
+    *,
+    activates: bool = False,
 ) -> bool:
-    one_row_excluded = (2, 10) <= gpu.version < (2, 12)
+    """isInputCompliesAddmmCudaLt, and before 2.10 addmm_out_cuda_impl (Blas.cpp).
+
+    The CUDA wheels of 2.6 to 2.15 decide alike on the dry device, and an H100 with 2.11.
+    """
+    version = gpu.version
+    is_row = bias.dim() == 1 or (version >= (2, 10) and bias.squeeze().dim() == 1)
+    fuses = is_row and bias.is_contiguous() and bias.shape[-1] == mat2.shape[1]
+    fuses |= version >= (2, 10) and activates and bias.dim() == 2
     return (
-        beta == 1
+        fuses
+        and beta == 1
         and result.dtype in _LT_DTYPES
-        and bias.is_contiguous()
-        and (bias.dim() == 1 or (gpu.version >= (2, 10) and bias.squeeze().dim() == 1))
-        and bias.numel() == mat2.shape[1]
-        and mat2.shape[0] > 1
-        and mat2.shape[1] > 1
-        and (not one_row_excluded or min(mat1.shape) > 1)
+        and result.is_contiguous()
+        and min(mat2.shape) > 1
+        and (version != (2, 10) or mat1.shape[0] > 1)
     )
 
 
@@ -260,7 +285,8 @@ RULES = {
     "baddbmm baddbmm_": Rule(after=_batched),
     "addbmm addbmm_": Rule(after=_each_batch),
     "mv addmv addmv_": Rule(after=_mv),
-    "addmm addmm_ _addmm_activation": Rule(after=_addmm),
+    "addmm addmm_": Rule(after=_addmm),
+    "_addmm_activation": Rule(after=_addmm_activation),
     "dot vdot": Rule(after=_dot),
     "_grouped_mm": Rule(shapes=_shapes, after=_grouped),
     "_scaled_grouped_mm": Rule(before=_scaled_grouped_device, after=_fast),

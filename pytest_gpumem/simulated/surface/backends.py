@@ -15,7 +15,7 @@ import torch.backends.mha
 
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.gpu.releases import CUDNN, STATIC_SIZE
+from pytest_gpumem.simulated.gpu.releases import STATIC_SIZE, cudnn_of
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.attention_choice import usable_kernels
 from pytest_gpumem.simulated.operators.encoders import is_followed
@@ -24,7 +24,7 @@ from pytest_gpumem.simulated.operators.encoders import is_followed
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Give the answers of a CUDA build on this GPU."""
     version = machine.gpus[0].version
-    cudnn = next(number for since, number in CUDNN if version >= since)
+    cudnn = cudnn_of(version)
     patches.add(torch._C, "_has_cudnn", True)
     patches.add(torch.backends.cudnn, "version", lambda: cudnn)
     patches.add(torch._C, "_is_flash_attention_available", lambda: True)
