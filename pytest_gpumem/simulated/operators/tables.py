@@ -54,8 +54,9 @@ BELOW_AUTOGRAD: dict[str, Composite] = _of_all("BELOW_AUTOGRAD")
 def rule_of(func: OpOverload) -> BoundRule | None:
     """Return the rule that ``func`` follows."""
     rule = RULES.get(func._schema.name)
-    # ``upsample_nearest2d.vec_out``: generated from a composite, as is its CUDA kernel.
-    is_built = func._overloadname == "vec_out"
+    # ``upsample_nearest2d.vec_out``: generated from a composite, as is its CUDA kernel;
+    # ``repeat_interleave`` along a dimension: made of the overload that repeats numbers.
+    is_built = func._overloadname in ("vec_out", "self_Tensor", "self_int")
     return None if rule is None or is_built else BoundRule(rule, func._schema)
 
 
