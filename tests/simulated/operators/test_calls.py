@@ -67,6 +67,7 @@ _TYPES = {
     "str": "str",
     "str?": "str | None",
     "SymInt": "int",
+    "SymInt?": "int | None",
     "int?": "int | None",
     "int[]": "Sequence[int]",
     "SymInt[]": "Sequence[int]",
