@@ -23,6 +23,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,9 @@ class Worker:
         return found
 
     def _make(self, scenario: Scenario) -> dict[str, Any]:
+        if scenario.package == "transformers":
+            # It imports torchaudio, which makes a tensor: on the GPU in torch.device("cuda").
+            import_module("transformers.audio_utils")
         torch.manual_seed(0)
         device: AbstractContextManager[Any] = nullcontext()
         if self._kind != "real":

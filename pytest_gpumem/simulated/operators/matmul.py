@@ -39,7 +39,7 @@ def _addmm(gpu: GPU, self: Tensor, mat1: Tensor, mat2: Tensor, beta: float, resu
         and result is not self
         and beta != 0
         and self.shape == result.shape
-        and min(mat2.shape) > 1
+        and min(*mat1.shape, *mat2.shape) > 1
         and _in_rows(self)
         and _in_rows(result)
     )

@@ -302,3 +302,77 @@ def test_halves_of_groups_live_as_float32_until_the_end(on: Any) -> None:
     assert events[:6] == [4 * queries, 4 * keys, 4 * keys, 4 * queries, 8 * keys, 8 * keys]
     freed = [-4 * queries, -8 * keys, -4 * keys, -4 * keys, -4 * queries, -2 * weights]
     assert events[-7:] == [2 * queries, *freed]
+
+
+@pytest.mark.parametrize(
+    ("version", "size", "dropout", "trains", "kernel"),
+    [
+        # The CUDA wheels on the dry device; of 2.11 an H100 with heads of 256, and with 10 %.
+        ("2.11", 256, 0.0, True, "cudnn"),
+        ("2.11", 264, 0.0, True, "efficient"),
+        ("2.11", 136, 0.0, True, "cudnn"),
+        ("2.14", 136, 0.0, True, "flash"),
+        ("2.14", 136, 0.0, False, "cudnn"),
+        ("2.14", 256, 0.0, True, "cudnn"),
+        ("2.11", 64, 0.1, True, "cudnn"),
+        ("2.12", 64, 0.1, True, "flash"),
+        ("2.12", 64, 0.125, True, "cudnn"),
+    ],
+)
+def test_heads_and_dropout_of_cudnn_by_release(
+    on: Any, version: str, size: int, dropout: float, trains: bool, kernel: str
+) -> None:
+    on("H100", version)
+    q, k, v = (tensor.detach().requires_grad_(trains) for tensor in inputs(torch.half, size))
+    call = torch.backends.cuda.SDPAParams(q, k, v, None, dropout, False, False)
+    cuda = torch.backends.cuda
+    usable = {
+        "cudnn": cuda.can_use_cudnn_attention(call),
+        "flash": cuda.can_use_flash_attention(call),
+        "efficient": cuda.can_use_efficient_attention(call),
+    }
+    assert next(name for name, can_run in usable.items() if can_run) == kernel
+
+
+@pytest.mark.parametrize(("version", "reaches"), [("2.8", 128), ("2.11", 192), ("2.14", 256)])
+def test_wide_heads_on_blackwell(on: Any, version: str, reaches: int) -> None:
+    on("B200", version)
+    cuda = torch.backends.cuda
+    widest = [128]
+    for size, value_size in ((192, 128), (256, 256)):
+        q, k, _ = inputs(torch.half, size)
+        _, _, v = inputs(torch.half, value_size)
+        call = cuda.SDPAParams(q, k, v, None, 0.0, False, False)
+        widest += [size] * cuda.can_use_cudnn_attention(call)
+    assert max(widest) == reaches
+
+
+def test_a_mask_whose_last_stride_is_not_one_leaves_the_products(on: Any) -> None:
+    # T5's position bias, as an H100 with torch 2.11 allocates: q, k and 32-bit scores, no padding.
+    on("H100", "2.11")
+    bias = torch.randn(1, LENGTH, LENGTH, HEADS, device="cuda", requires_grad=True)
+    permuted = bias.permute(0, 3, 1, 2)
+    assert kernel_of(attend(*inputs(torch.float32), attn_mask=permuted)) == "math"
+    contiguous = permuted.contiguous()
+    assert kernel_of(attend(*inputs(torch.float32), attn_mask=contiguous)) == "Efficient"
+
+
+@pytest.mark.parametrize(("version", "kernel"), [("2.12", "Efficient"), ("2.13", "math")])
+def test_an_unaligned_offset_rules_out_the_efficient_kernel(
+    on: Any, version: str, kernel: str
+) -> None:
+    on("A100-40GB", version)
+    numbers = torch.randn(2 * 4 * 64 * 64 + 2, device="cuda")[2:].requires_grad_()
+    query = numbers.view(2, 4, 64, 64)
+    assert kernel_of(attend(query, query, query)) == kernel
+
+
+def test_determinism_that_only_warns_keeps_cudnn(on: Any) -> None:
+    on("H100", "2.11")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert kernel_of(attend(*inputs(torch.half))) == "Cudnn"
+        torch.use_deterministic_algorithms(True)
+        assert kernel_of(attend(*inputs(torch.half))) == "Flash"
+    finally:
+        torch.use_deterministic_algorithms(False)

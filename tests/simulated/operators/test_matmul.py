@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.nn import functional
 
@@ -81,3 +82,69 @@ def test_a_product_of_empty_vectors_takes_a_workspace(on: Any) -> None:
     gpu = on("A100-40GB", "2.13")
     nothing = torch.empty(0, device="cuda")
     assert gpu.of(lambda: torch.dot(nothing, nothing)) == [4, 8_519_680]
+
+
+LT, CUBLAS = 1 << 20, 32 << 20
+"""Workspaces of cuBLASLt and cuBLAS on an H100 up to 2.11."""
+
+
+def workspaces(gpu: Any, call: Any) -> list[int]:
+    return [size for size in gpu.of(call) if size >= LT]
+
+
+def test_a_linear_layer_of_one_row_takes_both_workspaces_but_in_2_10(on: Any) -> None:
+    # An H100 with 2.11: +33,554,432 +1,048,576 for 10-20-1 at batch 1; wheels on the dry device.
+    for version, taken in {"2.9": [CUBLAS, LT], "2.10": [CUBLAS], "2.11": [CUBLAS, LT]}.items():
+        gpu = on("H100", version)
+        x, weight, bias = (torch.ones(s, device="cuda") for s in ((1, 8), (8, 8), (8,)))
+        assert workspaces(gpu, lambda: functional.linear(x, weight, bias)) == taken  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    ("shape", "activates", "taken"),
+    [
+        ((8,), False, [CUBLAS, LT]),
+        ((1, 8), False, [CUBLAS, LT]),
+        ((4, 8), False, [CUBLAS]),
+        ((4, 8), True, [CUBLAS, LT]),
+        ((4, 1), True, [CUBLAS, LT]),
+        ((1,), True, [CUBLAS]),
+    ],
+)
+def test_biases_that_cublaslt_adds(
+    on: Any, shape: tuple[int, ...], activates: bool, taken: list[int]
+) -> None:
+    gpu = on("H100", "2.11")
+    x, weight = torch.ones(4, 8, device="cuda"), torch.ones(8, 8, device="cuda")
+    bias = torch.ones(shape, device="cuda")
+    product = torch._addmm_activation if activates else torch.addmm
+    assert workspaces(gpu, lambda: product(bias, x, weight)) == taken
+
+
+@pytest.mark.parametrize("rows", [(4, 1), (16, 1), (8, 2)])
+def test_cublaslt_writes_contiguous_results_alone(on: Any, rows: tuple[int, int]) -> None:
+    gpu = on("H100", "2.11")
+    x, weight = torch.ones(4, 4, device="cuda"), torch.ones(4, 4, device="cuda")
+    out = torch.empty(64, device="cuda").as_strided((4, 4), rows)
+    taken = [CUBLAS, LT] if out.is_contiguous() else [CUBLAS]
+    assert workspaces(gpu, lambda: torch.addmm(weight[0], x, weight, out=out)) == taken
+
+
+@pytest.mark.parametrize(
+    ("rows", "strides", "by_lt"),
+    [
+        *[(4, (8, 1), True), (4, (16, 1), True)],
+        *[(4, (0, 1), False), (4, (1, 4), False), (1, (8, 1), False)],
+    ],
+)
+def test_sums_of_halves_that_cublaslt_adds_since_2_14(
+    on: Any, monkeypatch: pytest.MonkeyPatch, rows: int, strides: tuple[int, int], by_lt: bool
+) -> None:
+    # Torch 2.15.0+cu132 on the dry device, where each operation has a workspace of its own.
+    monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE")
+    gpu = on("H100", "2.15")
+    added = torch.ones(64, device="cuda", dtype=torch.half).as_strided((rows, 8), strides)
+    x = torch.ones(rows, 8, device="cuda", dtype=torch.half)
+    weight = torch.ones(8, 8, device="cuda", dtype=torch.half)
+    taken = workspaces(gpu, lambda: torch.addmm(added, x, weight, beta=2))
+    assert taken == [LT if by_lt else CUBLAS]
