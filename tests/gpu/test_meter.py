@@ -56,9 +56,11 @@ def test_the_meter_reads_what_torch_reads(cuda: CudaProject) -> None:
     record, seen = measured(cuda)
 
     measurement = record["measurement"]
-    stray = measurement["stray"]
-    assert measurement["peak_allocated"] == seen["peak_allocated"] - stray
-    assert measurement["allocated_before"] == seen["before"] - stray == TABLE
+    # What other tests have left, and what fills the free space beside it.
+    others = seen["before"] - TABLE
+    assert 0 <= measurement["stray"] <= others
+    assert measurement["allocated_before"] == TABLE
+    assert measurement["peak_allocated"] == seen["peak_allocated"] - others
     assert measurement["phases"]["setup"]["peak_allocated"] == TABLE
     assert measurement["leaked"] == 0
     assert measurement["allocated_after"] == TABLE

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import META
+from pytest_gpumem.simulated.gpu.releases import cudnn_of
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.attention_choice import (
     EFFICIENT,
@@ -205,8 +206,11 @@ def _cudnn_backward(gpu: GPU, grad_out: Tensor, query: Tensor, out: Tensor) -> N
     (scaled_dot_product_flash_attention.h, dQ_accum and softmax_sum); seen on torch's own code.
     """
     sums = (query.numel() // query.shape[-1]) * (query.shape[-1] + 1) * _FLOAT_BYTES
-    copied_bytes = out.nbytes if grad_out.stride() != out.stride() else 0
-    borrow(gpu, copied_bytes, sums + ATTENTION_BYTES)
+    if cudnn_of(gpu.version) < 90501:
+        is_copied = grad_out.stride() != out.stride()
+    else:
+        is_copied = grad_out.stride(-1) != 1
+    borrow(gpu, out.nbytes if is_copied else 0, sums + ATTENTION_BYTES)
 
 
 def head_size_rounded(size: int) -> int:

@@ -51,3 +51,15 @@ def test_the_forward_takes_a_workspace_behind_its_outputs(on: Any) -> None:
     kept = [8, 8, HALVES, 2 * 8 * 1024 * 4]
     events = gpu.of(lambda: F.scaled_dot_product_attention(query, query, query))
     assert events == [*kept, WORKSPACE, -WORKSPACE]
+
+
+@pytest.mark.parametrize(("release", "copies"), [("2.6", [HALVES]), ("2.7", []), ("2.11", [])])
+def test_a_gradient_by_length_is_copied_before_cudnn_9_5(
+    on: Any, release: str, copies: list[int]
+) -> None:
+    # Whisper on an H100 with 2.11 copies no gradient; 2.6, 2.7, 2.11 and 2.15 on the dry device.
+    gpu = on("H100", release)
+    query, output = attended()
+    gradient = torch.ones(2, 1024, 8, 64, device="cuda", dtype=torch.half).transpose(1, 2)
+    events = gpu.of(lambda: torch.autograd.grad(output, query, gradient))
+    assert events[: events.index(SUMS) + 1] == [*[HALVES] * 3, *copies, SUMS]
