@@ -111,4 +111,23 @@ def test_small_states_of_float64_have_no_kernels_of_their_own() -> None:
     made = call("lstm", 4, (8, 64, 0, 1, 1, 4, 10, 40))
     assert made.is_small
     assert not replace(made, element_bytes=8).is_small
-    assert not replace(made, hidden=129).is_small
+    assert not replace(made, hidden=193).is_small
+
+
+@pytest.mark.parametrize(
+    ("element", "steps", "workspace"),
+    [
+        (4, 100, 15_753_504),
+        (4, 256, 25_977_120),
+        (4, 257, 26_042_656),
+        (4, 1000, 74_735_904),
+        ("bf16", 256, 10_894_624),
+        ("bf16", 257, 10_896_672),
+    ],
+)
+def test_lengths_of_states_that_are_small_in_float32(
+    element: int | str, steps: int, workspace: int
+) -> None:
+    """One layer of LSTM with 192 numbers; 256 steps are the most of one kind."""
+    sizes = (64, 192, 0, 1, 1, 4, steps, 4 * steps)
+    assert workspace_bytes(replace(call("lstm", element, sizes), is_training=True)) == workspace
