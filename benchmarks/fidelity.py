@@ -401,14 +401,15 @@ def unmatched() -> Iterator[str]:
 
 _UNMATCHED = (
     "Ties between free blocks of one size are broken by address, and the driver's addresses are a "
-    "model read from recordings of Linux (32 MiB ranges downwards). Reserved memory can be off by "
-    "a segment, allocated memory by the unsplit rest of a block.",
+    "model read from recordings of Linux (32 MiB ranges downwards). An H100 also gave freed ranges "
+    "out again, some allocations later; the model is of a new process, and never does. Reserved "
+    "memory can be off by a segment, allocated memory by the unsplit rest of a block.",
     "Composite operators run as the installed torch takes them apart: `einsum` of torch 2.6 and of "
     "2.13 order the operands of their product differently, which decides layouts and with them "
     "buffers of reductions.",
-    "cuDNN's workspaces are estimates, reported as such: image models trained in large batches are "
-    "off by what cuDNN chose. In half precision no bytes of a backward were found; its copies are "
-    "those that a profile counts.",
+    "cuDNN's workspaces of convolutions are estimates, reported as such: image models trained in "
+    "large batches are off by what cuDNN chose, on an H100 by 0.3 % on average in float32 and 0.6 % "
+    "under autocast (12 networks of torchvision), single convolutions by 20 %.",
     "The CUDA context, and what lies outside the allocator, is not simulated.",
 )
 

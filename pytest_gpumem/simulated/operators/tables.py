@@ -22,7 +22,7 @@ from pytest_gpumem.simulated.operators.rules import BoundRule, Composite, Rule, 
 _FAMILIES = [
     import_module(f"{__package__}.{family}")
     for family in """
-        activations attention batch_norm chunks comparisons convolution encoders engine
+        activations attention batch_norm chunks comparisons convolution embeddings encoders engine
         factorizations indexing libraries matmul matrix_functions moments normalization reductions
         rnn solvers sorting spatial below_autograd
     """.split()
