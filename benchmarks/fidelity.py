@@ -408,8 +408,8 @@ _UNMATCHED = (
     "2.13 order the operands of their product differently, which decides layouts and with them "
     "buffers of reductions.",
     "cuDNN's workspaces of convolutions are estimates, reported as such: image models trained in "
-    "large batches are off by what cuDNN chose, on an H100 by 0.3 % on average in float32 and 0.6 % "
-    "under autocast (12 networks of torchvision), single convolutions by 20 %.",
+    "large batches are off by what cuDNN chose, on an H100 by 0.3 % on average in float32 and "
+    "0.6 % under autocast (12 networks of torchvision), single convolutions by 20 %.",
     "The CUDA context, and what lies outside the allocator, is not simulated.",
 )
 
