@@ -34,7 +34,9 @@ class _Step:
     """An optimizer step that has begun; torch reports its end only if it succeeds."""
 
     phase: Phase | None
-    frame: FrameType
+    frame: FrameType | None
+    """The frame that runs the step; ``None`` once it has ended. A closure that interrupts it leads
+    here, and is an argument of that frame: the cycle would keep the frame, and the step's loss."""
     thread: int
 
     @property
@@ -153,7 +155,7 @@ class AutomaticPhases:
         step, self._step = self._step, None
         if step is None:
             return
-        self._busy = False
+        self._busy, step.frame = False, None
         if self._observer is not None:
             self._observer.end()
         if step.phase is not None:

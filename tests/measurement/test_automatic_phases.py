@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem import simulate
+from pytest_gpumem.garbage import paused
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.observer import MemoryObserver
 from pytest_gpumem.measurement.phases import PhaseTracker
@@ -122,6 +124,25 @@ def test_a_closure_is_no_part_of_its_step(
         "step": 30,
         "forward": 200,
     }
+
+
+@pytest.mark.usefixtures("watching")
+def test_a_step_with_a_closure_keeps_neither_its_loss_nor_its_optimizer() -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    losses = []
+
+    def closure() -> torch.Tensor:
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        losses.append(weakref.ref(loss))
+        return loss
+
+    with paused():
+        optimizer.step(closure)
+        kept = weakref.ref(optimizer)
+        del optimizer
+        assert [kept(), losses[0]()] == [None, None]
 
 
 @pytest.mark.usefixtures("watching")
