@@ -12,13 +12,10 @@ VALUES = "values decide what is taken"
 LIBRARY = "a library chooses its workspace"
 CLOCK = "a clock decides"
 
-_VALUES = """
-    argwhere bincount combinations masked_scatter masked_select nonzero to_sparse unique
-    unique_consecutive repeat_interleave sparse_sampled_addmm
-"""
-"""Of masks, counts, and of how many elements a sparse tensor has."""
+_VALUES = "combinations to_sparse unique unique_consecutive sparse_sampled_addmm"
+"""Of how many elements differ, and of how many a sparse tensor has."""
 
-_VALUES_OF_GRADIENTS = "index_fill masked_fill prod masked_prod"
+_VALUES_OF_GRADIENTS = "cumprod index_fill masked_fill prod masked_prod"
 """Their gradients ask which elements are zero, or equal."""
 
 _VALUES_OF_OPTIMIZERS = "LBFGS"
@@ -57,10 +54,8 @@ _REASONS = (
 """Patterns of passes, and why those cannot be compared."""
 
 
-_GIVEN_VALUES = re.compile(
-    r"op/(index_put|__getitem__)/.*bool\[|op/nn_functional_one_hot/.*num_classes: -1"
-)
-"""Indices that are flags, and as many classes as the largest number says."""
+_GIVEN_VALUES = re.compile(r"op/__getitem__/.*bool\[")
+"""Indices that are flags."""
 
 
 def exception_of(case: str, name: str, given: str) -> str | None:

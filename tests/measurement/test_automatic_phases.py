@@ -133,7 +133,7 @@ def test_a_step_with_a_closure_keeps_neither_its_loss_nor_its_optimizer() -> Non
     losses = []
 
     def closure() -> torch.Tensor:
-        loss = model(torch.ones(1, 2)).sum()
+        loss: torch.Tensor = model(torch.ones(1, 2)).sum()
         loss.backward()
         losses.append(weakref.ref(loss))
         return loss

@@ -132,6 +132,8 @@ _SHORT_INDEX_BYTES = 4
 BOTH_EXTREMES_SINCE = (2, 12)
 """``aminmax`` in histc, multinomial and index_put; before, ``min`` and ``max`` one after the other
 (tried on 2.11 and 2.13)."""
+_BINS_BY_BOTH_SINCE = (2, 13)
+"""``aminmax`` in bincount, whose result it outlives (2.12, 2.13 and 2.15 on the dry device)."""
 _STATIC_TILE = 512 * 16
 """Elements that a block of nonzero_static_cuda_out_impl (Nonzero.cu) counts at once."""
 
@@ -207,7 +209,10 @@ def _bins(gpu: GPU, self: Tensor, weights: Tensor | None) -> Scratch:
     scratch = Scratch(gpu)
     if weights is not None and weights.dtype not in (torch.float32, torch.float64):
         scratch.take(weights.numel() * torch.float64.itemsize)
-    if self.numel():
+    if self.numel() and gpu.version >= _BINS_BY_BOTH_SINCE:
+        scratch.take(self.element_size(), self.element_size())
+        reductions.reduce_tensor(gpu, self, None, reductions.TWO_VALUES)
+    elif self.numel():
         _extremes(gpu, self, 1 if self.dtype == torch.uint8 else 2)
     return scratch
 
@@ -230,9 +235,9 @@ def _range(gpu: GPU, self: Tensor, min: float, max: float) -> None:
         _extremes(gpu, self, 2)
 
 
-def _static(gpu: GPU, self: Tensor) -> None:
+def _static(gpu: GPU, self: Tensor, size: int) -> None:
     """Allocate the number of elements each block has found, and the start of its places."""
-    if not self.numel():
+    if not (self.dim() and self.numel() and size):
         return
     tiles = -(-self.numel() // _STATIC_TILE)
     in_turn = -(-tiles // gpu.model.sm_count)

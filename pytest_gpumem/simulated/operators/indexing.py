@@ -30,7 +30,7 @@ from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, bo
 _aten = torch.ops.aten
 _FLAGS = frozenset({torch.bool, torch.uint8})
 _Indices = Sequence[Tensor | None]
-_LEAST_REPEAT_SINCE = (2, 14)
+_LEAST_REPEAT_SINCE = (2, 15)
 """Until then the host asks whether all repeats are positive, since then for the least of them."""
 
 
