@@ -175,6 +175,9 @@ def test_decides_inside_an_operator():
     numbers = torch.randn(3, 4, 4)
     found = torch.linalg.matrix_exp(numbers.cuda())
     assert torch.allclose(found.cpu(), torch.linalg.matrix_exp(numbers))
+    # Of one matrix, a kernel that is no operator adds up.
+    found = torch.linalg.matrix_exp(torch.eye(3).cuda())
+    assert torch.allclose(found.cpu(), torch.linalg.matrix_exp(torch.eye(3)))
     places = torch.tensor([[0, 0, 1], [1, 1, 0]]).cuda()
     twice = torch.sparse_coo_tensor(places, torch.ones(3).cuda(), (2, 2))
     rows = torch.ones(2, 3, device="cuda", requires_grad=True)

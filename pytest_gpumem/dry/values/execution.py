@@ -158,6 +158,10 @@ class Execution:
             else:
                 with torch._C._DisableTorchDispatch():
                     follow = values.make if operator.makes else values.follow
+                    if operator.name in _DECIDING:
+                        # What others have written inside need not be all: some kernels are called
+                        # without an operator, such as the sums of matrix_exp.
+                        follow = values.replace
                     follow(operator, args, kwargs, result)
                     if operator.name not in _ONLY_COPIES:
                         values.forget_copied(result, args, kwargs)
