@@ -137,11 +137,15 @@ class CudaDevice(Device):
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
         """Note which threads still run, and fill the free space beside what earlier tests left.
 
-        The memory of a real device cannot be rearranged.
+        The memory of a real device cannot be rearranged. Does not initialise CUDA.
         """
+        self._note_threads()
+        if torch.cuda.is_initialized():
+            own = {block.address for one in fixtures for block in self._fixture_blocks.get(one, ())}
+            self._space.fill(own.__contains__, self.total_memory // FILLED_SHARE)
+
+    def _note_threads(self) -> None:
         self._notes = self._threads.notes
-        own = {block.address for one in fixtures for block in self._fixture_blocks.get(one, ())}
-        self._space.fill(own.__contains__, self.total_memory // FILLED_SHARE)
 
     @property
     def filled(self) -> Mapping[int, int]:
@@ -170,9 +174,13 @@ class CudaDevice(Device):
             yield
             return
         before = CudaStatistics().live_blocks()
-        with self._threads.started_by(None):
+        with self._counting_threads(fixture):
             yield
         self._fixture_blocks[fixture] = CudaStatistics().live_blocks() - before
+
+    def _counting_threads(self, fixture: object) -> AbstractContextManager[None]:
+        """Return a context whose threads count as those of ``fixture`` if tests share it."""
+        return self._threads.started_by(None) if is_shared(fixture) else nullcontext()
 
     def forget(self, fixture: object) -> None:
         self._fixture_blocks.pop(fixture, None)

@@ -120,7 +120,7 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
         """Place segments as in a new process, beside those left by earlier tests."""
-        self._notes = self._threads.notes
+        self._note_threads()
         self._follower.begin()
         workspaces.renew_dropout_states()
         restart_placing()
@@ -173,7 +173,7 @@ class DryDevice(CudaDevice, ComputingDevice):
     def setting_up(self, fixture: object) -> Iterator[None]:
         """Attribute the blocks that are allocated inside to ``fixture``."""
         with (
-            self._threads.started_by(None) if is_shared(fixture) else nullcontext(),
+            self._counting_threads(fixture),
             self._fixtures.setting_up(fixture),
             seeded_generators() if is_shared(fixture) else nullcontext(),
         ):

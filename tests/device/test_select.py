@@ -181,6 +181,16 @@ def test_a_device_without_a_number_leaves_the_current_one_alone(l4: CudaDevice) 
     assert isinstance(CudaDevice(1).active(), torch.cuda.device)
 
 
+def test_a_test_begins_without_initialising_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    def initialise(_: int) -> None:
+        raise AssertionError("CUDA is initialised")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", initialise)
+
+    CudaDevice(None).begin_test("test_it", (), lambda *_: None)
+
+
 def test_nvml_says_why_it_says_nothing(l4: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     not_loaded = pynvml.NVML_ERROR_DRIVER_NOT_LOADED
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(init_error=not_loaded))

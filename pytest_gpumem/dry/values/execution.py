@@ -42,10 +42,10 @@ _GROUPED = frozenset({"aten::_grouped_mm", "aten::_scaled_grouped_mm"})
 _WRITES_NOTHING = frozenset({"aten::record_stream"})
 """Operators whose schema declares a write to the tensor, though only its block is changed."""
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_sparse_addmm"})
-_DECIDING = _PRODUCTS | {
-    *("aten::linalg_matrix_exp", "aten::isin", "aten::segment_reduce"),
-    "aten::masked_scatter_backward",
-}
+_DECIDING = frozenset(
+    f"aten::{name}"
+    for name in ("linalg_matrix_exp", "isin", "segment_reduce", "masked_scatter_backward")
+)
 """Operators whose kernel decides by the results of others that it calls.
 
 By norms how often to square (mexp_impl of aten/src/ATen/native/LinearAlgebra.cpp); by a sparse
@@ -157,11 +157,12 @@ class Execution:
                 self._graphs.add(operator, args, kwargs, result)
             else:
                 with torch._C._DisableTorchDispatch():
-                    follow = values.make if operator.makes else values.follow
                     if operator.name in _DECIDING:
                         # What others have written inside need not be all: some kernels are called
                         # without an operator, such as the sums of matrix_exp.
                         follow = values.replace
+                    else:
+                        follow = values.make if operator.makes else values.follow
                     follow(operator, args, kwargs, result)
                     if operator.name not in _ONLY_COPIES:
                         values.forget_copied(result, args, kwargs)
@@ -369,10 +370,10 @@ def _run(operator: Operator, args: Args, kwargs: Kwargs) -> Any:
     """Run an operator; where it decides by what it calls, that is followed, too."""
     func = operator.func
     given = list(tensors_in((args, kwargs)))
-    if operator.name not in _DECIDING or not any(tensor.is_cuda for tensor in given):
+    if not any(tensor.is_cuda for tensor in given):
         return func(*args, **kwargs)
     is_sparse = any(tensor.layout is torch.sparse_coo for tensor in given)
-    if is_sparse != (operator.name in _PRODUCTS):
+    if operator.name not in (_PRODUCTS if is_sparse else _DECIDING):
         return func(*args, **kwargs)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     keys = _KEYS if is_sparse else _KEYS[1:]

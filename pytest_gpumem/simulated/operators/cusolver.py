@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pytest_gpumem.simulated.operators.layout import round_up
+
 Capability = tuple[int, int]
 
 _CAPABILITY = (9, 0)
+_TILE = 32
+"""Rows of a tile; elements to which sizes are rounded."""
 
 
 def workspace_bytes(
@@ -24,16 +28,12 @@ def workspace_bytes(
     return _SIZES[routine](rows, columns, size) if capability == _CAPABILITY else None
 
 
-def _up(number: int) -> int:
-    return -(-number // 32) * 32
-
-
 def _potrf(rows: int, columns: int, size: int) -> int | None:
-    return 128 + _up(4 * (_up(rows) // 32) ** 2) if rows <= 512 else None
+    return 128 + round_up(4 * (-(-rows // _TILE)) ** 2, _TILE) if rows <= 512 else None
 
 
 def _getrf(rows: int, columns: int, size: int) -> int | None:
-    return 256 + 16 * _up(rows) if rows == columns <= 512 else None
+    return 256 + 16 * round_up(rows, _TILE) if rows == columns <= 512 else None
 
 
 def _reflectors(columns: int) -> int:
@@ -46,7 +46,7 @@ def _geqrf(rows: int, columns: int, size: int) -> int | None:
 
 def _orgqr(rows: int, columns: int, size: int) -> int | None:
     if columns <= 64:
-        return (2 * 128 * 128 + 256 + _up(rows * columns)) * size
+        return (2 * 128 * 128 + 256 + round_up(rows * columns, _TILE)) * size
     if columns < 128 or rows > 1024:
         return None
     return (128 * (rows + 2 * columns + 128) + 256) * size
@@ -61,8 +61,8 @@ def _gesvdj(rows: int, columns: int, size: int) -> int | None:
     least = min(rows, columns)
     if rows == columns or max(rows, columns) > 512:
         return None
-    turned = _up(rows * columns) if rows < columns else 0
-    return (_reflectors(least) + 32 + _up(least) + turned) * size
+    turned = round_up(rows * columns, _TILE) if rows < columns else 0
+    return (_reflectors(least) + 32 + round_up(least, _TILE) + turned) * size
 
 
 def _gesvdj_batched(rows: int, columns: int, size: int) -> int | None:
