@@ -287,3 +287,31 @@ def test_a_script_runs_on_it(dry_run: Run, tmp_path: Path) -> None:
 
     assert "train.py on a dry T4" in done.stdout
     assert "4.0 MiB (4,194,304 B)" in done.stdout
+
+
+AFTER_DROPOUT = """
+import pytest, torch
+
+pytestmark = pytest.mark.gpumem
+
+def test_recurrent():
+    torch.nn.LSTM(8, 8, 2, dropout=0.5).cuda()(torch.ones(3, 2, 8, device="cuda"))
+
+@pytest.fixture
+def rows():
+    return torch.ones(1024, 512, device="cuda")
+
+def test_rows(rows):
+    assert rows.is_cuda
+"""
+
+
+def test_a_fixture_reserves_the_same_behind_the_dropout_of_layers(
+    dry_run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "test_it.py").write_text(AFTER_DROPOUT)
+    _, _, behind = reported(tmp_path, "-p", "no:randomly")
+    _, _, alone = reported(tmp_path, "-k", "rows")
+
+    reserved = [tests["test_rows"]["measurement"]["peak_reserved"] for tests in (behind, alone)]
+    assert reserved == [20 << 20, 20 << 20]
