@@ -29,6 +29,9 @@ found["peer"] = torch.cuda.can_device_access_peer(0, 1)
 found["driver"] = driver.cuDeviceGetCount(ctypes.byref(count)), count.value
 nvml = torch.cuda.clock_rate, torch.cuda.temperature, torch.cuda.power_draw, torch.cuda.utilization
 found["nvml"] = [ask() for ask in nvml]
+import os, pynvml
+first = pynvml.nvmlDeviceGetHandleByIndex(0)
+found["cpus"] = [list(pynvml.nvmlDeviceGetCpuAffinity(first, 16))[0], (1 << os.cpu_count()) - 1]
 
 try:
     torch.empty(60 * 2**30, dtype=torch.uint8, device="cuda")
@@ -137,6 +140,7 @@ def test_the_driver_begins_when_devices_are_asked_for(found: Any) -> None:
 def test_nvml_answers_as_of_a_gpu_without_work(found: Any) -> None:
     # MHz, degrees, milliwatts, percent.
     assert found["nvml"] == [1000, 30, 50_000, 0]
+    assert found["cpus"][0] == found["cpus"][1]
 
 
 def test_libraries_answer(found: Any) -> None:

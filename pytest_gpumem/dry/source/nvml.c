@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "abi.h"
 #include "dry.h"
@@ -290,6 +291,19 @@ API int nvmlDeviceGetClockInfo(void *handle, IGNORED int clock, unsigned *megahe
 API int nvmlDeviceGetMaxClockInfo(void *handle, int clock, unsigned *megahertz)
 {
     return nvmlDeviceGetClockInfo(handle, clock, megahertz);
+}
+
+/* Every CPU is near to the GPU: the machine has one node. */
+API int nvmlDeviceGetCpuAffinity(void *handle, unsigned words, unsigned long *cpus)
+{
+    const unsigned bits = 8 * sizeof *cpus;
+    if (device_of(handle) == NULL)
+        return NVML_INVALID_ARGUMENT;
+    memset(cpus, 0, words * sizeof *cpus);
+    for (long cpu = sysconf(_SC_NPROCESSORS_CONF) - 1; cpu >= 0; cpu--)
+        if (cpu / bits < words)
+            cpus[cpu / bits] |= 1ul << cpu % bits;
+    return NVML_SUCCESS;
 }
 
 API int nvmlDeviceGetProcessUtilization(IGNORED void *handle, IGNORED void *samples, unsigned *count,

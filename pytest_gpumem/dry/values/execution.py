@@ -305,13 +305,14 @@ class Execution:
 
     def _bring(self, operator: Operator, args: Args, kwargs: Kwargs, target: torch.Tensor) -> None:
         """Record a copy from the host to ``target``."""
-        values, source = self._values, args[1 if operator.written else 0]
+        values, made = self._values, not operator.written
+        source = args[0 if made else 1]
         if torch.cuda.is_current_stream_capturing():
             self._graphs.add(operator, args, kwargs, target)
         elif self._storages.is_unknown_on_cpu(source):
             values.mark_unknown(target)
-        elif not values.track_whole(target, finite.held(source)):
-            follow = values.follow if operator.written else values.make
+        elif not values.track_whole(target, finite.held(source), made=made):
+            follow = values.make if made else values.follow
             follow(operator, args, kwargs, target)
 
     def _is_lost(self, given: Any) -> bool:

@@ -36,8 +36,11 @@ class DryValues(Values):
         """Places of values known to the runtime, by key."""
         self._watched: dict[int, tuple[int, int]] = {}
         """Key of a block's storage and the block's number, by address."""
-        self._passing: list[int] = []
-        """Keys of storages without a block, whose death is not reported."""
+        self._passing: dict[int, int] = {}
+        """Addresses of storages whose death may not be reported, by key; for one operator.
+
+        Those that no followed operator has made: their memory may belong to another storage, as
+        that of ``from_blob`` and DLPack does."""
         self.random = RandomNumbers()
         """The numbers that operators draw."""
 
@@ -50,12 +53,13 @@ class DryValues(Values):
             if key in self._bases or key in self._uninitialized:
                 continue
             start, size = self._memory.range_of(tensor)
+            if self._watched.get(start, (None, 0))[0] != key:
+                self._passing[key] = start
             if not size:
                 # No block, but numbers: it was made of the address of memory in a graph's pool.
                 size = layout_of(tensor).end if tensor.numel() else 0
                 if not size or self._memory.knows((start, size)):
                     self._bases[key] = seen_by_cpu((start, size), tensor.dtype)
-                    self._passing.append(key)
                 continue
             # The end of a block belongs to no tensor: no copy writes it.
             end = layout_of(tensor).end
@@ -72,7 +76,14 @@ class DryValues(Values):
         """Forget dead storages, and those whose death is not reported."""
         self.forget_dead()
         while self._passing:
-            self._bases.pop(self._passing.pop(), None)
+            key, start = self._passing.popitem()
+            owner, _ = self._watched.get(start, (0, 0))
+            if key in self._bases:
+                self._uninitialized.discard(owner)
+            elif owner in self._bases:
+                self.forget(owner)
+            self._places.pop(key, None)  # its memory keeps the values
+            super().forget(key)
 
     def forget_dead(self) -> None:
         """Forget storages that have died since."""
@@ -111,8 +122,14 @@ class DryValues(Values):
 
         return moved
 
-    def track_whole(self, tensor: torch.Tensor, infinite: Infinity) -> bool:
-        """Record the values of ``tensor``, a copy's target; return whether all are known."""
+    def track_whole(self, tensor: torch.Tensor, infinite: Infinity, *, made: bool) -> bool:
+        """Record the values of ``tensor``, a copy's target; return whether all are known.
+
+        ``made``: by the copy, with a storage of its own.
+        """
+        if made:
+            self.forget_dead()
+            self._watch(tensor)
         key = storage_key(tensor)
         if key in self._bases:
             return False
@@ -216,7 +233,7 @@ class DryValues(Values):
 
     def _watch_at(self, place: MemoryRange, key: int) -> None:
         start, size = place
-        if size and start not in self._watched:
+        if size and start not in self._watched and key not in self._passing:
             self._watched[start] = key, self._memory.watch(start)
 
 

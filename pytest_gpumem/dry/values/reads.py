@@ -114,9 +114,8 @@ class Reads:
             "__array__": self._unless_lost(_array),
             "__repr__": lambda tensor, **kwargs: self._printed(tensor, **kwargs),
             **{name: self._number(name) for name in _NUMBERS},
+            **{name: self._to_host(base(name), f"{name}()") for name in ("cpu", "to")},
         }
-        if not followed:
-            replaced |= {name: self._to_host(base(name), f"{name}()") for name in ("cpu", "to")}
         for name, function in replaced.items():
             # Dynamo traces torch's own method where the name is one (is_bound_tensor_method of
             # torch/_dynamo/utils.py, 2.6 to 2.15), and else this function.
