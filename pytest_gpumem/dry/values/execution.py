@@ -354,11 +354,26 @@ class _Parts:
         else:  # a kernel in Python, which torch calls by a set of keys only
             keys = torch._C.DispatchKeySet(_key_of(args, kwargs))
             result = func.redispatch(keys, *args, **kwargs)
-        if self._graphs is not None:
+        if self._graphs is not None and not _is_brought_by_host(func, args, kwargs):
             for tensor in tensors_in((result, self._operator.targets(args, kwargs))):
                 if tensor.is_cuda:
                     self._graphs.mark_unknown(tensor)
         return result
+
+
+def _is_brought_by_host(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Return whether a collective's results are copied from the host, by gloo's own threads.
+
+    Later than ``func`` returns, and as any copy: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp,
+    torch 2.6 to 2.15.
+    """
+    if func.namespace != "c10d":
+        return False
+    group = named(func, args, kwargs).get("process_group")
+    if group is None:
+        return False
+    known: Any = torch._C._distributed_c10d.ProcessGroup.unbox(group)
+    return str(known._get_backend(torch.device("cuda")).name()) == "gloo"
 
 
 def _is_composite(func: Any) -> bool:

@@ -16,6 +16,7 @@ from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values.facts import Fact
 from pytest_gpumem.simulated.machine.values.finite import Infinity
 from pytest_gpumem.simulated.machine.values.known import Values
+from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.views import layout_of, on_device
 from pytest_gpumem.sizes import MIB
 
@@ -50,7 +51,7 @@ class DryValues(Values):
             if tensor.layout is not torch.strided:
                 continue
             key = storage_key(tensor)
-            if key in self._bases or key in self._uninitialized:
+            if key in self._bases:
                 continue
             start, size = self._memory.range_of(tensor)
             if self._watched.get(start, (None, 0))[0] != key:
@@ -194,6 +195,12 @@ class DryValues(Values):
     def source_of(self, generator: torch.Generator) -> torch.Generator:
         """Return the CPU's generator that draws the numbers of ``generator``, one of a GPU."""
         return self.random.source_of(generator)
+
+    def _make(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
+        super()._make(operator, args, kwargs, result)
+        if storage_key(result) in self._uninitialized:
+            # Other threads' copies, such as those of gloo, may write it.
+            self._memory.forget(self._memory.range_of(result))
 
     def _put(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
         place = self._memory.range_of(tensor)
