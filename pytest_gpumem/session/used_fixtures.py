@@ -135,7 +135,7 @@ class _Origin:
     device: Device | None
     """The device of the set-up; ``None`` for the machine as it is."""
     asked: bool = False
-    """Whether the set-up called torch's functions on CUDA devices."""
+    """Whether the set-up called torch's functions on CUDA devices, or made process groups."""
 
 
 class FixtureDevices:
@@ -160,7 +160,11 @@ class FixtureDevices:
         with pytest.MonkeyPatch.context() as patches:
             for name in _QUESTIONS if cuda else ():
                 patches.setattr(cuda, name, partial(noticed, getattr(cuda, name)))
-            yield
+            groups = _process_groups()
+            try:
+                yield
+            finally:
+                origin.asked |= _process_groups() != groups
 
     def forget(self, fixture: FixtureDef[Any]) -> None:
         """Drop a fixture that has been torn down."""
@@ -178,6 +182,12 @@ class FixtureDevices:
             if failed or origin.asked or _depends_on_device(fixture.cached_result[0]):
                 with origin.device.active() if origin.device else nullcontext():
                     fixture.finish(item._request)  # type: ignore[attr-defined]  # as pytest itself
+
+
+def _process_groups() -> int:
+    """Return the number of process groups, which a simulated machine has for itself."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    return len(c10d._world.pg_map) if c10d else 0
 
 
 def _depends_on_device(value: Any) -> bool:

@@ -207,6 +207,28 @@ def test_a_shared_fixture_that_cannot_be_simulated_spoils_no_other_test(project:
     project.run().assert_outcomes(passed=2)
 
 
+def test_a_shared_process_group_is_there_in_the_second_run(project: Project) -> None:
+    body = """
+        from torch import distributed
+
+        @pytest.fixture(scope="module")
+        def group():
+            store = distributed.HashStore()
+            distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+            yield
+            distributed.destroy_process_group()
+
+        @pytest.mark.gpumem
+        @pytest.mark.parametrize("_", range(2))
+        def test_decides(group, _):
+            assert distributed.is_initialized()
+            assert torch.rand(4, device="cuda").sum() < 5
+    """
+    project.write(test_group=body)
+
+    project.run().assert_outcomes(passed=2)
+
+
 def test_a_neutral_number_may_be_recorded(project: Project) -> None:
     body = """
         @pytest.mark.gpumem
