@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import META
+from pytest_gpumem.simulated.gpu.catalogue import limits_of
 from pytest_gpumem.simulated.gpu.releases import cudnn_of
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.attention_choice import (
@@ -30,6 +31,7 @@ from pytest_gpumem.simulated.operators.attention_choice import (
 from pytest_gpumem.simulated.operators.cudnn import ATTENTION_BYTES
 from pytest_gpumem.simulated.operators.layout import HALF_DTYPES, copied, round_up
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow, first_of
+from pytest_gpumem.sizes import KIB
 
 _FLOAT_BYTES = 4
 
@@ -334,8 +336,7 @@ def _backward_blocks(gpu: GPU, half: bool, size: int) -> tuple[int, int]:
     """kBlockSizeI, kBlockSizeJ of the first kernel of cutlassB.h that fits the head and the GPU."""
     if size <= 64:
         return 64, 64
-    large_shared_memory = gpu.model.compute_capability in {(8, 0), (9, 0), (10, 0)}
-    if not large_shared_memory:
+    if limits_of(gpu.model.compute_capability).shared_memory_per_block < 163 * KIB:
         fits_128x64 = half and gpu.model.compute_capability in {(8, 6), (8, 9)} and size <= 96
         return (128, 64) if fits_128x64 else (64, 64)
     return (128, 128) if half and size <= 128 else (128, 64)
