@@ -19,7 +19,6 @@ from pytest_gpumem.simulated.gpu.catalogue import (
     find_machine,
 )
 
-
 CAPACITIES = {
     "T4": "14.75",
     "V100": "15.77",
@@ -100,8 +99,7 @@ def test_an_unknown_name_gets_the_closest_ones_and_the_list(name: str, suggestio
     with pytest.raises(GpuError) as error:
         find_gpu(name)
     assert str(error.value) == (
-        f"{name!r} is not a simulated GPU; did you mean {suggestion}? "
-        f"known: {', '.join(GPUS)}"
+        f"{name!r} is not a simulated GPU; did you mean {suggestion}? known: {', '.join(GPUS)}"
     )
 
 
