@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attend
+
+from pytest_gpumem import simulate
+from pytest_gpumem.simulated.gpu.catalogue import find_gpu
 
 BATCH, LENGTH, HEADS, SIZE = 2, 100, 4, 64
 
@@ -137,6 +141,16 @@ def test_efficient_backward_as_recorded(on: Any) -> None:
         matrix, 128_000, 128_000, -128_000, -matrix,
         8_396_800, -128_000,
     ]  # fmt: skip
+
+
+def test_efficient_backward_takes_the_blocks_that_fit_shared_memory() -> None:
+    # Peaks of torch 2.15.0+cu132 on the dry device: 227 KiB, as on 9.0 and 10.0, and 99 KiB.
+    for capability, peak in (((10, 3), 10_324_480), ((12, 0), 14_520_320)):
+        model = replace(find_gpu("B200"), compute_capability=capability)
+        with simulate(model, torch_version="2.15") as gpu:
+            with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+                attend(*inputs(torch.float16, size=128, length=500)).sum().backward()
+            assert gpu.peak_allocated == peak
 
 
 def test_math_road_materialises_the_scores(on: Any) -> None:
