@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pytest_gpumem.measurement.contents import attributes_of, is_a, items_of
+from pytest_gpumem.measurement.contents import CONTAINERS, attributes_of, is_a, items_of
 from pytest_gpumem.measurement.statistics import Block
+from pytest_gpumem.quoting import quoted
 from pytest_gpumem.values.errors import UnknownValueError
 
 MOST_OBJECTS = 1_000_000
@@ -115,6 +116,14 @@ def graph_of(tensor: torch.Tensor) -> Any:
         return None
 
 
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return ``tensor.grad`` of a leaf; ``None`` as :func:`graph_of` does."""
+    try:
+        return tensor.grad if tensor.is_leaf else None
+    except RuntimeError:
+        return None
+
+
 def _referents(value: Any) -> Iterable[Any]:
     if is_a(value, torch.Tensor):
         return [*gc.get_referents(value), *_tensor_parts(value)]
@@ -165,6 +174,7 @@ class Referrers:
         self.found: dict[int, list[Any]] = {}
         """The objects that refer to each that :meth:`find` was given, by its id."""
         self._keys: dict[int, dict[int, Any]] = {}
+        self._opened: list[Any] = []
 
     @classmethod
     def now(cls) -> Referrers:
@@ -187,13 +197,24 @@ class Referrers:
                 for referrer in chunk:
                     for key in wanted.intersection(map(id, gc.get_referents(referrer))):
                         self.found[key].append(referrer)
+        for owner in self._opened:
+            for key in wanted & self._keys[id(owner)].keys():
+                self.found[key].append(owner)
 
-    def key(self, container: Any, value: Any) -> Any:
-        """Return the first key or index under which ``container`` has ``value``, or ``None``."""
-        keys = self._keys.get(id(container))
+    def key(self, owner: Any, value: Any) -> Any:
+        """Return the first key, index or attribute that ``owner`` has ``value`` under, or ``None``.
+
+        Python makes the dictionary of an object's attributes when it is asked for, and the object
+        then refers to that alone.
+        """
+        keys = self._keys.get(id(owner))
         if keys is None:
-            keys = self._keys[id(container)] = {}
-            for key, held in items_of(container):
+            keys = self._keys[id(owner)] = {}
+            items: Iterable[tuple[Any, Any]] = items_of(owner)
+            if not is_a(owner, *CONTAINERS):
+                items = attributes_of(owner).items()
+                self._opened.append(owner)
+            for key, held in items:
                 keys.setdefault(id(held), key)
         return keys.get(id(value))
 
@@ -206,7 +227,7 @@ def holds_memory(value: Any) -> bool:
 
 LONGEST_CHAIN = 8
 """The most references between a tensor and the variable that is named."""
-MOST_SEARCHES = 60
+MOST_SEARCHES = 200
 """The most objects whose referrers are followed, from one tensor."""
 MOST_GRAPHS = 200
 """The most tensors whose graphs are searched for saved tensors."""
@@ -215,17 +236,23 @@ MOST_GRAPHS = 200
 def holder_names(blocks: frozenset[Block]) -> dict[int, str]:
     """Return the expressions that refer to ``blocks``, by address, as far as they can be found.
 
-    ``cache.KEPT[2]`` for a tensor that a global keeps, ``the graph of train.losses[0]`` for one
-    that autograd saved.
+    ``cache.KEPT[2]`` for a tensor that a global keeps, ``cache.WEIGHT.grad`` for a gradient, and
+    ``the graph of train.losses[0]`` for one that autograd saved.
     """
     heap = Referrers.now()
     tensors = heap.tensors()
     blocks_of = BlockLookup(blocks)
     at: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+    of_gradient: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         if block := blocks_of.block_of(tensor):
             at[block.address].append(tensor)
-    found = _holder_names(heap, at)
+        gradient = gradient_of(tensor)  # Python sees no reference to it
+        if gradient is not None and (block := blocks_of.block_of(gradient)):
+            of_gradient[block.address].append(tensor)
+    leaves = _holder_names(heap, of_gradient)
+    gradients = {address: f"{name}.grad" for address, name in leaves.items()}
+    found = gradients | _holder_names(heap, at)
     missing = frozenset(block for block in blocks if block.address not in found)
     graphs = [tensor for tensor in tensors if graph_of(tensor)] if missing else []
     in_graphs: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
@@ -295,23 +322,22 @@ class _Search:
 
 
 def _followed(heap: Referrers, referrer: Any, link: _Link) -> _Link | None:
-    """Return the link of ``referrer``, ``None`` where its path cannot be named."""
+    """Return the link of ``referrer``, ``None`` where it leads to everything or has only a key.
+
+    What gives its parts no name that a program could write, as a set, a closure, a partial, a
+    generator and a cache of results, is named as a whole.
+    """
     value, path, _ = link
-    if is_a(referrer, dict):
-        key = heap.key(referrer, value)
-        return None if key is None else _Link(referrer, (f"[{key!r}]", *path), key)
-    if is_a(referrer, list, tuple):
-        index = heap.key(referrer, value)
-        return None if index is None else _Link(referrer, (f"[{index}]", *path))
-    if is_a(referrer, types.CellType):
-        return _Link(referrer, path)
-    if attributes := attributes_of(referrer):
-        if attributes is value:
-            return _Link(referrer, (link.as_attribute,))
-        name = next((name for name, held in attributes.items() if held is value), None)
-        return None if name is None else _Link(referrer, (f".{name}", *path))
-    followed = is_a(referrer, types.FrameType, set, frozenset, deque)
-    return _Link(referrer, path) if followed else None
+    if is_a(referrer, type, types.ModuleType):
+        return None
+    key = heap.key(referrer, value)
+    if is_a(referrer, dict, list, tuple, deque):
+        # The text of a tensor would read the device.
+        text = "..." if holds_memory(key) else quoted(key)
+        return None if key is None else _Link(referrer, (f"[{text}]", *path), key)
+    if attributes_of(referrer) is value:
+        return _Link(referrer, (link.as_attribute,))
+    return _Link(referrer, (f".{key}", *path)) if isinstance(key, str) else _Link(referrer)
 
 
 def _holder_expression(heap: Referrers, referrer: Any, link: _Link) -> str | None:
