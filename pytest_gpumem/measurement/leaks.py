@@ -104,22 +104,15 @@ def values_given(fixtures: Iterable[Any], item: Any) -> list[Any]:
     return values if instance is None else [*values, instance, *holders_of_class(type(instance))]
 
 
-def graph_of(tensor: torch.Tensor) -> Any:
-    """Return ``tensor.grad_fn``; ``None``, too, for a view whose graph was lost.
+def part_of(value: Any, name: str) -> Any:
+    """Return an attribute of a tensor or node; ``None``, too, where torch raises an error.
 
-    torch raises an error there: one of several outputs of a function, whose base was overwritten
+    It does for a kind that has no such part, for what backward has freed, and for the graph of a
+    view that was lost: one of several outputs of a function, whose base was overwritten
     (``handle_view_on_rebase`` in torch/csrc/autograd/variable.cpp).
     """
     try:
-        return tensor.grad_fn
-    except RuntimeError:
-        return None
-
-
-def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return ``tensor.grad`` of a leaf; ``None`` as :func:`graph_of` does."""
-    try:
-        return tensor.grad if tensor.is_leaf else None
+        return getattr(value, name, None)
     except RuntimeError:
         return None
 
@@ -139,24 +132,15 @@ def _tensor_parts(tensor: torch.Tensor) -> Iterator[Any]:
     """Yield a tensor's references in C++, which the garbage collector does not see."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # .grad of a tensor that is no leaf
-        for name in ("grad", "_base", "grad_fn"):
-            try:
-                yield getattr(tensor, name)
-            except RuntimeError:  # a tensor of a kind that has no such part
-                continue
+        yield from [part_of(tensor, name) for name in ("grad", "_base", "grad_fn")]
     if tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
 
 
 def _node_parts(node: Any) -> Iterator[Any]:
     yield from (function for function, _ in node.next_functions)
-    yield getattr(node, "variable", None)
-    for name in dir(node):
-        if name.startswith("_saved_"):
-            try:
-                yield getattr(node, name)
-            except RuntimeError:  # freed: the graph has been run backward
-                continue
+    saved = (name for name in dir(node) if name.startswith("_saved_"))
+    yield from (part_of(node, name) for name in ("variable", *saved))
 
 
 CHUNK = 128
@@ -247,14 +231,14 @@ def holder_names(blocks: frozenset[Block]) -> dict[int, str]:
     for tensor in tensors:
         if block := blocks_of.block_of(tensor):
             at[block.address].append(tensor)
-        gradient = gradient_of(tensor)  # Python sees no reference to it
+        gradient = part_of(tensor, "grad") if part_of(tensor, "is_leaf") else None
         if gradient is not None and (block := blocks_of.block_of(gradient)):
             of_gradient[block.address].append(tensor)
     leaves = _holder_names(heap, of_gradient)
     gradients = {address: f"{name}.grad" for address, name in leaves.items()}
     found = gradients | _holder_names(heap, at)
     missing = frozenset(block for block in blocks if block.address not in found)
-    graphs = [tensor for tensor in tensors if graph_of(tensor)] if missing else []
+    graphs = [tensor for tensor in tensors if part_of(tensor, "grad_fn")] if missing else []
     in_graphs: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
     for tensor in graphs[:MOST_GRAPHS]:
         for block in blocks_reachable([tensor], missing):
