@@ -208,11 +208,17 @@ def _values(layer: Layer) -> tuple[str | int, ...]:
     )
 
 
-def _shape(text: str) -> tuple[int, ...]:
-    parts = text.lower().split("x")
+_DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool")
+
+
+def _input(text: str) -> tuple[tuple[int, ...], str]:
+    shape, _, dtype = text.lower().partition(":")
+    parts = shape.split("x")
     if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{quoted(text)} is not a shape; write 1x3x224x224")
-    return tuple(map(int, parts))
+    if dtype and dtype not in _DTYPES:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is of none of {', '.join(_DTYPES)}")
+    return tuple(map(int, parts)), dtype or _DTYPES[0]
 
 
 def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
@@ -232,10 +238,10 @@ def _count(flops: int) -> str:
 LAYER_ARGUMENTS = (
     argument("--depth N", "modules within modules to show (default: all)", type=int),
     argument(
-        "--input SHAPE...",
-        "shape of an input, like 1x3x224x224, where TARGET returns a model alone; once for "
-        "each input, of float32",
-        type=_shape,
+        "--input SHAPE[:DTYPE]...",
+        "shape of an input, like 1x3x224x224 or 8x256:int64, where TARGET returns a model alone; "
+        "once for each input (default: of float32)",
+        type=_input,
     ),
     argument("--csv", "print comma-separated values, in bytes"),
 )

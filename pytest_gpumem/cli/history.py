@@ -93,9 +93,9 @@ def _lines(
             f"{len(trend.creeping)} small steps, more than {most}: {named}"
         )
     yield (
-        f"{counted(len(trends), 'test')} at {moments} moments: {len(trends) - len(changed)} never "
-        f"changed, {sum(bool(trend.steps) for trend in trends)} with steps, "
-        f"{len(creeping)} creeping"
+        f"{counted(len(trends), 'test')} at {counted(moments, 'moment')}: "
+        f"{len(trends) - len(changed)} never changed, "
+        f"{sum(bool(trend.steps) for trend in trends)} with steps, {len(creeping)} creeping"
     )
 
 

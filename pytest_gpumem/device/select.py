@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -113,12 +114,20 @@ class DeviceSelector:
         return device
 
     def check_torch(self) -> None:
-        """Raise ``DeviceError`` where torch is not installed."""
+        """Raise ``DeviceError`` where torch is not installed, or older than 2.6."""
+        from pytest_gpumem.report.header import installed_release
+
+        release = installed_release("torch")
         if importlib.util.find_spec("torch") is None:
-            raise DeviceError(
-                "the test's GPU memory cannot be measured because torch is not installed: install "
-                "torch, or run with --gpumem-device=off"
-            )
+            problem = "torch is not installed: install torch"
+        elif re.match(r"1\.|2\.[0-5](\D|$)", release or ""):
+            problem = f"torch {release} is installed: install 2.6 or later"
+        else:
+            return
+        raise DeviceError(
+            f"the test's GPU memory cannot be measured because {problem}, or run with "
+            "--gpumem-device=off"
+        )
 
     def measured_device(
         self, computed: ValueLevel = ValueLevel.AT_FIRST, requested: RequestedRank | None = None

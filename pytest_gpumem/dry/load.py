@@ -19,7 +19,6 @@ from pathlib import Path
 from pytest_gpumem.dry.build import RUNTIME, built_for_installed
 from pytest_gpumem.dry.torch_build import DryError
 from pytest_gpumem.simulated.gpu.catalogue import (
-    BUS_WIDTHS,
     COMPUTE_SLICES,
     GPUS,
     INSTANCES,
@@ -224,7 +223,7 @@ def _one(model: GpuModel, index: int) -> str:
         "shared": limits.shared_memory,
         "optin": limits.shared_memory_per_block,
         "blocks": limits.blocks,
-        "bus": BUS_WIDTHS[model.parent_name],
+        "bus": model.memory_bus_bits,
         "instances": COMPUTE_SLICES if model.name in INSTANCES else 0,
         "instance": int(bool(model.profile)),
     }

@@ -18,7 +18,7 @@ from pytest_gpumem.measurement.contents import (
     storage_address,
     tensors_in,
 )
-from pytest_gpumem.measurement.leaks import graph_of
+from pytest_gpumem.measurement.leaks import part_of
 from pytest_gpumem.measurement.phases import Positions
 from pytest_gpumem.simulated.common.callsite import is_internal
 
@@ -222,7 +222,7 @@ def saved_by_graphs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     compute a module again. Results of hooks are left out, and backward has removed the tensors that
     it freed. Releases that do not show packed tensors yield nothing: 2.6 does not, 2.11 does.
     """
-    queue = [node for tensor in tensors if (node := graph_of(tensor)) is not None]
+    queue = [node for tensor in tensors if (node := part_of(tensor, "grad_fn")) is not None]
     seen: set[Any] = set()
     names: dict[type, list[str]] = {}
     while queue and len(seen) < MOST_NODES:

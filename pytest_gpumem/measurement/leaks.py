@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pytest_gpumem.measurement.contents import attributes_of, is_a, items_of
+from pytest_gpumem.measurement.contents import CONTAINERS, attributes_of, is_a, items_of
 from pytest_gpumem.measurement.statistics import Block
+from pytest_gpumem.quoting import quoted
 from pytest_gpumem.values.errors import UnknownValueError
 
 MOST_OBJECTS = 1_000_000
@@ -103,14 +104,15 @@ def values_given(fixtures: Iterable[Any], item: Any) -> list[Any]:
     return values if instance is None else [*values, instance, *holders_of_class(type(instance))]
 
 
-def graph_of(tensor: torch.Tensor) -> Any:
-    """Return ``tensor.grad_fn``; ``None``, too, for a view whose graph was lost.
+def part_of(value: Any, name: str) -> Any:
+    """Return an attribute of a tensor or node; ``None``, too, where torch raises an error.
 
-    torch raises an error there: one of several outputs of a function, whose base was overwritten
+    It does for a kind that has no such part, for what backward has freed, and for the graph of a
+    view that was lost: one of several outputs of a function, whose base was overwritten
     (``handle_view_on_rebase`` in torch/csrc/autograd/variable.cpp).
     """
     try:
-        return tensor.grad_fn
+        return getattr(value, name, None)
     except RuntimeError:
         return None
 
@@ -130,24 +132,15 @@ def _tensor_parts(tensor: torch.Tensor) -> Iterator[Any]:
     """Yield a tensor's references in C++, which the garbage collector does not see."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # .grad of a tensor that is no leaf
-        for name in ("grad", "_base", "grad_fn"):
-            try:
-                yield getattr(tensor, name)
-            except RuntimeError:  # a tensor of a kind that has no such part
-                continue
+        yield from [part_of(tensor, name) for name in ("grad", "_base", "grad_fn")]
     if tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
 
 
 def _node_parts(node: Any) -> Iterator[Any]:
     yield from (function for function, _ in node.next_functions)
-    yield getattr(node, "variable", None)
-    for name in dir(node):
-        if name.startswith("_saved_"):
-            try:
-                yield getattr(node, name)
-            except RuntimeError:  # freed: the graph has been run backward
-                continue
+    saved = (name for name in dir(node) if name.startswith("_saved_"))
+    yield from (part_of(node, name) for name in ("variable", *saved))
 
 
 CHUNK = 128
@@ -165,6 +158,7 @@ class Referrers:
         self.found: dict[int, list[Any]] = {}
         """The objects that refer to each that :meth:`find` was given, by its id."""
         self._keys: dict[int, dict[int, Any]] = {}
+        self._opened: list[Any] = []
 
     @classmethod
     def now(cls) -> Referrers:
@@ -187,13 +181,24 @@ class Referrers:
                 for referrer in chunk:
                     for key in wanted.intersection(map(id, gc.get_referents(referrer))):
                         self.found[key].append(referrer)
+        for owner in self._opened:
+            for key in wanted & self._keys[id(owner)].keys():
+                self.found[key].append(owner)
 
-    def key(self, container: Any, value: Any) -> Any:
-        """Return the first key or index under which ``container`` has ``value``, or ``None``."""
-        keys = self._keys.get(id(container))
+    def key(self, owner: Any, value: Any) -> Any:
+        """Return the first key, index or attribute that ``owner`` has ``value`` under, or ``None``.
+
+        Python makes the dictionary of an object's attributes when it is asked for, and the object
+        then refers to that alone.
+        """
+        keys = self._keys.get(id(owner))
         if keys is None:
-            keys = self._keys[id(container)] = {}
-            for key, held in items_of(container):
+            keys = self._keys[id(owner)] = {}
+            items: Iterable[tuple[Any, Any]] = items_of(owner)
+            if not is_a(owner, *CONTAINERS):
+                items = attributes_of(owner).items()
+                self._opened.append(owner)
+            for key, held in items:
                 keys.setdefault(id(held), key)
         return keys.get(id(value))
 
@@ -206,7 +211,7 @@ def holds_memory(value: Any) -> bool:
 
 LONGEST_CHAIN = 8
 """The most references between a tensor and the variable that is named."""
-MOST_SEARCHES = 60
+MOST_SEARCHES = 200
 """The most objects whose referrers are followed, from one tensor."""
 MOST_GRAPHS = 200
 """The most tensors whose graphs are searched for saved tensors."""
@@ -215,19 +220,25 @@ MOST_GRAPHS = 200
 def holder_names(blocks: frozenset[Block]) -> dict[int, str]:
     """Return the expressions that refer to ``blocks``, by address, as far as they can be found.
 
-    ``cache.KEPT[2]`` for a tensor that a global keeps, ``the graph of train.losses[0]`` for one
-    that autograd saved.
+    ``cache.KEPT[2]`` for a tensor that a global keeps, ``cache.WEIGHT.grad`` for a gradient, and
+    ``the graph of train.losses[0]`` for one that autograd saved.
     """
     heap = Referrers.now()
     tensors = heap.tensors()
     blocks_of = BlockLookup(blocks)
     at: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+    of_gradient: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         if block := blocks_of.block_of(tensor):
             at[block.address].append(tensor)
-    found = _holder_names(heap, at)
+        gradient = part_of(tensor, "grad") if part_of(tensor, "is_leaf") else None
+        if gradient is not None and (block := blocks_of.block_of(gradient)):
+            of_gradient[block.address].append(tensor)
+    leaves = _holder_names(heap, of_gradient)
+    gradients = {address: f"{name}.grad" for address, name in leaves.items()}
+    found = gradients | _holder_names(heap, at)
     missing = frozenset(block for block in blocks if block.address not in found)
-    graphs = [tensor for tensor in tensors if graph_of(tensor)] if missing else []
+    graphs = [tensor for tensor in tensors if part_of(tensor, "grad_fn")] if missing else []
     in_graphs: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
     for tensor in graphs[:MOST_GRAPHS]:
         for block in blocks_reachable([tensor], missing):
@@ -295,23 +306,22 @@ class _Search:
 
 
 def _followed(heap: Referrers, referrer: Any, link: _Link) -> _Link | None:
-    """Return the link of ``referrer``, ``None`` where its path cannot be named."""
+    """Return the link of ``referrer``, ``None`` where it leads to everything or has only a key.
+
+    What gives its parts no name that a program could write, as a set, a closure, a partial, a
+    generator and a cache of results, is named as a whole.
+    """
     value, path, _ = link
-    if is_a(referrer, dict):
-        key = heap.key(referrer, value)
-        return None if key is None else _Link(referrer, (f"[{key!r}]", *path), key)
-    if is_a(referrer, list, tuple):
-        index = heap.key(referrer, value)
-        return None if index is None else _Link(referrer, (f"[{index}]", *path))
-    if is_a(referrer, types.CellType):
-        return _Link(referrer, path)
-    if attributes := attributes_of(referrer):
-        if attributes is value:
-            return _Link(referrer, (link.as_attribute,))
-        name = next((name for name, held in attributes.items() if held is value), None)
-        return None if name is None else _Link(referrer, (f".{name}", *path))
-    followed = is_a(referrer, types.FrameType, set, frozenset, deque)
-    return _Link(referrer, path) if followed else None
+    if is_a(referrer, type, types.ModuleType):
+        return None
+    key = heap.key(referrer, value)
+    if is_a(referrer, dict, list, tuple, deque):
+        # The text of a tensor would read the device.
+        text = "..." if holds_memory(key) else quoted(key)
+        return None if key is None else _Link(referrer, (f"[{text}]", *path), key)
+    if attributes_of(referrer) is value:
+        return _Link(referrer, (link.as_attribute,))
+    return _Link(referrer, (f".{key}", *path)) if isinstance(key, str) else _Link(referrer)
 
 
 def _holder_expression(heap: Referrers, referrer: Any, link: _Link) -> str | None:

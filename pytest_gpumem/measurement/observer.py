@@ -20,7 +20,7 @@ from pytest_gpumem.measurement.contents import (
     tensors_in,
 )
 from pytest_gpumem.measurement.facts import Facts
-from pytest_gpumem.measurement.leaks import graph_of
+from pytest_gpumem.measurement.leaks import part_of
 from pytest_gpumem.measurement.phases import Positions
 
 Function = Callable[..., Any]
@@ -264,7 +264,7 @@ class MemoryObserver:
             self._see_module(self._positions(), module)
         now = self._positions()
         for tensor in tensors_in(arguments, DEEPEST_INPUT):
-            if graph_of(tensor) is None:
+            if part_of(tensor, "grad_fn") is None:
                 self._see(now, tensor, INPUTS, "", "")
                 self.facts.given(tensor)
         return first

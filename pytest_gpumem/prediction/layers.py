@@ -68,20 +68,25 @@ class Layer(Plain):
     inference: CallMemory = field(default_factory=CallMemory)
 
 
+Input = tuple[tuple[int, ...], str]
+"""The shape of an input, and the name of its type in torch."""
+
+
 def layers_of(
-    target: Callable[[], Any], gpu: str = "A100-40GB", inputs: Sequence[tuple[int, ...]] = ()
+    target: Callable[[], Any], gpu: str = "A100-40GB", inputs: Sequence[Input] = ()
 ) -> list[Layer]:
     """Return the module calls of the first model that ``target`` calls, in order, outermost first.
 
     ``target`` may also return a model, or a model and its inputs, which is then called; ``inputs``
-    are the shapes of float32 inputs for a model without inputs. It runs on a simulated ``gpu``, or
-    on the CUDA device where that is ``"cuda"``. The model runs once without gradients and once with
-    them. Raises :class:`NoModelError` where no model is found, or its inputs are missing.
+    are shapes and types, ``((8, 256), "int64")``, for a model without inputs. It runs on a
+    simulated ``gpu``, or on the CUDA device where that is ``"cuda"``. The model runs once without
+    gradients and once with them. Raises :class:`NoModelError` where no model is found, or its
+    inputs are missing.
     """
     return on_device(gpu, "", lambda _: _analyzed(target, inputs))
 
 
-def _analyzed(target: Callable[[], Any], inputs: Sequence[tuple[int, ...]]) -> list[Layer]:
+def _analyzed(target: Callable[[], Any], inputs: Sequence[Input]) -> list[Layer]:
     analysis = _Analysis()
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(nn.Module, "__call__", analysis.calling(nn.Module.__call__))
@@ -102,17 +107,23 @@ class _DoneError(BaseException):
     """A signal that ends the target: everything is known."""
 
 
-def _call(returned: Any, shapes: Sequence[tuple[int, ...]]) -> None:
+def _call(returned: Any, given: Sequence[Input]) -> None:
     if isinstance(returned, nn.Module):
         try:
-            if not shapes:
+            if not given:
                 inspect.signature(returned.forward).bind()
         except TypeError as error:
             raise NoModelError(
                 f"the function returned a {type(returned).__name__} without its inputs ({error}); "
-                "give their shapes, like --input 1x3x224x224, or return them with it"
+                "give their shapes, like --input 1x3x224x224 or 8x256:int64, or return them "
+                "with it"
             ) from error
-        returned.cuda()(*(torch.randn(shape, device="cuda") for shape in shapes))
+        returned.cuda()(
+            *(
+                torch.zeros(shape, dtype=getattr(torch, name), device="cuda")
+                for shape, name in given
+            )
+        )
     elif isinstance(returned, tuple) and returned and isinstance(returned[0], nn.Module):
         model, *inputs = returned
         model(*inputs)

@@ -234,8 +234,8 @@ def past_of_git(revisions: str, baselines: Path, progress: Progress = NOTHING_SH
         progress.step()
     if not any(peaks for _, _, peaks in past.moments):
         raise ValueError(
-            f"no commit of {quoted(revisions)} has baselines in {baselines}; give --baselines the "
-            "folder that holds them"
+            f"no commit of {quoted(revisions)} stored baselines in {baselines}; give a longer "
+            "range, or --baselines the folder that holds them"
         )
     past.tolerances = reader.tolerances
     past.notes = list(dict.fromkeys(past.notes))

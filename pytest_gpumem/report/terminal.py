@@ -76,6 +76,7 @@ def section(
     if update is not None and (update.added or update.changed or update.unchanged):
         # The update's own messages report numbers that could not be recorded.
         records = [replace(record, missing_baseline=False) for record in records]
+    notes = [note for note in notes if update is None or note not in update.errors]
     most = len(records) + MOST_LISTED if verbosity > 0 else MOST_LISTED
     one = _Section(records, verbosity, width, most, command)
     quiet, verbose = verbosity < 0, verbosity > 0
@@ -200,7 +201,8 @@ class _Section:
         }
         listed = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
         files = f" ({counted(len(update.written), 'file')} written)" if update.written else ""
-        yield Line.of(f"baselines: {listed or 'nothing to record'}{files}")
+        otherwise = "nothing recorded" if update.errors else "nothing to record"
+        yield Line.of(f"baselines: {listed or otherwise}{files}")
         if self.verbosity >= 0:
             all_of_them = counts["added"] + counts["changed"] if self.verbosity else 0
             most = max(all_of_them, MOST_LISTED)
@@ -227,7 +229,9 @@ class _Section:
             yield from dict.fromkeys(note for one in record.measurements for note in one.notes)
 
     def devices(self) -> Iterator[Line]:
-        for found in _by_environment(self.records).values():
+        for environment, found in _by_environment(self.records).items():
+            if environment.dry and self.verbosity <= 0:
+                continue  # nobody else is there
             readings = [record.nvml for record in found if record.nvml is not None]
             read = [reading for reading in readings if "absent" not in reading]
             if read:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 from _pytest.tmpdir import tmppath_result_key
 
-from pytest_gpumem.device import ValueLevel
+from pytest_gpumem.device import DeviceError, ValueLevel
 from pytest_gpumem.garbage import importing
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, LOST, of_builtin_types
 from pytest_gpumem.session.restored import process_restored
@@ -94,6 +94,10 @@ class TestLifecycle:
         if expectations.is_measured(item):
             rank = self._worst.rank if self._worst else 0
             if self._preparation is None:
+                try:  # here, because what is imported now imports torch
+                    parts.selector.check_torch()
+                except DeviceError as error:
+                    raise pytest.fail.Exception(str(error), pytrace=False) from None
                 with importing():
                     from pytest_gpumem.session.prepare import Preparation
 

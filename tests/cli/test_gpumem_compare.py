@@ -132,14 +132,16 @@ def test_two_reports(gpumem: Gpumem, tmp_path: Path) -> None:
 def test_two_baselines_folders_and_one_against_a_report(gpumem: Gpumem, tmp_path: Path) -> None:
     folder(tmp_path / "old", test_x=1024)
     folder(tmp_path / "new", test_x=2048)
-    report(tmp_path / "run.json", record("test_x", 1024, phases={"forward": 512}))
+    report(tmp_path / "run.json", record("test_x", 1024, phases={"call": 1024, "forward": 512}))
     code, lines = gpumem("compare", "old", "new", "--all")
     assert code == 1
     assert lines[5:7] == [
         "test_a.py::test_x           1.0 KiB  2.0 KiB    +1.0 KiB  +100.0  regression",
         "test_a.py::test_x  forward    512 B    512 B         0 B    +0.0  same",
     ]
-    assert gpumem("compare", "old", "run.json")[0] == 0
+    code, lines = gpumem("compare", "old", "run.json")
+    assert code == 0
+    assert lines[-1].endswith("0 regression, 0 improvement, 2 same, 0 new, 0 gone, 0 failed")
     assert gpumem("compare", "old/sim-T4-torch2.13", "new")[0] == 1
     assert gpumem("compare", "new", "old")[0] == 0
 

@@ -263,7 +263,7 @@ def test_a_damaged_file_is_left_out_and_said(gpumem: Gpumem, commits: Commits) -
         ((), "give either reports or --git RANGE; see gpumem history --help"),
         (("--git", "v9..HEAD"), "git: bad revision 'v9..HEAD'"),
         (("--git=--output=x",), "git: "),
-        (("--git", "HEAD", "--baselines", "b"), "no commit of 'HEAD' has baselines in "),
+        (("--git", "HEAD", "--baselines", "b"), "no commit of 'HEAD' stored baselines in "),
         (("--git", "HEAD", "--max-creep", "much"), "--max-creep: 'much' is not a tolerance"),
         (("absent.json",), "report absent.json cannot be read"),
         (("empty",), "empty holds no reports"),

@@ -15,6 +15,9 @@ pytestmark = pytest.mark.usefixtures("plain_workspaces", "cnn")
 CNN = """
     from torch import nn
 
+    def tokens():
+        return nn.Embedding(100, 16)
+
     def vgg19():
         "The convolutions of VGG-19."
         layers, channels = [], 3
@@ -101,16 +104,27 @@ def test_norms_and_other_pooling(gpumem: Command) -> None:
     assert (view["written"], view["outputs_held"]) == (4 * 2 * 8, 0)
 
 
+def test_tokens(gpumem: Command) -> None:
+    (embedding,) = gpumem.json("cnn.py:tokens", "--input", "8x256:int64")
+    assert embedding["written"] == 8 * 256 * 16 * 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (
             [],
             "the function returned a Sequential without its inputs (missing a required argument: "
-            "'input'); give their shapes, like --input 1x3x224x224, or return them with it",
+            "'input'); give their shapes, like --input 1x3x224x224 or 8x256:int64, or return "
+            "them with it",
         ),
         (["--input", "3by4"], "argument --input: '3by4' is not a shape; write 1x3x224x224"),
         (["--input", "1x3x0"], "argument --input: '1x3x0' is not a shape; write 1x3x224x224"),
+        (
+            ["--input", "8x256:long"],
+            "argument --input: '8x256:long' is of none of float32, float16, bfloat16, float64, "
+            "int64, int32, uint8, bool",
+        ),
     ],
 )
 def test_a_model_alone_asks_for_its_inputs(

@@ -183,20 +183,31 @@ def test_a_fixture_that_failed_without_a_gpu_is_set_up_again_with_one(project: P
     project.run().assert_outcomes(passed=1, errors=1)
 
 
-def test_without_torch_one_sentence(project: Project) -> None:
-    project.write(test_it=ONE_TEST)
-    (project.path / "conftest.py").write_text(
-        "import importlib.util\n"
-        "find_spec = importlib.util.find_spec\n"
-        "def without_torch(name, *args):\n"
-        "    return None if name == 'torch' else find_spec(name, *args)\n"
-        "importlib.util.find_spec = without_torch\n"
+@pytest.mark.parametrize(
+    ("conftest", "problem"),
+    [
+        ("import sys; sys.modules['torch'] = None", "torch is not installed: install torch"),
+        (
+            "import importlib.metadata as m; m.version = lambda name: '2.5.1+cu124'",
+            "torch 2.5.1+cu124 is installed: install 2.6 or later",
+        ),
+    ],
+)
+def test_without_a_torch_that_is_known_one_sentence(
+    project: Project, conftest: str, problem: str
+) -> None:
+    (project.path / "conftest.py").write_text(conftest)
+    (project.path / "test_it.py").write_text(
+        "import pytest\n@pytest.mark.gpumem\ndef test_one():\n    import torch\n"
     )
 
     result = project.run_apart()
 
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines_random(["*torch is not installed: install torch, or run with*"])
+    result.stdout.no_fnmatch_line("*ModuleNotFoundError*")
+    said = [line for line in result.outlines if line.startswith("the test's GPU memory cannot be")]
+    (sentence,) = said
+    assert sentence.endswith(f"because {problem}, or run with --gpumem-device=off")
 
 
 def test_settings_that_no_allocator_takes_are_said_once(

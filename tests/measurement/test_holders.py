@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from textwrap import dedent
 from types import ModuleType
 
@@ -60,6 +62,80 @@ def test_an_attribute_of_an_object_in_a_list_of_a_class(places: ModuleType) -> N
     wanted = block(places.Registry.entries[0].value)
     found = holder_names(frozenset({wanted}))
     assert found == {wanted.address: "places.Registry.entries[0].value"}
+
+
+def generator(value: object) -> Iterator[object]:
+    yield 0
+    yield value
+
+
+def started(value: object) -> Iterator[object]:
+    found = generator(value)
+    next(found)
+    return found
+
+
+def remembering(value: object) -> object:
+    remember = lru_cache(lambda: value)
+    remember()
+    return remember
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def method(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("keep", "path"),
+    [
+        (lambda value: lambda: value, ""),
+        (lambda value: lambda found=value: found, ""),
+        (lambda value: partial(print, value), ""),
+        (started, ""),
+        (remembering, ""),
+        (Slots, ""),
+        (lambda value: Slots(value).method, ""),
+        (lambda value: {value}, ""),
+        (lambda value: [{value}], "[0]"),
+        (lambda value: deque([0, value]), "[1]"),
+        (lambda value: {torch.ones(2): [value]}, "[...][0]"),
+    ],
+    ids=lambda keep: None,
+)
+def test_what_has_no_name_for_its_parts_is_named_as_a_whole(
+    places: ModuleType, keep: Callable[[object], object], path: str
+) -> None:
+    value = torch.ones(128, device="cuda")
+    wanted = block(value)
+    places.KEPT["it"] = keep(value)
+    del value
+
+    assert holder_names(frozenset({wanted})) == {wanted.address: f"places.KEPT['it']{path}"}
+
+
+def test_an_object_whose_attributes_another_search_has_read(places: ModuleType) -> None:
+    node = places.Node({"near": torch.ones(128, device="cuda")})
+    node.far = [[torch.ones(128, device="cuda")]]
+    wanted = {block(node.value["near"]), block(node.far[0][0])}
+    places.KEPT["node"] = node
+    del node
+
+    assert set(holder_names(frozenset(wanted)).values()) == {
+        "places.KEPT['node'].value['near']",
+        "places.KEPT['node'].far[0][0]",
+    }
+
+
+def test_a_gradient_is_its_tensors(places: ModuleType) -> None:
+    places.KEPT["weight"] = torch.ones(128, device="cuda", requires_grad=True)
+    (places.KEPT["weight"] * 2).sum().backward()
+    wanted = block(places.KEPT["weight"].grad)
+    assert holder_names(frozenset({wanted})) == {wanted.address: "places.KEPT['weight'].grad"}
 
 
 def test_what_autograd_saved_is_held_by_the_graph(places: ModuleType) -> None:

@@ -178,6 +178,14 @@ def test_an_update_says_what_it_wrote() -> None:
     assert lines_of(update=UpdateReport()) == ["baselines: nothing to record"]
 
 
+def test_a_baseline_that_cannot_be_written_is_told_once() -> None:
+    error = "baseline b.json cannot be written: No space left on device; check b"
+    assert lines_of(update=UpdateReport(errors=(error,)), notes=(error,)) == [
+        "baselines: nothing recorded",
+        f"  {error}",
+    ]
+
+
 def test_only_where_baselines_were_recorded_is_no_test_called_without_one() -> None:
     pruned = UpdateReport(pruned=(Change("t.py::test_c", SIMULATED, ENTRY, None),))
     told = "no baseline in sim-A100-40GB-torch2.13 for 1 test:"
@@ -213,6 +221,13 @@ def test_the_whole_device_is_told_apart_from_the_allocators_numbers() -> None:
         "whole device (NVML): at most 3.00 GiB of 80.00 GiB used, "
         "by this process unattributed (its PID is not listed)"
     )
+
+
+def test_nobody_else_is_on_the_dry_device() -> None:
+    environment = Environment(False, "T4", "7.5", "2.13", dry=True)
+    dry = replace(passing(), environment=environment, nvml={**READING, "others": []})
+    assert not [line for line in lines_of(dry) if "NVML" in line]
+    assert [line for line in lines_of(dry, verbosity=1) if "NVML" in line]
 
 
 def test_an_unread_device_is_told_when_verbose() -> None:

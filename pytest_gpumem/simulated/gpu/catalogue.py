@@ -38,6 +38,8 @@ class GpuModel(Plain):
     """Streaming multiprocessors, ``multi_processor_count``."""
     max_threads_per_sm: int
     l2_cache_bytes: int
+    memory_bus_bits: int = 0
+    """The width of the memory bus, ``memory_bus_width``; 0 where it is not known."""
 
     @property
     def parent_name(self) -> str:
@@ -50,75 +52,60 @@ class GpuModel(Plain):
         return self.name.partition("/")[2]
 
 
+# One row is all that a model needs. Its values are those of a real card on Linux; above it stands
+# where they were read. The driver keeps a part of the memory to itself, which differs by release
+# (of one model by up to 1.5 %), so the source names the driver's CUDA version: deviceQuery 12.2.
+#
 # max_threads_per_sm: CUDA C++ Programming Guide, "Technical Specifications per Compute
 # Capability": 1024 for 7.5; 1536 for 8.6 and 8.9; 2048 for 7.0, 8.0, 9.0 and 10.0.
-#
-# total_memory, sm_count and l2_cache_bytes are as a Linux driver reported on a real card. The
-# driver keeps a part of the memory to itself, which differs by release (of one model by up to
-# 1.5 %), so the source names the CUDA version of the driver:
-#
-#   T4         deviceQuery, CUDA 12.2 driver (Google Colab)
-#   V100       deviceQuery, CUDA 12.4 driver
-#   V100-32GB  deviceQuery, CUDA 12.9 driver
-#   A10        deviceQuery, CUDA 12.8 driver
-#   A10G       torch 2.15 get_device_properties, CUDA 13 build: 22587 MB, exact to 1 MiB only
-#   A100-40GB  deviceQuery, CUDA 12.2 driver (github.com/bottlerocket-os/bottlerocket/pull/3873);
-#              torch's "total capacity of 39.39 GiB"
-#   A100-80GB  deviceQuery, CUDA 12.2 driver
-#   L4         deviceQuery, CUDA 12.0 driver
-#   L40S       cuda-device-query, CUDA 12.4 driver
-#   RTX-3060   deviceQuery, CUDA 12.2 driver (12 GB model); L2 from a CUDA 12.1 driver
-#   RTX-3090   deviceQuery, CUDA 11.8 driver
-#   RTX-4060   deviceQuery, CUDA 12.3 driver, of the laptop model, which has the same memory and
-#              SMs: none of the desktop card under Linux is public; L2 from NVIDIA's data sheet
-#   RTX-4090   deviceQuery, CUDA 12.4 driver
-#   H100       deviceQuery, CUDA 12.8 driver
-#   H200       torch total_memory and l2_bytes of a vLLM run; torch's "total capacity of 139.80 GiB"
-#   B200       torch total_memory, CUDA 12.8 and 13.0 builds; torch's "total capacity of
-#              178.35 GiB"; SMs and L2: github.com/pytorch/ao/pull/4002
+# memory_bus_bits: NVIDIA's data sheets.
 _CATALOGUE = (
-    GpuModel("T4", "Tesla T4", 15_835_660_288, (7, 5), 40, 1024, 4 * MIB),
-    GpuModel("V100", "Tesla V100-SXM2-16GB", 16_928_342_016, (7, 0), 80, 2048, 6 * MIB),
-    GpuModel("V100-32GB", "Tesla V100-SXM2-32GB", 34_072_559_616, (7, 0), 80, 2048, 6 * MIB),
-    GpuModel("A10", "NVIDIA A10", 23_696_375_808, (8, 6), 72, 1536, 6 * MIB),
-    GpuModel("A10G", "NVIDIA A10G", 22_587 * MIB, (8, 6), 80, 1536, 6 * MIB),
-    GpuModel("A100-40GB", "NVIDIA A100-SXM4-40GB", 42_298_834_944, (8, 0), 108, 2048, 40 * MIB),
-    GpuModel("A100-80GB", "NVIDIA A100-SXM4-80GB", 84_987_740_160, (8, 0), 108, 2048, 40 * MIB),
-    GpuModel("L4", "NVIDIA L4", 23_612_293_120, (8, 9), 58, 1536, 48 * MIB),
-    GpuModel("L40S", "NVIDIA L40S", 47_576_711_168, (8, 9), 142, 1536, 96 * MIB),
-    GpuModel("RTX-3060", "NVIDIA GeForce RTX 3060", 12_629_508_096, (8, 6), 28, 1536, 2304 * KIB),
-    GpuModel("RTX-3090", "NVIDIA GeForce RTX 3090", 25_447_170_048, (8, 6), 82, 1536, 6 * MIB),
-    GpuModel("RTX-4060", "NVIDIA GeForce RTX 4060", 8_325_824_512, (8, 9), 24, 1536, 24 * MIB),
-    GpuModel("RTX-4090", "NVIDIA GeForce RTX 4090", 25_386_352_640, (8, 9), 128, 1536, 72 * MIB),
-    GpuModel("H100", "NVIDIA H100 80GB HBM3", 85_028_896_768, (9, 0), 132, 2048, 50 * MIB),
-    GpuModel("H200", "NVIDIA H200", 150_109_880_320, (9, 0), 132, 2048, 60 * MIB),
-    GpuModel("B200", "NVIDIA B200", 191_503_007_744, (10, 0), 148, 2048, 129_536 * KIB),
+    # deviceQuery 12.2 (Google Colab)
+    GpuModel("T4", "Tesla T4", 15_835_660_288, (7, 5), 40, 1024, 4 * MIB, 256),
+    # deviceQuery 12.4
+    GpuModel("V100", "Tesla V100-SXM2-16GB", 16_928_342_016, (7, 0), 80, 2048, 6 * MIB, 4096),
+    # deviceQuery 12.9
+    GpuModel("V100-32GB", "Tesla V100-SXM2-32GB", 34_072_559_616, (7, 0), 80, 2048, 6 * MIB, 4096),
+    # deviceQuery 12.8
+    GpuModel("A10", "NVIDIA A10", 23_696_375_808, (8, 6), 72, 1536, 6 * MIB, 384),
+    # torch 2.15 get_device_properties, CUDA 13 build: 22587 MB, exact to 1 MiB only
+    GpuModel("A10G", "NVIDIA A10G", 22_587 * MIB, (8, 6), 80, 1536, 6 * MIB, 384),
+    # deviceQuery 12.2 (github.com/bottlerocket-os/bottlerocket/pull/3873)
+    GpuModel(
+        "A100-40GB", "NVIDIA A100-SXM4-40GB", 42_298_834_944, (8, 0), 108, 2048, 40 * MIB, 5120
+    ),
+    # deviceQuery 12.2
+    GpuModel(
+        "A100-80GB", "NVIDIA A100-SXM4-80GB", 84_987_740_160, (8, 0), 108, 2048, 40 * MIB, 5120
+    ),
+    # deviceQuery 12.0
+    GpuModel("L4", "NVIDIA L4", 23_612_293_120, (8, 9), 58, 1536, 48 * MIB, 192),
+    # cuda-device-query, CUDA 12.4 driver
+    GpuModel("L40S", "NVIDIA L40S", 47_576_711_168, (8, 9), 142, 1536, 96 * MIB, 384),
+    # deviceQuery 12.2 (12 GB model); L2 from a CUDA 12.1 driver
+    GpuModel(
+        "RTX-3060", "NVIDIA GeForce RTX 3060", 12_629_508_096, (8, 6), 28, 1536, 2304 * KIB, 192
+    ),
+    # deviceQuery 11.8
+    GpuModel("RTX-3090", "NVIDIA GeForce RTX 3090", 25_447_170_048, (8, 6), 82, 1536, 6 * MIB, 384),
+    # deviceQuery 12.3, of the laptop model, which has the same memory and SMs: none of the desktop
+    # card under Linux is public; L2 from NVIDIA's data sheet
+    GpuModel("RTX-4060", "NVIDIA GeForce RTX 4060", 8_325_824_512, (8, 9), 24, 1536, 24 * MIB, 128),
+    # deviceQuery 12.4
+    GpuModel(
+        "RTX-4090", "NVIDIA GeForce RTX 4090", 25_386_352_640, (8, 9), 128, 1536, 72 * MIB, 384
+    ),
+    # deviceQuery 12.8
+    GpuModel("H100", "NVIDIA H100 80GB HBM3", 85_028_896_768, (9, 0), 132, 2048, 50 * MIB, 5120),
+    # torch total_memory and l2_bytes of a vLLM run
+    GpuModel("H200", "NVIDIA H200", 150_109_880_320, (9, 0), 132, 2048, 60 * MIB, 6144),
+    # torch total_memory, CUDA 12.8 and 13.0 builds; SMs and L2: github.com/pytorch/ao/pull/4002
+    GpuModel("B200", "NVIDIA B200", 191_503_007_744, (10, 0), 148, 2048, 129_536 * KIB, 8192),
 )
 
 GPUS: Mapping[str, GpuModel] = MappingProxyType({gpu.name: gpu for gpu in _CATALOGUE})
 """Every model by name. ``total_memory`` is exact to the byte, except A10G's, exact to 1 MiB,
 and RTX-4060's, which is the laptop model's."""
-
-
-BUS_WIDTHS = {
-    "T4": 256,
-    "V100": 4096,
-    "V100-32GB": 4096,
-    "A10": 384,
-    "A10G": 384,
-    "A100-40GB": 5120,
-    "A100-80GB": 5120,
-    "L4": 192,
-    "L40S": 384,
-    "RTX-3060": 192,
-    "RTX-3090": 384,
-    "RTX-4060": 128,
-    "RTX-4090": 384,
-    "H100": 5120,
-    "H200": 6144,
-    "B200": 8192,
-}
-"""Bits of the memory bus, from NVIDIA's data sheets."""
 
 
 class Limits(NamedTuple):
@@ -136,12 +123,14 @@ LIMITS = {
     (7, 5): Limits(64 * KIB, 64 * KIB, 16),
     (8, 0): Limits(164 * KIB, 163 * KIB, 32),
     (8, 6): Limits(100 * KIB, 99 * KIB, 16),
+    (8, 7): Limits(164 * KIB, 163 * KIB, 16),
     (8, 9): Limits(100 * KIB, 99 * KIB, 24),
     (9, 0): Limits(228 * KIB, 227 * KIB, 32),
     (10, 0): Limits(228 * KIB, 227 * KIB, 32),
     (12, 0): Limits(100 * KIB, 99 * KIB, 24),
 }
-"""CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"."""
+"""CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; a capability that
+is not here has the limits of the nearest earlier one."""
 
 
 def limits_of(capability: tuple[int, int]) -> Limits:

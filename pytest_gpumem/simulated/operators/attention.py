@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import META
+from pytest_gpumem.simulated.gpu.catalogue import limits_of
 from pytest_gpumem.simulated.gpu.releases import cudnn_of
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.attention_choice import (
@@ -30,6 +31,7 @@ from pytest_gpumem.simulated.operators.attention_choice import (
 from pytest_gpumem.simulated.operators.cudnn import ATTENTION_BYTES
 from pytest_gpumem.simulated.operators.layout import HALF_DTYPES, copied, round_up
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow, first_of
+from pytest_gpumem.sizes import KIB
 
 _FLOAT_BYTES = 4
 
@@ -264,6 +266,7 @@ def efficient_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    dropout_p: float,
     lengths: tuple[int, int, int] | None = None,
 ) -> None:
     """Temporaries of the efficient kernel's backward.
@@ -274,7 +277,7 @@ def efficient_backward(
     sizes = size, value.shape[-1]
     rows = batch * heads * length
     half = query.dtype in HALF_DTYPES
-    block, keys_block = _backward_blocks(gpu, half, max(sizes))
+    block, keys_block = _backward_blocks(gpu, half, max(sizes), dropout_p > 0)
     in_registers = half and max(sizes) <= block
     scratch = Scratch(gpu)
     grouped = (key, value) if heads != key.shape[1] else ()
@@ -330,15 +333,18 @@ def gradient_of_bias(bias: Tensor) -> Tensor:
     return raw.empty((*sizes, rows), dtype=bias.dtype, device=META)[..., :last]
 
 
-def _backward_blocks(gpu: GPU, half: bool, size: int) -> tuple[int, int]:
+def _backward_blocks(gpu: GPU, half: bool, size: int, drops: bool) -> tuple[int, int]:
     """kBlockSizeI, kBlockSizeJ of the first kernel of cutlassB.h that fits the head and the GPU."""
     if size <= 64:
         return 64, 64
-    large_shared_memory = gpu.model.compute_capability in {(8, 0), (9, 0), (10, 0)}
-    if not large_shared_memory:
-        fits_128x64 = half and gpu.model.compute_capability in {(8, 6), (8, 9)} and size <= 96
-        return (128, 64) if fits_128x64 else (64, 64)
-    return (128, 128) if half and size <= 128 else (128, 64)
+    capability = gpu.model.compute_capability
+    is_large = limits_of(capability).shared_memory_per_block >= 163 * KIB
+    if half and capability >= (8, 0) and size <= 128:
+        if is_large:
+            return 128, 128
+        is_narrow = capability in {(8, 6), (8, 9)} and size <= 96 and not drops
+        return (128, 64) if is_narrow else (64, 64)
+    return (128, 64) if half or is_large else (64, 64)
 
 
 def _workspace(

@@ -182,12 +182,13 @@ def _efficient_backward(
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    dropout_p: float,
 ) -> None:
     lengths = None
     if cu_seqlens_q is not None:
         lengths = cu_seqlens_q.numel() - 1, max_seqlen_q, max_seqlen_k
     grad_out_, query, key, value = map(_heads_first, (grad_out_, query, key, value))
-    attention.efficient_backward(gpu, grad_out_, query, key, value, lengths)
+    attention.efficient_backward(gpu, grad_out_, query, key, value, dropout_p, lengths)
 
 
 def _gradients(

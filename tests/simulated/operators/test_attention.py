@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as attend
+
+from pytest_gpumem import simulate
+from pytest_gpumem.simulated.gpu.catalogue import find_gpu
 
 BATCH, LENGTH, HEADS, SIZE = 2, 100, 4, 64
 
@@ -137,6 +141,32 @@ def test_efficient_backward_as_recorded(on: Any) -> None:
         matrix, 128_000, 128_000, -128_000, -matrix,
         8_396_800, -128_000,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "capability", "size", "dropout", "peak"),
+    [
+        ("T4", (7, 5), 96, 0.0, 8_276_992),  # 128x64_k128, in registers
+        ("T4", (7, 5), 136, 0.0, 21_006_336),  # 128x64_k65536
+        ("A10", (8, 6), 96, 0.0, 8_276_992),  # 128x64_k96, in registers
+        ("A10", (8, 6), 96, 0.1, 12_471_296),  # 64x64_k128: k96 has no dropout
+        ("A10", (8, 6), 128, 0.0, 14_520_320),  # 64x64_k128: 128x128_k128 takes more than 99 KiB
+        ("A10", (8, 6), 136, 0.0, 21_006_336),
+        ("A100-40GB", (8, 0), 128, 0.0, 10_324_480),  # 128x128_k128, in registers
+        ("B200", (10, 3), 128, 0.0, 10_324_480),
+        ("B200", (12, 0), 96, 0.0, 12_472_320),  # k96 is for 8.6 and 8.9 alone
+    ],
+)
+def test_efficient_backward_takes_the_first_kernel_that_fits(
+    model: str, capability: tuple[int, int], size: int, dropout: float, peak: int
+) -> None:
+    """Kernels of cutlassB.h; peaks of torch 2.15.0+cu132 on the dry device."""
+    given = replace(find_gpu(model), compute_capability=capability)
+    with simulate(given, torch_version="2.15") as gpu:
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            q, k, v = inputs(torch.float16, size=size, length=500)
+            attend(q, k, v, dropout_p=dropout).sum().backward()
+        assert gpu.peak_allocated == peak
 
 
 def test_math_road_materialises_the_scores(on: Any) -> None:
