@@ -158,7 +158,8 @@ SMALLEST = 1 << 16
 def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) -> Handler:
     """Wrap a random operator: in a capture it may need memory for its state, behind its results.
 
-    Fused attention asks for its state first. On the CPU it may be left out, if ``machine`` leaves large tensors unfilled.
+    Fused attention asks for its state first. On the CPU it may be left out, if ``machine`` leaves
+    large tensors unfilled.
     """
     unfilled = _UNFILLED.get(func)
     draws = _draws(func)
