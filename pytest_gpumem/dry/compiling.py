@@ -86,7 +86,8 @@ def separate_pool() -> Iterator[None]:
     """Make the allocations inside in a pool of their own, but for the state of optimizers.
 
     Dynamo makes that while it traces a step (``_init_group`` in torch/_dynamo/variables/
-    optimizer.py), and moves steps that the host counted (``move_step_if_cpu``). The pool's segments are gone at the end, but for those of blocks in use.
+    optimizer.py), and moves steps that the host counted (``move_step_if_cpu``). The pool's segments
+    are gone at the end, but for those of blocks in use.
 
     A pool must not end while another one receives allocations, as in a warm-up of Inductor's CUDA
     graphs (``synchronize_and_free_events`` of CUDACachingAllocator.cpp in torch 2.11, which ends
