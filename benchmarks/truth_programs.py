@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -289,6 +290,67 @@ def sorted_scores() -> Any:
     return torch.randperm(5000, device="cuda")
 
 
+def gradients_of_functions() -> Any:
+    """Attention, dropout and norms within torch.func take CUDA's kernels."""
+    weight = torch.randn(64, device="cuda", dtype=BF16)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        mixed = F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+        return F.dropout(F.rms_norm(mixed, (64,), weight), 0.1).softmax(-1).square().sum()
+
+    given = torch.randn(3, 2, 4, 32, 64, device="cuda", dtype=BF16)
+    torch.func.grad(loss)(given[0])
+    return torch.func.vmap(loss, randomness="different")(given)
+
+
+def tangents() -> Any:
+    """Sums and products of tangents that are zero take no memory."""
+    weight, given = torch.randn(64, 64, device="cuda"), torch.randn(64, device="cuda")
+
+    def value(x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(weight @ x) * given).sum()
+
+    torch.func.jacfwd(lambda x: torch.tanh(weight @ x))(given)
+    return torch.func.jvp(torch.func.grad(value), (given,), (given,))
+
+
+def packed_sequences() -> Any:
+    """Steps of padded sequences are copied, then joined."""
+    net = nn.LSTM(64, 64, batch_first=True).cuda()
+    given = torch.randn(4, 50, 64, device="cuda", requires_grad=True)
+    pack = nn.utils.rnn.pack_padded_sequence
+    net(pack(given, torch.tensor([50, 40, 25, 5]), batch_first=True))[0].data.sum().backward()
+
+
+def copied_and_averaged() -> Any:
+    """Deep copies of parameters, buffers and views."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).cuda()
+    averaged = torch.optim.swa_utils.AveragedModel(net, use_buffers=True)
+    net(torch.randn(4, 3, 16, 16, device="cuda")).sum().backward()
+    averaged.update_parameters(net)
+    cache = torch.zeros(8, 1024, device="cuda")
+    return averaged, copy.deepcopy([cache[:2], cache[2:]])
+
+
+def penalty_through_a_norm() -> Any:
+    """The second gradient of root mean square norm."""
+    net = nn.Sequential(nn.Linear(64, 256), nn.RMSNorm(256), nn.SiLU(), nn.Linear(256, 1)).cuda()
+    given = torch.randn(32, 64, device="cuda", requires_grad=True)
+    (slope,) = torch.autograd.grad(net(given).sum(), given, create_graph=True)
+    slope.norm(dim=1).mean().backward()
+
+
+def captured_with_dropout() -> Any:
+    """A capture's random state comes behind the results that need it."""
+    net = nn.Sequential(nn.Linear(128, 128), nn.Dropout(0.1)).cuda()
+    given, graph = torch.randn(64, 128, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        net(given)
+        with torch.cuda.graph(graph):
+            result = net(given)
+    return graph, result
+
+
 _PROGRAMS: tuple[Callable[[], Any], ...] = (
     linear_under_autocast,
     perceptron_under_autocast,
@@ -319,6 +381,12 @@ _PROGRAMS: tuple[Callable[[], Any], ...] = (
     contrastive,
     checkpointed_under_autocast,
     sorted_scores,
+    gradients_of_functions,
+    tangents,
+    packed_sequences,
+    copied_and_averaged,
+    penalty_through_a_norm,
+    captured_with_dropout,
 )
 
 

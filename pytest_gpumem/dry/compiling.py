@@ -86,7 +86,8 @@ def separate_pool() -> Iterator[None]:
     """Make the allocations inside in a pool of their own, but for the state of optimizers.
 
     Dynamo makes that while it traces a step (``_init_group`` in torch/_dynamo/variables/
-    optimizer.py). The pool's segments are gone at the end, but for those of blocks in use.
+    optimizer.py), and moves steps that the host counted (``move_step_if_cpu``). The pool's segments
+    are gone at the end, but for those of blocks in use.
 
     A pool must not end while another one receives allocations, as in a warm-up of Inductor's CUDA
     graphs (``synchronize_and_free_events`` of CUDACachingAllocator.cpp in torch 2.11, which ends
@@ -96,11 +97,15 @@ def separate_pool() -> Iterator[None]:
     if not is_native or _receiving or torch.cuda.is_current_stream_capturing():
         yield
         return
+    from torch._dynamo.variables.optimizer import OptimizerVariable
+
     pool = torch.cuda.MemPool()
     patches = Patches()
-    for kind in torch.optim.Optimizer.__subclasses__() if hasattr(torch._C, _BEGIN) else ():
-        if "_init_group" in vars(kind):
-            patches.add(kind, "_init_group", _outside(pool, vars(kind)["_init_group"]))
+    traced = (OptimizerVariable, "move_step_if_cpu")
+    makers = [traced, *((kind, "_init_group") for kind in torch.optim.Optimizer.__subclasses__())]
+    for kind, name in makers if hasattr(torch._C, _BEGIN) else ():
+        if name in vars(kind):
+            patches.add(kind, name, _outside(pool, vars(kind)[name]))
     with torch.cuda.use_mem_pool(pool), patches.applied():
         yield
 

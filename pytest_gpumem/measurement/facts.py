@@ -93,9 +93,10 @@ class Facts:
         }
 
     def given(self, tensor: torch.Tensor) -> None:
-        """Record the shape of a ``tensor`` that a model is called with."""
+        """Record the shape of a ``tensor`` that a model is called with, one of numbers."""
         shape = tuple(tensor.shape)
-        if shape not in self._inputs and len(self._inputs) < MOST_LARGEST:
+        is_new = shape not in self._inputs and len(self._inputs) < MOST_LARGEST
+        if is_new and all(type(size) is int for size in shape):  # a jagged tensor has a symbol
             self._inputs.append(shape)
 
     def recomputed(self, path: str) -> None:

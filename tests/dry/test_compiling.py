@@ -8,17 +8,20 @@ from tests.dry.conftest import Run
 def test_compilers_have_a_pool_but_not_the_state_of_optimizers(dry_run: Run) -> None:
     """Dynamo makes it while it traces a step, and memory of the model's may be free for it.
 
-    Torch 2.6 cannot leave a pool for a moment.
+    Steps that Adagrad counts on the host move then. Torch 2.6 cannot leave a pool for a moment.
     """
     found = dry_run(
         """
+from types import SimpleNamespace
+from torch._dynamo.variables.optimizer import OptimizerVariable
 from pytest_gpumem.dry.compiling import separate_pool
 
 weight = torch.nn.Parameter(torch.empty(1 << 20, device="cuda"))
 weight.grad = torch.zeros_like(weight)
-optimizer = torch.optim.Adam([weight])
+optimizer, counting = torch.optim.Adam([weight]), torch.optim.Adagrad([weight])
 with separate_pool():
     optimizer.step()
+    OptimizerVariable.move_step_if_cpu(SimpleNamespace(value=counting))
     constant = torch.empty(1 << 20, device="cuda")
 
 def pool_of(tensor):
@@ -27,11 +30,12 @@ def pool_of(tensor):
             return list(segment["segment_pool_id"])
 
 found["state"] = pool_of(optimizer.state[weight]["exp_avg"])
+found["step"] = pool_of(counting.state[weight]["step"])
 found["constant"] = pool_of(constant)
 found["may leave"] = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
 """
     )
-    assert (found["state"] == [0, 0]) is found["may leave"]
+    assert (found["state"] == found["step"] == [0, 0]) is found["may leave"]
     assert found["constant"] != [0, 0]
 
 

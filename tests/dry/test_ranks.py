@@ -107,6 +107,35 @@ def test_data_parallel():
     train(wrapped, own, steps=3)
 
 
+def replicated(model, own, **options):
+    wrapped = nn.parallel.DistributedDataParallel(model.to(own), device_ids=[own.index], **options)
+    for _ in range(2):
+        wrapped(torch.randn(32, 64, device=own)).sum().backward()
+
+
+@pytest.mark.gpumem(ranks=4)
+@ending
+def test_norms_of_all_ranks():
+    # How many elements each rank has is compared.
+    replicated(nn.Sequential(nn.SyncBatchNorm(64), nn.Linear(64, 64)), joined())
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.gpumem(ranks=4)
+@ending
+def test_unused():
+    # Whether any rank has used a parameter is asked for.
+    replicated(Unused(), joined(), find_unused_parameters=True)
+
+
 @pytest.mark.gpumem(ranks=4)
 @ending
 def test_tensor_parallel():
@@ -219,7 +248,16 @@ def _reported(folder: Path, kind: str) -> dict[str, Any]:
     "name",
     [
         *("fully_shard", "another_rank", "hybrid", "data_parallel", "tensor_parallel"),
-        *("point_to_point", "collectives", "functional", "worst", "any_backend", "alone"),
+        *(
+            "norms_of_all_ranks",
+            "unused",
+            "point_to_point",
+            "collectives",
+            "functional",
+            "worst",
+            "any_backend",
+            "alone",
+        ),
     ],
 )
 def test_a_rank_takes_what_a_simulated_one_takes(found: Any, name: str) -> None:

@@ -55,6 +55,19 @@ for _ in range(2):
     assert found["inputs"] == [[8, 64]]
 
 
+def test_a_jagged_input_has_no_shape_of_numbers(project: Project) -> None:
+    found = facts(
+        project,
+        """
+net = torch.nn.Linear(64, 8).cuda()
+words = [torch.ones(length, 64) for length in (5, 9)]
+net(torch.nested.nested_tensor(words, layout=torch.jagged, device="cuda"))
+net(torch.ones(3, 64, device="cuda"))
+""",
+    )
+    assert found["inputs"] == [[3, 64]]
+
+
 def test_graphs_that_wait_and_grad_mode(project: Project) -> None:
     found = facts(
         project,

@@ -41,6 +41,9 @@ _ONLY_COPIES = _COPIES | {"aten::clone", "aten::cat", "aten::stack", "aten::lift
 _GROUPED = frozenset({"aten::_grouped_mm", "aten::_scaled_grouped_mm"})
 _WRITES_NOTHING = frozenset({"aten::record_stream"})
 """Operators whose schema declares a write to the tensor, though only its block is changed."""
+_GATHERS = frozenset({"allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"})
+_UNCHANGED = frozenset({"broadcast_", "barrier"})
+"""Collectives of c10d: each rank has what this one has."""
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_sparse_addmm"})
 _DECIDING = frozenset(
     f"aten::{name}"
@@ -117,7 +120,8 @@ class Execution:
 
     def _bind(self, func: Any) -> Handler:
         if func.namespace not in _OWN:
-            return _Parts(func, self._graphs)
+            kind = _Gathered if func._opname in _GATHERS else _Parts
+            return kind(func, None if func._opname in _UNCHANGED else self._graphs)
         if _is_composite(func):
             return _Parts(func, None)
         name = func._schema.name
@@ -358,6 +362,22 @@ class _Parts:
             for tensor in tensors_in((result, self._operator.targets(args, kwargs))):
                 if tensor.is_cuda:
                     self._graphs.mark_unknown(tensor)
+        return result
+
+
+class _Gathered(_Parts):
+    """An all-gather of c10d: the runtime brings what this rank sends from each of the others."""
+
+    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
+        """Run it, and copy the values of what it sends."""
+        result = super().__call__(args, kwargs)
+        if _is_brought_by_host(self._func, args, kwargs):
+            return result
+        received, sent = (list(tensors_in(given)) for given in args[:2])
+        for at, target in enumerate(received):
+            source = sent[at * len(sent) // len(received)]
+            with torch.no_grad():
+                target.view(-1, *source.shape).copy_(source)
         return result
 
 

@@ -251,7 +251,8 @@ class Collectives:
         self._execution = execution
         self._machine = machine
         self._of = machine.storages.of
-        self._operation = ""
+        self._operation = "SUM"
+        """What C++ asks for itself, as DDP does to learn which parameters were used anywhere."""
         self._has_result = True
         """Whether a work can be asked for its results: C++ may keep one that it has waited for."""
         self._communicators = communicators

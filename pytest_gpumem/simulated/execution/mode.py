@@ -156,18 +156,28 @@ SMALLEST = 1 << 16
 
 
 def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) -> Handler:
-    """Wrap a random operator: in a capture it may need memory for its state.
+    """Wrap a random operator: in a capture it may need memory for its state, behind its results.
 
-    On the CPU it may be left out, if ``machine`` leaves large tensors unfilled.
+    Fused attention asks for its state first. On the CPU it may be left out, if ``machine`` leaves
+    large tensors unfilled.
     """
     unfilled = _UNFILLED.get(func)
     draws = _draws(func)
+    is_first = any(argument.name == "dropout_p" for argument in func._schema.arguments)
+
+    def drawn(args: Args, kwargs: Kwargs) -> None:
+        capture = machine.capture
+        if draws(args, kwargs) and capture is not None and capture.draws is not None:
+            capture.draws(machine.current, kwargs.get("generator"))
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
-        if machine.streams.captures and draws(args, kwargs):
-            capture = machine.capture
-            if capture is not None and capture.draws is not None:
-                capture.draws(machine.current, kwargs.get("generator"))
+        if machine.streams.captures:
+            if is_first:
+                drawn(args, kwargs)
+            result = handler(args, kwargs)
+            if not is_first:
+                drawn(args, kwargs)
+            return result
         if unfilled is not None and machine.leaves_unfilled:
             left = unfilled(args, kwargs)
             if left is not None:

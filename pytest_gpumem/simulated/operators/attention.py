@@ -171,8 +171,7 @@ def flash_outputs(
     """Return the outputs of mha_fwd: ``sums``, parts of them, and the generator's ``state``.
 
     Where the keys of (batch, heads, length, size) are split, each split has its logsumexp and
-    output. ``rng_state`` is made for the capture of a graph, and with dropout once more on the
-    device.
+    output.
     """
     yield from sums
     batch, heads, length, size = query.shape
@@ -183,10 +182,18 @@ def flash_outputs(
     rows = splits * batch * heads * length * _FLOAT_BYTES if splits > 1 else 0
     parts = Scratch(gpu)
     taken = parts.take(rows), parts.take(rows * head_size_rounded(size))
-    yield from state
-    if dropout_p and state:
-        borrow(gpu, _RNG_STATE)
+    yield from generator_state(gpu, dropout_p, state)
     parts.drop(*taken)
+
+
+def generator_state(gpu: GPU, dropout_p: float, state: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield seeds and an unused number of mha_fwd and mha_varlen_fwd (flash_api.cpp).
+
+    The seeds are made for the capture of a graph; dropout makes others, and gives these back.
+    """
+    replaced = Scratch(gpu, _RNG_STATE if dropout_p and state else 0)
+    yield from reversed(state) if dropout_p else state
+    replaced.free()
 
 
 def efficient_outputs(gpu: GPU, dropout_p: float, result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

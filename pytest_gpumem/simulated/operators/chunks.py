@@ -4,20 +4,21 @@
 reduced by ``_chunk_cat``. A list of blocks, eight bytes for 2 KiB, is made on the host and copied.
 
 Source: aten/src/ATen/native/cuda/TensorShape.cu (``split_with_sizes_copy_out_cuda``,
-``get_chunk_cat_metadata``, ``pack_vecs``), torch 2.6 to 2.14; TensorTransformations.cu (roll_cuda)
+``get_chunk_cat_metadata``, ``pack_vecs``), torch 2.6 to 2.14; native/PackedSequence.cpp
+(_pack_padded_sequence), 2.15; TensorTransformations.cu (roll_cuda)
 and native/TensorTransformations.h (roll_common), torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import ceil, prod, sqrt
 
 import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.layout import is_dense
+from pytest_gpumem.simulated.operators.layout import copied, is_dense
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow
 
 _THREADS = 128
@@ -81,8 +82,25 @@ def _rolled_so_far(gpu: GPU, self: Tensor, dims: Sequence[int]) -> Scratch | Non
     return scratch
 
 
+def _packed(
+    gpu: GPU, input: Tensor, lengths: Tensor, batch_first: bool, result: tuple[Tensor, Tensor]
+) -> Iterator[Tensor]:
+    """Join contiguous steps of sequences that are as many (native/PackedSequence.cpp)."""
+    by_time = input.transpose(0, 1) if batch_first else input
+    ends = lengths.tolist()
+    steps = Scratch(gpu)
+    taken = []
+    for end in sorted(set(ends)):
+        begin = max((one for one in ends if one < end), default=0)
+        step = by_time[begin:end, : sum(one >= end for one in ends)]
+        taken.append(steps.take(*copied(step)))
+    yield result[0]
+    steps.drop(*taken)
+
+
 RULES = {
     "roll": Rule(before=_rolled_so_far),
+    "_pack_padded_sequence": Rule(outputs=_packed),
     "split_with_sizes_copy": Rule(before=_split),
     "_chunk_cat": Rule(after=_concatenated),
 }

@@ -224,6 +224,12 @@ def _extremes(gpu: GPU, tensor: Tensor, count: int) -> None:
         extreme.free()
 
 
+def _zero_points(gpu: GPU, zero_point: Tensor) -> None:
+    """Least and largest of whole ones (native/quantized/FakeQuantPerChannelAffine.cpp)."""
+    if not zero_point.is_floating_point():
+        borrow(gpu, zero_point.element_size(), zero_point.element_size())
+
+
 def _range(gpu: GPU, self: Tensor, min: float, max: float) -> None:
     if min != max or not self.numel():
         return
@@ -250,6 +256,7 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.isclose.default": isclose}
 RULES = {
     "_assert_async": Rule(before=_assert),
     "isin": Rule(after=_isin),
+    "fake_quantize_per_channel_affine_cachemask": Rule(before=_zero_points),
     "searchsorted bucketize": Rule(before=_number, after=_search),
     "nonzero_static": Rule(after=_static),
     "_unique2 unique_consecutive": Rule(before=_before, outputs=_placed, after=_select),

@@ -14,7 +14,7 @@ mha_varlen_bwd), of torch 2.6 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -158,13 +158,15 @@ def _flash_outputs(
     cum_seq_q: Tensor | None,
     dropout_p: float,
     result: tuple[Tensor, ...],
-) -> Iterable[Tensor]:
+) -> Iterator[Tensor]:
     # out, logsumexp, seed, offset: the last two are CPU tensors up to 2.6.
     sums, state = result[:2], result[2:4] if gpu.version >= (2, 7) else ()
     if cum_seq_q is None:
         given = _heads_first(query), _heads_first(key)
-        return attention.flash_outputs(gpu, *given, dropout_p, sums, state)
-    return *sums, *state
+        yield from attention.flash_outputs(gpu, *given, dropout_p, sums, state)
+        return
+    yield from sums
+    yield from attention.generator_state(gpu, dropout_p, state)
 
 
 def _flash_backward(gpu: GPU, query: Tensor, key: Tensor, cum_seq_q: Tensor | None) -> None:

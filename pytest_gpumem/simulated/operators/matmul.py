@@ -172,10 +172,15 @@ def _bias_in_epilogue(
     )
 
 
-def _mv(gpu: GPU, vec: Tensor, result: Tensor) -> None:
-    """addmv_out_cuda: gemv reads no vector whose elements are one number."""
-    if result.numel() and vec.numel():
-        _multiply(gpu, [] if vec.stride(0) else [vec.nbytes])
+def _mv(gpu: GPU, self: Tensor, vec: Tensor, result: Tensor, mat: Tensor | None = None) -> None:
+    """addmv_out_cuda: gemv reads no vector of one number, and no matrix with gaps in both dims."""
+    matrix = self if mat is None else mat
+    if not result.numel() or not vec.numel():
+        return
+    copied = [] if vec.stride(0) else [vec.nbytes]
+    if not (_in_rows(matrix) or _in_rows(matrix.t())):
+        copied.append(matrix.numel() * matrix.itemsize)
+    _multiply(gpu, copied)
 
 
 def _dot(gpu: GPU) -> None:

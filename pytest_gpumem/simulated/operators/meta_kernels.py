@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decompositions
 
-from pytest_gpumem.simulated.operators.layout import suggested_format
+from pytest_gpumem.simulated.operators.layout import accumulated, suggested_format
 from pytest_gpumem.simulated.operators.rules import Gradients, is_traced
 
 
@@ -49,6 +49,15 @@ def batch_norm(grad_out: Tensor, input: Tensor, *args: Any) -> Gradients:
     if gradient is not None:
         gradient = torch.empty_like(input, memory_format=suggested_format(input))
     return gradient, others[0], others[1]
+
+
+def fused_rms_norm(input: Tensor, normalized_shape: list[int], *args: Any) -> Any:
+    """Contiguous, and a number of each row. With shapes, it has autograd's formula, as on CUDA."""
+    inner = len(normalized_shape)
+    rstd = input.new_empty(
+        (*input.shape[: input.dim() - inner], *[1] * inner), dtype=accumulated(input.dtype)
+    )
+    return torch.empty_like(input, memory_format=torch.contiguous_format), rstd
 
 
 def _contiguous(gradient: Tensor, input: Tensor, *args: Any) -> Tensor:

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.machine.cpu_kernels.normalization import rms_norm_backward
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import (
@@ -33,10 +31,14 @@ from pytest_gpumem.simulated.operators.rules import (
     Scratch,
     borrow,
     copies_of,
-    is_traced,
+    first_of,
 )
 
 _aten = torch.ops.aten
+
+
+FUSED_SINCE = (2, 9) if hasattr(_aten, "_fused_rms_norm_backward") else (99,)
+"""First release with a kernel for root mean square norm; unknown where this torch has none."""
 
 
 def rms_norm(
@@ -49,92 +51,17 @@ def rms_norm(
     """``aten::rms_norm``: one kernel since 2.9, for one type and contiguous layouts."""
     if (
         input.is_cuda
-        and gpu.version >= (2, 9)
+        and gpu.version >= FUSED_SINCE
         and suggested_format(input) is torch.contiguous_format
         and not input.is_complex()
         and (weight is None or weight.dtype == input.dtype)
     ):
-        fused = _TracedRmsNorm if is_traced(input) else _FusedRmsNorm
-        return fused.apply(gpu, input, list(normalized_shape), weight, eps)  # type: ignore[no-any-return, no-untyped-call]  # torch's
+        fused = _aten._fused_rms_norm(input, normalized_shape, weight, eps)
+        return first_of(fused)  # type: ignore[no-any-return]  # an operator
     return _rms_norm(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]  # an operator
 
 
 _rms_norm = torch.ops.aten.rms_norm.default.decompose
-
-
-class _FusedRmsNorm(torch.autograd.Function):
-    """_fused_rms_norm_cuda and _fused_rms_norm_backward_cuda."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        gpu: GPU,
-        input: Tensor,
-        normalized_shape: list[int],
-        weight: Tensor | None,
-        eps: float | None,
-    ) -> Tensor:
-        kept = [input.contiguous(), None if weight is None else weight.contiguous()]
-        rows = input.dim() - len(normalized_shape)
-        output = torch.empty_like(input, memory_format=torch.contiguous_format)
-        rstd = input.new_empty(
-            (*input.shape[:rows], *[1] * len(normalized_shape)), dtype=accumulated(input.dtype)
-        )
-        del kept
-        ctx.save_for_backward(input, weight, rstd)
-        ctx.rows = math.prod(input.shape[:rows])
-        ctx.settings = normalized_shape, eps
-        ctx.gpu = gpu
-        gpu.simulation.values.assign(output, torch.rms_norm, input, normalized_shape, weight, eps)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, _ = ctx.saved_tensors
-        kept = [input.contiguous(), None if weight is None else weight.contiguous()]
-        grad_input = grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_input = torch.empty_like(input, memory_format=torch.contiguous_format)
-        if ctx.needs_input_grad[3]:
-            grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        copied = gradients[0].contiguous()
-        if grad_weight is not None and _sums_by_blocks(ctx.gpu, ctx.rows, grad_weight.numel()):
-            blocks = _blocks(ctx.rows, grad_weight.numel())
-            partial = grad_weight.new_empty((blocks, grad_weight.numel()))
-            grad_weight = partial.sum(0).view(grad_weight.shape)
-            del partial
-        del copied, kept
-        ctx.gpu.simulation.values.assign(
-            (grad_input, grad_weight), rms_norm_backward, gradients[0], input, weight, *ctx.settings
-        )
-        return None, grad_input, None, grad_weight, None
-
-
-class _TracedRmsNorm(torch.autograd.Function):
-    """RMS norm with autograd's formula on CUDA, of the operators that a compiler takes apart."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        gpu: GPU,
-        input: Tensor,
-        normalized_shape: list[int],
-        weight: Tensor | None,
-        eps: float | None,
-    ) -> Tensor:
-        output, rstd = _aten._fused_rms_norm(input, normalized_shape, weight, eps)
-        ctx.save_for_backward(input, weight, rstd)
-        ctx.normalized_shape = normalized_shape
-        return output  # type: ignore[no-any-return]  # an operator
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, rstd = ctx.saved_tensors
-        wanted = [ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
-        grad_input, grad_weight = _aten._fused_rms_norm_backward(
-            gradients[0], input, ctx.normalized_shape, rstd, weight, wanted
-        )
-        return None, grad_input, None, grad_weight, None
 
 
 # Layer norm and root mean square norm.
@@ -271,6 +198,12 @@ RULES = {
     "native_layer_norm": Rule(before=copies_of("input", "weight", "bias")),
     "native_layer_norm_backward": Rule(
         before=copies_of("input", "weight", "bias"),
+        outputs=_layer_norm_gradients,
+        after=_layer_norm_backward,
+    ),
+    "_fused_rms_norm": Rule(before=copies_of("input", "weight")),
+    "_fused_rms_norm_backward": Rule(
+        before=copies_of("input", "weight"),
         outputs=_layer_norm_gradients,
         after=_layer_norm_backward,
     ),

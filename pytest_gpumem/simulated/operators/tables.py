@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -11,11 +12,12 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
 
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import overload_of
-from pytest_gpumem.simulated.operators import meta_kernels, rnn, slices
+from pytest_gpumem.simulated.operators import meta_kernels, normalization, rnn, slices, zeros
 from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.operators.rules import BoundRule, Composite, Rule, on_machine
 
@@ -40,6 +42,10 @@ def _of_all(table: str, prefix: str = "") -> dict[str, Any]:
     }
 
 
+_TRANSFORMS = "FuncTorchDynamicLayerFrontMode"
+_IN_TRANSFORMS = (
+    *("dropout", "scaled_dot_product_attention", "rms_norm", "softmax.int", "log_softmax.int"),
+)
 _META = torch._C.DispatchKey.Meta
 
 RULES: dict[str, Rule] = _of_all("RULES", "aten::")
@@ -65,6 +71,40 @@ MAY_OVERRIDE = "allow_override" in signature(torch.library.Library.impl).paramet
 check less than CUDA's."""
 
 
+def _in_transforms(kernel: Callable[..., Any], overload: OpOverload) -> Callable[..., Any]:
+    """Return ``kernel`` for functions of torch.func: their wrappers have no key of ``meta``."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        run = kernel if any(one.is_cuda for one in tensors) else overload.decompose
+        return run(*args, **kwargs)
+
+    return call
+
+
+def _give_formula(library: torch.library.Library) -> None:
+    """Give ``_fused_rms_norm`` shapes, and with them autograd's formula, as it has on CUDA.
+
+    torch.library itself lets no operator with a composite have shapes. Wrappers of torch.func have
+    ``AutogradOther``, where the formula is not.
+    """
+    fused = torch.ops.aten._fused_rms_norm.default
+
+    def of_wrapper(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+        return fused.redispatch(keys.add(torch._C.DispatchKey.AutogradMeta), *args)
+
+    library.m.impl("_fused_rms_norm", "Meta", meta_kernels.fused_rms_norm, False)  # type: ignore[union-attr]  # set until it is destroyed
+    library.impl("_fused_rms_norm", of_wrapper, "AutogradOther", with_keyset=True)
+
+
+@contextmanager
+def _overriding() -> Iterator[None]:
+    """Leave out torch's warning, the first one of a process, that its own kernel is replaced."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 @contextmanager
 def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
     """Route composite operators of meta tensors as on CUDA, above autograd."""
@@ -79,6 +119,10 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
             assert overload is not None
             kernel = on_machine(implementation, overload, machine)
             library.impl(operator, kernel, "AutogradMeta")
+            if operator in _IN_TRANSFORMS and MAY_OVERRIDE:
+                kernel = _in_transforms(kernel, overload)
+                with _overriding():
+                    library.impl(operator, kernel, _TRANSFORMS, allow_override=True)
         for name, kernel in meta_kernels.SHAPES.items():
             found = overload_of(name)
             if found is not None and not found.has_kernel_for_dispatch_key(_META):
@@ -86,6 +130,11 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
         for name, kernel in meta_kernels.WRONG.items():
             if MAY_OVERRIDE and overload_of(name) is not None:
                 library.impl(name, kernel, "Meta", allow_override=True)
+        if machine.current.version >= normalization.FUSED_SINCE:
+            _give_formula(library)
+        for name, kernel in zeros.KERNELS.items() if MAY_OVERRIDE else ():
+            with _overriding():
+                library.impl(name, kernel, "ZeroTensor", allow_override=True)
         with casts.reachable(), slices.made(machine.current.version):
             yield
     finally:

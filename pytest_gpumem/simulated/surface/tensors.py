@@ -38,10 +38,6 @@ _LAZY: Any = vars(torch.nn.parameter)["UninitializedTensorMixin"]
 class Tensors(TensorReads):
     """Reads of a tensor, ``to`` and other methods that move it."""
 
-    def __init__(self, machine: SimulatedMachine) -> None:
-        super().__init__(machine)
-        self._deepcopy: Any = torch.Tensor.__deepcopy__
-
     def to(self, tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._machine.execution.inside_here:
             return _to(tensor, *args, **kwargs)
@@ -141,24 +137,6 @@ class Tensors(TensorReads):
         # In C++ the other tensor would only be on meta, without the GPU.
         return tensor.to(other)
 
-    def deepcopy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
-        unknown = self._storages.is_unknown_on_cpu(tensor)
-        if (self._block(tensor) is None and not unknown) or not tensor.is_leaf:
-            return self._deepcopy(tensor, memo)
-        if id(tensor) in memo:
-            return memo[id(tensor)]
-        with torch.no_grad():
-            copied = tensor.clone()
-        if isinstance(tensor, torch.nn.Parameter):
-            copied = torch.nn.Parameter(copied, tensor.requires_grad)
-        else:
-            copied.requires_grad_(tensor.requires_grad)
-        if tensor.grad is not None:
-            copied.grad = self.deepcopy(tensor.grad, memo)
-        copied.__dict__.update(tensor.__dict__)
-        memo[id(tensor)] = copied
-        return copied
-
 
 def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace properties of tensors, and how they move."""
@@ -169,7 +147,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         patches.add(tensor, name, property(getattr(surface, name), own.__set__, own.__delete__))
     for name in (
         *("to", "cuda", "cpu", "get_device", "data_ptr", "type", "type_as", "numpy", "tolist"),
-        *("item", "__getitem__", "__setitem__", "__array__", "__bool__", "__deepcopy__"),
+        *("item", "__getitem__", "__setitem__", "__array__", "__bool__"),
         "__repr__",
     ):
         # A plain function binds to the tensor; a bound method would not.

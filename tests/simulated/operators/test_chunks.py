@@ -55,3 +55,17 @@ def test_what_is_packed_comes_after_the_result(on: Any) -> None:
     gpu = on()
     gradients = [torch.empty(1024, 1024, device="cuda") for _ in range(2)]
     assert gpu.of(lambda: torch._chunk_cat(gradients, 0, 8)) == [8 * MIB, 4_208, -4_208]
+
+
+def test_steps_of_padded_sequences_are_copied_and_joined(on: Any) -> None:
+    """Events of torch 2.15.0+cu132: three sequences have 2 steps, two have 3, one has 5."""
+    gpu = on()
+    lengths, pack = torch.tensor([5, 3, 2]), torch.nn.utils.rnn.pack_padded_sequence
+    padded = torch.randn(3, 5, 32, device="cuda")
+    by_time = padded.transpose(0, 1).contiguous()
+    first, second, joined = 6 * 128, 2 * 128, 10 * 128
+    assert gpu.of(lambda: pack(padded, lengths, batch_first=True).data) == [
+        *(first, second, joined, -first, -second)
+    ]
+    # The first two steps of all sequences lie beside each other already.
+    assert gpu.of(lambda: pack(by_time, lengths).data) == [second, joined, -second]

@@ -121,6 +121,18 @@ def _four_bits(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     return packed, torch.zeros(columns // 64, rows, 2, dtype=torch.bfloat16, device="cuda")
 
 
+def test_whole_zero_points_of_channels_are_looked_at(on: Any) -> None:
+    """Events of torch 2.15.0+cu132."""
+    gpu = on()
+    x, scale = torch.randn(64, 128, device="cuda"), torch.ones(128, device="cuda")
+    quantize, limits = torch.fake_quantize_per_channel_affine, (1, -128, 127)
+    kept = [x.nbytes, x.numel(), -x.numel()]
+    broken = torch.zeros(128, device="cuda")
+    whole = broken.int()
+    assert gpu.of(lambda: quantize(x, scale, whole, *limits)) == [4, 4, -4, -4, *kept]
+    assert gpu.of(lambda: quantize(x, scale, broken, *limits)) == kept
+
+
 def test_products_with_weights_of_four_bits_allocate_their_result(on: Any) -> None:
     gpu = on()
     packed, scales = _four_bits(1024, 256)

@@ -53,6 +53,16 @@ def test_a_vector_of_one_number_is_copied_for_the_product(on: Any) -> None:
     assert gpu.of(lambda: matrix.mv(number)) == [256, 128, -128]
 
 
+def test_a_matrix_with_gaps_in_both_dims_is_copied_for_its_product_with_a_vector(on: Any) -> None:
+    gpu = on()
+    matrix, row = torch.randn(64, 64, device="cuda"), torch.randn(32, device="cuda")
+    matrix[:, :32].mv(row)  # takes cuBLAS's workspace
+    assert gpu.of(lambda: matrix[:, :32].mv(row)) == [256]
+    assert gpu.of(lambda: matrix[::2].t()[:, :32].mv(row)) == [256]
+    assert gpu.of(lambda: matrix[:, ::2].mv(row)) == [256, 64 * 32 * 4, -64 * 32 * 4]
+    assert gpu.of(lambda: torch.addmv(row, matrix[::2, ::2], row)) == [128, 4096, -4096]
+
+
 def test_a_conjugate_is_read_of_a_transposed_matrix_and_copied_of_others(on: Any) -> None:
     # cuBLAS has the conjugate transpose; a row-major result is computed transposed.
     gpu = on()

@@ -34,6 +34,23 @@ def gpu(on: Any) -> Any:
     return on("A100-40GB")
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_dropout_makes_the_seeds_anew_and_gives_back_the_first(gpu: Any, packed: bool) -> None:
+    """Addresses of torch 2.11.0+cu130 and 2.15.0+cu132: the seeds that stay are the last."""
+    q = made(BATCH * LENGTH, HEADS, SIZE) if packed else made(BATCH, LENGTH, HEADS, SIZE)
+    starts = torch.tensor([0, LENGTH, BATCH * LENGTH], dtype=torch.int32).cuda() if packed else None
+    results = []
+    events = gpu.of(
+        lambda: results.extend(
+            _aten._flash_attention_forward(
+                *(q, q, q, starts, starts, LENGTH, LENGTH, 0.1, True, False)
+            )
+        )
+    )
+    assert events == [OUT, LSE, *RANDOM, 16, -16]
+    assert results[2].data_ptr() - results[3].data_ptr() == 512
+
+
 def test_flash_attention_by_length(gpu: Any) -> None:
     q = made(BATCH, LENGTH, HEADS, SIZE)
     given = q, q, q, None, None, LENGTH, LENGTH, 0.0, True

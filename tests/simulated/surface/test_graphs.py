@@ -458,6 +458,16 @@ class TestRandomState:
             del another
             assert torch.cuda.memory_allocated() == 0
 
+    def test_since_2_14_they_come_behind_the_result_that_needs_them(self) -> None:
+        """Events of torch 2.15.0+cu132."""
+        with simulate("T4", torch_version="2.15") as gpu:
+            x = torch.ones(64, 64, device="cuda")
+            graph, begin = torch.cuda.CUDAGraph(), len(gpu.trace)
+            with torch.cuda.graph(graph):
+                nn.functional.dropout(x, 0.1)
+            events = [event.size for event in gpu.trace[begin:] if event.action == "alloc"]
+            assert events == [64 * 64, 64 * 64 * 4, 8, 8]
+
     @pytest.mark.parametrize("version", ["2.12", "2.13"])
     def test_in_2_12_and_2_13_every_capture_has_its_own_on_the_default_stream(
         self, version: str

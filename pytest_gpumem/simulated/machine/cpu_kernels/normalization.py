@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.machine.cpu_kernels.differentiated import UNREAD, leaf, with_autograd
+from pytest_gpumem.simulated.machine.cpu_kernels.differentiated import UNREAD
 
 _aten = torch.ops.aten
 HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
@@ -43,22 +43,6 @@ def _softmax_backward(operator: Any) -> Callable[..., Any]:
         return result if out else result.to(input_dtype)
 
     return compute
-
-
-def rms_norm_backward(
-    gradient: Tensor,
-    input: Tensor,
-    weight: Tensor | None,
-    normalized_shape: list[int],
-    eps: float | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of ``torch.rms_norm`` by input and weight."""
-    with with_autograd():
-        data = leaf(input)
-        scale = None if weight is None else leaf(weight)
-        out = torch.rms_norm(data, normalized_shape, scale, eps)
-        found = torch.autograd.grad(out, [data, *([] if scale is None else [scale])], gradient)
-    return found[0], found[1] if scale is not None else None
 
 
 def _fused_rms_norm_backward(
