@@ -153,7 +153,7 @@ found = [one.data_ptr() == address for one in (apart, joined)]
 """
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 9), reason="the setting came with torch 2.9")
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="the setting came with torch 2.9")
 @pytest.mark.parametrize(("reuses", "expected"), [(True, [False, True]), (False, [False, False])])
 def test_a_captured_join_frees_a_block_that_another_stream_used(
     dry_run: Run, reuses: bool, expected: list[bool]

@@ -166,8 +166,8 @@ def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) ->
     def handle(args: Args, kwargs: Kwargs) -> Any:
         if machine.streams.captures and draws(args, kwargs):
             capture = machine.capture
-            if capture is not None and capture.draws is not None:
-                capture.draws(machine.current, kwargs.get("generator"))
+            if capture is not None and capture.graph is not None:
+                capture.graph.use_random_operator(machine.current, kwargs.get("generator"))
         if unfilled is not None and machine.leaves_unfilled:
             left = unfilled(args, kwargs)
             if left is not None:
