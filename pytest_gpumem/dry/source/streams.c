@@ -297,7 +297,7 @@ API int cudaEventQuery(struct event *event)
 /* The clock stands still: any two events are a millisecond apart, so that who compares times takes the first. */
 API int cudaEventElapsedTime(float *milliseconds, struct event *start, struct event *end)
 {
-    if (start->stream == NULL || end->stream == NULL)
+    if (start->stream == NULL || end->stream == NULL || start->stream->device != end->stream->device)
         return fail(INVALID_HANDLE);
     *milliseconds = 1;
     return SUCCESS;

@@ -387,6 +387,18 @@ class TestValues:
             graph.replay()
             assert again[0].item() == 6
 
+    def test_a_smaller_type_follows_at_an_address(self) -> None:
+        with simulate("T4", real_values=True):
+            x = torch.full((25,), 3.0, device="cuda")
+            with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+                total = (x + 1).sum()
+                large = x > 2  # at the address of x + 1, and no multiple of its elements
+            for value, expected in [(3.0, 100.0), (1.0, 50.0)]:
+                x.fill_(value)
+                graph.replay()
+                assert total.item() == expected
+                assert large.sum().item() == 25 * (value > 2)
+
     def test_what_writes_to_an_argument_has_a_result_as_well(self) -> None:
         with simulate("T4", real_values=True):
             x = torch.randn(100, 4, device="cuda")
