@@ -206,6 +206,9 @@ class _Collected:
         if isinstance(excinfo.value, pytest.exit.Exception):
             self.problem = str(excinfo.value)
 
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self.problem = excinfo.exconly()
+
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self.problem = report.longreprtext

@@ -7,9 +7,11 @@ Programming Guide.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
 
 from tests.dry.conftest import Run
 
@@ -128,3 +130,54 @@ def test_torch_raises_what_it_raises_on_a_gpu(found: Any) -> None:
         "CUDA error: operation failed due to a previous error during capture",
     ]
     assert found["capturing"] is False
+
+
+REUSING = """
+torch.cuda.init()
+first, second = torch.cuda.Stream(), torch.cuda.Stream()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.stream(first):
+    graph.capture_begin()
+    other, used = torch.empty(8, device="cuda"), torch.empty(8, device="cuda")
+    address = used.data_ptr()
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        torch.add(used, 2.0, out=torch.empty_like(used))
+        used.record_stream(second)
+    del used
+    apart = torch.empty(8, device="cuda")
+    first.wait_stream(second)
+    joined = torch.empty(8, device="cuda")
+    graph.capture_end()
+found = [one.data_ptr() == address for one in (apart, joined)]
+"""
+
+
+@pytest.mark.skipif(torch.__version__ < "2.9", reason="the setting came with torch 2.9")
+@pytest.mark.parametrize(("reuses", "expected"), [(True, [False, True]), (False, [False, False])])
+def test_a_captured_join_frees_a_block_that_another_stream_used(
+    dry_run: Run, reuses: bool, expected: list[bool]
+) -> None:
+    conf = f"graph_capture_record_stream_reuse:{reuses}"
+
+    assert dry_run(REUSING, PYTORCH_CUDA_ALLOC_CONF=conf) == expected
+
+
+CONDITIONAL = """
+from torch._higher_order_ops.cudagraph_conditional_nodes import if_else_node
+condition, x = torch.tensor(True, device="cuda"), torch.ones(1000, device="cuda")
+before = torch.cuda.memory_allocated()
+torch.cuda.reset_peak_memory_stats()
+with torch.cuda.graph(torch.cuda.CUDAGraph()):
+    result = if_else_node(condition, lambda x: x + 1, lambda x: x - 1, [x])
+found = [one - before for one in (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())]
+"""
+
+
+@pytest.mark.skipif(
+    find_spec("torch._higher_order_ops.cudagraph_conditional_nodes") is None,
+    reason="conditional nodes came with torch 2.12",
+)
+def test_both_branches_of_a_conditional_node_are_captured(dry_run: Run) -> None:
+    # The result; beside it the other branch's, and the condition that is not.
+    assert dry_run(CONDITIONAL) == [4096, 4096 + 4096 + 512]

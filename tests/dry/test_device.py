@@ -64,6 +64,15 @@ event = torch.cuda.Event()
 event.record(side)
 found["event"] = event.query()
 
+start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+start.record()
+with torch.cuda.device(1):
+    end.record()
+try:
+    start.elapsed_time(end)
+except RuntimeError as error:
+    found["between_gpus"] = str(error).splitlines()[0]
+
 graph = torch.cuda.CUDAGraph()
 static = torch.ones(1000, device="cuda")
 with torch.cuda.graph(graph):
@@ -129,6 +138,10 @@ def test_what_another_stream_uses_is_free_when_the_host_has_waited(found: Any) -
     assert before >= 40 * MIB
     assert found["when_the_host_has_waited"] == before
     assert found["event"] is True
+
+
+def test_no_time_lies_between_events_of_two_gpus(found: Any) -> None:
+    assert found["between_gpus"] == "CUDA error: invalid resource handle"
 
 
 def test_the_driver_begins_when_devices_are_asked_for(found: Any) -> None:

@@ -101,6 +101,25 @@ def test_a_process_that_dies_is_a_failure_and_no_more(project: Project) -> None:
     )
 
 
+def test_a_process_that_cannot_begin_says_why(project: Project) -> None:
+    fails = """
+        import os
+
+        def pytest_sessionstart(session):
+            if os.getpid() != int(os.environ.setdefault("OUTER", str(os.getpid()))):
+                raise OSError("no GPU is left for this process")
+    """
+    test = """
+        @pytest.mark.gpumem(isolate=True)
+        def test_apart():
+            pass
+    """
+    project.write(conftest=fails, test_it=test)
+    result = project.run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*process of its own: OSError: no GPU is left for this process"])
+
+
 def test_baselines_and_workers(project: Project) -> None:
     project.write(conftest=CONFTEST, test_it=TESTS.replace("== int", "!= 0 or int"))
     project.run_apart("-n2", "--gpumem-update-baselines").assert_outcomes(passed=2)

@@ -1,4 +1,7 @@
-/* Capture of graphs: a graph is the number of its nodes.
+/* Capture of graphs: a graph is its nodes, each with those that it comes after.
+ *
+ * torch's allocator reads their order where it uses a block of several streams again during a capture
+ * (graph_capture_record_stream_reuse, c10/cuda/CUDACachingAllocator.cpp).
  *
  * A call that no graph can contain, such as to wait for a captured stream, fails and invalidates the capture; whatever is
  * called in it then fails, too, until cudaStreamEndCapture, which takes its streams out of it and returns an error and
@@ -6,12 +9,33 @@
  * depending on the mode of each and of the calling thread, do the same (cudaThreadExchangeStreamCaptureMode).
  */
 #include <stdlib.h>
+#include <string.h>
 
 #include "abi.h"
 #include "dry.h"
 #include "streams.h"
 
 enum mode { GLOBAL = 0, THREAD_LOCAL = 1, RELAXED = 2 };
+enum { CONDITIONAL_NODE = 13 }; /* enum cudaGraphNodeType */
+enum { SET_DEPENDENCIES = 1 };  /* enum cudaStreamUpdateCaptureDependenciesFlags */
+
+/* Functions whose parameters have edges, and no version in their names since CUDA 13. */
+#if CUDA_VERSION >= 13000
+#define WITH_EDGES(name) name
+#define EDGES IGNORED void *edges,
+#else
+#define WITH_EDGES(name) name##_v2
+#define EDGES
+#endif
+
+/* struct cudaGraphNodeParams of a conditional node */
+struct node_params {
+    int type, reserved[3];
+    uint64_t handle;
+    int kind;
+    unsigned count;
+    struct graph **bodies; /* of which there are `count` */
+};
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct capture *captures; /* that go on */
@@ -53,6 +77,51 @@ API int cudaThreadExchangeStreamCaptureMode(int *mode)
     return SUCCESS;
 }
 
+static int frontier_add(struct frontier *frontier, struct node *node)
+{
+    for (size_t i = 0; i < frontier->count; i++)
+        if (frontier->nodes[i] == node)
+            return SUCCESS;
+    struct node **nodes = realloc(frontier->nodes, (frontier->count + 1) * sizeof *nodes);
+    if (nodes == NULL)
+        return fail(OUT_OF_MEMORY);
+    nodes[frontier->count++] = node;
+    frontier->nodes = nodes;
+    return SUCCESS;
+}
+
+int frontier_join(struct frontier *frontier, const struct frontier *other)
+{
+    int error = SUCCESS;
+    for (size_t i = 0; i < other->count && error == SUCCESS; i++)
+        error = frontier_add(frontier, other->nodes[i]);
+    return error;
+}
+
+static struct node *graph_add_node(struct graph *graph, struct node *const *before, size_t count)
+{
+    struct node *node = malloc(sizeof *node + count * sizeof *before);
+    if (node == NULL)
+        return NULL;
+    if (count > 0)
+        memcpy(node->before, before, count * sizeof *before);
+    node->count = count;
+    node->older = graph->newest;
+    graph->newest = node;
+    graph->nodes++;
+    return node;
+}
+
+int capture_add_node(struct stream *stream)
+{
+    struct frontier *last = &stream->last;
+    struct node *node = graph_add_node(stream->capture->graph, last->nodes, last->count);
+    if (node == NULL)
+        return fail(OUT_OF_MEMORY);
+    last->count = 0;
+    return frontier_add(last, node);
+}
+
 static int begin_capture(void *handle, int mode, struct graph *graph)
 {
     struct stream *stream = stream_of(handle);
@@ -84,7 +153,8 @@ API int cudaStreamBeginCaptureToGraph(void *handle, struct graph *graph, IGNORED
 API int cudaStreamEndCapture(void *handle, struct graph **graph)
 {
     struct capture *capture = stream_of(handle)->capture;
-    *graph = NULL;
+    if (graph != NULL)
+        *graph = NULL;
     if (capture == NULL)
         return fail(INVALID_VALUE);
     streams_leave(capture);
@@ -95,7 +165,7 @@ API int cudaStreamEndCapture(void *handle, struct graph **graph)
     *link = capture->next;
     pthread_mutex_unlock(&lock);
     bool broken = capture->broken;
-    if (!broken)
+    if (!broken && graph != NULL)
         *graph = capture->graph;
     free(capture);
     return broken ? fail(CAPTURE_INVALIDATED) : SUCCESS;
@@ -110,23 +180,24 @@ API int cudaStreamIsCapturing(void *handle, int *status)
 
 /* Up to CUDA 12 without the edges' data, as _v2; CUDA 13 has the name to itself, and edges before the count. */
 API int cudaStreamGetCaptureInfo_v2(void *handle, int *status, unsigned long long *identity, void **graph,
-                                    const void ***dependencies, size_t *count)
+                                    struct node ***dependencies, size_t *count)
 {
-    const struct capture *capture = stream_of(handle)->capture;
+    const struct stream *stream = stream_of(handle);
+    const struct capture *capture = stream->capture;
     cudaStreamIsCapturing(handle, status);
     if (identity != NULL)
         *identity = capture == NULL ? 0 : capture->number;
     if (graph != NULL)
         *graph = capture == NULL ? NULL : capture->graph;
     if (dependencies != NULL)
-        *dependencies = NULL;
+        *dependencies = stream->last.nodes;
     if (count != NULL)
-        *count = 0;
+        *count = stream->last.count;
     return SUCCESS;
 }
 
 API int cudaStreamGetCaptureInfo_v3(void *handle, int *status, unsigned long long *identity, void **graph,
-                                    const void ***dependencies, const void **edges, size_t *count)
+                                    struct node ***dependencies, const void **edges, size_t *count)
 {
     if (edges != NULL)
         *edges = NULL;
@@ -134,7 +205,7 @@ API int cudaStreamGetCaptureInfo_v3(void *handle, int *status, unsigned long lon
 }
 
 API int cudaStreamGetCaptureInfo(void *handle, int *status, unsigned long long *identity, void **graph,
-                                 const void ***dependencies, const void **edges, size_t *count)
+                                 struct node ***dependencies, const void **edges, size_t *count)
 {
     return cudaStreamGetCaptureInfo_v3(handle, status, identity, graph, dependencies, edges, count);
 }
@@ -155,8 +226,67 @@ API int cudaGraphLaunch(IGNORED void *executable, void *handle)
     return stream_add_kernel(handle);
 }
 
-API int cudaGraphGetNodes(struct graph *graph, IGNORED void **nodes, size_t *count)
+API int cudaGraphDestroy(struct graph *graph)
 {
+    for (struct node *node = graph->newest; node != NULL;) {
+        struct node *older = node->older;
+        free(node);
+        node = older;
+    }
+    for (struct graph *body = graph->bodies; body != NULL;) {
+        struct graph *next = body->next;
+        cudaGraphDestroy(body);
+        body = next;
+    }
+    free(graph);
+    return SUCCESS;
+}
+
+API int cudaGraphGetNodes(const struct graph *graph, struct node **nodes, size_t *count)
+{
+    size_t most = nodes == NULL ? 0 : *count, position = graph->nodes;
     *count = graph->nodes;
+    for (struct node *node = graph->newest; node != NULL; node = node->older)
+        if (--position < most)
+            nodes[position] = node;
+    return SUCCESS;
+}
+
+API int cudaGraphNodeGetDependencies(const struct node *node, struct node **before, EDGES size_t *count)
+{
+    for (size_t i = 0; before != NULL && i < *count && i < node->count; i++)
+        before[i] = node->before[i];
+    *count = node->count;
+    return SUCCESS;
+}
+
+API int WITH_EDGES(cudaStreamUpdateCaptureDependencies)(void *handle, struct node **nodes, IGNORED const void *edges,
+                                                        size_t count, unsigned flags)
+{
+    struct frontier *last = &stream_of(handle)->last;
+    if ((flags & SET_DEPENDENCIES) != 0)
+        last->count = 0;
+    return frontier_join(last, &(struct frontier){count, nodes});
+}
+
+/* Of a conditional node each body is a graph of its own, which the program captures next. */
+API int WITH_EDGES(cudaGraphAddNode)(struct node **node, struct graph *graph, struct node *const *before,
+                                     IGNORED const void *edges, size_t count, struct node_params *params)
+{
+    *node = graph_add_node(graph, before, count);
+    if (*node == NULL)
+        return fail(OUT_OF_MEMORY);
+    if (params->type != CONDITIONAL_NODE)
+        return SUCCESS;
+    params->bodies = calloc(params->count, sizeof *params->bodies);
+    if (params->bodies == NULL)
+        return fail(OUT_OF_MEMORY);
+    for (unsigned i = 0; i < params->count; i++) {
+        struct graph *body = calloc(1, sizeof *body);
+        if (body == NULL)
+            return fail(OUT_OF_MEMORY);
+        body->next = graph->bodies;
+        graph->bodies = params->bodies[i] = body;
+    }
     return SUCCESS;
 }

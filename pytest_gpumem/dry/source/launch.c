@@ -234,13 +234,6 @@ API int cudaUserObjectCreate(void **object, IGNORED void *data, IGNORED void (*d
     return SUCCESS;
 }
 
-API int cudaGraphAddNode(void **node, IGNORED void *graph, IGNORED const void *nodes, IGNORED const void *edges,
-                         IGNORED size_t count, IGNORED void *parameters)
-{
-    *node = SOMETHING;
-    return SUCCESS;
-}
-
 API int cudaGraphConditionalHandleCreate(unsigned long long *handle, IGNORED void *graph, IGNORED unsigned value,
                                          IGNORED unsigned flags)
 {

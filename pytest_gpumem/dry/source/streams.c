@@ -69,8 +69,10 @@ void streams_leave(const struct capture *capture)
 {
     pthread_mutex_lock(&lock);
     for (struct stream *stream = streams; stream != NULL; stream = stream->next)
-        if (stream->capture == capture)
+        if (stream->capture == capture) {
             stream->capture = NULL;
+            stream->last.count = 0;
+        }
     pthread_mutex_unlock(&lock);
 }
 
@@ -109,10 +111,7 @@ int stream_add_node(void *handle)
         stream->issued++;
         return SUCCESS;
     }
-    if (capture->broken)
-        return fail(CAPTURE_INVALIDATED);
-    capture->graph->nodes++;
-    return SUCCESS;
+    return capture->broken ? fail(CAPTURE_INVALIDATED) : capture_add_node(stream);
 }
 
 /* Of a kernel, or of the call of a library that launches some. */
@@ -199,7 +198,7 @@ API int cudaStreamWaitEvent(void *handle, struct event *event, IGNORED unsigned 
         if (event->stream->capture->broken)
             return fail(CAPTURE_INVALIDATED);
         stream->capture = event->stream->capture;
-        return SUCCESS;
+        return frontier_join(&stream->last, &event->last);
     }
     pthread_mutex_lock(&lock);
     struct dependency *one = malloc(sizeof *one);
@@ -221,6 +220,7 @@ API int cudaEventCreate(struct event **event) { return cudaEventCreateWithFlags(
 
 API int cudaEventDestroy(struct event *event)
 {
+    free(event->last.nodes);
     free(event);
     return SUCCESS;
 }
@@ -231,8 +231,8 @@ API int cudaEventRecord(struct event *event, void *handle)
     struct capture *capture = stream->capture;
     if (capture != NULL && capture->broken)
         return fail(CAPTURE_INVALIDATED);
-    *event = (struct event){stream, ++stream->issued, capture == NULL ? 0 : capture->number};
-    return SUCCESS;
+    *event = (struct event){stream, ++stream->issued, capture == NULL ? 0 : capture->number, {0, event->last.nodes}};
+    return frontier_join(&event->last, &stream->last);
 }
 
 API int cudaEventRecordWithFlags(struct event *event, void *handle, IGNORED unsigned flags)
@@ -297,7 +297,7 @@ API int cudaEventQuery(struct event *event)
 /* The clock stands still: any two events are a millisecond apart, so that who compares times takes the first. */
 API int cudaEventElapsedTime(float *milliseconds, struct event *start, struct event *end)
 {
-    if (start->stream == NULL || end->stream == NULL)
+    if (start->stream == NULL || end->stream == NULL || start->stream->device != end->stream->device)
         return fail(INVALID_HANDLE);
     *milliseconds = 1;
     return SUCCESS;

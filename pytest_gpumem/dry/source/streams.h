@@ -14,11 +14,25 @@ struct dependency {
     struct dependency *next;
 };
 
+/* A node of a graph and those before it, of the same graph. */
+struct node {
+    struct node *older; /* in the graph */
+    size_t count;
+    struct node *before[];
+};
+
+/* The nodes that the next one of a captured stream, or of a stream that waits for a captured event, comes after. */
+struct frontier {
+    size_t count;
+    struct node **nodes;
+};
+
 struct stream {
     int device, priority;
     uint64_t issued, done;
     uint64_t slept; /* the first position that sleeps, if it lies behind `done` */
     struct capture *capture; /* NULL: what is called happens now */
+    struct frontier last;
     struct dependency *dependencies;
     struct stream *next;
 };
@@ -27,10 +41,13 @@ struct event {
     struct stream *stream;
     uint64_t at;
     unsigned long long capture; /* its number; 0: none */
+    struct frontier last;
 };
 
 struct graph {
     size_t nodes;
+    struct node *newest;
+    struct graph *bodies, *next; /* of conditional nodes; of the same node's graph */
 };
 
 /* A capture, of one stream and of those that wait for events in it. */
@@ -45,6 +62,8 @@ struct capture {
 
 /* captures.c */
 int capture_break(struct capture *capture); /* returns the error of the call that does it */
+int capture_add_node(struct stream *stream);
+int frontier_join(struct frontier *frontier, const struct frontier *other);
 
 /* streams.c */
 void streams_leave(const struct capture *capture);

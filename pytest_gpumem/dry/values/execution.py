@@ -382,16 +382,16 @@ class _Gathered(_Parts):
 
 
 def _is_brought_by_host(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Return whether a collective's results are copied from the host, by gloo's own threads.
+    """Return whether a collective's results are on the host, or copied from there.
 
-    Later than ``func`` returns, and as any copy: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp,
-    torch 2.6 to 2.15.
+    Gloo's own threads copy them, later than ``func`` returns, and as any copy is made:
+    torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, torch 2.6 to 2.15.
     """
     if func.namespace != "c10d":
         return False
     group = named(func, args, kwargs).get("process_group")
-    if group is None:
-        return False
+    if group is None or not any(tensor.is_cuda for tensor in tensors_in(args)):
+        return group is not None
     known: Any = torch._C._distributed_c10d.ProcessGroup.unbox(group)
     return str(known._get_backend(torch.device("cuda")).name()) == "gloo"
 

@@ -167,8 +167,8 @@ def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) ->
 
     def drawn(args: Args, kwargs: Kwargs) -> None:
         capture = machine.capture
-        if draws(args, kwargs) and capture is not None and capture.draws is not None:
-            capture.draws(machine.current, kwargs.get("generator"))
+        if draws(args, kwargs) and capture is not None and capture.graph is not None:
+            capture.graph.use_random_operator(machine.current, kwargs.get("generator"))
 
     def handle(args: Args, kwargs: Kwargs) -> Any:
         if machine.streams.captures:

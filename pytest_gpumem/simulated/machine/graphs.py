@@ -1,6 +1,6 @@
 """CUDA graphs: the body runs once, when it is captured, and keeps its memory for replays.
 
-Sources: aten/src/ATen/cuda/CUDAGraph.cpp and CUDAGeneratorImpl.cpp.
+Sources: aten/src/ATen/cuda/CUDAGraph.cpp and CUDAGeneratorImpl.cpp, torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -31,12 +31,17 @@ _EMPTY = (
 
 
 class Graph:
-    """The ``torch.cuda.CUDAGraph`` of a simulated GPU; a replay does nothing to memory."""
+    """The C++ class of ``torch.cuda.CUDAGraph``, of a simulated GPU; a replay takes no memory."""
 
     _machine: ClassVar[SimulatedMachine]
 
+    def __new__(cls, *args: object, **options: object) -> Graph:
+        """Return a graph; torch's Python class gives its arguments to this, too."""
+        return super().__new__(cls)
+
     def __init__(self, keep_graph: bool = False) -> None:
         self._keeps = keep_graph
+        self._has_graph_exec = self._is_final = False
         self._capture: Capture | None = None
         self._captured: Capture | None = None
         self._memory: Memory | None = None
@@ -44,12 +49,13 @@ class Graph:
         """Seed and offset of the capture, by state of a generator; empty up to 2.11."""
         self._states: list[object] = []
         """The states of generators that captured operators may use."""
+        self._more_pools: list[PoolId] = []
+        """Further pools that the capture has used, which live as long as it does."""
 
     def capture_begin(
         self,
         pool: PoolId | None = None,
         capture_error_mode: str = "global",
-        check_input_liveness: bool = False,
     ) -> None:
         """Capture the work of the current stream from now on."""
         machine = self._machine
@@ -71,7 +77,7 @@ class Graph:
         chosen = SHARED_POOL if pool is None else (pool[0], pool[1])
         identity = (next(machine.graph_pools), 0) if chosen == SHARED_POOL else chosen
         recording = GraphRecording(machine.values, machine.pool_contents.of(gpu, identity))
-        capture = Capture(gpu, identity, recording, self._use_random_operator)
+        capture = Capture(gpu, identity, recording, self)
         captures = machine.streams.captures
         try:
             gpu.allocator.begin_allocate_to_pool(
@@ -92,6 +98,16 @@ class Graph:
                 self._random[state] = state_tensors(gpu, 0)
 
     def capture_end(self) -> None:
+        """End the capture and make the graph ready to run, unless it is kept."""
+        Graph.capture_end_pre(self)
+        self._has_graph_exec = not self._keeps
+        Graph.capture_end_post(self)
+
+    def capture_end_post(self) -> None:
+        """Give up what was captured unless it is kept; memory stays with the graph."""
+        self._is_final = True
+
+    def capture_end_pre(self) -> None:
         """End the capture; its allocations stay with the graph."""
         capture = self._capture
         if capture is None:
@@ -103,18 +119,19 @@ class Graph:
         if not capture.valid:
             capture.memory.pools.release(capture.pool)
             raise cuda_error("operation failed due to a previous error during capture")
-        self._captured = capture
+        self._captured, self._is_final = capture, False
         if capture.is_empty:
             warnings.warn(_EMPTY, stacklevel=2)
 
     def instantiate(self) -> None:
-        """Make the graph ready to run; ``capture_end`` does it unless the graph is kept."""
+        """Make the graph ready to run."""
         if self._captured is None:
             raise RuntimeError("capture_end() must have been called before calling instantiate")
-        if not self._keeps:
+        if self._is_final and not self._keeps:
             raise RuntimeError(
                 "instantiate() is intended to be called by the user only when keep_graph=true"
             )
+        self._has_graph_exec = True
 
     def replay(self) -> None:
         """Compute the values of the captured work, or mark them as unknown; nothing is taken."""
@@ -132,10 +149,14 @@ class Graph:
     def reset(self) -> None:
         """Give the graph up: its memory can be released once no tensor needs it."""
         captured, self._captured = self._captured, None
+        self._has_graph_exec = False
         if self._memory is not None:
             for addresses in self._random.values():
                 free_all(self._memory, addresses)
             self._random.clear()
+            for pool in self._more_pools:
+                self._memory.pools.release(pool)
+            self._more_pools.clear()
         if captured is not None:
             if captured.gpu.version >= CLEARS_WORKSPACES:
                 captured.gpu.workspaces.clear_stream(captured.stream)
@@ -146,6 +167,27 @@ class Graph:
         if self._captured is None:
             raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
         return self._captured.pool
+
+    def pools(self) -> list[PoolId]:
+        """Return the ids of all pools that the graph keeps, its own first."""
+        return [Graph.pool(self), *self._more_pools]
+
+    def _retain_pool(self, pool: PoolId) -> None:
+        """Keep a pool that the capture uses (``use_mem_pool``, since 2.15) until the graph ends."""
+        if self._capture is None:
+            raise RuntimeError("CUDAGraph::retain_pool may only be called during capture.")
+        pool = (pool[0], pool[1])
+        if pool not in (self._capture.pool, *self._more_pools):
+            self._capture.memory.pools.create(pool)
+            self._more_pools.append(pool)
+
+    @classmethod
+    def get_currently_capturing_graph(cls) -> Graph:
+        """Return the graph that the work of the current stream is captured into."""
+        capture = cls._machine.capture
+        if capture is None or not isinstance(capture.graph, Graph):
+            raise RuntimeError("The current stream is not currently capturing.")
+        return capture.graph
 
     def register_generator_state(self, generator: Any) -> None:
         """Allow captured operators to use ``generator`` too; since 2.14 any may be used."""
@@ -161,7 +203,15 @@ class Graph:
         for name in ("debug_dump", "raw_cuda_graph", "raw_cuda_graph_exec", "get_graph_data")
     )
 
-    def _use_random_operator(self, gpu: GpuState, generator: torch.Generator | None) -> None:
+    begin_capture_to_if_node, begin_capture_to_while_node = (
+        refusing(
+            f"torch.cuda.CUDAGraph.{name}",
+            "captures a body that a simulated GPU does not follow: run pytest --gpumem-device=dry",
+        )
+        for name in ("begin_capture_to_if_node", "begin_capture_to_while_node")
+    )
+
+    def use_random_operator(self, gpu: GpuState, generator: torch.Generator | None) -> None:
         """Note a captured random operator: since 2.14 it allocates a state of the capture's own."""
         if gpu.version >= LAZY_RNG and (state := state_of(generator, gpu)) not in self._random:
             self._random[state] = state_tensors(gpu, 0)
@@ -183,7 +233,10 @@ class Graph:
     def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if exiting():  # the modules this needs may be gone, and the memory is not used again
             return
-        self.reset()
+        tracker = getattr(self, "_tracker", None)  # of torch's Python class, since 2.13
+        if tracker is not None:
+            tracker.stop()
+        Graph.reset(self)
         self._machine.random_state.unregister(self)
 
 

@@ -87,8 +87,8 @@ class PoolContents:
         if base is None or (owner.lives and self._values.base(owner.key) is base):
             return base
         if base.nbytes > place.nbytes:
-            # A larger storage left this: from now on there are only as many bytes.
-            base = base.view(torch.uint8)[: place.nbytes].clone().view(base.dtype)
+            # A larger storage left this: from now on there are only as many bytes, of any type.
+            base = base.view(torch.uint8)[: place.nbytes].clone()
             self.put(place, base)
         elif owner.lives:
             self.put(place, base)

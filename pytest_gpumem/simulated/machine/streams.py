@@ -20,7 +20,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.autograd.graph
@@ -40,6 +40,11 @@ _SYNCHRONIZES = "called a synchronizing CUDA operation"
 """warn_or_error_on_sync of c10/cuda/CUDAFunctions.cpp."""
 
 
+class _DrawsNumbers(Protocol):
+    def use_random_operator(self, gpu: GpuState, generator: torch.Generator | None) -> None:
+        """Note a captured random operator."""
+
+
 class Capture:
     """A capture under way, on the stream it began on and those that wait for it."""
 
@@ -48,15 +53,15 @@ class Capture:
         gpu: GpuState,
         pool: PoolId,
         recording: GraphRecording,
-        draws: Callable[[GpuState, torch.Generator | None], None],
+        graph: _DrawsNumbers,
     ) -> None:
         self.gpu = gpu
         self.pool = pool
         self.stream = gpu.stream
         self.memory = gpu.allocator
         self.recording = recording
-        self.draws: Callable[[GpuState, torch.Generator | None], None] | None = draws
-        """Called for each random operator until the capture ends: it refers to the graph."""
+        self.graph: _DrawsNumbers | None = graph
+        """Until the capture ends: the graph refers to the capture."""
         self.under_way = True
         self.is_empty = True
         """Whether nothing was captured yet that a graph has a node for."""
@@ -65,7 +70,7 @@ class Capture:
 
     def end(self) -> None:
         """End the capture, whose memory stays in its pool."""
-        self.under_way, self.draws = False, None
+        self.under_way, self.graph = False, None
         self.memory.mark_capture_end()
         self.memory.end_allocate_to_pool(self.pool)
 

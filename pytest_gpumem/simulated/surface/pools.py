@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CellType, FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -222,11 +223,36 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
     patches.add(pluggable, "__init__", refuses)
     add_functions(_functions(machine), patches)
     _add_states(machine, patches)
-    graph = type("CUDAGraph", (Graph,), {"_machine": machine})
+    graph = type("CUDAGraph", (_above(Graph, torch.cuda.graphs.CUDAGraph),), {"_machine": machine})
     for module in (torch.cuda, torch.cuda.graphs):
         patches.add(module, "CUDAGraph", graph)
     # torch keeps one capture stream for the whole process.
     patches.add(torch.cuda.graphs.graph, "default_capture_stream", None)
+
+
+def _above(base: type[Graph], torchs: type) -> type:
+    """Return torch's Python class of graphs with ``base`` in the place of its C++ one.
+
+    Its methods are the same code, with another class for ``super()`` to begin at. Those that only
+    look at the driver's graph are left out, and refused by ``base``.
+    """
+    own = CellType()
+
+    def bound(value: Any) -> Any:
+        if isinstance(value, staticmethod):  # __new__
+            return staticmethod(bound(value.__func__))
+        if not isinstance(value, FunctionType) or value.__code__.co_freevars != ("__class__",):
+            return value
+        made = FunctionType(
+            value.__code__, value.__globals__, value.__name__, value.__defaults__, (own,)
+        )
+        made.__kwdefaults__, made.__doc__ = value.__kwdefaults__, value.__doc__
+        return made
+
+    left_out = {"__dict__", "__weakref__", "__del__", "debug_dump", "get_graph_data"}
+    names = {name: bound(value) for name, value in vars(torchs).items() if name not in left_out}
+    made = own.cell_contents = type(torchs.__name__, (base,), names)
+    return made
 
 
 def _add_states(machine: SimulatedMachine, patches: Patches) -> None:

@@ -103,6 +103,8 @@ class SimulatedEvent:
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if not (self._is_recorded and end_event._is_recorded):
             raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if self._device != end_event._device:
+            raise cuda_error("invalid resource handle")
         return (end_event.moment - self.moment) * 1000
 
     def _key(self, stream: Any) -> StreamKey:

@@ -24,6 +24,11 @@ def mebibytes(count: int) -> torch.Tensor:
     return torch.empty(count * MIB, dtype=torch.uint8, device="cuda")
 
 
+def new_graph() -> Any:
+    """Return a graph, whose class has had more methods from release to release."""
+    return torch.cuda.CUDAGraph()
+
+
 def segments() -> list[tuple[Any, int]]:
     return sorted(
         (each["segment_pool_id"], each["total_size"] // MIB)
@@ -382,6 +387,18 @@ class TestValues:
             graph.replay()
             assert again[0].item() == 6
 
+    def test_a_smaller_type_follows_at_an_address(self) -> None:
+        with simulate("T4", real_values=True):
+            x = torch.full((25,), 3.0, device="cuda")
+            with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+                total = (x + 1).sum()
+                large = x > 2  # at the address of x + 1, and no multiple of its elements
+            for value, expected in [(3.0, 100.0), (1.0, 50.0)]:
+                x.fill_(value)
+                graph.replay()
+                assert total.item() == expected
+                assert large.sum().item() == 25 * (value > 2)
+
     def test_what_writes_to_an_argument_has_a_result_as_well(self) -> None:
         with simulate("T4", real_values=True):
             x = torch.randn(100, 4, device="cuda")
@@ -594,7 +611,8 @@ class TestMisuse:
         ("use", "words"),
         [
             (lambda graph: graph.capture_begin(), "must be captured on a non-default stream"),
-            (lambda graph: graph.replay(), "replay without a preceding successful capture"),
+            # Since 2.15 a replay makes the graph ready first.
+            (lambda graph: graph.replay(), "without a preceding successful|before calling instan"),
             (lambda graph: graph.pool(), r"pool\(\) without a preceding successful capture"),
             (lambda graph: graph.capture_end(), r"called before capture_begin\(\)"),
             (lambda graph: graph.instantiate(), r"capture_end\(\) must have been called"),
@@ -693,6 +711,61 @@ class TestMisuse:
                 graph.raw_cuda_graph()
             with pytest.raises(UnsupportedOperatorError, match="needs the driver's graph"):
                 graph.debug_dump(debug_path="graph.dot")
+
+    @pytest.mark.skipif(torch.__version__ < "2.15", reason="graphs keep pools since torch 2.15")
+    def test_a_pool_that_a_capture_uses_lives_as_long_as_the_graph(self) -> None:
+        with simulate("T4"):
+            pool, graph = torch.cuda.MemPool(), new_graph()
+            with torch.cuda.graph(graph):
+                own = mebibytes(30)
+                with torch.cuda.use_mem_pool(pool):
+                    used = mebibytes(40)
+                assert graph.get_currently_capturing_graph() is graph
+            assert graph.pools() == [graph.pool(), pool.id]
+            del own, used, pool
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_reserved() == 70 * MIB
+            graph.reset()
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_reserved() == 0
+
+    @pytest.mark.skipif(torch.__version__ < "2.15", reason="hooks came with torch 2.15")
+    def test_hooks_and_kept_objects_are_torchs_own(self) -> None:
+        with simulate("T4"):
+            graph, called = new_graph(), list[str]()
+            graph.register_capture_end_hook(lambda _: called.append("captured"))
+            graph.register_replay_start_hook(lambda _: called.append("replayed"))
+            with torch.cuda.graph(graph):
+                torch.ones(1, device="cuda")
+            graph.replay()
+            assert called == ["captured", "replayed"]
+            graph.retain_object(mebibytes(30))
+            assert torch.cuda.memory_allocated() == 30 * MIB
+            graph.reset()
+            assert torch.cuda.memory_allocated() == 0
+
+    @pytest.mark.skipif(torch.__version__ < "2.13", reason="the check came with torch 2.13")
+    def test_a_replay_notices_that_an_input_is_gone(self) -> None:
+        with simulate("T4"):
+            graph, x = torch.cuda.CUDAGraph(), mebibytes(30)
+            with torch.cuda.graph(graph, check_input_liveness=True):
+                x + 1
+            graph.replay()
+            del x
+            with pytest.raises(RuntimeError, match=r"1 dead tensor"):
+                graph.replay()
+
+    @pytest.mark.skipif(
+        not hasattr(torch.cuda.CUDAGraph, "begin_capture_to_if_node"), reason="since torch 2.12"
+    )
+    def test_bodies_of_conditional_nodes_are_refused(self) -> None:
+        with simulate("T4"):
+            condition = torch.tensor(True, device="cuda")
+            with (
+                torch.cuda.graph(graph := new_graph()),
+                pytest.raises(UnsupportedOperatorError, match="gpumem-device=dry"),
+            ):
+                graph.begin_capture_to_if_node(condition)
 
 
 class TestGraphedCallables:

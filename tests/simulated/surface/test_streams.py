@@ -294,6 +294,15 @@ class TestEvent:
             with pytest.raises(ValueError, match="must be recorded before"):
                 timed.elapsed_time(timed)
 
+    def test_no_time_lies_between_events_of_two_gpus(self) -> None:
+        with simulate("T4*2"):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            with torch.cuda.device(1):
+                end.record()
+            with pytest.raises(RuntimeError, match="invalid resource handle"):
+                start.elapsed_time(end)
+
     def test_an_event_that_was_never_recorded_holds_nobody_up(self) -> None:
         with simulate("T4"):
             event = torch.cuda.Event()
