@@ -94,7 +94,8 @@ class Facts:
 
     def given(self, tensor: torch.Tensor) -> None:
         """Record the shape of a ``tensor`` that a model is called with."""
-        shape = tuple(tensor.shape)
+        # The size of a jagged tensor's rows is none: -1, as where torch leaves one open.
+        shape = tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
         if shape not in self._inputs and len(self._inputs) < MOST_LARGEST:
             self._inputs.append(shape)
 
