@@ -50,6 +50,8 @@ _BEGIN = "_cuda_beginAllocateCurrentThreadToPool"
 _BEGINS = (_BEGIN, "_cuda_beginAllocateCurrentStreamToPool", "_cuda_beginAllocateToPool")
 """With those of 2.6, which torch/_inductor/cudagraph_trees.py calls, too."""
 _END = "_cuda_endAllocateToPool"
+_ENDS = (_END, "_cuda_endAllocateCurrentStreamToPool")
+"""With that of 2.6."""
 
 _receiving: set[tuple[int, int]] = set()
 """The pools that receive a thread's allocations, by identity."""
@@ -67,7 +69,7 @@ def _noting_pools() -> Iterator[None]:
 
         return noted
 
-    functions = dict.fromkeys(_BEGINS, _receiving.add) | {_END: _receiving.discard}
+    functions = dict.fromkeys(_BEGINS, _receiving.add) | dict.fromkeys(_ENDS, _receiving.discard)
     patches = Patches()
     add_functions(
         {

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 _ID_BYTES = 128
 """Bytes of ncclUniqueId, which a rank other than the first one reads from the store."""
-_AT_REBUILD = 2
-"""The forward pass at which DDP rebuilds its buckets."""
+_AT_REBUILD = (2, 3)
+"""The forward pass at which DDP rebuilds its buckets, and that of a static graph (reducer.cpp)."""
 _LONG_STEP = 0.25
 """Seconds after which the watchdog has looked."""
 
@@ -113,6 +113,7 @@ class DryRankProcessGroups(process_groups.RankProcessGroups):
                 patches.setattr(owner, "new_group", _regrouped(c10d.new_group))
             _split_nothing(patches)
             patches.setattr(Reducer, "_rebuild_buckets", _unhurried())
+            patches.setattr(dist, "_broadcast_coalesced", _awaited())
             torch.cuda.set_device(self._world.local_rank)
             yield
 
@@ -161,11 +162,31 @@ def _unhurried() -> Any:
     @functools.wraps(rebuild)
     def rebuilding(reducer: Any) -> Any:
         calls[id(reducer)] += 1
-        if calls[id(reducer)] == _AT_REBUILD:
+        if calls[id(reducer)] in _AT_REBUILD:
             time.sleep(_LONG_STEP)
-        return rebuild(reducer)
+        is_rebuilt = rebuild(reducer)
+        if is_rebuilt:
+            calls[id(reducer)] = _AT_REBUILD[-1]
+            torch.cuda.synchronize()
+        return is_rebuilt
 
     return rebuilding
+
+
+def _awaited() -> Any:
+    """Return ``_broadcast_coalesced``, by which DDP begins, with its copy free when it returns.
+
+    Up to torch 2.7 a collective records its stream on what it is given (``avoidRecordStreams_`` of
+    ProcessGroupNCCL.cpp), and the copy of all weights would be there until the watchdog looks.
+    """
+    broadcast = dist._broadcast_coalesced
+
+    @functools.wraps(broadcast)
+    def broadcasting(*args: Any, **kwargs: Any) -> None:
+        broadcast(*args, **kwargs)
+        torch.cuda.synchronize()
+
+    return broadcasting
 
 
 def _split_nothing(patches: pytest.MonkeyPatch) -> None:

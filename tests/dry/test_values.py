@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.dry.conftest import Run
 from tests.dry.test_plugin import pytest_in, reported
@@ -473,6 +474,8 @@ def test_groups_of_unknown_length_are_not_empty(tests: Any) -> None:
     # tokens, weights and products, 32,768 + 262,144 + 131,072 bytes, and cuBLAS's workspace.
     measured = tests["test_multiplies_groups_of_unknown_length"]["measurement"]
 
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        pytest.skip("came with torch 2.10")
     assert measured["peak_allocated"] > 425_984 + 8_519_680
 
 

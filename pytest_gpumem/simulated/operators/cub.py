@@ -19,6 +19,8 @@ LARGEST_SCAN = 1 << 30
 """Elements that at::cuda::cub scans at once."""
 _NESTED_SINCE: Version = (2, 11)
 """CUB 3 (CUDA 13) aligns the tile states once more by themselves."""
+_WIDE_RUNS_SINCE: Version = (2, 7)
+"""Runs of equal keys are counted in 64 bits."""
 _LANES = 32
 """Tile states in front of the first tile."""
 
@@ -77,11 +79,12 @@ def unique_by_key_bytes(
 ) -> int:
     """Return the bytes for finding where runs of equal keys begin among ``count`` keys."""
     tile = 64 * max(1, 11 * 4 // index_bytes)
+    is_nested = version >= _NESTED_SINCE
     if capability >= (9, 0):
-        tile = 448 * 11 if index_bytes == 8 else 512 * 14
+        tile = 512 * 14 if index_bytes == 4 else 448 * (11 if is_nested else 10)
     elif capability == (8, 0):
-        tile = 192 * 7 if index_bytes == 8 else 256 * 11
-    return _tile_states(count, tile, 16, version)
+        tile = 256 * 11 if index_bytes == 4 else 192 * 7 if is_nested else 256 * 7
+    return _tile_states(count, tile, 16 if version >= _WIDE_RUNS_SINCE else 8, version)
 
 
 def unique_bytes(count: int, capability: Capability, version: Version) -> int:

@@ -59,6 +59,8 @@ class TensorReads:
         block = self._storages.of(tensor)
         if block is not None:
             return block.device.torch_device
+        if self._storages.is_seed(tensor):
+            return torch.device("cpu")
         return place_of(tensor) or raw.device(tensor)
 
     def is_cuda(self, tensor: torch.Tensor) -> _Truth:

@@ -121,7 +121,7 @@ def test_the_workspace_follows_from_both_sides_of_the_kernel(on: Any) -> None:
 
 def test_a_volume_of_halves_peaks_at_the_printed_bytes(on: Any) -> None:
     # pytorch#95024: max_memory_allocated and max_memory_reserved.
-    on("A100-80GB")
+    on("A100-80GB", "2.13")
     volume = torch.empty(1, 64, 361, 370, 251, device="cuda", dtype=torch.float16)
     layer = nn.Conv3d(64, 32, 3, padding=1).half().cuda()
     layer(volume)
