@@ -117,7 +117,10 @@ class Results:
             self.by_run[run] = replace(self.by_run[run], outcome=outcome)
 
     def collected(self, nodeids: Iterable[str], *, marked: bool) -> None:
-        """Take in the ids of all collected tests, and whether any of them is marked."""
+        """Take in the ids of all collected tests, and whether one is marked, or measured without.
+
+        Such are those that use the fixture, and all with ``--gpumem-all``.
+        """
         self.existing.update(map(without_group, nodeids))
         self.any_marked |= marked
 

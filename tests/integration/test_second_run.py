@@ -207,6 +207,25 @@ def test_a_shared_fixture_that_cannot_be_simulated_spoils_no_other_test(project:
     project.run().assert_outcomes(passed=2)
 
 
+@pytest.mark.parametrize("scope", ["test", "session"])
+def test_shared_fixtures_of_unmarked_tests_belong_to_their_device(
+    project: Project, scope: str
+) -> None:
+    body = """
+        @pytest.fixture(scope="session")
+        def pair():
+            return torch.zeros(3, device="cuda"), torch.ones(3, device="cuda")
+
+        @pytest.mark.parametrize("_", range(2))
+        def test_decides(pair, _):
+            assert pair[0].device.type == "cuda"
+            assert torch.rand(4, device="cuda").sum() < 5
+    """
+    project.write(test_pair=body)
+
+    project.run("--gpumem-all", f"--gpumem-sim-scope={scope}").assert_outcomes(passed=2)
+
+
 def test_a_shared_process_group_is_there_in_the_second_run(project: Project) -> None:
     body = """
         from torch import distributed

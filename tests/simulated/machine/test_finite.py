@@ -163,3 +163,11 @@ def test_real_values_are_looked_at() -> None:
         assert torch.isnan(x).any()
         assert not torch.isfinite(x).all()
         assert gpu.notes == ()
+
+
+def test_sparse_numbers_of_the_host_are_added() -> None:
+    with simulate("A100-40GB"):
+        assert torch.full((2,), math.inf, device="cuda").shape == (2,)
+        weight = torch.ones(1)
+        weight.add_(torch.tensor([3.0]).to_sparse(), alpha=-1)
+        assert weight.item() == -2

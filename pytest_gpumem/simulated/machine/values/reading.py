@@ -64,7 +64,8 @@ class Reading(KnownValues):
 
     def single(self, tensor: torch.Tensor) -> Any:
         """Return the one number that ``tensor`` holds, once or repeated; ``None`` if not known."""
-        repeated = tensor.numel() == 1 or not any(tensor.stride())
+        is_strided = tensor.layout is torch.strided
+        repeated = is_strided and (tensor.numel() == 1 or not any(tensor.stride()))
         if not repeated or not tensor.numel() or self.storages.is_unknown_on_cpu(tensor):
             return None
         with torch._C._DisableTorchDispatch():
