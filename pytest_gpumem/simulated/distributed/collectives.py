@@ -252,7 +252,7 @@ class Collectives:
         self._machine = machine
         self._of = machine.storages.of
         self._operation = "SUM"
-        """What C++ asks for itself, as DDP does to learn which parameters were used anywhere."""
+        """The reduction that C++ asks for itself, as DDP does for a map of used parameters."""
         self._has_result = True
         """Whether a work can be asked for its results: C++ may keep one that it has waited for."""
         self._communicators = communicators
