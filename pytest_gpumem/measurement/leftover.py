@@ -95,7 +95,7 @@ class LeftoverSpace:
             found = {one for one in used if one not in self._filled}
             own = set(filter(is_own, found))
             others |= found - own
-            if used and not own and not segment.get("is_expandable"):
+            if used and not own:
                 holes += _holes_of(segment)
         return sorted(holes, key=lambda hole: hole.size), others, segments
 

@@ -152,3 +152,20 @@ found["filled"] = leftover.filled[0]
 """
     )
     assert found["filled"] == (2 << 20) - (1 << 20) - 1024
+
+
+def test_the_mapped_part_of_an_expandable_segment_is_filled_too(dry_run: Run) -> None:
+    """A test then maps 2 MiB and 20 MiB of its own, as in a new process."""
+    found = dry_run(
+        BEGIN
+        + """
+left = of(1), of(8 * MIB)
+leftover.fill([])
+before = torch.cuda.memory_reserved()
+own = of(1), of(8 * MIB)
+found["more"] = torch.cuda.memory_reserved() - before
+""",
+        PYTORCH_ALLOC_CONF="expandable_segments:True",
+        PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
+    )
+    assert found["more"] == 22 << 20

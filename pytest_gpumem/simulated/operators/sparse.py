@@ -68,7 +68,8 @@ def _clone(self: Tensor) -> Tensor:
     if is_kept and indices.is_contiguous() and values.is_contiguous():
         # A leaf takes the gradient's own parts. Here Python holds them too, and torch would copy.
         return _made(indices, values, self)
-    return _made(indices.clone(), values.clone(), self)
+    values = values.clone()  # the last argument of C++ first
+    return _made(indices.clone(), values, self)
 
 
 def copy_(target: Tensor, source: Tensor) -> Tensor:
@@ -83,8 +84,8 @@ def copy_(target: Tensor, source: Tensor) -> Tensor:
 
 def converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return a copy of ``tensor`` with elements of ``dtype``, or of its own type."""
-    values = tensor._values().to(dtype or tensor.dtype, copy=True)
-    return _made(tensor._indices().clone(), values, tensor)
+    indices = tensor._indices().clone()
+    return _made(indices, tensor._values().to(dtype or tensor.dtype, copy=True), tensor)
 
 
 def _flattened(gpu: GPU, tensor: Tensor, *, clone: bool) -> Tensor:

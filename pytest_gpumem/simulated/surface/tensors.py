@@ -206,7 +206,7 @@ def _uploaded(
     """
     dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None)
     copied = torch.sparse_coo_tensor(
-        tensor._indices(),
+        tensor._indices().to(device),
         tensor._values(),
         tensor.shape,
         dtype=dtype if isinstance(dtype, torch.dtype) else None,

@@ -76,7 +76,17 @@ def test_a_transpose_is_a_copy_with_its_indices_exchanged(on: Any) -> None:
     gpu = on("A100-40GB", "2.13")
     sparse = matrix("cuda", merged=True)
     indices, values, row = 2 * 3 * 8, 3 * 4, 3 * 8
-    assert gpu.of(sparse.t) == [indices, values, row, -row]
+    assert gpu.of(sparse.t) == [values, indices, row, -row]
+
+
+def test_copies_take_values_first_and_conversions_indices(on: Any) -> None:
+    """Events of torch 2.11.0+cu130 and 2.15.0+cu132."""
+    gpu = on("A100-40GB")
+    sparse = matrix("cuda", merged=True)
+    host, indices, values = matrix("cpu", merged=True), 2 * 3 * 8, 3 * 4
+    assert gpu.of(sparse.clone) == [values, indices]
+    assert gpu.of(sparse.double) == [indices, 2 * values]
+    assert gpu.of(host.cuda) == [indices, values]
 
 
 @pytest.mark.parametrize("real_values", [False, True])

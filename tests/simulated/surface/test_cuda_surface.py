@@ -210,7 +210,7 @@ def test_sparse_tensors_move_to_the_gpu_in_parts(real_values: bool) -> None:
         # 200 indices of two dims and 200 numbers.
         moved = torch.eye(200).to_sparse().to("cuda", torch.float64)
         assert (moved.is_cuda, moved.dtype, moved.is_coalesced()) == (True, torch.float64, True)
-        assert [entry.size for entry in gpu.trace if entry.action == "alloc"] == [1600, 3200]
+        assert [entry.size for entry in gpu.trace if entry.action == "alloc"] == [3200, 1600]
         with pytest.raises(UnsupportedOperatorError, match="a sparse tensor moves between host"):
             moved.cpu()
         with pytest.raises(UnsupportedOperatorError, match="a sparse tensor moves between host"):
