@@ -104,7 +104,7 @@ def imported_unpatched(
     """
 
     def wrapper_of(name: str) -> Callable[[Loader], Loader] | None:
-        of_stand_in = isinstance(sys.modules.get(name.rpartition(".")[0]), StandIn)
+        of_stand_in = not itself and isinstance(sys.modules.get(name.rpartition(".")[0]), StandIn)
         in_sight = any(f"{name}.".startswith(f"{part}.") for part in but)
         is_own = name == package if itself else name.startswith(f"{package}.")
         if not of_stand_in and (in_sight or not is_own):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem import simulate
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 
 MOST = 200
@@ -45,3 +46,15 @@ def test_no_more_names_of_torch_are_replaced() -> None:
     found = [row for row in replaced() if is_of_torch(row[0])]
     assert len([row for row in found if row[0] is not torch._C]) <= MOST_OF_TORCH
     assert len(found) <= MOST or torch.backends.cuda.is_built()
+
+
+def test_a_method_that_a_tool_has_put_back_goes_with_its_simulation() -> None:
+    # As torch.distributed._tools.mem_tracker replaces it for a time.
+    kind: Any = torch.UntypedStorage
+    for _ in range(2):
+        with simulate("T4"):
+            kind.resize_ = kind.resize_
+            x = torch.empty(1 << 20, device="cuda")
+            x.untyped_storage().resize_(0)
+            assert torch.cuda.memory_allocated() == 0
+    assert "resize_" not in vars(kind)
