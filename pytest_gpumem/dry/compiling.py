@@ -118,7 +118,9 @@ def _outside(pool: torch.cuda.MemPool, call: Callable[..., Any]) -> Callable[...
     @functools.wraps(call)
     def outside(*args: Any, **options: Any) -> Any:
         device = torch.cuda.current_device()
+        # As use_mem_pool ends: with another user a pool is never freed; 2.8 ends the process.
         getattr(torch._C, _END)(device, pool.id)
+        torch._C._cuda_releasePool(device, pool.id)
         try:
             return call(*args, **options)
         finally:

@@ -179,7 +179,7 @@ def _awaited() -> Any:
     Up to torch 2.7 a collective records its stream on what it is given (``avoidRecordStreams_`` of
     ProcessGroupNCCL.cpp), and the copy of all weights would be there until the watchdog looks.
     """
-    broadcast: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]  # missing in the stub
+    broadcast = vars(dist)["_broadcast_coalesced"]
 
     @functools.wraps(broadcast)
     def broadcasting(*args: Any, **kwargs: Any) -> None:

@@ -32,11 +32,16 @@ def pool_of(tensor):
 found["state"] = pool_of(optimizer.state[weight]["exp_avg"])
 found["step"] = pool_of(counting.state[weight]["step"])
 found["constant"] = pool_of(constant)
+del constant
+torch.cuda.empty_cache()
+found["pools behind"] = [one["segment_pool_id"] for one in torch.cuda.memory_snapshot()]
 found["may leave"] = hasattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool")
 """
     )
     assert (found["state"] == found["step"] == [0, 0]) is found["may leave"]
     assert found["constant"] != [0, 0]
+    if found["may leave"]:
+        assert set(map(tuple, found["pools behind"])) == {(0, 0)}
 
 
 def test_compilers_use_a_pool_that_receives_allocations_already(dry_run: Run) -> None:

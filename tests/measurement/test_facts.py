@@ -196,3 +196,15 @@ def test_looking_for_who_holds_memory_keeps_none_itself(project: Project) -> Non
         """
     )
     project.run().assert_outcomes(passed=1)
+
+
+def test_rows_of_different_lengths_have_an_open_size(project: Project) -> None:
+    found = facts(
+        project,
+        """
+rows = [torch.randn(5, 64), torch.randn(9, 64)]
+jagged = torch.nested.nested_tensor(rows, layout=torch.jagged, device="cuda")
+torch.nn.Linear(64, 32).cuda()(jagged)
+""",
+    )
+    assert found["inputs"] == [[2, -1, 64]]

@@ -199,11 +199,11 @@ def generator_state(gpu: GPU, dropout_p: float, state: Sequence[Tensor]) -> Iter
 def efficient_outputs(gpu: GPU, dropout_p: float, result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the outputs of the memory efficient kernel that are on the device.
 
-    Seed and offset are there, and come first, in a capture, and since 2.15 where there is no
-    dropout; else they are on the CPU (seen with torch 2.13.0+cu130 and 2.15.0+cu132).
+    Seed and offset are there, and come first, in a capture, and since 2.14 where there is no
+    dropout; else they are on the CPU (seen with torch 2.13.0+cu130, 2.14.1 and 2.15.0+cu132).
     """
     is_captured = gpu.simulation.streams.is_capturing(gpu.index)
-    if is_captured or (gpu.version >= (2, 15) and not dropout_p):
+    if is_captured or (gpu.version >= (2, 14) and not dropout_p):
         return result[2], result[3], result[0], result[1]
     return result[:2]
 

@@ -92,7 +92,7 @@ def test_efficient_attention_by_length(gpu: Any) -> None:
     # Rows of logsumexp are rounded to 32.
     kept = BATCH * HEADS * 128 * 4
     # Since 2.15 the random state is on the device where there is no dropout.
-    state = [8, 8] if torch.__version__ >= "2.15" else []
+    state = [8, 8] if torch.__version__ >= "2.14" else []
     forward = _aten._efficient_attention_forward
     assert gpu.of(lambda: forward(*given, True)) == [*state, OUT, kept]
     assert [each for each in gpu.of(lambda: forward(*given, False)) if each > 0] == [*state, OUT]

@@ -240,3 +240,13 @@ def test_an_inference_tensor_moves_in_place() -> None:
         assert gpu.allocated == 256 * 256 * 4
         layer.cpu()
         assert (weight.is_cuda, gpu.allocated) == (False, 0)
+
+
+def test_seeds_of_attention_that_are_saved_stay_on_the_host() -> None:
+    with simulate("A100-40GB", torch_version="2.13"):
+        x = torch.randn(2, 3, 64, 32, device="cuda", requires_grad=True)
+        with torch.autograd.graph.save_on_cpu():
+            out = nn.functional.scaled_dot_product_attention(x, x, x)
+        out.sum().backward()
+        seed = torch.ops.aten._scaled_dot_product_efficient_attention(x, x, x, None, True)[2]
+        assert (seed.device.type, seed.is_cpu) == ("cpu", True)
