@@ -67,6 +67,18 @@ def tensors_in(value: Any, levels: int) -> Iterator[torch.Tensor]:
             yield from tensors_in(item, levels - 1)
 
 
+def states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, str, Any]]:
+    """Yield key, name and value of what ``optimizer`` keeps, most of it by parameter.
+
+    Optimizers of libraries also have numbers and tensors there, by names of their own.
+    """
+    for key, held in items_of(optimizer.state):
+        if is_a(held, *CONTAINERS):
+            yield from ((key, str(name), value) for name, value in items_of(held))
+        else:
+            yield key, str(key) if is_a(key, str) else "state", held
+
+
 def storage_address(tensor: torch.Tensor) -> int:
     """Return the address of the storage of ``tensor`` on a GPU; 0 where there is none.
 

@@ -20,6 +20,7 @@ import torch
 
 from pytest_gpumem.attribution.composition import general_path
 from pytest_gpumem.measurement.carried import Carried, Held, MadeSince
+from pytest_gpumem.measurement.contents import states_of
 from pytest_gpumem.values.errors import SimulationError
 
 MOST_NAMES = 20
@@ -117,12 +118,11 @@ class Facts:
         """Record the kind and state of an optimizer that has stepped."""
         kind = type(optimizer).__name__
         if kind not in self._optimizers:
-            states: Mapping[str, Any] = next((s for s in optimizer.state.values() if s), {})
-            names = [
+            names = {
                 name
-                for name, value in states.items()
+                for _, name, value in states_of(optimizer)
                 if isinstance(value, torch.Tensor) and value.dim() > 0
-            ]
+            }
             self._optimizers[kind] = {"kind": _implementation(optimizer), "state": sorted(names)}
 
     def called(self, path: str, arguments: tuple[Any, ...]) -> None:

@@ -16,6 +16,7 @@ from pytest_gpumem.measurement.contents import (
     accumulated_gradients,
     parts_of,
     sharded_parameters,
+    states_of,
     storage_address,
     tensors_in,
 )
@@ -316,11 +317,10 @@ class MemoryObserver:
         }
         kind = type(optimizer).__name__
         for parameter in _parameters(optimizer):
-            path = owners.get(id(parameter), "")
-            if not path:
+            if not owners.get(id(parameter)):
                 self._see(now, parameter, PARAMETERS, "", "")
-            for name, value in optimizer.state.get(parameter, {}).items():
-                self._see(now, value, OPTIMIZER_STATE, path, f"{kind}.{name}")
+        for key, name, value in states_of(optimizer):
+            self._see(now, value, OPTIMIZER_STATE, owners.get(id(key), ""), f"{kind}.{name}")
 
     def _owned(self) -> Iterator[int]:
         """Yield the addresses of the tensors that known modules and optimizers hold now."""
@@ -329,8 +329,7 @@ class MemoryObserver:
             for tensor in (*module.parameters(), *module.buffers()):
                 held += (tensor, tensor.grad)
         for optimizer in list(self._optimizers):
-            for state in optimizer.state.values():
-                held += state.values()
+            held += (value for _, _, value in states_of(optimizer))
         for value in held:
             if isinstance(value, torch.Tensor):
                 yield from map(storage_address, parts_of(value))

@@ -55,6 +55,28 @@ for _ in range(2):
     assert found["inputs"] == [[8, 64]]
 
 
+def test_an_optimizer_of_a_library_keeps_numbers_and_tensors_by_names(project: Project) -> None:
+    found = facts(
+        project,
+        """
+class Odd(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        self.state["total"] = self.state.get("total", 0) + 1  # MADGRAD and SPAM do so
+        self.state["mean"] = torch.zeros(8, device="cuda")
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = parameter.grad.clone()
+
+net = torch.nn.Linear(64, 64).cuda()
+optimizer = Odd(net.parameters(), {})
+for _ in range(2):
+    net(torch.ones(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+""",
+    )
+    assert found["optimizers"] == {"Odd": {"kind": "for-loop", "state": ["mean", "state"]}}
+
+
 def test_a_jagged_input_has_no_shape_of_numbers(project: Project) -> None:
     found = facts(
         project,
@@ -196,15 +218,3 @@ def test_looking_for_who_holds_memory_keeps_none_itself(project: Project) -> Non
         """
     )
     project.run().assert_outcomes(passed=1)
-
-
-def test_rows_of_different_lengths_have_an_open_size(project: Project) -> None:
-    found = facts(
-        project,
-        """
-rows = [torch.randn(5, 64), torch.randn(9, 64)]
-jagged = torch.nested.nested_tensor(rows, layout=torch.jagged, device="cuda")
-torch.nn.Linear(64, 32).cuda()(jagged)
-""",
-    )
-    assert found["inputs"] == [[2, -1, 64]]
