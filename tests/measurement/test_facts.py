@@ -77,6 +77,19 @@ for _ in range(2):
     assert found["optimizers"] == {"Odd": {"kind": "for-loop", "state": ["mean", "state"]}}
 
 
+def test_sizes_are_not_read_while_torchscript_traces(project: Project) -> None:
+    found = facts(
+        project,
+        """
+net = torch.nn.Linear(64, 8).cuda()
+traced = torch.jit.trace(net, torch.ones(2, 64, device="cuda"))
+assert "numel" not in str(traced.graph)
+net(torch.ones(3, 64, device="cuda"))
+""",
+    )
+    assert found["inputs"] == [[2, 64], [3, 64]]  # torch runs what it has traced
+
+
 def test_a_jagged_input_has_no_shape_of_numbers(project: Project) -> None:
     found = facts(
         project,
