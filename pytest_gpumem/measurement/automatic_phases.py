@@ -74,8 +74,14 @@ class AutomaticPhases:
                 forward = self._outermost(FORWARD, torch.nn.Module.__call__)
                 if self._observer is not None:
                     forward = self._observer.calling(forward)
+                    builtins = torch.jit._builtins._get_builtin_table()
                     for owner, name, wrap in self._observer.wrappers():
-                        patches.setattr(owner, name, wrap(getattr(owner, name)))
+                        wrapped = getattr(owner, name)
+                        wrapper = wrap(wrapped)
+                        patches.setattr(owner, name, wrapper)
+                        # TorchScript finds the operator of a function by the function's identity.
+                        if operator := builtins.get(id(getattr(wrapped, "__func__", wrapped))):
+                            patches.setitem(builtins, id(wrapper), operator)
                 patches.setattr(torch.nn.Module, "__call__", forward)
                 for place in _BACKWARD_ENTRIES:
                     run = self._outermost(BACKWARD, place._engine_run_backward)

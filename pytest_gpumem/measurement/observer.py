@@ -126,7 +126,7 @@ class MemoryObserver:
         @functools.wraps(call)
         def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             # Sizes that are read would become part of the graph, or break it.
-            if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            if torch.compiler.is_compiling() or torch._C._is_tracing():
                 return call(module, *args, **kwargs)
             outermost = not self._running
             first = outermost and self._outermost_called(module, (args, kwargs))
@@ -231,7 +231,7 @@ class MemoryObserver:
             **others: Any,
         ) -> Any:
             params = query, key, value, attn_mask, dropout_p, is_causal
-            if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            if torch.compiler.is_compiling() or torch._C._is_tracing():
                 return attend(*params, **others)
             why = self.facts.attends(*params, bool(others.get("enable_gqa")))
             try:

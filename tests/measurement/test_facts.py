@@ -90,6 +90,21 @@ net(torch.ones(3, 64, device="cuda"))
     assert found["inputs"] == [[2, 64], [3, 64]]  # torch runs what it has traced
 
 
+def test_torchscript_knows_the_functions_that_are_watched(project: Project) -> None:
+    found = facts(
+        project,
+        """
+def attend(x):
+    return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+x = torch.ones(1, 2, 8, 16, device="cuda")
+attend(x)
+torch.jit.script(attend)(x)
+""",
+    )
+    assert found == {"attention": {"fused": 1}}
+
+
 def test_a_jagged_input_has_no_shape_of_numbers(project: Project) -> None:
     found = facts(
         project,

@@ -123,9 +123,9 @@ class Storages:
                 self._remember(tensor, self.host_scalars)
 
     def is_seed(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is an operator's result that CUDA keeps on the host."""
+        """Return whether ``tensor`` is a seed or an offset, which attention leaves on the host."""
         known = bool(self.host_scalars) and storage_key(tensor) in self.host_scalars
-        return known and not tensor.dim() and not tensor._is_zerotensor()
+        return known and not tensor.dim() and tensor.dtype in (torch.int64, torch.uint64)
 
     def mark_users_own(self, tensors: Iterable[torch.Tensor]) -> None:
         """Mark those of ``tensors`` that are on ``meta`` as requested there by user code."""

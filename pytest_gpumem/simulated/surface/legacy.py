@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.jit._builtins
+import torch.jit.annotations
 from torch.jit._script import RecursiveScriptModule
 
 from pytest_gpumem.simulated.common.patching import Patches
@@ -46,6 +47,7 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         if operator is not None:
             builtins[id(value)] = operator
     patches.add(torch.jit._builtins, "_builtin_table", builtins)
+    patches.wrap(torch.jit.annotations, "try_ann_to_type", _annotated)
 
 
 class _CudaType(type):
@@ -161,6 +163,12 @@ def _apply(
                     moved = function(tensor)
                     held[name] = moved.requires_grad_() if tensor.requires_grad else moved
     return module
+
+
+def _annotated(convert: Callable[..., Any], annotation: Any, *args: Any) -> Any:
+    # Code that was imported earlier is annotated with the class that is replaced.
+    is_device = isinstance(annotation, type) and annotation == torch.device
+    return convert(torch.device if is_device else annotation, *args)
 
 
 def _load(

@@ -551,6 +551,11 @@ FUNCTIONS: dict[str, list[Call]] = {
         lambda: _inside(untyped.device("meta"), lambda: nn.Linear(3, 3).weight.device),
     ],
     "_builtin_table": [lambda: untyped.jit.script(_scripted)(untyped.ones(2))],
+    "try_ann_to_type": [
+        lambda: str(untyped.jit.annotations.try_ann_to_type(untyped.device, None)),
+        lambda: str(untyped.jit.annotations.try_ann_to_type(untyped.device | None, None)),
+        lambda: untyped.jit.annotations.try_ann_to_type(3, None),
+    ],
     "load": [lambda: _reloaded("cpu"), lambda: _reloaded(None)],
     "save_on_cpu": [
         lambda: _inside(untyped.autograd.graph.save_on_cpu(), lambda: _gradient(untyped.ones(3))),

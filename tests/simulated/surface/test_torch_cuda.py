@@ -335,6 +335,19 @@ def test_the_profilers_memory_timeline_is_refused_with_the_device_that_has_it() 
 # TorchScript, compiled code and functional transforms.
 
 
+def _placed(x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    return x if device is None else x.to(device)
+
+
+_placed.__annotations__["device"] = torch.device | None  # as in code that evaluates annotations
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:`torch.jit")
+def test_a_scripted_function_may_take_a_device() -> None:
+    with simulate("T4"):
+        assert torch.jit.script(_placed)(torch.ones(2, device="cuda")).is_cuda
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:`torch.jit")
 def test_scripted_and_traced_modules_run(tmp_path: Any) -> None:
     with simulate("T4") as gpu:
