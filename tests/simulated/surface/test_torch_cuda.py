@@ -10,7 +10,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import pytest
@@ -335,11 +335,11 @@ def test_the_profilers_memory_timeline_is_refused_with_the_device_that_has_it() 
 # TorchScript, compiled code and functional transforms.
 
 
-def _placed(x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+assert Optional[torch.device]  # noqa: UP045  # typing keeps what it has made of the class
+
+
+def _placed(x: torch.Tensor, device: Optional[torch.device] = None) -> torch.Tensor:  # noqa: UP045
     return x if device is None else x.to(device)
-
-
-_placed.__annotations__["device"] = torch.device | None  # as in code that evaluates annotations
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:`torch.jit")
