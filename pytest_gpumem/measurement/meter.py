@@ -229,7 +229,8 @@ class Meter:
             leaks=left,
             timeline=timeline,
             facts=self.recorder.facts(call.sites) if self.recorder else {},
-            notes=compiled_beside(compiled),
+            notes=compiled_beside(compiled)
+            + (self.recorder.observer.notes if self.recorder else ()),
         )
 
     def _clean_start(self) -> None:

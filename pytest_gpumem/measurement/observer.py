@@ -33,6 +33,23 @@ DEEPEST_INPUT = 4
 """The levels of containers in which the arguments of a module are searched."""
 
 
+def _tolerant(observe: Function) -> Function:
+    """Return ``observe``, a method, with its errors noted: they are not those of the test."""
+
+    @functools.wraps(observe)
+    def observed(self: MemoryObserver, *args: Any) -> Any:
+        try:
+            return observe(self, *args)
+        except Exception as error:
+            self.notes = self.notes or (
+                "the names of the memory are incomplete, because reading modules and optimizers "
+                f"failed with {type(error).__name__}: {error}",
+            )
+            return None
+
+    return observed
+
+
 class MemoryObserver:
     """A record of the contents of memory during a test; afterwards they cannot be determined.
 
@@ -64,6 +81,8 @@ class MemoryObserver:
         """The automatic phases, in order."""
         self.observations: list[tuple[Positions, int, str, str, str]] = []
         """Positions, and the other fields of a :class:`Observation`."""
+        self.notes: tuple[str, ...] = ()
+        """The sentence on an observation that failed."""
 
     def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Watch the module or optimizer ``holder`` from now on."""
@@ -86,6 +105,7 @@ class MemoryObserver:
         for optimizer in list(self._optimizers - self._stepped):
             self._see_optimizer(self._positions(), optimizer)
 
+    @_tolerant
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the state of ``optimizer``, which has just stepped."""
         self._stepped.add(optimizer)
@@ -132,13 +152,7 @@ class MemoryObserver:
             first = outermost and self._outermost_called(module, (args, kwargs))
             mine = outermost and self.begin("forward")
             path = self._paths.get(module) or type(module).__name__
-            if mine:
-                self.facts.forward(self._owned, lambda: tensors_in((args, kwargs), DEEPEST_INPUT))
-                if first:
-                    self.facts.model(module)
-            elif outermost and self._span is not None and self._span[0] == "backward":
-                self.facts.recomputed(path)
-            self.facts.called(path, args)
+            self._call(module, path, (args, kwargs), outermost, mine, first)
             self._running.append(path)
             self.marks.append((self._positions(), path))
             try:
@@ -153,6 +167,25 @@ class MemoryObserver:
                     self.facts.carried.end = self._positions()
 
         return called
+
+    @_tolerant
+    def _call(
+        self,
+        module: torch.nn.Module,
+        path: str,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        is_outermost: bool,
+        is_forward: bool,
+        is_first: bool,
+    ) -> None:
+        """Record the facts of a call."""
+        if is_forward:
+            self.facts.forward(self._owned, lambda: tensors_in(arguments, DEEPEST_INPUT))
+            if is_first:
+                self.facts.model(module)
+        elif is_outermost and self._span is not None and self._span[0] == "backward":
+            self.facts.recomputed(path)
+        self.facts.called(path, arguments[0])
 
     def _moving(self, apply: Function) -> Function:
         """Wrap ``Module._apply``, which ``cuda()`` and ``to()`` call."""
@@ -233,7 +266,7 @@ class MemoryObserver:
             params = query, key, value, attn_mask, dropout_p, is_causal
             if torch.compiler.is_compiling() or torch._C._is_tracing():
                 return attend(*params, **others)
-            why = self.facts.attends(*params, bool(others.get("enable_gqa")))
+            why = self._attend(*params, bool(others.get("enable_gqa"))) or ""
             try:
                 return attend(*params, **others)
             except torch.OutOfMemoryError:
@@ -241,6 +274,10 @@ class MemoryObserver:
                 raise
 
         return attended
+
+    @_tolerant
+    def _attend(self, *params: Any) -> str:
+        return self.facts.attends(*params)
 
     def begin(self, name: str) -> bool:
         """Begin an automatic phase; return ``False`` within another one, which includes it."""
@@ -256,6 +293,7 @@ class MemoryObserver:
             self.spans.append((name, begin, self._positions()))
             self._span = None
 
+    @_tolerant
     def _outermost_called(self, module: torch.nn.Module, arguments: Any) -> bool:
         """Record an outermost call; return whether it is the first since something moved."""
         first = module not in self._called
@@ -271,12 +309,14 @@ class MemoryObserver:
                 self.facts.given(tensor)
         return first
 
+    @_tolerant
     def _name(self, module: torch.nn.Module) -> None:
         self._roots.add(module)
         for name, part in module.named_modules():
             path = ".".join(step for step in name.split(".") if step != _FSDP)
             self._paths[part] = path or type(part).__name__
 
+    @_tolerant
     def _see_module(self, now: Positions, module: torch.nn.Module) -> None:
         for path, name, parameter in self._parameters_of(module):
             self._see(now, parameter, PARAMETERS, path, name)
@@ -285,6 +325,7 @@ class MemoryObserver:
             for name, buffer in part._buffers.items():
                 self._see(now, buffer, OTHER, self._paths.get(part, ""), name)
 
+    @_tolerant
     def _see_gradients(self) -> None:
         now = self._positions()
         for module in list(self._roots):
@@ -310,6 +351,7 @@ class MemoryObserver:
             for owner, name, sharded in sharded_parameters(part):
                 yield self._paths.get(owner, ""), name, sharded
 
+    @_tolerant
     def _see_optimizer(self, now: Positions, optimizer: torch.optim.Optimizer) -> None:
         owners = {
             id(parameter): path

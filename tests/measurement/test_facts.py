@@ -77,6 +77,27 @@ for _ in range(2):
     assert found["optimizers"] == {"Odd": {"kind": "for-loop", "state": ["mean", "state"]}}
 
 
+def test_what_cannot_be_observed_is_a_note_and_no_failure(project: Project) -> None:
+    project.write(
+        test_odd="""
+        class Odd(torch.nn.Linear):
+            def named_parameters(self, *args, **kwargs):
+                raise RuntimeError("not now")
+
+        @pytest.mark.gpumem
+        def test_it():
+            Odd(8, 8, device="cuda")(torch.ones(2, 8, device="cuda")).sum().backward()
+    """
+    )
+    (test,) = project.report("test_odd.py").values()
+    assert test["outcome"] == "passed"
+    (note,) = test["measurement"]["notes"]
+    assert note == (
+        "the names of the memory are incomplete, because reading modules and optimizers failed "
+        "with RuntimeError: not now"
+    )
+
+
 def test_sizes_are_not_read_while_torchscript_traces(project: Project) -> None:
     found = facts(
         project,
