@@ -81,7 +81,10 @@ def written_size(value: int | str) -> int:
 
 
 def in_words(size: int) -> str:
-    """Return a size as written; empty if in KB/MB/GB, because reports use KiB/MiB/GiB."""
+    """Return the text that the user wrote for ``size``; empty if it is in KB, MB or GB.
+
+    Reports show sizes in KiB, MiB and GiB.
+    """
     written: str = getattr(size, "written", "")
     return "" if is_decimal(written) else written
 

@@ -73,7 +73,7 @@ def absolute_cause(now: Side, excess: int) -> str:
 
 
 def leak_cause(sites: Sequence[Site]) -> str:
-    """Return the variable that keeps most of a test's leak; empty if unknown."""
+    """Return the sentence on the variable that keeps most of a test's leak; empty if unknown."""
     held, graphs, containers = Counter[str](), Counter[str](), Counter[str]()
     for site in sites:
         if site.held_by:

@@ -132,7 +132,7 @@ def _composition(placed: Iterable[tuple[Site, BlockLifetime]]) -> Composition:
 
 
 def _place(history: History, life: BlockLifetime, forward: ForwardLifetimes) -> Site:
-    """Return the site of a block without its numbers: the key it shares with others."""
+    """Return the site of a block, with 0 bytes: blocks of one site have it in common."""
     origin, seen = life.origin, life.observation
     category = category_of(history, life)
     if category == WORKSPACE:

@@ -28,10 +28,12 @@ class Verdict(Plain):
     ``reference`` is what ``actual`` was compared with (a baseline or a prediction; ``None`` for a
     plain limit).
 
-    Some failures are not a number that is too high: a phase that had to run and did not has
-    ``actual`` 0, within its ``limit``; a baseline or prediction that had to exist and does not has
-    neither ``limit`` nor ``reference``. A prediction may also be too high; a phase that was
-    predicted and did not run has a ``reference`` alone.
+    Some failures have no number above a limit:
+
+    - a required phase did not run: ``actual`` is 0 and ``limit`` is given;
+    - a required baseline or prediction does not exist: neither ``limit`` nor ``reference``;
+    - a predicted phase did not run: ``reference`` alone;
+    - a prediction is higher than what was measured.
     """
 
     kind: str

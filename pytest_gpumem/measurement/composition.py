@@ -56,7 +56,7 @@ class PeakRecorder:
         self.timelines = timelines
         """Whether a report shows the allocated bytes over time."""
         self._classify, self._locate = classify, locate
-        """The functions of the same names in :class:`History`."""
+        """Functions that :class:`History` takes: a block's final category, an allocation's line."""
         self._recorder = recorder
         self._root = root
         self._set_up = self._beginning = Beginning((), {}, {})

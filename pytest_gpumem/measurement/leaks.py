@@ -306,7 +306,7 @@ class _Search:
 
 
 def _followed(heap: Referrers, referrer: Any, link: _Link) -> _Link | None:
-    """Return the link of ``referrer``, ``None`` where it leads to everything or has only a key.
+    """Return the link of ``referrer``; ``None`` for a class or module, and for a holder of a key.
 
     What gives its parts no name that a program could write, as a set, a closure, a partial, a
     generator and a cache of results, is named as a whole.

@@ -151,7 +151,7 @@ class Meter:
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
-        """Exclude allocations inside, except that memory kept counts from the end on."""
+        """Exclude allocations inside; memory that is kept counts from the end of the context on."""
         with ExitStack() as paused:
             paused.enter_context(self.tracker.unmeasured())
             if self.recorder is not None:

@@ -1,7 +1,7 @@
 """One attempt at a measured test: run, judge, explain, in this order.
 
-To explain a test, its body is run once more, recorded, where the run that counts was not. The
-numbers of the earlier run count.
+A failed test is explained by a recorded run. Where the run that counts was not recorded, the body
+runs once more with a recording; the numbers stay those of the earlier run.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _OUTCOMES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 class MeasuredItem(TestRun):
     """An attempt at a test: a run that is judged and explained.
 
-    ``runs_again`` returns, where devices are shared, whether a test that ran out of memory is run
-    once more, so that this failure need not be explained.
+    ``runs_again`` is given where devices are shared: it returns whether a test that ran out of
+    memory runs once more. Such a failure is not explained.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class MeasuredItem(TestRun):
             self._record = replace(record, measurement=replace(record.measurement, notes=notes))
 
     def _finish(self) -> None:
-        """Measure the last run, and judge it unless it is for all ranks to judge."""
+        """Measure the last run, and judge it; one of several ranks is judged after all have run."""
         passed = not self.body_raised
         own, others = self.measured(passed=passed)
         used = [other for other in others if other.peak_allocated > 0]
@@ -157,7 +157,7 @@ class MeasuredItem(TestRun):
         pytest.fail(text, pytrace=False)
 
     def _explain(self, record: TestRecord) -> Sequence[str]:
-        """Judge with the sites of a second run, if that passes; return notes."""
+        """Run the body once more, recorded; judge with its sites if it passes; return notes."""
         item, recorder = self.item, RecordedHistory()
         try:
             with recorder.during(STACKS_FOR_EXPLANATION):

@@ -40,8 +40,9 @@ class Judge:
         passed: bool,
         ranks: str = "",
     ) -> TestRecord | None:
-        """Return the record of a test whose body ``passed`` or not.
+        """Return the record of a test, with verdicts where its body ``passed``.
 
+        A rank among several is recorded without verdicts first, as one that did not pass.
         ``ranks`` names the rank of ``measurement`` among several. ``None`` where an unmarked
         test used no device. Raises :class:`BaselineError` where the stored baseline cannot be read.
         """

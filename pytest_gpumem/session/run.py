@@ -87,7 +87,7 @@ class TestRun:
                 recorder = RecordedHistory()
                 starting.enter_context(recorder.during(settings.history or STACKS_FOR_EXPLANATION))
             self.is_explained_later = recorder is None and settings.explain == "failed"
-            """Whether it has to be repeated before its memory can be explained."""
+            """Whether a failure is explained by a further run, because this one is not recorded."""
             account = None if recorder is None else self._recorder(recorder)
             self._meter = Meter(
                 statistics,

@@ -57,7 +57,7 @@ class GpuModel(Plain):
 # (of one model by up to 1.5 %), so the source names the driver's CUDA version: deviceQuery 12.2.
 #
 # max_threads_per_sm: CUDA C++ Programming Guide, "Technical Specifications per Compute
-# Capability": 1024 for 7.5; 1536 for 8.6 and 8.9; 2048 for 7.0, 8.0, 9.0 and 10.0.
+# Capability": 1024 for 7.5; 1536 for 8.6 and 8.9; 2048 for 7.0, 8.0, 9.0 and 10.
 # memory_bus_bits: NVIDIA's data sheets.
 _CATALOGUE = (
     # deviceQuery 12.2 (Google Colab)
@@ -104,8 +104,7 @@ _CATALOGUE = (
 )
 
 GPUS: Mapping[str, GpuModel] = MappingProxyType({gpu.name: gpu for gpu in _CATALOGUE})
-"""Every model by name. ``total_memory`` is exact to the byte, except A10G's, exact to 1 MiB,
-and RTX-4060's, which is the laptop model's."""
+"""Every model by name. ``total_memory`` is exact to the byte, unless its row says otherwise."""
 
 
 class Limits(NamedTuple):

@@ -31,13 +31,13 @@ class Rule:
     """
 
     before: Callable[..., Scratch | None] | None = None
-    """The result may hold memory until the operator ends."""
+    """Allocates before the outputs; the memory of the scratch it returns lives until the end."""
     shapes: Callable[..., Any] | None = None
     """Makes the outputs on ``meta`` where torch's own kernel for it gets them wrong."""
     outputs: Callable[..., Iterable[Tensor]] | None = None
     """The outputs that take device memory, in the order CUDA allocates them; by default all."""
     after: Callable[..., Scratch | None] | None = None
-    """Memory in the result is freed at once."""
+    """Allocates after the outputs; the memory of the scratch it returns is freed at once."""
 
 
 class BoundRule:

@@ -28,7 +28,7 @@ _SORTED_IN_SHARED_MEMORY = 4096
 _OWN_SORT_FROM = 1_000_000
 """Fewest elements of a dimension for which each slice is sorted by itself."""
 _SLICES_SORTED_AT_ONCE = 128
-"""Fewer slices than this: one sort of all elements, then by slice."""
+"""Fewer slices are sorted in two passes over all elements, by value and then by slice."""
 
 
 _Pair = tuple[Tensor, Tensor]
@@ -118,7 +118,7 @@ _TOPK_REGISTERS = 40
 _REGISTERS_PER_SM = 65_536
 _RADIX_DIGITS = 256
 _DIGIT_SUMS_SINCE = (2, 10)
-"""First release in which blocks of a slice add digit counts up in memory, without waiting."""
+"""First release whose blocks add the digit counts of a slice up in memory."""
 
 
 def _many_blocks(slices: int, length: int) -> bool:
