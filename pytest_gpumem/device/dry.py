@@ -21,6 +21,7 @@ from pytest_gpumem.dry import compiling, scope, workspaces
 from pytest_gpumem.dry.blocks import (
     Blocks,
     LeftoverBlocks,
+    passes_dropped,
     restart_numbering,
     wait_for_threads,
 )
@@ -107,6 +108,7 @@ class DryDevice(CudaDevice, ComputingDevice):
             compilers.deferred(nullcontext, nullcontext),
             super().active(),
             self._follower.active(),
+            passes_dropped(),
             compiling.skip_tuning(self._follower.following),
             self._membership.taken() if self._membership else nullcontext(),
         ):

@@ -7,13 +7,16 @@ Autograd's threads, one for each device, hold the last task until they wait for 
 has run for ``torch.autograd.grad`` holds its results (``future_result_`` of
 torch/csrc/autograd/graph_task.h). The thread drops it after it has woken the caller
 (``Engine::thread_main`` of torch/csrc/autograd/engine.cpp, torch 2.6 to 2.15), which on a busy
-machine is after the caller's memory has been read.
+machine is after the caller's memory has been read. To give back Python objects it needs Python's
+lock, which the caller has.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
@@ -25,6 +28,7 @@ import torch
 
 from pytest_gpumem.measurement.contents import storage_address
 from pytest_gpumem.measurement.leftover import LeftoverSpace
+from pytest_gpumem.simulated.common.patching import Patches
 
 _HELD = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -174,6 +178,25 @@ def wait_for_threads() -> None:
         engine.run_backward(
             (root,), (leaf.detach(),), False, False, (leaf,), allow_unreachable=True
         )
+
+
+@contextmanager
+def passes_dropped() -> Iterator[None]:
+    """Leave Python's lock to autograd's threads after each pass inside, so that they drop it."""
+    run: Any = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(run)
+    def ran(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        finally:
+            time.sleep(0)
+
+    patches = Patches()
+    for module in (torch.autograd, torch.autograd.graph):
+        patches.add(module, "_engine_run_backward", ran)
+    with patches.applied():
+        yield
 
 
 def restart_numbering() -> None:
