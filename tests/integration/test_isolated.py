@@ -115,7 +115,7 @@ def test_a_process_that_cannot_begin_says_why(project: Project) -> None:
             pass
     """
     project.write(conftest=fails, test_it=test)
-    result = project.run()
+    result = project.run_apart()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*process of its own: OSError: no GPU is left for this process"])
 
