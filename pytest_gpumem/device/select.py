@@ -117,10 +117,9 @@ class DeviceSelector:
         """Raise ``DeviceError`` where torch is not installed, or older than 2.6."""
         from pytest_gpumem.report.header import installed_release
 
-        release = installed_release("torch")
         if importlib.util.find_spec("torch") is None:
             problem = "torch is not installed: install torch"
-        elif re.match(r"1\.|2\.[0-5](\D|$)", release or ""):
+        elif re.match(r"1\.|2\.[0-5](\D|$)", release := installed_release("torch") or ""):
             problem = f"torch {release} is installed: install 2.6 or later"
         else:
             return

@@ -80,7 +80,7 @@ class AutomaticPhases:
                         wrapper = wrap(wrapped)
                         patches.setattr(owner, name, wrapper)
                         # TorchScript finds the operator of a function by the function's identity.
-                        if operator := builtins.get(id(getattr(wrapped, "__func__", wrapped))):
+                        if operator := builtins.get(id(wrapped)):
                             patches.setitem(builtins, id(wrapper), operator)
                 patches.setattr(torch.nn.Module, "__call__", forward)
                 for place in _BACKWARD_ENTRIES:

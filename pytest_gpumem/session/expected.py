@@ -60,7 +60,7 @@ class Expectations:
         expectation, problem = self._read(item)
         if problem or self._selector.off or item.get_closest_marker("skip"):
             return False
-        return expectation is not None or self._measures_unmarked(getattr(item, "fixturenames", ()))
+        return expectation is not None or self.measures_unmarked(getattr(item, "fixturenames", ()))
 
     def models(self, item: pytest.Item) -> tuple[str | None, tuple[str, ...]]:
         """Return the model that ``item`` runs on, ``None`` for any, and all that it names."""
@@ -106,7 +106,7 @@ class Expectations:
         expectation, problem = self._read(metafunc.definition)
         if problem:
             return  # reported when the module has been collected, with the test's id
-        if expectation is None and not self._measures_unmarked(metafunc.fixturenames):
+        if expectation is None and not self.measures_unmarked(metafunc.fixturenames):
             return
         models = self._selector.models(expectation)
         ranks = expectation.ranks if expectation else ()
@@ -126,7 +126,8 @@ class Expectations:
             return True
         return False
 
-    def _measures_unmarked(self, fixture_names: Iterable[str]) -> bool:
+    def measures_unmarked(self, fixture_names: Iterable[str]) -> bool:
+        """Return whether a test without markers is measured, which has these fixtures."""
         if self._selector.off:
             return False
         return FIXTURE_NAME in fixture_names or (self._settings.all and self.torch_is_there)

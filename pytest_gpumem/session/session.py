@@ -76,8 +76,11 @@ class GpumemSession(Parts):
 
     def collected(self, items: Sequence[pytest.Item]) -> None:
         """Record the collected tests."""
-        measured = self.expectations.is_measured
-        marked = any(item.get_closest_marker(MARKER_NAME) or measured(item) for item in items)
+        measures = self.expectations.measures_unmarked
+        marked = any(
+            item.get_closest_marker(MARKER_NAME) or measures(getattr(item, "fixturenames", ()))
+            for item in items
+        )
         self.results.collected([item.nodeid for item in items], marked=marked)
 
     def finish(self, session: pytest.Session) -> None:

@@ -108,7 +108,7 @@ def plan_groups(patches: Patches) -> None:
     # Methods of NCCL's groups that fake ones lack in some releases.
     for name in _NOTIFIED:
         patches.add(FakeProcessGroup, name, lambda group, *_: None)
-    if not hasattr(FakeProcessGroup, "options"):  # came with 2.9
+    if not hasattr(FakeProcessGroup, "options"):  # as in 2.8
         patches.add(FakeProcessGroup, "options", property(lambda group: _Simulated.Options()))
     patches.add(FakeProcessGroup, "supports_coalescing", property(yes))
     # A part of a group is a fake one, too: C++ would make it of options that are none of NCCL's.

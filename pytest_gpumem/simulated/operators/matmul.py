@@ -16,6 +16,7 @@ by group by cuBLAS.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -103,7 +104,8 @@ def _readable(matrix: Tensor, result_is_transposed: bool) -> bool:
 
 def _bmm(gpu: GPU, self: Tensor, mat2: Tensor, result: Tensor) -> None:
     is_outer_product = (
-        gpu.version >= _OUTER_PRODUCT_SINCE
+        _HAS_TRITON
+        and gpu.version >= _OUTER_PRODUCT_SINCE
         and self.shape[2] == 1
         and self.numel() > 0
         and mat2.numel() > 0
@@ -116,6 +118,9 @@ def _bmm(gpu: GPU, self: Tensor, mat2: Tensor, result: Tensor) -> None:
 _OUTER_PRODUCT_SINCE = (2, 12)
 """Since this release ``bmm`` with one element a row is a Triton kernel (torch/_native/ops/
 bmm_outer_product/triton_impl.py), which takes no workspace."""
+_HAS_TRITON = torch.version.cuda is None or find_spec("triton") is not None
+"""A CUDA build multiplies by cuBLAS where Triton is not installed; a CPU build stands for the wheel
+of Linux, which brings it."""
 
 
 def _batched(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from pytest_gpumem.simulated.operators import matmul
+
 WORKSPACE = 8_519_680
 
 
@@ -77,6 +79,17 @@ def test_a_conjugate_is_read_of_a_transposed_matrix_and_copied_of_others(on: Any
     assert gpu.of(lambda: torch.mm(a, rows.conj())) == [size, size, -size]
     columns = torch.zeros(64, 64, 2, dtype=torch.complex64, device="cuda")[..., 0]
     assert gpu.of(lambda: torch.mm(a, columns.mH)) == [size, size, -size]
+
+
+@pytest.mark.parametrize(("has_triton", "workspaces"), [(True, []), (False, [WORKSPACE])])
+def test_a_product_of_columns_and_rows_is_a_kernel_of_triton(
+    on: Any, monkeypatch: pytest.MonkeyPatch, has_triton: bool, workspaces: list[int]
+) -> None:
+    """Torch 2.15.0+cu132 on the dry device, with Triton 3.9 and without."""
+    monkeypatch.setattr(matmul, "_HAS_TRITON", has_triton)
+    gpu = on("A100-40GB", "2.12")
+    columns, rows = torch.ones(8, 64, 1, device="cuda"), torch.ones(8, 1, 16, device="cuda")
+    assert gpu.of(lambda: torch.bmm(columns, rows)) == [8 * 64 * 16 * 4, *workspaces]
 
 
 def test_a_conjugate_of_batches_is_read_where_it_is_transposed(on: Any) -> None:
