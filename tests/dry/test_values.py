@@ -176,6 +176,47 @@ def test_gradients_of_bags():
             optimizer.step()
             optimizer.zero_grad()
     assert torch.allclose(there.weight.cpu(), bags.weight)
+    # What is no padding is counted inside the operator.
+    padded = nn.EmbeddingBag(10, 4, mode="mean", sparse=True, padding_idx=3).cuda()
+    padded(places.cuda(), offsets.cuda()).sum().backward()
+    assert padded.weight.grad._indices().tolist() == [[1, 2]]
+
+def test_encodes_sequences_of_several_lengths():
+    # Encoders pack them into a nested tensor, once an operator has seen that the padding is right.
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    there = copy.deepcopy(encoder).cuda()
+    sequences, padding = torch.randn(2, 5, 16), torch.arange(5) >= torch.tensor([[5], [2]])
+    with torch.no_grad():
+        encoded = encoder(sequences, src_key_padding_mask=padding)
+        found = there(sequences.cuda(), src_key_padding_mask=padding.cuda())
+    assert found[1, 2:].eq(0).all()
+    assert torch.allclose(found.cpu(), encoded, atol=1e-5)
+
+def test_nested_tensors():
+    parts = [torch.randn(3, 4), torch.randn(5, 4)]
+    linear = nn.Linear(4, 2)
+    there = copy.deepcopy(linear).cuda()
+    for nested in (
+        torch.nested.nested_tensor(parts, device="cuda"),
+        torch.nested.nested_tensor([part.cuda() for part in parts]),
+        torch.nested.nested_tensor(parts).cuda(),
+    ):
+        assert torch.equal((nested * 2)[1].cpu(), parts[1] * 2)
+        linear.zero_grad()
+        there.zero_grad()
+        linear(torch.cat(parts)).sum().backward()
+        torch.nested.to_padded_tensor(there(nested), 0.0).sum().backward()
+        assert torch.allclose(there.weight.grad.cpu(), linear.weight.grad)
+
+def test_quantized_tensors_are_not_followed():
+    numbers = torch.tensor([0.5, 1.0])
+    for quantized in (
+        torch.quantize_per_tensor(numbers.cuda(), 0.5, 0, torch.qint8),
+        torch.quantize_per_tensor(numbers, 0.5, 0, torch.qint8).cuda(),
+    ):
+        assert quantized.clone().dequantize().shape == (2,)
+    assert numbers.cuda().sum() == 1.5
 
 def test_seeds_the_dropout_of_layers():
     output, _ = nn.LSTM(4, 4, 2, dropout=0.5).cuda()(torch.ones(3, 2, 4, device="cuda"))
@@ -423,6 +464,9 @@ def notes(test: Any) -> str:
         ("test_updates_by_sparse_gradients", False),
         ("test_gradients_of_tables", False),
         ("test_gradients_of_bags", False),
+        ("test_encodes_sequences_of_several_lengths", False),
+        ("test_nested_tensors", False),
+        ("test_quantized_tensors_are_not_followed", False),
         ("test_seeds_the_dropout_of_layers", False),
         ("test_custom_operators", False),
         ("test_decides_inside_an_operator", False),

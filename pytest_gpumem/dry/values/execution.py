@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -47,7 +46,11 @@ _UNCHANGED = frozenset({"broadcast_", "barrier"})
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_sparse_addmm"})
 _DECIDING = frozenset(
     f"aten::{name}"
-    for name in ("linalg_matrix_exp", "isin", "segment_reduce", "masked_scatter_backward")
+    for name in (
+        *("linalg_matrix_exp", "isin", "segment_reduce", "masked_scatter_backward"),
+        *("_embedding_bag_backward", "quantize_per_tensor_dynamic"),
+        *("_nested_tensor_from_mask", "_nested_tensor_from_mask_left_aligned"),
+    )
 )
 """Operators whose kernel decides by the results of others that it calls.
 
@@ -100,7 +103,10 @@ class Execution:
         if handler is None:
             handler = self._handlers[func] = self._bind(func)
         if isinstance(handler, _Parts):
-            return handler(args, kwargs)
+            if not any(tensor.is_nested for tensor in tensors):
+                return handler(args, kwargs)
+            # Nested tensors may have a kernel of their own, below which others are not seen.
+            handler = partial(self._compute, Operator.of(func))
         with self._lock, unseen(), torch._C.DisableTorchFunction():
             with torch._C._DisableTorchDispatch():  # a mode of the program's does not see it
                 self._values.end()
@@ -146,8 +152,8 @@ class Execution:
         values, func = self._values, operator.func
         if self._storages.unknown_on_cpu and self._is_lost((args, kwargs)):
             return self._of_lost(operator, args, kwargs)
-        if sizes.has_sparse(operator, args) and not is_view(func._schema):
-            return self._of_sparse(operator, args, kwargs)
+        if sizes.takes_parts(operator, args) and not is_view(func._schema):
+            return self._of_parts(operator, args, kwargs)
         # A graph draws at its replay, and only the CPU before CUDA is initialized.
         draws = operator.random and torch.cuda.is_initialized()
         if draws and not torch.cuda.is_current_stream_capturing():
@@ -222,23 +228,24 @@ class Execution:
                 self._values.keep(tensor, part)
         return result
 
-    def _of_sparse(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operator of sparse tensors, and of dense ones beside them."""
+    def _of_parts(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+        """Run an operator of sparse or nested tensors, and of dense ones beside them."""
         values = self._values
         captured = torch.cuda.is_current_stream_capturing()  # a replay would not compute it anew
-        made = None if captured else sizes.of_sparse(values, operator, args, kwargs)
+        made = None if captured else sizes.from_parts(values, operator, args, kwargs)
         result = _run(operator, args, kwargs)
-        known: Sequence[torch.Tensor | None] = () if made is None else sizes.strided_of(made)
+        known: list[torch.Tensor | None] = [
+            part for one in tensors_in(made) for part in sizes.strided_of(one)
+        ]
         if made is None and operator.name == "aten::clone":  # the indices may be known alone
             known = [values.known(part) for part in sizes.strided_of(args[0])]
-        for target in tensors_in(result):
-            parts = sizes.strided_of(target) if target.is_cuda else ()
-            for at, part in enumerate(parts):
-                kept = known[at] if len(known) == len(parts) else None
-                if kept is not None:
-                    values.keep(part, kept)
-                else:
-                    values.mark_unknown(part)
+        parts = [part for one in tensors_in(result) for part in sizes.strided_of(one)]
+        for at, part in enumerate(parts):
+            kept = known[at] if len(known) == len(parts) else None
+            if kept is not None:
+                values.keep(part, kept)
+            elif part.is_cuda:
+                values.mark_unknown(part)
         return result
 
     def _read(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
@@ -283,7 +290,7 @@ class Execution:
             on_device = source.is_cuda if device is None else device.type == "cuda"
         if source.is_cuda == on_device:
             return self._compute(operator, args, kwargs)
-        if source.layout is torch.sparse_coo:
+        if sizes.has_parts(source):
             result = operator.func(*args, **kwargs)
             if on_device:
                 target = sizes.strided_of(args[0] if to_existing else result)

@@ -48,7 +48,7 @@ class DryValues(Values):
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record the values of ``tensors`` that copies, and no followed operator, have written."""
         for tensor in tensors:
-            if tensor.layout is not torch.strided:
+            if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
                 continue
             key = storage_key(tensor)
             if key in self._bases:

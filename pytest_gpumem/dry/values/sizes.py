@@ -136,10 +136,17 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ops.aten._indices(tensor), torch.ops.aten._values(tensor)
 
 
+def has_parts(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a sparse or strided nested one, whose parts have values."""
+    return tensor.layout is torch.sparse_coo or (
+        tensor.layout is torch.strided and tensor.is_nested
+    )
+
+
 def strided_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the tensors with memory that ``tensor`` has: itself if dense, none if compressed."""
     if tensor.layout is torch.strided:
-        return (tensor,)
+        return (torch.ops.aten.values(tensor) if tensor.is_nested else tensor,)
     return parts_of(tensor) if tensor.layout is torch.sparse_coo else ()
 
 
@@ -173,36 +180,41 @@ def read_by_sparse(values: Values, name: str, args: Args, parts: Parts) -> Seque
     return [count] if known is None else [int(known.count_nonzero()), count]
 
 
-def has_sparse(operator: Operator, args: Args) -> bool:
-    """Return whether one of an operator's tensors, or its result, is a sparse one of a GPU."""
+def takes_parts(operator: Operator, args: Args) -> bool:
+    """Return whether one of an operator's tensors, or its result, has parts on a GPU."""
     if operator.name == "aten::_embedding_bag_backward":
         return bool(named(operator.func, args, {})["sparse"])
-    return any(
-        isinstance(one, torch.Tensor) and one.layout is torch.sparse_coo and one.is_cuda
-        for one in args
+    return operator.name.startswith("aten::_nested_") or any(
+        isinstance(one, torch.Tensor) and one.is_cuda and has_parts(one) for one in args
     )
 
 
-def of_sparse(
-    values: Values, operator: Operator, args: Args, kwargs: Kwargs
-) -> torch.Tensor | None:
-    """Return what the CPU makes of sparse tensors and dense ones, ``None`` if it is unknown."""
-    known: list[Any] = []
-    for one in args:
-        if not isinstance(one, torch.Tensor) or not one.is_cuda:
-            known.append(one)
-            continue
-        parts = [values.known(part) for part in strided_of(one)]
-        found = [part.clone() for part in parts if part is not None]
-        if not found or len(found) < len(parts):
-            return None
-        if one.layout is torch.sparse_coo:
-            like: dict[str, Any] = {"is_coalesced": one.is_coalesced(), "check_invariants": False}
-            found = [torch.sparse_coo_tensor(found[0], found[1], one.shape, **like)]
-        known.append(found[0])
-    if kwargs.get("device") is not None or any(
-        each.is_cuda for each in tensors_in((known, kwargs))
-    ):
+def from_parts(values: Values, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
+    """Return what the CPU makes of tensors with parts and others; ``None`` if it is unknown."""
+    known = [_on_cpu(values, one) for one in args]
+    options = {name: _on_cpu(values, one) for name, one in kwargs.items()}
+    if any(each.is_cuda for each in tensors_in((known, options))):
         return None
-    made = values.run(operator, known, kwargs)
-    return made if isinstance(made, torch.Tensor) else None
+    return values.run(operator, known, options)
+
+
+def _on_cpu(values: Values, given: Any) -> Any:
+    """Return ``given`` with copies of its tensors on the CPU, as far as their values are known."""
+    if isinstance(given, torch.device):
+        return torch.device("cpu")
+    if isinstance(given, (list, tuple)):
+        return [_on_cpu(values, one) for one in given]
+    if not isinstance(given, torch.Tensor) or not given.is_cuda:
+        return given
+    parts = [values.known(part) for part in strided_of(given)]
+    found = [part.clone() for part in parts if part is not None]
+    if not found or len(found) < len(parts):
+        return given
+    if given.layout is torch.sparse_coo:
+        like: dict[str, Any] = {"is_coalesced": given.is_coalesced(), "check_invariants": False}
+        return torch.sparse_coo_tensor(found[0], found[1], given.shape, **like)
+    if given.is_nested:
+        layout = given._nested_tensor_size(), given._nested_tensor_strides()
+        offsets = given._nested_tensor_storage_offsets()
+        return torch._nested_view_from_buffer(found[0], *layout, offsets)
+    return found[0]

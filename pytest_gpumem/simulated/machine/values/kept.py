@@ -113,8 +113,8 @@ class KnownValues:
         return answer
 
     def _keeps(self, tensor: torch.Tensor) -> bool:
-        """Return whether values of a tensor of this size are kept."""
-        if tensor.layout is not torch.strided:
+        """Return whether values of a tensor of this size are kept; none of a quantized one are."""
+        if tensor.layout is not torch.strided or tensor.is_quantized:
             return False
         if self.everything:
             return True
