@@ -362,6 +362,16 @@ def test_layers_in_half_precision():
     probabilities = x.half().softmax(2, dtype=torch.float32)
     assert torch.equal(probabilities, x.half().float().softmax(2))
 
+def test_gradients_of_recurrent_layers():
+    # Those of all weights are views of one buffer.
+    layer = nn.GRU(5, 3)
+    there = copy.deepcopy(layer).cuda()
+    numbers = torch.randn(4, 2, 5)
+    layer(numbers)[0].sum().backward()
+    there(numbers.cuda())[0].sum().backward()
+    for one, other in zip(there.parameters(), layer.parameters()):
+        assert torch.allclose(one.grad.cpu(), other.grad, atol=1e-5)
+
 def test_cells():
     cell = nn.GRUCell(5, 6).cuda()
     reference = copy.deepcopy(cell).cpu()
@@ -477,6 +487,7 @@ def notes(test: Any) -> str:
         ("test_history_has_the_lines_of_the_program", True),
         ("test_adds_in_threads", False),
         ("test_layers_in_half_precision", True),
+        ("test_gradients_of_recurrent_layers", True),
         ("test_cells", True),
         ("test_a_graph_draws_from_the_states_that_it_was_captured_with", True),
         ("test_compiles_what_draws_and_reads", True),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator as comparing
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -124,29 +124,26 @@ class KnownValues:
 
     def _keep_all(self, result: Any, computed: Any, used: set[int], *, parts: bool = False) -> None:
         """Keep values ``computed`` for ``result``, whose tensors may be ``parts`` of storages."""
-        if isinstance(result, (list, tuple)):
-            if isinstance(computed, (list, tuple)):
-                for one, other in zip(result, computed, strict=False):
-                    self._keep_all(one, other, used, parts=parts)
-            return
-        if not isinstance(result, torch.Tensor) or not raw.is_on_device(result):
-            return
-        if computed is UNREAD or isinstance(computed, int):
-            filling = 0 if computed is UNREAD else computed
-            computed = torch.full(result.shape, filling, dtype=result.dtype, device=CPU)
-        if not isinstance(computed, torch.Tensor) or computed.layout is not torch.strided:
-            return
-        if computed.shape != result.shape:
-            # What cuDNN's attention sums has no last dimension in 2.6.
-            if computed.squeeze(-1).shape != result.squeeze(-1).shape:
-                return
-            computed = computed.view(result.shape)
-        base = self._bases.get(storage_key(result))
-        if base is None:
-            self._keep(result, computed, computed.untyped_storage()._cdata in used)
-            used.add(computed.untyped_storage()._cdata)
-        elif parts:
-            view_of(base, layout_of(result)).copy_(computed)
+        made: set[int] = set()
+        for tensor, value in _pairs(result, computed):
+            if value is UNREAD or isinstance(value, int):
+                filling = 0 if value is UNREAD else value
+                value = torch.full(tensor.shape, filling, dtype=tensor.dtype, device=CPU)
+            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+                continue
+            if value.shape != tensor.shape:
+                # What cuDNN's attention sums has no last dimension in 2.6.
+                if value.squeeze(-1).shape != tensor.squeeze(-1).shape:
+                    continue
+                value = value.view(tensor.shape)
+            key = storage_key(tensor)
+            base = self._bases.get(key)
+            if base is None:
+                made.add(key)
+                self._keep(tensor, value, value.untyped_storage()._cdata in used)
+                used.add(value.untyped_storage()._cdata)
+            elif parts or key in made:  # as cuDNN's gradients of a recurrent layer's weights
+                view_of(base, layout_of(tensor)).copy_(value)
 
     def _keep(self, tensor: torch.Tensor, source: torch.Tensor, shared: bool) -> None:
         if not self._keeps(tensor):
@@ -218,6 +215,16 @@ _ORDER: dict[str, Callable[[int, Any], bool]] = {
     "aten::gt": comparing.gt,
     "aten::ge": comparing.ge,
 }
+
+
+def _pairs(result: Any, computed: Any) -> Iterator[tuple[torch.Tensor, Any]]:
+    """Yield the tensors of the device in ``result``, each with what was computed for it."""
+    if isinstance(result, (list, tuple)):
+        if isinstance(computed, (list, tuple)):
+            for one, other in zip(result, computed, strict=False):
+                yield from _pairs(one, other)
+    elif isinstance(result, torch.Tensor) and raw.is_on_device(result):
+        yield result, computed
 
 
 class Ranges:
