@@ -18,10 +18,6 @@ from pytest_gpumem.simulated.operators.layout import accumulated, suggested_form
 from pytest_gpumem.simulated.operators.rules import Gradients, is_traced
 
 
-def _like_second(gradient: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return torch.empty_like(tensor)
-
-
 def _like_first(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(tensor)
 
@@ -60,8 +56,18 @@ def fused_rms_norm(input: Tensor, normalized_shape: list[int], *args: Any) -> An
     return torch.empty_like(input, memory_format=torch.contiguous_format), rstd
 
 
-def _contiguous(gradient: Tensor, input: Tensor, *args: Any) -> Tensor:
+def _contiguous(gradient: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+def _binary(gradient: Tensor, input: Tensor, *args: Any) -> Tensor:
+    """As an operator of the two in this order."""
+    return torch.add(gradient, input)
+
+
+def _unshuffled(image: Tensor, factor: int) -> Tensor:
+    height, width = (image.unflatten(at, (-1, factor)).shape[at - 1] for at in (-2, -1))
+    return image.new_empty((*image.shape[:-3], image.shape[-3] * factor**2, height, width))
 
 
 def log_softmax(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
@@ -86,6 +92,10 @@ _LAYOUTS: dict[str, Callable[..., Any]] = {
         ("native_batch_norm_backward", batch_norm),
         ("cudnn_batch_norm_backward", cudnn_batch_norm),
         ("mse_loss_backward", _contiguous),
+        ("smooth_l1_loss_backward", _contiguous),
+        ("huber_loss_backward", _contiguous),
+        ("glu_backward", _contiguous),
+        ("hardtanh_backward", _binary),
         ("_log_softmax_backward_data", log_softmax),
         ("hardswish_backward", _like_first),
         ("elu_backward", _like_first),
@@ -101,8 +111,9 @@ channels last, and that are not.
 Source: torch/_decomp/decompositions.py (the functions of the same names) of 2.8 to 2.15;
 aten/src/ATen/native/cuda/layer_norm_kernel.cu (layer_norm_backward_cuda), Normalization.cuh
 (batch_norm_backward_cuda_template), native/cudnn/BatchNorm.cpp (cudnn_batch_norm_backward),
-native/Loss.cpp (mse_loss_backward), native/SoftMax.cpp (log_softmax_backward_data) and
-native/Activation.cpp (hardswish_backward, elu_backward).
+cuda/Activation.cpp (glu_backward_cuda), native/Loss.cpp (mse_loss_backward, huber_loss_backward,
+smooth_l1_loss_backward), native/SoftMax.cpp (log_softmax_backward_data) and
+native/Activation.cpp (hardswish_backward, elu_backward, hardtanh_backward).
 """
 
 WRONG: dict[str, Callable[..., Any]] = {
@@ -110,13 +121,22 @@ WRONG: dict[str, Callable[..., Any]] = {
         (*a.shape[:-1], b.shape[-1]), dtype=out_dtype
     ),
     "_weight_int4pack_mm": lambda a, packed, *_: a.new_empty((a.shape[0], packed.shape[0] * 8)),
+    "copysign.Tensor": torch.true_divide,
+    "normal.Tensor_Tensor": lambda mean, std, **_: mean.new_empty(
+        torch.broadcast_shapes(mean.shape, std.shape)
+    ),
+    "logit_backward": _binary,
+    "pixel_unshuffle": _unshuffled,
+    "rrelu_with_noise": lambda x, *_, **__: _contiguous(x, x),
     **_LAYOUTS,
 }
-"""By overload: replacements of kernels of torch's that take the result's type for a factor, or that
-read the device that a tensor on ``meta`` is a fake of; and ``_LAYOUTS``.
+"""By overload: replacements of kernels of torch's that take the result's type for a factor, that
+read the device that a tensor on ``meta`` is a fake of, or whose layout is another than CUDA's.
 
 Source: torch/_decomp/decompositions.py (baddbmm, registered for all overloads) of 2.8 to 2.15,
-torch/_meta_registrations.py (meta__weight_int4pack_mm) of 2.13; native/cuda/int4mm.cu.
+torch/_meta_registrations.py (meta__weight_int4pack_mm) of 2.13; native/cuda/int4mm.cu,
+native/BinaryOps.cpp (copysign, logit_backward), PixelShuffle.cpp, DistributionTemplates.h
+(normal_impl) and cuda/RreluWithNoise.cu.
 """
 
 _FUSED_OPTIMIZERS = (
@@ -131,12 +151,14 @@ SHAPES: dict[str, Callable[..., Any]] = {
     ),
     "_standard_gamma": _like_first,
     "_standard_gamma_grad": _like_first,
-    "multi_margin_loss_backward": _like_second,
-    "multilabel_margin_loss_backward": _like_second,
+    **dict.fromkeys(
+        "multi_margin_loss_backward multilabel_margin_loss_backward "
+        "fractional_max_pool3d_backward".split(),
+        _contiguous,
+    ),
     "binomial": _like_first,
     "_sample_dirichlet": _like_first,
     "_dirichlet_grad": _like_first,
-    "fractional_max_pool3d_backward": _like_second,
     "geqrf": lambda matrix: (
         matrix.new_empty(matrix.mT.shape).mT,
         matrix.new_empty((*matrix.shape[:-2], min(matrix.shape[-2:]))),

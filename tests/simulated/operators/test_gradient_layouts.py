@@ -48,3 +48,36 @@ def test_batch_norms_gradient_has_the_inputs_format(on: Any, dtype: torch.dtype)
     gradient = torch.ones_like(x).to(memory_format=torch.channels_last)
     (found,) = torch.autograd.grad(norm(x), x, gradient)
     assert found.stride() == (128, 16, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "strides"),
+    [
+        (lambda x: F.smooth_l1_loss(x, torch.zeros_like(x), reduction="none"), ROWS),
+        (lambda x: F.huber_loss(x, torch.zeros_like(x), reduction="none"), ROWS),
+        (lambda x: F.glu(x, 1), ROWS),
+        (F.relu6, ROWS),
+        (lambda x: torch.logit(x, 0.1), ROWS),
+        (F.leaky_relu, COLUMNS),
+        (F.elu, ROWS),
+    ],
+)
+def test_a_contiguous_gradient_of_transposed_numbers(
+    on: Any, call: Callable[[torch.Tensor], torch.Tensor], strides: tuple[int, ...]
+) -> None:
+    on()
+    x = torch.ones(2, 8, 16, device="cuda").transpose(1, 2).requires_grad_()
+    result = call(x)
+    gradient = torch.ones(result.shape, device="cuda")
+    (found,) = torch.autograd.grad(result, x, gradient)
+    assert found.stride() == strides
+
+
+def test_results_that_are_contiguous_whatever_is_given(on: Any) -> None:
+    on()
+    image = torch.ones(2, 4, 8, 8, device="cuda").to(memory_format=torch.channels_last)
+    assert F.pixel_unshuffle(image, 2).stride() == (256, 16, 4, 1)
+    assert F.rrelu(image, training=True).stride() == (256, 64, 8, 1)
+    assert torch.normal(image, image).stride() == (256, 64, 8, 1)
+    with pytest.raises(RuntimeError, match="8"):
+        F.pixel_unshuffle(image, 3)
