@@ -45,6 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 KNOWN = Path(__file__).with_name("truth_known.txt")
 CORPORA = {
     "op": "samples of operators, forward and backward",
+    "layout": "operators, with tensors that are transposed or have their channels last",
     "module": "modules, in training and inference",
     "optim": "steps of optimizers",
     "scenario": "programs of the twin run",

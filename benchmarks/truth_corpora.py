@@ -85,12 +85,12 @@ _BY_VALUES = frozenset(
 """Operators and modules whose values decide what is taken, or whether they fail."""
 
 
-def _operators(dtypes: Sequence[str], samples: int) -> Iterator[Group]:
-    """Yield each operator of ``op_db``."""
+def _operators(dtypes: Sequence[str], samples: int, corpus: str = "op") -> Iterator[Group]:
+    """Yield each operator of ``op_db``; of the corpus ``layout``, with tensors that are turned."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     for op in op_db:
-        name = f"op/{op.formatted_name}"
+        name = f"{corpus}/{op.formatted_name}"
         has_values = op.formatted_name in _BY_VALUES
         yield Group(name, partial(_samples, op, name, dtypes, samples), has_values=has_values)
 
@@ -109,11 +109,25 @@ def _samples(op: Any, name: str, dtypes: Sequence[str], samples: int) -> Iterato
         for index in order[:samples]:
             sample = found[index]
             given = (sample.input, sample.args, sample.kwargs)
+            if name.startswith("layout/"):
+                given = tree_map(_turned, given)
             yield Case(
                 f"{name}/{dtype}/{index}",
                 partial(_called, op, given, dtype, has_gradient),
                 _shapes(given),
             )
+
+
+def _turned(value: Any) -> Any:
+    """Return a tensor with its channels last, or transposed; others as they are."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.dim() < 2:
+        return value
+    if value.dim() in (4, 5):
+        format = torch.channels_last if value.dim() == 4 else torch.channels_last_3d
+        turned = value.detach().contiguous(memory_format=format)
+    else:
+        turned = value.detach().transpose(0, -1).contiguous().transpose(0, -1)
+    return turned.requires_grad_(value.requires_grad)
 
 
 def _called(op: Any, given: Any, dtype: str, has_gradient: bool, record: Record) -> None:
@@ -306,6 +320,7 @@ def _one_pass(name: str, run: Callable[[], Any]) -> Iterator[Case]:
 
 _CORPORA: dict[str, Callable[[Sequence[str], int], Iterator[Group]]] = {
     "op": _operators,
+    "layout": partial(_operators, corpus="layout"),
     "module": _modules,
     "optim": _optimizers,
     "scenario": _scenarios,

@@ -218,6 +218,12 @@ def test_quantized_tensors_are_not_followed():
         assert quantized.clone().dequantize().shape == (2,)
     assert numbers.cuda().sum() == 1.5
 
+def test_asks_whether_memory_is_pinned():
+    numbers = torch.ones(3, device="cuda")
+    assert not numbers.is_pinned()
+    assert numbers.cpu().pin_memory().is_pinned()
+    assert numbers.sum() == 3
+
 def test_seeds_the_dropout_of_layers():
     output, _ = nn.LSTM(4, 4, 2, dropout=0.5).cuda()(torch.ones(3, 2, 4, device="cuda"))
     output.sum().backward()
@@ -477,6 +483,7 @@ def notes(test: Any) -> str:
         ("test_encodes_sequences_of_several_lengths", False),
         ("test_nested_tensors", False),
         ("test_quantized_tensors_are_not_followed", False),
+        ("test_asks_whether_memory_is_pinned", False),
         ("test_seeds_the_dropout_of_layers", False),
         ("test_custom_operators", False),
         ("test_decides_inside_an_operator", False),

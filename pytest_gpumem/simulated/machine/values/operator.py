@@ -90,7 +90,9 @@ class Operator:
             compute=kernel_of(func),
             assumption=ASSUMPTIONS.get(func),
             fills=name in finite.FILLING,
-            makes=any(argument.name == "device" for argument in schema.arguments),
+            # Of those with a device, ``is_pinned`` makes none.
+            makes=any(argument.name == "device" for argument in schema.arguments)
+            and any(isinstance(each.type, torch.TensorType) for each in schema.returns),
             asks=func in finite.QUESTIONS,
         )
 
