@@ -88,6 +88,11 @@ def _histc(self: Tensor, bins: int, min: float, max: float) -> Tensor:
     return found.bincount(minlength=bins).to(self.dtype)
 
 
+def _log_sigmoid_backward(grad_output: Tensor, self: Tensor) -> Any:
+    # CUDA's forward pass leaves the buffer empty.
+    return _aten.log_sigmoid_backward(grad_output, self, self.abs().neg().exp())
+
+
 _KERNELS: dict[str, Callable[..., Any]] = {
     **attention.KERNELS,
     **normalization.KERNELS,
@@ -96,6 +101,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "aten::_embedding_bag": _embedding_bag,
     "aten::_embedding_bag_forward_only": _embedding_bag,
     "aten::histc": _histc,
+    "aten::log_sigmoid_backward": _log_sigmoid_backward,
 }
 """By operator name, with the overload where only that one has a kernel here."""
 
