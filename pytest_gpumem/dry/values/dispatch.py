@@ -25,8 +25,9 @@ _SET = torch._C.DispatchKeySet(KEY)
 Follow = Callable[[Any, Args, Kwargs], Any]
 """(operator, arguments, named arguments) -> its result."""
 
-_UNDECLARED = frozenset({"aten::_unsafe_view"})
-"""Views that their schemas do not declare."""
+_LEFT_OUT = frozenset({"aten::_unsafe_view", "aten::result_type"})
+"""A view that its schema does not declare, and an operator without memory that Python cannot call
+with the numbers that C++ gives it."""
 
 
 class _Followed:
@@ -106,7 +107,7 @@ def _register() -> None:
         if name not in _registered:
             _registered.add(name)
             namespace = schema.name.partition("::")[0]
-            has_kernel = not is_view(schema) and schema.name not in _UNDECLARED
+            has_kernel = not is_view(schema) and schema.name not in _LEFT_OUT
             if namespace not in _NAMELESS and has_kernel:
                 _library(namespace).impl(name, _kernel_of(schema), "Fake")
 

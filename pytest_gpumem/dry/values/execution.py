@@ -43,7 +43,6 @@ _WRITES_NOTHING = frozenset({"aten::record_stream"})
 _GATHERS = frozenset({"allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"})
 _UNCHANGED = frozenset({"broadcast_", "barrier"})
 """Collectives of c10d: each rank has what this one has."""
-_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_sparse_addmm"})
 _DECIDING = frozenset(
     f"aten::{name}"
     for name in (
@@ -54,14 +53,19 @@ _DECIDING = frozenset(
 )
 """Operators whose kernel decides by the results of others that it calls.
 
-By norms how often to square (mexp_impl of aten/src/ATen/native/LinearAlgebra.cpp); by a sparse
-matrix, once coalesced, how many elements to multiply (s_addmm_out_sparse_dense_cuda of
-native/sparse/cuda/SparseCUDATensorMath.cu); by how many elements differ what to sort (isin_sorting
-of native/TensorCompare.cpp); by lengths whether they are valid (segment_reduce_kernel of
-native/SegmentReduce.cpp); by a mask how many elements to fill up (masked_scatter_backward_symint
-of native/TensorAdvancedIndexing.cpp), torch 2.6 to 2.15.
+By norms how often to square (mexp_impl of aten/src/ATen/native/LinearAlgebra.cpp); by how many
+elements differ what to sort (isin_sorting of native/TensorCompare.cpp); by lengths whether they are
+valid (segment_reduce_kernel of native/SegmentReduce.cpp); by a mask how many elements to fill up
+(masked_scatter_backward_symint of native/TensorAdvancedIndexing.cpp), which indices are no padding
+(embedding_sparse_backward of native/Embedding.cpp) and what sequences to pack
+(NestedTensor_nested_tensor_from_mask of native/nested/NestedTensorMath.cpp); by extremes the scale
+(quantize_per_tensor_dynamic of native/quantized/QTensor.cpp), torch 2.6 to 2.15. So do most of
+sparse tensors, as by a matrix, once coalesced, how many elements to multiply
+(s_addmm_out_sparse_dense_cuda of native/sparse/cuda/SparseCUDATensorMath.cu).
 """
+_COO = (torch.strided, torch.sparse_coo)
 _KEYS = (
+    torch._C.DispatchKey.SparseCsrCUDA,
     torch._C.DispatchKey.SparseCUDA,
     torch._C.DispatchKey.CUDA,
     torch._C.DispatchKey.CompositeExplicitAutograd,
@@ -242,7 +246,7 @@ class Execution:
         parts = [part for one in tensors_in(result) for part in sizes.strided_of(one)]
         for at, part in enumerate(parts):
             kept = known[at] if len(known) == len(parts) else None
-            if kept is not None:
+            if kept is not None and 0 not in part.stride():  # an expanded one is nowhere written
                 values.keep(part, kept)
             elif part.is_cuda:
                 values.mark_unknown(part)
@@ -412,15 +416,17 @@ def _is_composite(func: Any) -> bool:
 def _run(operator: Operator, args: Args, kwargs: Kwargs) -> Any:
     """Run an operator; where it decides by what it calls, that is followed, too."""
     func = operator.func
-    given = list(tensors_in((args, kwargs)))
-    if not any(tensor.is_cuda for tensor in given):
-        return func(*args, **kwargs)
-    is_sparse = any(tensor.layout is torch.sparse_coo for tensor in given)
-    if operator.name not in (_PRODUCTS if is_sparse else _DECIDING):
+    given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_cuda]
+    is_sparse = any(tensor.layout is not torch.strided for tensor in given)
+    decides = operator.name in _DECIDING or operator.name.startswith(sizes.MAKES_PARTS)
+    if not given or not (is_sparse or decides):
         return func(*args, **kwargs)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    keys = _KEYS if is_sparse else _KEYS[1:]
-    key = next(key for key in keys if has_kernel(func.name(), key.name))
+    is_compressed = any(tensor.layout not in _COO for tensor in given)
+    keys = _KEYS if is_compressed else _KEYS[1:] if is_sparse else _KEYS[2:]
+    key = next((key for key in keys if has_kernel(func.name(), key.name)), None)
+    if key is None:
+        return func(*args, **kwargs)
     with seen():
         return func._op_dk(key, *args, **kwargs)
 

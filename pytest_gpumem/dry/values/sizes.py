@@ -20,6 +20,7 @@ import torch
 
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, named
+from pytest_gpumem.simulated.machine.storages import parts_of_sparse
 from pytest_gpumem.simulated.machine.values.assumptions import is_printing
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.operator import Operator
@@ -136,18 +137,20 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ops.aten._indices(tensor), torch.ops.aten._values(tensor)
 
 
+MAKES_PARTS = ("aten::_nested_", "aten::_to_sparse_")
+"""Beginnings of the names of operators whose result has parts, whatever their arguments are."""
+
+
 def has_parts(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is a sparse or strided nested one, whose parts have values."""
-    return tensor.layout is torch.sparse_coo or (
-        tensor.layout is torch.strided and tensor.is_nested
-    )
+    return tensor.layout is not torch.strided or tensor.is_nested
 
 
-def strided_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors with memory that ``tensor`` has: itself if dense, none if compressed."""
+def strided_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the tensors with memory that ``tensor`` has: itself if dense."""
     if tensor.layout is torch.strided:
         return (torch.ops.aten.values(tensor) if tensor.is_nested else tensor,)
-    return parts_of(tensor) if tensor.layout is torch.sparse_coo else ()
+    return parts_of_sparse(tensor)
 
 
 def made_sparse(values: Values, name: str, args: Args) -> Parts | None:
@@ -184,7 +187,7 @@ def takes_parts(operator: Operator, args: Args) -> bool:
     """Return whether one of an operator's tensors, or its result, has parts on a GPU."""
     if operator.name == "aten::_embedding_bag_backward":
         return bool(named(operator.func, args, {})["sparse"])
-    return operator.name.startswith("aten::_nested_") or any(
+    return operator.name.startswith(MAKES_PARTS) or any(
         isinstance(one, torch.Tensor) and one.is_cuda and has_parts(one) for one in args
     )
 
@@ -213,6 +216,9 @@ def _on_cpu(values: Values, given: Any) -> Any:
     if given.layout is torch.sparse_coo:
         like: dict[str, Any] = {"is_coalesced": given.is_coalesced(), "check_invariants": False}
         return torch.sparse_coo_tensor(found[0], found[1], given.shape, **like)
+    if given.layout is not torch.strided:
+        like = {"size": given.shape, "layout": given.layout, "check_invariants": False}
+        return torch.sparse_compressed_tensor(found[0], found[1], found[2], **like)
     if given.is_nested:
         layout = given._nested_tensor_size(), given._nested_tensor_strides()
         offsets = given._nested_tensor_storage_offsets()
