@@ -79,8 +79,9 @@ def _backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
     borrow(gpu, *sizes, *copied(output))
 
 
-def _safe(gpu: GPU, dim: int, result: Tensor) -> None:
+def _safe(gpu: GPU, self: Tensor, dim: int, result: Tensor) -> None:
     """Allocate for ``_safe_softmax`` of native/transformers/attention.cpp."""
+    borrow(gpu, *copied(self))
     rows = result.numel() // max(result.shape[dim], 1) if result.dim() else 1
     borrow(gpu, result.numel(), rows, result.element_size())
 
@@ -163,20 +164,32 @@ def _huber(gpu: GPU, self: Tensor, reduction: int, result: Tensor) -> None:
         _reduce_all(gpu, self.numel(), result.dtype)
 
 
-def _margin_of_rows(gpu: GPU, self: Tensor, reduction: int) -> None:
-    if self.dim() == 2 and reduction:
-        borrow(gpu, self.shape[0] * self.element_size())
+def _margin_of_rows(
+    gpu: GPU, self: Tensor, target: Tensor, weight: Tensor | None, reduction: int
+) -> Scratch:
+    copies = Scratch(gpu, *copied(self, target, weight))
+    copies.take(self.shape[0] * self.element_size() if self.dim() == 2 and reduction else 0)
+    return copies
 
 
 def _target_first(
-    gpu: GPU, self: Tensor, reduction: int, result: tuple[Tensor, Tensor]
+    gpu: GPU, self: Tensor, target: Tensor, reduction: int, result: tuple[Tensor, Tensor]
 ) -> Iterator[Tensor]:
     """Yield target flags and the loss, rows' losses between (multilabel_margin_loss_forward)."""
+    copies = Scratch(gpu, *copied(self, target))
     yield result[1]
     is_reduced = self.dim() == 2 and reduction
     rows = Scratch(gpu, self.shape[0] * self.element_size() if is_reduced else 0)
     yield result[0]
     rows.free()
+    copies.free()
+
+
+def _of_classes(
+    gpu: GPU, self: Tensor, target: Tensor, weight: Tensor | None, reduction: int
+) -> Scratch:
+    """Each loss is read by strides; their sum is of contiguous tensors (NLLLoss2d.cu)."""
+    return Scratch(gpu, *copied(*((self, weight, target) if reduction else (weight,))))
 
 
 # Connectionist temporal classification, by ATen's own kernels.
@@ -258,7 +271,13 @@ RULES = {
         before=lambda gpu, self, reduction: Scratch(gpu, self.nbytes if reduction else 0),
         after=_huber,
     ),
-    "nll_loss2d_forward": Rule(outputs=lambda result: result[::-1]),
+    "nll_loss_forward": Rule(after=copies_of("self", "target")),
+    "nll_loss_backward": Rule(after=copies_of("self", "target")),
+    "nll_loss2d_forward": Rule(outputs=lambda result: result[::-1], after=_of_classes),
     "multi_margin_loss": Rule(after=_margin_of_rows),
+    "multi_margin_loss_backward": Rule(after=copies_of("self", "grad_output", "target")),
     "multilabel_margin_loss_forward": Rule(outputs=_target_first),
+    "multilabel_margin_loss_backward": Rule(
+        after=copies_of("self", "target", "is_target", "grad_output")
+    ),
 }

@@ -1,7 +1,8 @@
 """Pooling, resizing and padding: their kernels read contiguous tensors, copied where they are not.
 
 Source: aten/src/ATen/native/cuda/DilatedMaxPool2d.cu, DilatedMaxPool3d.cu, AveragePool2d.cu,
-AveragePool3d.cu, AdaptiveAveragePooling.cu, AdaptiveMaxPooling2d.cu, UpSampleNearest1d.cu to 3d.cu,
+AveragePool3d.cu, AdaptiveAveragePooling.cu and 3d.cu, AdaptiveMaxPooling2d.cu and 3d.cu,
+UpSampleNearest1d.cu to 3d.cu,
 UpSampleLinear1d.cu, UpSampleBilinear2d.cu, UpSampleTrilinear3d.cu and ReflectionPad.cu, of torch
 2.6 to 2.15. Outputs come first: the meta kernels give their sizes, types and memory formats as
 CUDA's do. Linear, bicubic and trilinear resizing reads its input by its strides. Each resizing is
@@ -20,20 +21,20 @@ from pytest_gpumem.simulated.operators.layout import copied, suggested_format
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, copies_of
 
 _READING = {
-    copies_of("self", like="self"): "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d",
-    copies_of("grad_output", like="self"): "avg_pool2d_backward _adaptive_avg_pool2d_backward",
+    copies_of("self", like="self"): "max_pool2d_with_indices avg_pool2d",
+    copies_of("grad_output", like="self"): "_adaptive_avg_pool2d_backward",
+    copies_of("self", "grad_output", like="self"): "avg_pool2d_backward",
     copies_of("grad_output", "self", "indices", like="self"): "max_pool2d_with_indices_backward",
     copies_of("self"): """
         reflection_pad1d reflection_pad2d reflection_pad3d upsample_nearest1d
-        _upsample_nearest_exact1d max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d
+        _upsample_nearest_exact1d avg_pool3d
     """,
     copies_of("grad_output"): """
         reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
         upsample_bicubic2d_backward _upsample_bicubic2d_aa_backward upsample_nearest1d_backward
         _upsample_nearest_exact1d_backward upsample_nearest3d_backward
         _upsample_nearest_exact3d_backward upsample_linear1d_backward
-        _upsample_bilinear2d_aa_backward adaptive_max_pool2d_backward
-        adaptive_max_pool3d_backward
+        _upsample_bilinear2d_aa_backward adaptive_max_pool3d_backward
     """,
 }
 """Operators by the copies that their kernels read."""
@@ -81,8 +82,40 @@ def _bilinear(gpu: GPU, self: Tensor, result: Tensor) -> Scratch:
     return Scratch(gpu, *(copied(self, memory_format=torch.channels_last) if is_last else ()))
 
 
+def _of_batch(gpu: GPU, self: Tensor, dims: int, *others: Tensor) -> Scratch:
+    """Copy a batch that is not contiguous, behind ``others``; one sample is read by its strides."""
+    return Scratch(gpu, *copied(*others, *((self,) if self.dim() == dims else ())))
+
+
+def _volumes(gpu: GPU, self: Tensor) -> Scratch:
+    """Volumes of channels last are read as they lie, also where there is no batch."""
+    layout, batch = suggested_format(self), self
+    if self.dim() == 4:
+        batch, layout = self.unsqueeze(0), torch.contiguous_format
+        if not batch.is_contiguous() and batch.is_contiguous(memory_format=torch.channels_last_3d):
+            layout = torch.channels_last_3d
+    return Scratch(gpu, *copied(batch, memory_format=layout))
+
+
+def _averaged(gpu: GPU, self: Tensor) -> Scratch | None:
+    """Images are read as they lie where their channels are last."""
+    return _of_batch(gpu, self, 4) if suggested_format(self) is torch.contiguous_format else None
+
+
 RULES = {
     **{names: Rule(after=reading) for reading, names in _READING.items()},
+    # A copy comes before the output has its size.
+    "_adaptive_avg_pool2d": Rule(before=_averaged),
+    "_adaptive_avg_pool3d": Rule(before=lambda gpu, self: _of_batch(gpu, self, 5)),
+    # Results that are not contiguous are copied from ones that are.
+    "adaptive_max_pool2d": Rule(after=lambda gpu, self, result: _of_batch(gpu, self, 4, *result)),
+    "max_pool3d_with_indices": Rule(after=_volumes),
+    "adaptive_max_pool3d": Rule(after=lambda gpu, self: _of_batch(gpu, self, 5)),
+    "adaptive_max_pool2d_backward": Rule(
+        after=lambda gpu, grad_output, indices, result: Scratch(
+            gpu, *copied(grad_output, indices, result)
+        )
+    ),
     "upsample_bilinear2d": Rule(after=_bilinear),
     "upsample_nearest2d _upsample_nearest_exact2d": Rule(
         after=lambda gpu, self, result: _resized(gpu, self, result)
@@ -90,7 +123,6 @@ RULES = {
     "upsample_nearest2d_backward upsample_bilinear2d_backward _upsample_nearest_exact2d_backward": (
         Rule(after=lambda gpu, grad_output, result: _resized(gpu, grad_output, result))
     ),
-    # A result that is not contiguous is copied from one that is.
     "upsample_nearest3d _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa": (
         Rule(after=lambda gpu, self, result: Scratch(gpu, *copied(result, self)))
     ),
