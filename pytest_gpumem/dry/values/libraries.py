@@ -112,7 +112,7 @@ class _Kernels(Parts):
         return result
 
     def _computed(self, args: Args, kwargs: Kwargs) -> Any:
-        """Return the results on the CPU; ``None`` if they are not known, or if it writes to some."""
+        """Return the results on the CPU; ``None`` if unknown, or if it writes to arguments."""
         given = list(tensors_in((args, kwargs)))
         if self._operator.written or not any(tensor.is_cuda for tensor in given):
             return None

@@ -112,7 +112,7 @@ _WHY = (
 
 
 def _refuse(name: str) -> NoReturn:
-    """Raise the error for a part of the library; code that catches it goes on without the library."""
+    """Raise the error for a part of the library, which code that can do without it catches."""
     if _listeners:
         _listeners[-1](f"{name} has no stand-in: code that can do without {NAME} does")
     raise UnsupportedModuleError(f"{name} at {user_line()} {_WHY}")
