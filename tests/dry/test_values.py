@@ -37,6 +37,14 @@ def test_prints_tensors():
     assert str(numbers) == "tensor(..., device='cuda:0', size=(10,), dtype=torch.float32)"
     assert str(torch.tensor([1.5, 2.0]).cuda()) == "tensor([1.5000, 2.0000], device='cuda:0')"
 
+def test_prints_an_empty_tensor():
+    for _ in range(20):
+        empty = torch.empty(0, device="cuda")
+        print(empty)
+        del empty  # another storage gets its address
+        numbers = torch.arange(3, device="cuda")
+        assert (numbers + 1).tolist() == [1, 2, 3]
+
 def test_decides_by_a_mask():
     # 1,000 numbers of which 300 are chosen: their places are 2,400 bytes.
     mask = torch.arange(1000, device="cuda") < 300
@@ -450,6 +458,7 @@ def notes(test: Any) -> str:
     ("name", "computes_all"),
     [
         ("test_prints_a_loss", False),
+        ("test_prints_an_empty_tensor", False),
         ("test_decides_by_a_mask", False),
         ("test_swallows_what_it_is_told", False),
         ("test_sizes", False),
