@@ -101,7 +101,7 @@ def _grid_sampler(
         and not is_traced(input)
     )
     if by_cudnn:
-        return torch.ops.aten.cudnn_grid_sampler(input, grid)
+        return torch.ops.aten.cudnn_grid_sampler(input, grid)  # type: ignore[no-any-return]  # an operator
     parts = torch.ops.aten.grid_sampler.default.decompose
     return parts(input, grid, interpolation_mode, padding_mode, align_corners)  # type: ignore[no-any-return]  # an operator
 

@@ -71,7 +71,7 @@ def _deform_conv2d(gpu: GPU, *args: Any) -> Tensor:
     with gpu.simulation.values.ignoring():
         batch, channels = input.shape[:2]
         outputs, (height, width) = weight.shape[0], offset.shape[2:]
-        output = input.new_zeros(batch, outputs, height, width)
+        output: Tensor = input.new_zeros(batch, outputs, height, width)
         if not batch:
             return output
         count = _images(batch)
@@ -85,7 +85,7 @@ def _deform_conv2d(gpu: GPU, *args: Any) -> Tensor:
                 product.flatten(1).addmm_(row, column)
         moved = products.view(batch // count, outputs, count, height, width).transpose(1, 2)
         output.view(batch // count, count, outputs, height, width).copy_(moved)
-        result = output + bias.view(1, outputs, 1, 1)
+        result: Tensor = output + bias.view(1, outputs, 1, 1)
     # The parameters of the kernel live the longest.
     del moved, column, columns, block, product, products, output
     del kept
