@@ -37,14 +37,6 @@ def test_prints_tensors():
     assert str(numbers) == "tensor(..., device='cuda:0', size=(10,), dtype=torch.float32)"
     assert str(torch.tensor([1.5, 2.0]).cuda()) == "tensor([1.5000, 2.0000], device='cuda:0')"
 
-def test_prints_an_empty_tensor():
-    for _ in range(20):
-        empty = torch.empty(0, device="cuda")
-        print(empty)
-        del empty  # another storage gets its address
-        numbers = torch.arange(3, device="cuda")
-        assert (numbers + 1).tolist() == [1, 2, 3]
-
 def test_decides_by_a_mask():
     # 1,000 numbers of which 300 are chosen: their places are 2,400 bytes.
     mask = torch.arange(1000, device="cuda") < 300
@@ -200,6 +192,14 @@ def test_custom_operators():
     product.sum().backward()
     assert product.tolist() == [0, 2, 4, 6]
     assert numbers.grad.tolist() == [2, 2, 2, 2]
+
+def test_prints_an_empty_tensor():
+    for _ in range(20):
+        empty = torch.empty(0, device="cuda")
+        print(empty)
+        del empty  # another storage gets its address
+        numbers = torch.arange(3, device="cuda")
+        assert (numbers + 1).tolist() == [1, 2, 3]
 
 def test_samples_by_cudnn():
     image, grid = torch.randn(1, 2, 4, 5), torch.rand(1, 3, 3, 2) * 2 - 1
