@@ -30,6 +30,13 @@ class UndescribedKernelError(UnsupportedOperatorError):
         return type(self), (str(self), self.kernel)
 
 
+class UnsupportedModuleError(UnsupportedOperatorError, ModuleNotFoundError):
+    """An import from a library that is not installed, of a part that its stand-in does not have.
+
+    Code that can do without the library catches it as the error of a missing module.
+    """
+
+
 class HostMemoryError(SimulationError):
     """Real values of all tensors do not fit in the memory of this machine."""
 

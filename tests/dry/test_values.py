@@ -250,6 +250,54 @@ def test_custom_operators():
     assert product.tolist() == [0, 2, 4, 6]
     assert numbers.grad.tolist() == [2, 2, 2, 2]
 
+def test_prints_an_empty_tensor():
+    for _ in range(20):
+        empty = torch.empty(0, device="cuda")
+        print(empty)
+        del empty  # another storage gets its address
+        numbers = torch.arange(3, device="cuda")
+        assert (numbers + 1).tolist() == [1, 2, 3]
+
+def test_samples_by_cudnn():
+    image, grid = torch.randn(1, 2, 4, 5), torch.rand(1, 3, 3, 2) * 2 - 1
+    there = image.cuda().requires_grad_()
+    image.requires_grad_()
+    expected = nn.functional.grid_sample(image, grid, align_corners=True)
+    found = nn.functional.grid_sample(there, grid.cuda(), align_corners=True)
+    expected.sum().backward()
+    found.sum().backward()
+    assert torch.allclose(found.cpu(), expected)
+    assert torch.allclose(there.grad.cpu(), image.grad)
+
+def of_a_library(name, kernel):
+    # An operator with kernels in C++, as far as torch's record of those in Python says.
+    library = torch.library.Library(name, "DEF")
+    library.define("above_half(Tensor numbers) -> Tensor")
+    library.impl("above_half", kernel, "CUDA")
+    library.impl("above_half", lambda numbers: numbers[numbers > 0.5], "CPU")
+    torch.library._impls.discard(f"{name}/above_half/CUDA")
+    return library
+
+def fills_a_mask(numbers):
+    mask = torch.zeros_like(numbers, dtype=torch.bool)  # nothing that torch sees writes to it
+    return numbers.masked_select(mask)
+
+def makes_another_error(numbers):
+    try:
+        return numbers.masked_select(numbers > 0.5)
+    except BaseException:
+        raise RuntimeError("masked_select failed")
+
+libraries = of_a_library("of_masks", fills_a_mask), of_a_library("of_errors", makes_another_error)
+
+def test_a_librarys_kernel_writes_to_a_mask():
+    found = torch.ops.of_masks.above_half(torch.tensor([0.25, 0.75, 1.0]).cuda())
+    assert found.tolist() == [0.75, 1.0]
+
+def test_a_librarys_kernel_makes_another_error_of_a_refusal():
+    numbers = torch.rand(5000, device="cuda")
+    assert len(torch.ops.of_errors.above_half(numbers)) == (numbers > 0.5).sum()
+
 def test_decides_inside_an_operator():
     # Whether a matrix is finite, by norms how often to square it, and what a sparse one adds up.
     diagonal = torch.diag(torch.tensor([1.0, 2, 3])).cuda()
@@ -477,6 +525,7 @@ def notes(test: Any) -> str:
     ("name", "computes_all"),
     [
         ("test_prints_a_loss", False),
+        ("test_prints_an_empty_tensor", False),
         ("test_decides_by_a_mask", False),
         ("test_swallows_what_it_is_told", False),
         ("test_sizes", False),
@@ -497,6 +546,9 @@ def notes(test: Any) -> str:
         ("test_asks_whether_memory_is_pinned", False),
         ("test_seeds_the_dropout_of_layers", False),
         ("test_custom_operators", False),
+        ("test_a_librarys_kernel_writes_to_a_mask", False),
+        ("test_a_librarys_kernel_makes_another_error_of_a_refusal", True),
+        ("test_samples_by_cudnn", False),
         ("test_decides_inside_an_operator", False),
         ("test_decides_by_what_algorithms_return", False),
         ("test_draws", True),

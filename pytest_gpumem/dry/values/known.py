@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.dry.values.dispatch import unseen
 from pytest_gpumem.dry.values.memory import Memory, MemoryRange, seen_by_cpu
 from pytest_gpumem.dry.values.random_numbers import RandomNumbers
 from pytest_gpumem.simulated.common import raw
@@ -70,8 +71,11 @@ class DryValues(Values):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether the values of ``tensor`` are known."""
-        self.track([tensor])
-        return self.of(tensor) is not None
+        with unseen():  # an operator inside would end what is tracked
+            self.track([tensor])
+            found = self.of(tensor) is not None
+            self.end()
+        return found
 
     def end(self) -> None:
         """Forget dead storages, and those whose death is not reported."""

@@ -8,12 +8,11 @@ has a kernel only for the shape of the result. Source: aten/src/ATen/native/Dist
 TensorCompare.cpp (isinf); Linear.cpp (_trilinear, sumproduct_pair: a product of three tensors, one
 slice after the other), torch 2.6 to 2.15.
 
-Kernels of other libraries are built from torch's operators, too. The number of boxes that
-torchvision keeps is decided by values. bitsandbytes packs weights to 4 and 8 bits and multiplies by
+Kernels of other libraries are built from torch's operators, too: torchvision's (``vision``), and
+bitsandbytes'. It packs weights to 4 and 8 bits and multiplies by
 them. Values of a user's kernel in C++ for one element, which torch compiles for a GPU, are unknown.
 
-Source: torchvision/csrc/ops/cuda/nms_kernel.cu (nms_kernel) of torchvision 0.29;
-bitsandbytes/backends/cuda/ops.py (quantize_blockwise, quantize_4bit, gemm_4bit,
+Source: bitsandbytes/backends/cuda/ops.py (quantize_blockwise, quantize_4bit, gemm_4bit,
 _dequant_linear_fallback, _gemm_4bit_kernel_impl) of bitsandbytes 0.50; torch/cuda/jiterator.py and
 aten/src/ATen/native/cuda/jit_utils.cpp, cuda/jiterator.cu (CompileAndLaunchKernel: outputs of a
 TensorIterator whose type all inputs are promoted to), torch 2.6 to 2.15.
@@ -32,10 +31,9 @@ from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides
 from torch.nn import functional
 
-from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.operators import vision
 from pytest_gpumem.simulated.operators.rules import Composite
-from pytest_gpumem.values.errors import UnknownValueError
 
 _BUILT = (
     "_euclidean_dist.default",
@@ -157,40 +155,6 @@ BELOW_AUTOGRAD: dict[str, Composite] = {
 """By overload."""
 
 
-_BOXES_OF_A_BLOCK = 64
-"""Boxes whose overlaps with another are the bits of one number."""
-
-
-def _nms(gpu: GPU, dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    if not dets.numel():
-        return dets.new_empty((0,), dtype=torch.int64)
-    values = gpu.simulation.values
-    known = values.known(dets), values.known(scores)
-    if known[0] is None or known[1] is None:
-        read = f"torchvision.ops.nms at {user_line()} reads"
-        raise UnknownValueError(values.refusal(read))
-    order = scores.sort(stable=True, dim=0, descending=True)[1]
-    boxes = dets.index_select(0, order)
-    count = dets.shape[0]
-    overlaps = dets.new_empty((count * -(-count // _BOXES_OF_A_BLOCK),), dtype=torch.int64)
-    keep = dets.new_zeros((count,), dtype=torch.bool)
-    values.keep(keep, _kept(known[0], known[1], iou_threshold))
-    chosen = order.masked_select(keep)
-    # They live until the function ends.
-    del keep, overlaps, boxes, order
-    return chosen
-
-
-def _kept(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Return which boxes are kept, best first; in float32 where the CPU has no half kernel."""
-    with torch._C._DisableTorchDispatch():
-        if dets.dtype is torch.half:
-            dets, scores = dets.float(), scores.float()
-        found = torch.ops.torchvision.nms(dets, scores, iou_threshold)
-        order = scores.sort(stable=True, dim=0, descending=True).indices
-        return torch.isin(order, found)
-
-
 _KERNELS = "bitsandbytes.backends.cuda.ops"
 """The module that registers the operator for GPUs."""
 
@@ -254,7 +218,7 @@ def _scales(rows: Tensor, blocksize: int) -> Tensor:
 
 
 PARTS: dict[str, Composite] = {
-    "torchvision.nms.default": _nms,
+    **vision.PARTS,
     "bitsandbytes.gemm_4bit.default": _gemm_4bit,
     "bitsandbytes.quantize_4bit.default": _quantize_4bit,
     "bitsandbytes.quantize_blockwise.default": _quantize_blockwise,

@@ -1,8 +1,9 @@
 """Kernels for ``meta``: those that torch does not have, and those with other shapes than CUDA's.
 
 Source: the allocations of each operator's CUDA function (aten/src/ATen/native/cuda/
-MultiMarginLoss.cu, MultiLabelMarginCriterion.cu, Distributions.cpp, native/BatchLinearAlgebra.cpp
-(geqrf), native/quantized/cuda and native/quantized/FakeQuantPerTensorAffine.cpp).
+MultiMarginLoss.cu, MultiLabelMarginCriterion.cu, Distributions.cpp, native/cudnn/GridSampler.cpp,
+native/BatchLinearAlgebra.cpp (geqrf), native/quantized/cuda and
+native/quantized/FakeQuantPerTensorAffine.cpp).
 """
 
 from __future__ import annotations
@@ -148,6 +149,10 @@ _FUSED_OPTIMIZERS = (
 SHAPES: dict[str, Callable[..., Any]] = {
     "_compute_linear_combination": lambda tensors, coefficients: tensors.new_empty(
         (len(coefficients), *tensors.shape[1:])
+    ),
+    "cudnn_grid_sampler": lambda image, grid: image.new_empty((*image.shape[:2], *grid.shape[1:3])),
+    "cudnn_grid_sampler_backward": lambda *read: tuple(
+        each.new_empty(each.shape) for each in read[:2]
     ),
     "_standard_gamma": _like_first,
     "_standard_gamma_grad": _like_first,

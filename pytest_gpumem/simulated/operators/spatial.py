@@ -1,12 +1,15 @@
 """Pooling, resizing and padding: their kernels read contiguous tensors, copied where they are not.
 
+Of grids of coordinates cuDNN samples what it can.
+
 Source: aten/src/ATen/native/cuda/DilatedMaxPool2d.cu, DilatedMaxPool3d.cu, AveragePool2d.cu,
 AveragePool3d.cu, AdaptiveAveragePooling.cu and 3d.cu, AdaptiveMaxPooling2d.cu and 3d.cu,
-UpSampleNearest1d.cu to 3d.cu,
-UpSampleLinear1d.cu, UpSampleBilinear2d.cu, UpSampleTrilinear3d.cu and ReflectionPad.cu, of torch
-2.6 to 2.15. Outputs come first: the meta kernels give their sizes, types and memory formats as
-CUDA's do. Linear, bicubic and trilinear resizing reads its input by its strides. Each resizing is
-seen on the dry device, 2.13 and 2.15, of contiguous, strided and channels-last inputs.
+UpSampleNearest1d.cu to 3d.cu, UpSampleLinear1d.cu, UpSampleBilinear2d.cu, UpSampleTrilinear3d.cu,
+ReflectionPad.cu, native/GridSampler.cpp (grid_sampler), GridSamplerUtils.h
+(cond_cudnn_grid_sampler) and cudnn/GridSampler.cpp, of torch 2.6 to 2.15. But for the last, outputs
+come first: the meta kernels give their sizes, types and memory formats as CUDA's do. Linear,
+bicubic and trilinear resizing reads its input by its strides. Each resizing is seen on the dry
+device, 2.13 and 2.15, of contiguous, strided and channels-last inputs.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.layout import copied, suggested_format
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, copies_of
+from pytest_gpumem.simulated.operators.layout import INDEXABLE, copied, suggested_format
+from pytest_gpumem.simulated.operators.rnn import is_acceptable
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, copies_of, is_traced
 
 _READING = {
     copies_of("self", like="self"): "max_pool2d_with_indices avg_pool2d",
@@ -102,7 +106,43 @@ def _averaged(gpu: GPU, self: Tensor) -> Scratch | None:
     return _of_batch(gpu, self, 4) if suggested_format(self) is torch.contiguous_format else None
 
 
+_MOST_CHANNELS = 1024
+"""Most channels that cuDNN samples."""
+
+
+def _grid_sampler(
+    input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
+) -> Tensor:
+    by_cudnn = (
+        (interpolation_mode, padding_mode, align_corners) == (0, 0, True)
+        and input.dim() == 4
+        and input.shape[1] <= _MOST_CHANNELS
+        and all(is_acceptable(each) and each.numel() < INDEXABLE for each in (input, grid))
+        and not is_traced(input)
+    )
+    if by_cudnn:
+        return torch.ops.aten.cudnn_grid_sampler(input, grid)  # type: ignore[no-any-return]  # an operator
+    parts = torch.ops.aten.grid_sampler.default.decompose
+    return parts(input, grid, interpolation_mode, padding_mode, align_corners)  # type: ignore[no-any-return]  # an operator
+
+
+ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.grid_sampler.default": _grid_sampler}
+
+
+def _unless_repeated(*tensors: Tensor) -> list[int]:
+    """contiguousIfZeroInStrides."""
+    return copied(*(each for each in tensors if 0 in each.stride()))
+
+
 RULES = {
+    "cudnn_grid_sampler": Rule(
+        before=lambda gpu, self, grid: Scratch(gpu, *_unless_repeated(self), *copied(grid))
+    ),
+    "cudnn_grid_sampler_backward": Rule(
+        before=lambda gpu, self, grid, grad_output: Scratch(
+            gpu, *_unless_repeated(self), *copied(grid), *_unless_repeated(grad_output)
+        )
+    ),
     **{names: Rule(after=reading) for reading, names in _READING.items()},
     # A copy comes before the output has its size.
     "_adaptive_avg_pool2d": Rule(before=_averaged),

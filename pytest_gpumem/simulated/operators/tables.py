@@ -17,7 +17,14 @@ from torch.utils._pytree import tree_leaves
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import overload_of
-from pytest_gpumem.simulated.operators import meta_kernels, normalization, rnn, slices, zeros
+from pytest_gpumem.simulated.operators import (
+    meta_kernels,
+    normalization,
+    rnn,
+    slices,
+    vision,
+    zeros,
+)
 from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.operators.rules import BoundRule, Composite, Rule, on_machine
 
@@ -48,7 +55,7 @@ _IN_TRANSFORMS = (
 )
 _META = torch._C.DispatchKey.Meta
 
-RULES: dict[str, Rule] = _of_all("RULES", "aten::")
+RULES: dict[str, Rule] = {**_of_all("RULES", "aten::"), **vision.RULES}
 """By operator name: hidden allocations."""
 ABOVE_AUTOGRAD: dict[str, Composite] = _of_all("ABOVE_AUTOGRAD")
 """By overload: operators that CUDA takes apart otherwise than the CPU and ``meta`` do."""

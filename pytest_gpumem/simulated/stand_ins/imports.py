@@ -19,9 +19,10 @@ from importlib.metadata import Distribution, DistributionFinder
 from os import PathLike
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-from pytest_gpumem.simulated.common.callsite import refuse
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.values.errors import UnsupportedModuleError
 
 NAME, VERSION, PACKAGE = "flash-attn", "2.8.3", "flash_attn"
 """The distribution, which cannot be installed without CUDA's compiler, the release whose sources
@@ -98,7 +99,7 @@ class StandInModule(ModuleType):
         if name.startswith("__") or path in _ABSENT:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if path not in _contents():
-            refuse(path, _WHY)
+            _refuse(path)
         # "from library import module" reads an attribute first.
         return importlib.import_module(path)
 
@@ -108,6 +109,13 @@ _WHY = (
     "describe the function that calls it with pytest_gpumem.simulate_operator, or install "
     "the library and run pytest --gpumem-device=dry"
 )
+
+
+def _refuse(name: str) -> NoReturn:
+    """Raise the error for a part of the library, which code that can do without it catches."""
+    if _listeners:
+        _listeners[-1](f"{name} has no stand-in: code that can do without {NAME} does")
+    raise UnsupportedModuleError(f"{name} at {user_line()} {_WHY}")
 
 
 _ANY = DistributionFinder.Context()
@@ -164,7 +172,7 @@ class _Refusing(Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Refuse."""
-        refuse(spec.name, _WHY)
+        _refuse(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: no module is made."""

@@ -51,7 +51,11 @@ def _parse_to(parse_to: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args = (_numbered(args[0]), *args[1:])
     if "device" in kwargs:
         kwargs["device"] = _numbered(kwargs["device"])
-    return parse_to(*args, **kwargs)
+    device, *others = parse_to(*args, **kwargs)
+    like = args[0] if args else kwargs.get("tensor")
+    if isinstance(like, torch.Tensor):
+        device = like.device  # C++ sees meta
+    return device, *others
 
 
 def _is_meta(device: Any) -> bool:

@@ -142,3 +142,40 @@ def test_an_expanded_gradient_is_copied(on: Any, function: Any, factor: float) -
     gradient = torch.ones((), device="cuda").expand_as(y)
     copy = int(x.nbytes * factor)
     assert gpu.of(lambda: torch.autograd.grad(y, x, gradient))[:3] == [x.nbytes, copy, -copy]
+
+
+GRID = 2 * 6 * 5 * 2 * 4
+SAMPLED = 2 * 8 * 6 * 5 * 4
+
+
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_cudnn_samples_with_aligned_corners_and_makes_both_gradients(
+    on: Any, is_strided: bool
+) -> None:
+    """Seen on the dry device, 2.15."""
+    gpu = on()
+    x = torch.randn(2, 8, 12, 12, device="cuda", requires_grad=True)
+    grid = torch.zeros(2, 6, 5, 2, device="cuda")
+    if is_strided:
+        grid = torch.zeros(2, 2, 6, 5, device="cuda").permute(0, 2, 3, 1)
+    copy = [GRID] if is_strided else []
+    assert gpu.of(lambda: functional.grid_sample(x, grid, align_corners=True)) == [
+        *copy,
+        SAMPLED,
+        *(-each for each in copy),
+    ]
+    y = functional.grid_sample(x, grid, align_corners=True)
+    repeated = torch.ones((), device="cuda").expand_as(y)
+    events = gpu.of(lambda: torch.autograd.grad(y, x, repeated))
+    assert events[: len(copy) + 3] == [*copy, SAMPLED, SIZE, GRID]
+
+
+@pytest.mark.parametrize("arguments", [{"align_corners": False}, {"mode": "nearest"}])
+def test_other_samples_are_torchs_own(on: Any, arguments: dict[str, Any]) -> None:
+    gpu = on()
+    x = torch.randn(2, 8, 12, 12, device="cuda", requires_grad=True)
+    grid = torch.zeros(2, 6, 5, 2, device="cuda")
+    y = functional.grid_sample(x, grid, **{"align_corners": True, **arguments})
+    gradient = torch.ones_like(y)
+    # The gradient of the grid is not made.
+    assert gpu.of(lambda: torch.autograd.grad(y, x, gradient))[:1] == [SIZE]

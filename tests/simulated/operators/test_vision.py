@@ -1,4 +1,4 @@
-"""torchvision's suppression of boxes: what it allocates, and what values say of its result."""
+"""torchvision's kernels: what they allocate, and what values say of the boxes that are kept."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ def _kept(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     return torch.tensor([0, 2])
 
 
+def _pooled(input: Tensor, rois: Tensor, scale: float, height: int, width: int, *_: Any) -> Tensor:
+    return input.new_empty(rois.shape[0], input.shape[1], height, width)
+
+
 def _sized_by_values(dets: Tensor, *_: Any) -> Tensor:
     return torch.library.get_ctx().new_dynamic_size()  # type: ignore[return-value]  # raises
 
@@ -37,6 +41,17 @@ def torchvision() -> Iterator[None]:
         return
     library = torch.library.Library("torchvision", "FRAGMENT")
     library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    given = "Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, SymInt stride_h"
+    given += ", SymInt stride_w, SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w"
+    given += ", SymInt groups, SymInt offset_groups, bool use_mask"
+    library.define(f"deform_conv2d({given}) -> Tensor")
+    results = ", ".join(["Tensor"] * 5)
+    library.define(f"_deform_conv2d_backward(Tensor grad, {given}) -> ({results})")
+    given = "Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height"
+    given += ", SymInt pooled_width, int sampling_ratio, bool aligned"
+    library.define(f"roi_align({given}) -> Tensor")
+    library.impl("roi_align", _pooled, "CPU")
+    torch.library.register_fake("torchvision::roi_align", _pooled, lib=library)
     library.impl("nms", _kept, "CPU")
     torch.library.register_fake("torchvision::nms", _sized_by_values, lib=library)
     yield
@@ -77,6 +92,62 @@ def test_its_temporaries_live_until_it_returns(on: Any) -> None:
     assert events[:8] == [*sorting, sorted_boxes, overlaps, keep]
     assert events[-4:] == [-keep, -overlaps, -sorted_boxes, -order]
     assert sum(events) == kept.numel() * 8 == 16
+
+
+IMAGES, OFFSETS, WEIGHT = 64 * 6 * 56 * 4, 64 * 18 * 56 * 4, 4 * 3 * 9 * 4
+OUTPUT = 64 * 4 * 56 * 4
+COLUMNS = 6 * 9 * 32 * 56 * 4
+"""Of half of the images."""
+WORKSPACE = 8519680
+
+
+def _convolved() -> tuple[Tensor, ...]:
+    made = (64, 6, 8, 7), (4, 3, 3, 3), (64, 18, 8, 7), (64, 1), (4,)
+    return tuple(torch.zeros(shape, device="cuda") for shape in made)
+
+
+AS_IT_IS = (1, 1, 1, 1, 1, 1, 2, 1, False)
+"""Two groups of channels, and no mask."""
+
+
+def test_a_deformable_convolution_multiplies_half_of_the_images_at_once(on: Any) -> None:
+    """Seen on the dry device, 2.15 with torchvision 0.29."""
+    gpu = on("A100-40GB", "2.15")
+    given = _convolved()
+    events = gpu.of(lambda: torch.ops.torchvision.deform_conv2d(*given, *AS_IT_IS))
+    assert [event for event in events if abs(event) != WORKSPACE] == [
+        *(OUTPUT, OUTPUT, COLUMNS),
+        *(OUTPUT, -COLUMNS, -OUTPUT, -OUTPUT),
+    ]
+
+
+def test_its_gradients_are_made_one_after_the_other(on: Any) -> None:
+    """Seen on the dry device, 2.15 with torchvision 0.29."""
+    gpu = on("A100-40GB", "2.15")
+    given = _convolved()
+    grad = torch.ones(64, 4, 8, 7, device="cuda")
+    backward = torch.ops.torchvision._deform_conv2d_backward
+    events = gpu.of(lambda: backward(grad, *given, *AS_IT_IS))
+    mask, part, group = 64 * 4, OUTPUT // 4, WEIGHT // 2
+    product = [group, group, -group, -group]
+    assert [event for event in events if abs(event) != WORKSPACE] == [
+        *(IMAGES, OFFSETS, mask, COLUMNS),
+        *[part, -part] * 4,
+        *(-COLUMNS, WEIGHT, OUTPUT, COLUMNS),
+        *product * 4,
+        *(-COLUMNS, -OUTPUT),
+        *(16, 16, 16, -16, -16),
+    ]
+
+
+def test_pooled_regions_are_read_from_contiguous_images(on: Any) -> None:
+    gpu = on()
+    images = torch.zeros(2, 8, 12, 12, device="cuda").to(memory_format=torch.channels_last)
+    regions = torch.zeros(3, 5, device="cuda")
+    pool = torch.ops.torchvision.roi_align
+    pooled = 3 * 8 * 2 * 2 * 4
+    events = gpu.of(lambda: pool(images, regions, 1.0, 2, 2, 2, False))
+    assert events == [pooled, images.nbytes, -images.nbytes]
 
 
 def test_boxes_that_nobody_knows_are_not_suppressed() -> None:

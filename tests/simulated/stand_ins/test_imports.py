@@ -86,9 +86,19 @@ def test_what_has_no_stand_in_is_named() -> None:
         module = importlib.import_module("flash_attn")
         with pytest.raises(UnsupportedOperatorError, match=r"^flash_attn\.flash_attn_more at \S+"):
             module.flash_attn_more  # noqa: B018
-        # A fallback of the code under test would be another number than with the library.
         with pytest.raises(UnsupportedOperatorError, match=r"^flash_attn\.ops at \S+"):
             importlib.import_module("flash_attn.ops.rms_norm")
+
+
+def test_code_that_can_do_without_the_library_goes_on() -> None:
+    """As kornia does, which imports flash-attn's modules where they are installed."""
+    with simulate() as gpu, pytest.raises(ModuleNotFoundError, match=r"^flash_attn\.modules at "):
+        importlib.import_module("flash_attn.modules.mha")
+
+    # The code's number is another one than with the library.
+    assert list(gpu.notes) == [
+        "flash_attn.modules has no stand-in: code that can do without flash-attn does"
+    ]
 
 
 def test_what_the_library_does_not_have_either_is_not_there() -> None:

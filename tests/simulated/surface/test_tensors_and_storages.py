@@ -250,3 +250,14 @@ def test_seeds_of_attention_that_are_saved_stay_on_the_host() -> None:
         out.sum().backward()
         seed = torch.ops.aten._scaled_dot_product_efficient_attention(x, x, x, None, True)[2]
         assert (seed.device.type, seed.is_cpu) == ("cpu", True)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_module_moves_to_where_a_tensor_is(named: bool) -> None:
+    with simulate("T4*2"):
+        module: Any = torch.nn.Linear(2, 2)
+        for device in ("cuda:1", "cuda:0", "cpu"):
+            there = torch.zeros(1, device=device)
+            module = module.to(tensor=there) if named else module.to(there)
+            assert module.weight.device == there.device
+            assert module.weight.cpu().shape == (2, 2)

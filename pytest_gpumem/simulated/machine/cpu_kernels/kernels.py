@@ -5,8 +5,9 @@ results; ``UNREAD`` stands for one that no formula reads, an integer for a tenso
 with it.
 
 Source: aten/src/ATen/native/cuda/EmbeddingBag.cu (EmbeddingBag_updateOutputKernel_sum_mean and
-_max: which bag each index is in, and how many indices of a bag are no padding) and SummaryOps.cu
-(_histc_cuda_template, getBin), of torch 2.6 to 2.15.
+_max: which bag each index is in, and how many indices of a bag are no padding), SummaryOps.cu
+(_histc_cuda_template, getBin) and ../GridSamplerUtils.h (cond_cudnn_grid_sampler), of torch 2.6 to
+2.15.
 """
 
 from __future__ import annotations
@@ -93,6 +94,18 @@ def _log_sigmoid_backward(grad_output: Tensor, self: Tensor) -> Any:
     return _aten.log_sigmoid_backward(grad_output, self, self.abs().neg().exp())
 
 
+def _grid_sampler(self: Tensor, grid: Tensor) -> Any:
+    return _aten.grid_sampler_2d(self, grid, *_BY_CUDNN)
+
+
+def _grid_sampler_backward(self: Tensor, grid: Tensor, grad_output: Tensor) -> Any:
+    return _aten.grid_sampler_2d_backward(grad_output, self, grid, *_BY_CUDNN, [True, True])
+
+
+_BY_CUDNN = (0, 0, True)
+"""The one way in which cuDNN samples: bilinear, zeros around, corners aligned."""
+
+
 _KERNELS: dict[str, Callable[..., Any]] = {
     **attention.KERNELS,
     **normalization.KERNELS,
@@ -100,6 +113,8 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     **recurrent.KERNELS,
     "aten::_embedding_bag": _embedding_bag,
     "aten::_embedding_bag_forward_only": _embedding_bag,
+    "aten::cudnn_grid_sampler": _grid_sampler,
+    "aten::cudnn_grid_sampler_backward": _grid_sampler_backward,
     "aten::histc": _histc,
     "aten::log_sigmoid_backward": _log_sigmoid_backward,
 }
