@@ -126,6 +126,23 @@ def test_gloo_brings_its_results_from_the_host():
     finally:
         distributed.destroy_process_group()
 
+def test_the_only_rank_keeps_its_values():
+    from torch import distributed
+    from torch.distributed import _functional_collectives as functional
+    distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        data, found = torch.arange(2.0, device="cuda") + 1, torch.empty(3, 2, device="cuda")
+        distributed.all_reduce(data)
+        distributed.reduce(data, 0)
+        distributed.reduce_scatter_tensor(found[0], data)
+        distributed.all_to_all_single(found[1], data)
+        distributed.scatter(found[2], [data])
+        distributed.gather(data, [torch.empty_like(data)])
+        assert found.tolist() == [[1, 2]] * 3
+        assert functional.all_reduce(data + 1, "sum", distributed.group.WORLD).tolist() == [2, 3]
+    finally:
+        distributed.destroy_process_group()
+
 def test_kernels_change_what_was_copied():
     numbers = torch.tensor([1, 2, 3], device="cuda")
     numbers.add_(1)
@@ -417,6 +434,7 @@ def notes(test: Any) -> str:
         ("test_looks_for_infinities", False),
         ("test_storages_that_lie_in_the_memory_of_others", False),
         ("test_gloo_brings_its_results_from_the_host", True),
+        ("test_the_only_rank_keeps_its_values", False),
         ("test_kernels_change_what_was_copied", False),
         ("test_a_kernel_writes_where_its_operator_copied", False),
         ("test_multiplies_groups_of_unknown_length", False),

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import ProcessGroup, ReduceOp
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -44,6 +45,9 @@ _WRITES_NOTHING = frozenset({"aten::record_stream"})
 _GATHERS = frozenset({"allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"})
 _UNCHANGED = frozenset({"broadcast_", "barrier"})
 """Collectives of c10d: each rank has what this one has."""
+_RECEIVES = frozenset({"recv_", "recv_any_source_"})
+_OF_COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
+"""Libraries whose operators call those of c10d, which are followed."""
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_sparse_addmm"})
 _DECIDING = frozenset(
     f"aten::{name}"
@@ -120,8 +124,9 @@ class Execution:
 
     def _bind(self, func: Any) -> Handler:
         if func.namespace not in _OWN:
-            kind = _Gathered if func._opname in _GATHERS else _Parts
-            return kind(func, None if func._opname in _UNCHANGED else self._graphs)
+            if func.namespace == "c10d":
+                return _Collective(func, self._graphs)
+            return _Parts(func, None if func.namespace in _OF_COLLECTIVES else self._graphs)
         if _is_composite(func):
             return _Parts(func, None)
         name = func._schema.name
@@ -351,49 +356,69 @@ class _Parts:
         self._operator = Operator.of(func)
 
     def __call__(self, args: Args, kwargs: Kwargs) -> Any:
+        """Run it; what it has written is unknown."""
+        result = self._run(args, kwargs)
+        self._mark_unknown((result, self._operator.targets(args, kwargs)))
+        return result
+
+    def _run(self, args: Args, kwargs: Kwargs) -> Any:
         """Run the kernel at the key below, not this one again."""
         func = self._func
         if _is_composite(func):
-            result = func._op_dk(_COMPOSITE, *args, **kwargs)
-        else:  # a kernel in Python, which torch calls by a set of keys only
-            keys = torch._C.DispatchKeySet(_key_of(args, kwargs))
-            result = func.redispatch(keys, *args, **kwargs)
-        if self._graphs is not None and not _is_brought_by_host(func, args, kwargs):
-            for tensor in tensors_in((result, self._operator.targets(args, kwargs))):
+            return func._op_dk(_COMPOSITE, *args, **kwargs)
+        # A kernel in Python, which torch calls by a set of keys only.
+        keys = torch._C.DispatchKeySet(_key_of(args, kwargs))
+        return func.redispatch(keys, *args, **kwargs)
+
+    def _mark_unknown(self, written: Any) -> None:
+        if self._graphs is not None:
+            for tensor in tensors_in(written):
                 if tensor.is_cuda:
                     self._graphs.mark_unknown(tensor)
-        return result
 
 
-class _Gathered(_Parts):
-    """An all-gather of c10d: the runtime brings what this rank sends from each of the others."""
+class _Collective(_Parts):
+    """A collective of c10d.
+
+    The only rank of a group receives what it sends. Of several ranks the results are unknown, but
+    for those of an all-gather: the runtime brings what this rank sends from each of the others.
+    """
 
     def __call__(self, args: Args, kwargs: Kwargs) -> Any:
         """Run it, and copy the values of what it sends."""
-        result = super().__call__(args, kwargs)
-        if _is_brought_by_host(self._func, args, kwargs):
+        result = self._run(args, kwargs)
+        name, given = self._func._opname, named(self._func, args, kwargs)
+        if name in _UNCHANGED or "process_group" not in given:
             return result
-        received, sent = (list(tensors_in(given)) for given in args[:2])
-        for at, target in enumerate(received):
-            source = sent[at * len(sent) // len(received)]
-            with torch.no_grad():
-                target.view(-1, *source.shape).copy_(source)
+        group = ProcessGroup.unbox(given["process_group"])
+        if _is_brought_by_host(group, args):
+            return result
+        received, sent = (list(tensors_in(each)) for each in args[:2])
+        is_alone = group.size() == 1 and name not in _RECEIVES and not _scales(given)
+        if not is_alone and name not in _GATHERS:
+            self._mark_unknown((result, received))
+        elif sent:
+            for at, target in enumerate(received):
+                source = sent[at * len(sent) // len(received)]
+                with torch.no_grad():
+                    target.view(-1, *source.shape).copy_(source)
         return result
 
 
-def _is_brought_by_host(func: Any, args: Args, kwargs: Kwargs) -> bool:
+def _scales(given: Mapping[str, Any]) -> bool:
+    """Return whether a reduction multiplies what each rank sends by a number."""
+    reduction = given.get("reduce_op")
+    return reduction is not None and ReduceOp.unbox(reduction).op == ReduceOp.PREMUL_SUM
+
+
+def _is_brought_by_host(group: ProcessGroup, args: Args) -> bool:
     """Return whether a collective's results are on the host, or copied from there.
 
-    Gloo's own threads copy them, later than ``func`` returns, and as any copy is made:
+    Gloo's own threads copy them, later than the operator returns, and as any copy is made:
     torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, torch 2.6 to 2.15.
     """
-    if func.namespace != "c10d":
-        return False
-    group = named(func, args, kwargs).get("process_group")
-    if group is None or not any(tensor.is_cuda for tensor in tensors_in(args)):
-        return group is not None
-    known: Any = torch._C._distributed_c10d.ProcessGroup.unbox(group)
-    return str(known._get_backend(torch.device("cuda")).name()) == "gloo"
+    on_gpu = any(tensor.is_cuda for tensor in tensors_in(args))
+    return not on_gpu or str(group._get_backend(torch.device("cuda")).name()) == "gloo"
 
 
 def _is_composite(func: Any) -> bool:

@@ -399,6 +399,7 @@ class Collectives:
             # It receives from each rank what it would send to it.
             is_unknown |= not sent.splits or set(received) != {sent.splits[sent.rank]}
         is_unknown |= alike is reduced and sent.operation not in _KNOWN_REDUCTIONS
+        is_unknown |= sent.operation == "PREMUL_SUM"  # also of one rank
         if is_unknown or alike is None or not tensors:
             self._machine.kernel_wrote(*sent.written)
             return
