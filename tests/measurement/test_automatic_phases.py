@@ -57,7 +57,8 @@ def test_a_profiler_with_stacks_sees_the_modules(tracker: PhaseTracker, observed
         with profile(with_stack=True):
             net()(torch.ones(1, 2)).sum().backward()
 
-    assert called.co_varnames[0] == "self" and "self" not in called.co_freevars
+    assert called.co_varnames[0] == "self"
+    assert "self" not in called.co_freevars
 
 
 @pytest.mark.usefixtures("watching")

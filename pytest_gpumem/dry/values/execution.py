@@ -407,8 +407,9 @@ class _Collective(_Parts):
 
 def _scales(given: Mapping[str, Any]) -> bool:
     """Return whether a reduction multiplies what each rank sends by a number."""
+    kind: Any = ReduceOp
     reduction = given.get("reduce_op")
-    return reduction is not None and ReduceOp.unbox(reduction).op == ReduceOp.PREMUL_SUM
+    return reduction is not None and kind.unbox(reduction).op == ReduceOp.PREMUL_SUM
 
 
 def _is_brought_by_host(group: ProcessGroup, args: Args) -> bool:
