@@ -51,15 +51,6 @@ def test_swallows_what_it_is_told():
         found = torch.empty(0)
     assert len(found) == 3
 
-def test_is_traced():
-    # No error is looked for any more: Python 3.11 would not begin a function then.
-    sys.settrace(lambda *_: None)
-    try:
-        assert len([(lambda: place)() for place in range(3)]) == 3
-    finally:
-        sys.settrace(None)
-    assert not torch.zeros(1, device="cuda").any()
-
 def test_sizes():
     numbers = torch.tensor([3, 1, 3, 7], device="cuda")
     numbers += 0  # by a kernel
@@ -134,6 +125,15 @@ def test_gloo_brings_its_results_from_the_host():
         assert found[0].min() >= 1 and numbers.min() >= 1
     finally:
         distributed.destroy_process_group()
+
+def test_is_traced():
+    # No error is looked for any more: Python 3.11 would not begin a function then.
+    sys.settrace(lambda *_: None)
+    try:
+        assert len([(lambda: place)() for place in range(3)]) == 3
+    finally:
+        sys.settrace(None)
+    assert not torch.zeros(1, device="cuda").any()
 
 def test_the_only_rank_keeps_its_values():
     from torch import distributed

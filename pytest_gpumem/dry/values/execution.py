@@ -45,7 +45,6 @@ _WRITES_NOTHING = frozenset({"aten::record_stream"})
 _GATHERS = frozenset({"allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"})
 _UNCHANGED = frozenset({"broadcast_", "barrier"})
 """Collectives of c10d: each rank has what this one has."""
-_RECEIVES = frozenset({"recv_", "recv_any_source_"})
 _OF_COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
 """Libraries whose operators call those of c10d, which are followed."""
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_sparse_addmm"})
@@ -371,10 +370,9 @@ class _Parts:
         return func.redispatch(keys, *args, **kwargs)
 
     def _mark_unknown(self, written: Any) -> None:
-        if self._graphs is not None:
-            for tensor in tensors_in(written):
-                if tensor.is_cuda:
-                    self._graphs.mark_unknown(tensor)
+        for tensor in tensors_in(written):
+            if tensor.is_cuda and self._graphs is not None:
+                self._graphs.mark_unknown(tensor)
 
 
 class _Collective(_Parts):
@@ -394,7 +392,7 @@ class _Collective(_Parts):
         if _is_brought_by_host(group, args):
             return result
         received, sent = (list(tensors_in(each)) for each in args[:2])
-        is_alone = group.size() == 1 and name not in _RECEIVES and not _scales(given)
+        is_alone = group.size() == 1 and not name.startswith("recv") and not _scales(given)
         if not is_alone and name not in _GATHERS:
             self._mark_unknown((result, received))
         elif sent:

@@ -259,7 +259,7 @@ class Collectives:
         self._communicators = communicators
         """Communicators that NCCL would have created by now, at their first use, by group name."""
         self._barriers = WeakKeyDictionary[ProcessGroup, Scratch]()
-        """What a group keeps after its first barrier."""
+        """The number that the barriers of a group reduce, which it keeps."""
         self._pending: set[_Work] = set()
         """Works that have not been waited for."""
 
