@@ -71,7 +71,7 @@ class AutomaticPhases:
         after = register_optimizer_step_post_hook(self._step_ended)
         try:
             with pytest.MonkeyPatch.context() as patches:
-                forward = self._outermost(FORWARD, torch.nn.Module.__call__)
+                forward = self._calling(torch.nn.Module.__call__)
                 if self._observer is not None:
                     forward = self._observer.calling(forward)
                     builtins = torch.jit._builtins._get_builtin_table()
@@ -84,7 +84,7 @@ class AutomaticPhases:
                             patches.setitem(builtins, id(wrapper), operator)
                 patches.setattr(torch.nn.Module, "__call__", forward)
                 for place in _BACKWARD_ENTRIES:
-                    run = self._outermost(BACKWARD, place._engine_run_backward)
+                    run = self._running_backward(place._engine_run_backward)
                     if self._observer is not None:
                         run = self._observer.running_backward(run)
                     patches.setattr(place, "_engine_run_backward", run)
@@ -94,24 +94,43 @@ class AutomaticPhases:
             after.remove()
             self._close_step()
 
-    def _outermost(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        # Modules inside modules call this, too, a thousand times a step.
-        is_compiling = torch.compiler.is_compiling
+    def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a wrapper of ``call``, ``Module.__call__``: the outermost call is a phase.
 
+        A profiler with ``with_stack=True`` takes whatever has the code of ``Module.__call__`` for
+        the call of a module, and its local variable ``self`` for the module (``recordPyCall`` of
+        torch/csrc/autograd/profiler_python.cpp, torch 2.6 to 2.15).
+        """
+        phases, is_compiling = self, torch.compiler.is_compiling
+
+        @functools.wraps(call)
+        def called(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            # Modules inside modules call this, too, a thousand times a step.
+            if is_compiling():  # it would become part of the graph, or break it
+                return call(self, *args, **kwargs)
+            if phases._busy and (phases._step is None or not phases._abandoned_step()):
+                return call(self, *args, **kwargs)
+            return phases._run(FORWARD, call, (self, *args), kwargs)
+
+        return called
+
+    def _running_backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling():  # it would become part of the graph, or break it
+            within = self._busy and (self._step is None or not self._abandoned_step())
+            if within or torch.compiler.is_compiling():
                 return function(*args, **kwargs)
-            if self._busy and (self._step is None or not self._abandoned_step()):
-                return function(*args, **kwargs)
-            self._busy = True
-            try:
-                with self._tracker.window(name):
-                    return function(*args, **kwargs)
-            finally:
-                self._busy = False
+            return self._run(BACKWARD, function, args, kwargs)
 
         return watched
+
+    def _run(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._busy = True
+        try:
+            with self._tracker.window(name):
+                return function(*args, **kwargs)
+        finally:
+            self._busy = False
 
     def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._busy and not self._abandoned_step():

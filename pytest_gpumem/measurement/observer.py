@@ -141,30 +141,35 @@ class MemoryObserver:
         )
 
     def calling(self, call: Function) -> Function:
-        """Return a wrapper of ``call``, ``Module.__call__``, that records it."""
+        """Return a wrapper of ``call``, ``Module.__call__``, that records it.
+
+        With ``self`` for the module, as :class:`AutomaticPhases` tells.
+        """
+        observer = self
 
         @functools.wraps(call)
-        def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def called(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             # Sizes that are read would become part of the graph, or break it.
             if torch.compiler.is_compiling() or torch._C._is_tracing():
-                return call(module, *args, **kwargs)
-            outermost = not self._running
-            first = outermost and self._outermost_called(module, (args, kwargs))
-            mine = outermost and self.begin("forward")
-            path = self._paths.get(module) or type(module).__name__
-            self._call(module, path, (args, kwargs), outermost, mine, first)
-            self._running.append(path)
-            self.marks.append((self._positions(), path))
+                return call(self, *args, **kwargs)
+            outermost = not observer._running
+            first = outermost and observer._outermost_called(self, (args, kwargs))
+            mine = outermost and observer.begin("forward")
+            path = observer._paths.get(self) or type(self).__name__
+            observer._call(self, path, (args, kwargs), outermost, mine, first)
+            observer._running.append(path)
+            observer.marks.append((observer._positions(), path))
             try:
-                return call(module, *args, **kwargs)
+                return call(self, *args, **kwargs)
             finally:
-                self._running.pop()
-                self.marks.append((self._positions(), self._running[-1] if self._running else ""))
+                observer._running.pop()
+                now = observer._positions()
+                observer.marks.append((now, observer._running[-1] if observer._running else ""))
                 if first:  # shards may have been padded anew
-                    self._see_module(self._positions(), module)
+                    observer._see_module(observer._positions(), self)
                 if mine:
-                    self.end()
-                    self.facts.carried.end = self._positions()
+                    observer.end()
+                    observer.facts.carried.end = observer._positions()
 
         return called
 

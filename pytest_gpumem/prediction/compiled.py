@@ -70,16 +70,16 @@ def modules_compiled() -> Iterator[None]:
     inside = False
 
     @functools.wraps(call)
-    def compiling(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def compiling(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
         if inside:
-            return call(module, *args, **kwargs)
-        if module._compiled_call_impl is None:
-            module.compile()
-            made.append(module)
+            return call(self, *args, **kwargs)
+        if self._compiled_call_impl is None:
+            self.compile()
+            made.append(self)
         inside = True
         try:
-            return call(module, *args, **kwargs)
+            return call(self, *args, **kwargs)
         finally:
             inside = False
 

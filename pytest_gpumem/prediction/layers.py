@@ -139,16 +139,18 @@ class _Analysis:
     def calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``Module.__call__``, followed."""
 
+        analysis = self
+
         @functools.wraps(call)
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._follows is not None:
-                return self._follows.through(call, module, args, kwargs)
-            names = {id(part): name for name, part in module.named_modules()}
+        def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if analysis._follows is not None:
+                return analysis._follows.through(call, self, args, kwargs)
+            names = {id(part): name for name, part in self.named_modules()}
 
             def ran(counter: FlopCounterMode | None = None) -> list[Layer]:
-                self._follows = _Pass(names, counter)
-                self._follows.through(call, module, args, kwargs)
-                return self._follows.layers
+                analysis._follows = _Pass(names, counter)
+                analysis._follows.through(call, self, args, kwargs)
+                return analysis._follows.layers
 
             with torch.no_grad():
                 ran()  # libraries take their workspaces
@@ -156,8 +158,8 @@ class _Analysis:
                 for layer in ran():
                     inference[layer.path].append(layer.training)
             with torch.enable_grad(), FlopCounterMode(display=False) as counter:
-                self.layers = ran(counter)
-            for layer in self.layers:
+                analysis.layers = ran(counter)
+            for layer in analysis.layers:
                 if inference[layer.path]:
                     layer.inference = inference[layer.path].pop(0)
             raise _DoneError

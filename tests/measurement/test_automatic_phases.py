@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem import simulate
@@ -46,6 +47,18 @@ def parents(tracker: PhaseTracker) -> dict[str, str | None]:
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 1)))
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_a_profiler_with_stacks_sees_the_modules(tracker: PhaseTracker, observed: bool) -> None:
+    observer = MemoryObserver(list, list, list) if observed else None
+    with AutomaticPhases(tracker, observer).watching():
+        called = torch.nn.Module.__call__.__code__
+        with profile(with_stack=True):
+            net()(torch.ones(1, 2)).sum().backward()
+
+    assert called.co_varnames[0] == "self"
+    assert "self" not in called.co_freevars
 
 
 @pytest.mark.usefixtures("watching")

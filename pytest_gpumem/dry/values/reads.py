@@ -10,8 +10,8 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -68,6 +68,27 @@ class _UnknownError(UnknownValueError):
 
     def __init__(self) -> None:
         super().__init__(type(self).sentence)
+
+
+class _TakenBackError(BaseException):
+    """The last asynchronous error, which :func:`_take_back` alone sees."""
+
+
+def _take_back(threads: Iterable[int]) -> None:
+    """Take back errors of ``threads`` that have not come back to Python.
+
+    CPython up to 3.12 then looks for an error until it has found another one: that costs time, and
+    in 3.11 no function begins that is traced (``CHECK_EVAL_BREAKER`` in ``DO_TRACING`` of
+    Python/ceval.c). So an error is raised in this thread.
+    """
+    set_error = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    here = ctypes.c_ulong(threading.get_ident())
+    with suppress(_TakenBackError):
+        for thread in threads:
+            set_error(ctypes.c_ulong(thread), None)
+        set_error(here, ctypes.py_object(_TakenBackError))
+        while True:
+            pass
 
 
 class Reads:
@@ -129,10 +150,9 @@ class Reads:
             with self._patches.applied():
                 yield
         finally:
-            # Errors of threads that have not come back to Python are taken back.
-            while self._interrupted:
-                thread, _ = self._interrupted.popitem()
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
+            if self._interrupted:
+                _take_back(self._interrupted)
+                self._interrupted.clear()
 
     def begin(self) -> None:
         """Begin a test."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -32,7 +33,7 @@ from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import tensors_in
 from pytest_gpumem.simulated.distributed.nccl import Communicator
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
-from pytest_gpumem.simulated.gpu.releases import PART_BY_PART
+from pytest_gpumem.simulated.gpu.releases import NCCL2
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, named
 from pytest_gpumem.simulated.operators.rules import Scratch
@@ -257,6 +258,8 @@ class Collectives:
         """Whether a work can be asked for its results: C++ may keep one that it has waited for."""
         self._communicators = communicators
         """Communicators that NCCL would have created by now, at their first use, by group name."""
+        self._barriers = WeakKeyDictionary[ProcessGroup, Scratch]()
+        """The number that the barriers of a group reduce, which it keeps."""
         self._pending: set[_Work] = set()
         """Works that have not been waited for."""
 
@@ -358,12 +361,14 @@ class Collectives:
         machine, collective = self._machine, _COLLECTIVES[name]
         device = machine.device_of(written, read)
         scratch = Scratch(device)
-        if collective.flattened and device.version < PART_BY_PART:
+        if collective.flattened and device.version < NCCL2:
             for tensors in given[collective.flattened]:
                 if len({tensor.shape for tensor in tensors}) == 1:
                     scratch.take(sum(tensor.nbytes for tensor in tensors))
-        if name == _BARRIER:
+        if name == _BARRIER and device.version < NCCL2:
             scratch.take(_BARRIER_BYTES)
+        elif name == _BARRIER and group not in self._barriers:
+            self._barriers[group] = Scratch(device, _BARRIER_BYTES)
         splits = given.get("input_split_sizes") or ()
         sent = _Transfer(written, read, group.rank(), group.size(), self._operation, splits)
         self._write_results(collective, sent, given.get("output_split_sizes") or ())
@@ -399,6 +404,7 @@ class Collectives:
             # It receives from each rank what it would send to it.
             is_unknown |= not sent.splits or set(received) != {sent.splits[sent.rank]}
         is_unknown |= alike is reduced and sent.operation not in _KNOWN_REDUCTIONS
+        is_unknown |= sent.operation == "PREMUL_SUM"  # also of one rank
         if is_unknown or alike is None or not tensors:
             self._machine.kernel_wrote(*sent.written)
             return

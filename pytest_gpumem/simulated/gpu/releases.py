@@ -57,8 +57,10 @@ _CUDNN: Final[tuple[tuple[Version, int], ...]] = (
 )
 """First release, and cuDNN of its CUDA wheel on PyPI as ``cudnnGetVersion`` gives it (the wheels'
 metadata: CUDA 12.4, 12.6, 12.8, and 13 since 2.11)."""
-PART_BY_PART: Final[Version] = (2, 15)
-"""NCCL's group sends and receives lists of tensors part by part (``ProcessGroupNCCL2``)."""
+NCCL2: Final[Version] = (2, 15)
+"""NCCL's group is ``ProcessGroupNCCL2``. It sends and receives lists of tensors part by part, and
+keeps the number that its barriers reduce (``barrier_buffer_`` of
+torch/csrc/distributed/c10d/nccl2/ProcessGroupNCCL.hpp)."""
 
 
 def cudnn_of(version: Version) -> int:

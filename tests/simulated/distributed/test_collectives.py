@@ -73,9 +73,16 @@ def test_what_is_in_place_takes_nothing(gpu: SimulatedRun) -> None:
 
 
 def test_a_barrier_reduces_a_number(gpu: SimulatedRun) -> None:
+    first = later = [4, -4]
     # Since 2.15 it is asked of a device, and names it by a tensor of a byte (ProcessGroup.hpp).
-    named, unnamed = ([1], [-1]) if torch.__version__ >= "2.15" else ([], [])
-    assert sizes(gpu, lambda: dist.barrier()) == [*named, 4, -4, *unnamed]
+    # The first one takes the number, which its group keeps.
+    if release() >= (2, 15):
+        first, later = [1, 4, -1], [1, -1]
+    assert sizes(gpu, lambda: dist.barrier()) == first
+    assert sizes(gpu, lambda: dist.barrier()) == later
+    before = gpu.allocated
+    dist.destroy_process_group()
+    assert before - gpu.allocated == (512 if release() >= (2, 15) else 0)
 
 
 def test_what_is_under_way_is_kept_until_somebody_waits(gpu: SimulatedRun) -> None:
