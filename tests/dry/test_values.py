@@ -193,6 +193,15 @@ def test_custom_operators():
     assert product.tolist() == [0, 2, 4, 6]
     assert numbers.grad.tolist() == [2, 2, 2, 2]
 
+def test_higher_order_operators():
+    numbers = torch.ones(4, device="cuda")
+    assert numbers.sum() == 4
+    found = torch.cond(numbers.sum() > 3, lambda x: x + 1, lambda x: x - 1, (numbers,))
+    assert found.tolist() == [2] * 4
+    run_and_save_rng_state = torch._prims.rng_prims.run_and_save_rng_state
+    state, drawn = run_and_save_rng_state(torch.ops.aten.rand_like.default, numbers)
+    assert 0 <= drawn.min() < 1
+
 def test_decides_inside_an_operator():
     # Whether a matrix is finite, by norms how often to square it, and what a sparse one adds up.
     diagonal = torch.diag(torch.tensor([1.0, 2, 3])).cuda()
@@ -425,6 +434,7 @@ def notes(test: Any) -> str:
         ("test_gradients_of_bags", False),
         ("test_seeds_the_dropout_of_layers", False),
         ("test_custom_operators", False),
+        ("test_higher_order_operators", True),
         ("test_decides_inside_an_operator", False),
         ("test_decides_by_what_algorithms_return", False),
         ("test_draws", True),

@@ -376,8 +376,9 @@ class _Gathered(_Parts):
         received, sent = (list(tensors_in(given)) for given in args[:2])
         for at, target in enumerate(received):
             source = sent[at * len(sent) // len(received)]
-            with torch.no_grad():
-                target.view(-1, *source.shape).copy_(source)
+            with torch.no_grad():  # part by part: FSDP sends one part of what it receives
+                for part in target.view(-1, *source.shape):
+                    part.copy_(source)
         return result
 
 
