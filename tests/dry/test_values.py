@@ -126,6 +126,31 @@ def test_gloo_brings_its_results_from_the_host():
     finally:
         distributed.destroy_process_group()
 
+@pytest.mark.gpumem(ranks=4, rank=1)
+def test_sums_of_what_was_copied():
+    from torch import distributed
+    count, mean = torch.tensor([5, 6]).cuda(), torch.tensor([2.5]).cuda()
+    distributed.all_reduce(count)
+    distributed.all_reduce(mean, distributed.ReduceOp.AVG)
+    assert count.tolist() == [20, 24]
+    assert mean.tolist() == [2.5]
+
+@pytest.mark.gpumem(ranks=4, rank=1)
+def test_collectives_of_what_was_computed():
+    from torch import distributed
+    from torch.distributed._functional_collectives import all_reduce
+    numbers = torch.arange(4, device="cuda") + 1
+    assert all_reduce(numbers, "sum", distributed.group.WORLD).tolist() == [4, 8, 12, 16]
+    exchanged = torch.empty_like(numbers)
+    distributed.all_to_all_single(exchanged, numbers)
+    assert exchanged.tolist() == [2] * 4
+    whole = torch.zeros(8, device="cuda")
+    whole[2:4] = 3
+    distributed.all_gather_into_tensor(whole, whole[2:4])
+    assert whole.tolist() == [3] * 8
+    distributed.reduce(numbers, 0)
+    assert numbers.tolist() == [1, 2, 3, 4]
+
 def test_kernels_change_what_was_copied():
     numbers = torch.tensor([1, 2, 3], device="cuda")
     numbers.add_(1)
@@ -426,6 +451,8 @@ def notes(test: Any) -> str:
         ("test_looks_for_infinities", False),
         ("test_storages_that_lie_in_the_memory_of_others", False),
         ("test_gloo_brings_its_results_from_the_host", True),
+        ("test_sums_of_what_was_copied", False),
+        ("test_collectives_of_what_was_computed", False),
         ("test_kernels_change_what_was_copied", False),
         ("test_a_kernel_writes_where_its_operator_copied", False),
         ("test_multiplies_groups_of_unknown_length", False),

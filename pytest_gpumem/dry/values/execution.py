@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pytest_gpumem.dry.values import sizes
@@ -21,6 +20,7 @@ from pytest_gpumem.dry.values.dispatch import seen, unseen
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.memory import Memory, seen_by_cpu
+from pytest_gpumem.dry.values.parts import Parts, is_composite, of_library
 from pytest_gpumem.dry.values.reads import Reads
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import shown_operator
@@ -30,7 +30,6 @@ from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _OWN = frozenset({"aten", "prim", "prims", "profiler", "quantized"})
 _READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::allclose"})
 _COMPARISONS = _READS - {"aten::_local_scalar_dense"}
@@ -41,9 +40,6 @@ _ONLY_COPIES = _COPIES | {"aten::clone", "aten::cat", "aten::stack", "aten::lift
 _GROUPED = frozenset({"aten::_grouped_mm", "aten::_scaled_grouped_mm"})
 _WRITES_NOTHING = frozenset({"aten::record_stream"})
 """Operators whose schema declares a write to the tensor, though only its block is changed."""
-_GATHERS = frozenset({"allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"})
-_UNCHANGED = frozenset({"broadcast_", "barrier"})
-"""Collectives of c10d: each rank has what this one has."""
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_sparse_addmm"})
 _DECIDING = frozenset(
     f"aten::{name}"
@@ -99,7 +95,7 @@ class Execution:
         handler = self._handlers.get(func)
         if handler is None:
             handler = self._handlers[func] = self._bind(func)
-        if isinstance(handler, _Parts):
+        if isinstance(handler, Parts):
             return handler(args, kwargs)
         with self._lock, unseen(), torch._C.DisableTorchFunction():
             with torch._C._DisableTorchDispatch():  # a mode of the program's does not see it
@@ -120,10 +116,9 @@ class Execution:
 
     def _bind(self, func: Any) -> Handler:
         if func.namespace not in _OWN:
-            kind = _Gathered if func._opname in _GATHERS else _Parts
-            return kind(func, None if func._opname in _UNCHANGED else self._graphs)
-        if _is_composite(func):
-            return _Parts(func, None)
+            return of_library(func, self._graphs, self._memory)
+        if is_composite(func):
+            return Parts(func, None)
         name = func._schema.name
         if name in _WRITES_NOTHING:
             return lambda args, kwargs: func(*args, **kwargs)
@@ -341,68 +336,6 @@ class Execution:
         return result
 
 
-class _Parts:
-    """An operator composed of others that are followed; a library's results are unknown."""
-
-    def __init__(self, func: Any, graphs: Graphs | None) -> None:
-        self._func = func
-        is_python = func._schema.name in OPDEFS
-        self._graphs = None if is_python else graphs
-        self._operator = Operator.of(func)
-
-    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
-        """Run the kernel at the key below, not this one again."""
-        func = self._func
-        if _is_composite(func):
-            result = func._op_dk(_COMPOSITE, *args, **kwargs)
-        else:  # a kernel in Python, which torch calls by a set of keys only
-            keys = torch._C.DispatchKeySet(_key_of(args, kwargs))
-            result = func.redispatch(keys, *args, **kwargs)
-        if self._graphs is not None and not _is_brought_by_host(func, args, kwargs):
-            for tensor in tensors_in((result, self._operator.targets(args, kwargs))):
-                if tensor.is_cuda:
-                    self._graphs.mark_unknown(tensor)
-        return result
-
-
-class _Gathered(_Parts):
-    """An all-gather of c10d: the runtime brings what this rank sends from each of the others."""
-
-    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
-        """Run it, and copy the values of what it sends."""
-        result = super().__call__(args, kwargs)
-        if _is_brought_by_host(self._func, args, kwargs):
-            return result
-        received, sent = (list(tensors_in(given)) for given in args[:2])
-        for at, target in enumerate(received):
-            source = sent[at * len(sent) // len(received)]
-            with torch.no_grad():  # part by part: FSDP sends one part of what it receives
-                for part in target.view(-1, *source.shape):
-                    part.copy_(source)
-        return result
-
-
-def _is_brought_by_host(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Return whether a collective's results are on the host, or copied from there.
-
-    Gloo's own threads copy them, later than ``func`` returns, and as any copy is made:
-    torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, torch 2.6 to 2.15.
-    """
-    if func.namespace != "c10d":
-        return False
-    group = named(func, args, kwargs).get("process_group")
-    if group is None or not any(tensor.is_cuda for tensor in tensors_in(args)):
-        return group is not None
-    known: Any = torch._C._distributed_c10d.ProcessGroup.unbox(group)
-    return str(known._get_backend(torch.device("cuda")).name()) == "gloo"
-
-
-def _is_composite(func: Any) -> bool:
-    """Return whether torch composes ``func`` of others on a GPU, unlike ``silu_backward``."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(func.name(), _COMPOSITE.name) and not has_kernel(func.name(), "CUDA")
-
-
 def _run(operator: Operator, args: Args, kwargs: Kwargs) -> Any:
     """Run an operator; where it decides by what it calls, that is followed, too."""
     func = operator.func
@@ -417,11 +350,3 @@ def _run(operator: Operator, args: Args, kwargs: Kwargs) -> Any:
     key = next(key for key in keys if has_kernel(func.name(), key.name))
     with seen():
         return func._op_dk(key, *args, **kwargs)
-
-
-def _key_of(args: Args, kwargs: Kwargs) -> Any:
-    """Return the backend that runs an operator of other libraries."""
-    on_gpu = any(tensor.is_cuda for tensor in tensors_in((args, kwargs)))
-    device = kwargs.get("device")
-    on_gpu = on_gpu or (isinstance(device, torch.device) and device.type == "cuda")
-    return torch._C.DispatchKey.CUDA if on_gpu else torch._C.DispatchKey.CPU
