@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -75,6 +76,27 @@ def clear_cached_answers() -> Iterator[None]:
         yield
     finally:
         _clear(_kept[True])
+
+
+def clear_cached_tensors() -> None:
+    """Clear caches with tensors of a GPU, which a repeated run does not find there.
+
+    The device of that run is another one, or it knows values that the first one did not: of tables
+    of positions that ``functools.lru_cache`` keeps, as in D-FINE of transformers.
+    """
+    for each in gc.get_objects():
+        if type(each) is functools._lru_cache_wrapper and _has_gpu_tensor(each, depth=3):
+            each.cache_clear()
+
+
+def _has_gpu_tensor(holder: Any, depth: int) -> bool:
+    tensor = sys.modules["torch"].Tensor
+    return any(
+        value.device.type == "cuda"
+        if isinstance(value, tensor)
+        else depth > 0 and type(value) in (dict, list, tuple) and _has_gpu_tensor(value, depth - 1)
+        for value in gc.get_referents(holder)
+    )
 
 
 def _cached_callers(frame: FrameType | None) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 from _pytest.tmpdir import tmppath_result_key
 
+from pytest_gpumem.cached_answers import clear_cached_tensors
 from pytest_gpumem.device import DeviceError, ValueLevel
 from pytest_gpumem.garbage import importing
 from pytest_gpumem.report.pytest_reports import ATTRIBUTE, LOST, of_builtin_types
@@ -217,6 +218,7 @@ class TestLifecycle:
         state.teardown_exact(item.parent)
         item.stash.setdefault(tmppath_result_key, {})
         item._initrequest()
+        clear_cached_tensors()
         self.end()
         again.begin()
         state.setup(item)

@@ -152,6 +152,31 @@ def test_the_only_rank_keeps_its_values():
     finally:
         distributed.destroy_process_group()
 
+@pytest.mark.gpumem(ranks=4, rank=1)
+def test_sums_of_what_was_copied():
+    from torch import distributed
+    count, mean = torch.tensor([5, 6]).cuda(), torch.tensor([2.5]).cuda()
+    distributed.all_reduce(count)
+    distributed.all_reduce(mean, distributed.ReduceOp.AVG)
+    assert count.tolist() == [20, 24]
+    assert mean.tolist() == [2.5]
+
+@pytest.mark.gpumem(ranks=4, rank=1)
+def test_collectives_of_what_was_computed():
+    from torch import distributed
+    from torch.distributed._functional_collectives import all_reduce
+    numbers = torch.arange(4, device="cuda") + 1
+    assert all_reduce(numbers, "sum", distributed.group.WORLD).tolist() == [4, 8, 12, 16]
+    exchanged = torch.empty_like(numbers)
+    distributed.all_to_all_single(exchanged, numbers)
+    assert exchanged.tolist() == [2] * 4
+    whole = torch.zeros(8, device="cuda")
+    whole[2:4] = 3
+    distributed.all_gather_into_tensor(whole, whole[2:4])
+    assert whole.tolist() == [3] * 8
+    distributed.reduce(numbers, 0)
+    assert numbers.tolist() == [1, 2, 3, 4]
+
 def test_kernels_change_what_was_copied():
     numbers = torch.tensor([1, 2, 3], device="cuda")
     numbers.add_(1)
@@ -323,6 +348,15 @@ def test_a_librarys_kernel_writes_to_a_mask():
 def test_a_librarys_kernel_makes_another_error_of_a_refusal():
     numbers = torch.rand(5000, device="cuda")
     assert len(torch.ops.of_errors.above_half(numbers)) == (numbers > 0.5).sum()
+
+def test_higher_order_operators():
+    numbers = torch.ones(4, device="cuda")
+    assert numbers.sum() == 4
+    found = torch.cond(numbers.sum() > 3, lambda x: x + 1, lambda x: x - 1, (numbers,))
+    assert found.tolist() == [2] * 4
+    run_and_save_rng_state = torch._prims.rng_prims.run_and_save_rng_state
+    state, drawn = run_and_save_rng_state(torch.ops.aten.rand_like.default, numbers)
+    assert 0 <= drawn.min() < 1
 
 def test_decides_inside_an_operator():
     # Whether a matrix is finite, by norms how often to square it, and what a sparse one adds up.
@@ -560,6 +594,8 @@ def notes(test: Any) -> str:
         ("test_storages_that_lie_in_the_memory_of_others", False),
         ("test_gloo_brings_its_results_from_the_host", True),
         ("test_the_only_rank_keeps_its_values", False),
+        ("test_sums_of_what_was_copied", False),
+        ("test_collectives_of_what_was_computed", False),
         ("test_kernels_change_what_was_copied", False),
         ("test_a_kernel_writes_where_its_operator_copied", False),
         ("test_multiplies_groups_of_unknown_length", False),
@@ -576,6 +612,7 @@ def notes(test: Any) -> str:
         ("test_a_librarys_kernel_writes_to_a_mask", False),
         ("test_a_librarys_kernel_makes_another_error_of_a_refusal", True),
         ("test_samples_by_cudnn", False),
+        ("test_higher_order_operators", True),
         ("test_decides_inside_an_operator", False),
         ("test_decides_by_what_algorithms_return", False),
         ("test_draws", True),

@@ -95,3 +95,22 @@ def test_dynamo_follows_the_question_in_an_ordinary_suite(
     project.write(test_plain=PLAIN)
     result = project.run_anew(*before, device="--gpumem-device=auto")
     result.assert_outcomes(passed=1)
+
+
+def test_a_cached_tensor_is_made_again(project: Project) -> None:
+    project.write(
+        test_it="""
+        import functools
+
+        @functools.lru_cache
+        def positions(count):
+            return torch.arange(count, device="cuda").float().sin()
+
+        @pytest.mark.gpumem
+        def test_it():
+            if (torch.ones(8, device="cuda") + positions(8)).sum() > 0:
+                torch.ones(8, device="cuda")
+        """
+    )
+
+    project.run_apart().assert_outcomes(passed=1)

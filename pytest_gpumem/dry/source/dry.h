@@ -84,6 +84,7 @@ void written_note_within(const void *start, size_t size); /* until the next kern
 void written_by_kernel(void);
 void written_drop(const void *start, size_t size);
 bool written_has(const void *start, size_t size);
+bool written_is_followed(void); /* whether it is known of each operator what it has written */
 
 /* values.c: reads of values that no copy has brought. */
 bool values_are_copied(size_t size, size_t most);

@@ -1,7 +1,7 @@
 /* NCCL: one rank of several, alone in its process. An all-gather of few bytes gives each rank's slot what this rank
  * sends, so that DDP finds the parameters of all ranks alike. So does a group of broadcasts, one from each rank, by
- * which torch gathers into separate tensors (ProcessGroupNCCL::allgather of torch/csrc/distributed/c10d). Other
- * collectives leave their buffers as they are. */
+ * which torch gathers into separate tensors (ProcessGroupNCCL::allgather of torch/csrc/distributed/c10d). A sum of few
+ * numbers is a multiple of this rank's. What other collectives receive is unknown. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -115,11 +115,95 @@ API int ncclMemFree(void *address)
 }
 
 /* ncclDataType_t: int8, uint8, int32, uint32, int64, uint64, half, float, double, bfloat16, two of 8 bits */
-static size_t bytes_of(size_t count, int type)
+static size_t all_bytes_of(size_t count, int type)
 {
     static const size_t SIZES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-    size_t size = type >= 0 && type < 12 ? count * SIZES[type] : 0;
+    return type >= 0 && type < 12 ? count * SIZES[type] : 0;
+}
+
+static size_t bytes_of(size_t count, int type)
+{
+    size_t size = all_bytes_of(count, type);
     return size <= 64 * KIB ? size : 0;
+}
+
+/* Where operators are followed, Python says what a collective has written: pytest_gpumem/dry/values/parts.py. */
+static int receive(const void *received, size_t count, int type, void *stream)
+{
+    stream_add_node(stream);
+    if (!written_is_followed())
+        written_drop(received, all_bytes_of(count, type));
+    return SUCCESS;
+}
+
+#define MULTIPLY(kind)                           \
+    for (size_t at = 0; at < count; at++)        \
+    ((kind *)numbers)[at] *= (kind)factor
+
+/* Whether the numbers are known, and have been multiplied: those of a half have no type in C. */
+static bool multiply(void *numbers, size_t count, int type, int factor)
+{
+    size_t size = bytes_of(count, type);
+    if (size == 0 || !written_has(numbers, size))
+        return false;
+    switch (type) {
+    case 0: MULTIPLY(int8_t); break;
+    case 1: MULTIPLY(uint8_t); break;
+    case 2: MULTIPLY(int32_t); break;
+    case 3: MULTIPLY(uint32_t); break;
+    case 4: MULTIPLY(int64_t); break;
+    case 5: MULTIPLY(uint64_t); break;
+    case 7: MULTIPLY(float); break;
+    case 8: MULTIPLY(double); break;
+    default: return false;
+    }
+    return true;
+}
+
+enum { SUM, PRODUCT, MAXIMUM, MINIMUM, AVERAGE }; /* ncclRedOp_t */
+static __thread int reduction;
+
+API int pytest_gpumem_dry_reduction(void) { return reduction; }
+
+/* Of equal numbers, the average and the extremes are the same again. */
+API int ncclAllReduce(const void *sent, void *received, size_t count, int type, int operation,
+                      const struct communicator *communicator, void *stream)
+{
+    reduction = operation;
+    int ranks = communicator == NULL ? 1 : communicator->ranks;
+    bool known = ranks == 1 || (operation >= MAXIMUM && operation <= AVERAGE);
+    if (written_is_followed() || (!known && operation != SUM))
+        return receive(received, count, type, stream);
+    if (sent != received)
+        memory_copy(received, sent, all_bytes_of(count, type));
+    if (!known && !multiply(received, count, type, ranks))
+        return receive(received, count, type, stream);
+    stream_add_node(stream);
+    return SUCCESS;
+}
+
+/* Other ranks than the root receive nothing, and may have nowhere to. */
+API int ncclReduce(const void *sent, void *received, size_t count, int type, int operation, int root,
+                   const struct communicator *communicator, void *stream)
+{
+    reduction = operation;
+    if (communicator != NULL && root != communicator->rank) {
+        stream_add_node(stream);
+        return SUCCESS;
+    }
+    return ncclAllReduce(sent, received, count, type, operation, communicator, stream);
+}
+
+API int ncclReduceScatter(IGNORED const void *sent, void *received, size_t count, int type, IGNORED int operation,
+                          IGNORED const struct communicator *communicator, void *stream)
+{
+    return receive(received, count, type, stream);
+}
+
+API int ncclRecv(void *received, size_t count, int type, IGNORED int peer,
+                 IGNORED const struct communicator *communicator, void *stream)
+{
+    return receive(received, count, type, stream);
 }
 
 API int ncclAllGather(const void *sent, char *received, size_t count, int type, const struct communicator *communicator,

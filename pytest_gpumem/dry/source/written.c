@@ -26,6 +26,8 @@ static bool followed;
 
 API void pytest_gpumem_dry_follow(int follow) { followed = follow; }
 
+bool written_is_followed(void) { return followed; }
+
 void written_by_kernel(void) { __atomic_add_fetch(&kernels, 1, __ATOMIC_RELAXED); }
 
 static bool is_over(const struct copy *copy)

@@ -18,8 +18,9 @@ from pytest_gpumem.dry.values import sizes
 from pytest_gpumem.dry.values.dispatch import seen, unseen
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
-from pytest_gpumem.dry.values.libraries import Libraries, Parts, is_composite
+from pytest_gpumem.dry.values.libraries import Libraries
 from pytest_gpumem.dry.values.memory import Memory, seen_by_cpu
+from pytest_gpumem.dry.values.parts import Parts, is_composite
 from pytest_gpumem.dry.values.reads import Reads
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import shown_operator
@@ -81,7 +82,7 @@ class Execution:
         self._storages = storages
         self._values = values
         self._reads = reads
-        self._libraries = Libraries(values, graphs)
+        self._libraries = Libraries(values, graphs, memory)
         self._handlers: dict[Any, Handler] = {}
         self._renew_lock()
         os.register_at_fork(after_in_child=self._renew_lock)

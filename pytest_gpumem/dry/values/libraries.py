@@ -1,4 +1,4 @@
-"""Operators that the dry device takes apart: composed ones, and those of other libraries.
+"""Operators of other libraries.
 
 What a library's kernel in C++ calls of torch is followed, but not its own kernels. They write to
 tensors that it has made before, as torchvision's ``nms`` to the mask of the boxes that it keeps
@@ -16,59 +16,21 @@ from typing import Any
 import torch
 from torch._library.custom_ops import OPDEFS
 
+from pytest_gpumem.dry.values.collectives import Collective
 from pytest_gpumem.dry.values.dispatch import unseen
 from pytest_gpumem.dry.values.graphs import Graphs
 from pytest_gpumem.dry.values.known import DryValues
+from pytest_gpumem.dry.values.memory import Memory
+from pytest_gpumem.dry.values.parts import Parts, is_composite
 from pytest_gpumem.simulated.common.raw import tensors_in
-from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, named
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.values.errors import SimulationError
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_GATHERS = frozenset({"allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"})
-_UNCHANGED = frozenset({"broadcast_", "barrier"})
-"""Collectives of c10d: each rank has what this one has."""
-_COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
+_OF_C10D = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
+"""Namespaces of operators that are composed of those of c10d."""
+_COLLECTIVE = frozenset({"c10d", "symm_mem"})
 """Namespaces of operators that other ranks take part in."""
-
-
-class Parts:
-    """An operator composed of others that are followed; a library's results are unknown."""
-
-    def __init__(self, func: Any, graphs: Graphs | None) -> None:
-        self._func = func
-        self._graphs = graphs
-        self._operator = Operator.of(func)
-
-    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
-        """Run the kernel at the key below, not this one again."""
-        func = self._func
-        if is_composite(func):
-            result = func._op_dk(_COMPOSITE, *args, **kwargs)
-        else:  # a kernel in Python, which torch calls by a set of keys only
-            keys = torch._C.DispatchKeySet(_key_of(args, kwargs))
-            result = func.redispatch(keys, *args, **kwargs)
-        if self._graphs is not None and not _is_brought_by_host(func, args, kwargs):
-            for tensor in tensors_in((result, self._operator.targets(args, kwargs))):
-                if tensor.is_cuda:
-                    self._graphs.mark_unknown(tensor)
-        return result
-
-
-class _Gathered(Parts):
-    """An all-gather of c10d: the runtime brings what this rank sends from each of the others."""
-
-    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
-        """Run it, and copy the values of what it sends."""
-        result = super().__call__(args, kwargs)
-        if _is_brought_by_host(self._func, args, kwargs):
-            return result
-        received, sent = (list(tensors_in(given)) for given in args[:2])
-        for at, target in enumerate(received):
-            source = sent[at * len(sent) // len(received)]
-            with torch.no_grad():
-                target.view(-1, *source.shape).copy_(source)
-        return result
 
 
 class _Call(threading.local):
@@ -127,18 +89,21 @@ class _Kernels(Parts):
 class Libraries:
     """The operators of other libraries on one device."""
 
-    def __init__(self, values: DryValues, graphs: Graphs) -> None:
+    def __init__(self, values: DryValues, graphs: Graphs, memory: Memory) -> None:
         self._values = values
         self._graphs = graphs
+        self._memory = memory
         self._call = _Call()
 
     def handler_of(self, func: Any) -> Parts:
         """Return a handler of ``func``."""
-        if func._schema.name in OPDEFS:
+        if func._schema.name in OPDEFS or func.namespace in _OF_C10D:
             return Parts(func, None)
         if func.namespace in _COLLECTIVE:
-            kind = _Gathered if func._opname in _GATHERS else Parts
-            return kind(func, None if func._opname in _UNCHANGED else self._graphs)
+            has_group = any(each.name == "process_group" for each in func._schema.arguments)
+            if has_group and func.namespace == "c10d":
+                return Collective(func, self._graphs, self._memory)
+            return Parts(func, self._graphs)
         in_python = f"{func.namespace}/{func._schema.name.partition('::')[2]}"
         if is_composite(func) or f"{in_python}/CUDA" in torch.library._impls:
             return Parts(func, self._graphs)
@@ -166,32 +131,3 @@ class Libraries:
             for tensor in tensors_in(result):
                 if tensor.is_cuda:
                     self._values.mark_unknown(tensor)
-
-
-def _is_brought_by_host(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Return whether a collective's results are on the host, or copied from there.
-
-    Gloo's own threads copy them, later than ``func`` returns, and as any copy is made:
-    torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, torch 2.6 to 2.15.
-    """
-    if func.namespace != "c10d":
-        return False
-    group = named(func, args, kwargs).get("process_group")
-    if group is None or not any(tensor.is_cuda for tensor in tensors_in(args)):
-        return group is not None
-    known: Any = torch._C._distributed_c10d.ProcessGroup.unbox(group)
-    return str(known._get_backend(torch.device("cuda")).name()) == "gloo"
-
-
-def is_composite(func: Any) -> bool:
-    """Return whether torch composes ``func`` of others on a GPU, unlike ``silu_backward``."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(func.name(), _COMPOSITE.name) and not has_kernel(func.name(), "CUDA")
-
-
-def _key_of(args: Args, kwargs: Kwargs) -> Any:
-    """Return the backend that runs an operator of other libraries."""
-    on_gpu = any(tensor.is_cuda for tensor in tensors_in((args, kwargs)))
-    device = kwargs.get("device")
-    on_gpu = on_gpu or (isinstance(device, torch.device) and device.type == "cuda")
-    return torch._C.DispatchKey.CUDA if on_gpu else torch._C.DispatchKey.CPU

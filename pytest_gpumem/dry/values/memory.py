@@ -39,6 +39,7 @@ class Memory:
         self._block.argtypes, self._block.restype = [ctypes.c_void_p], ctypes.c_size_t
         self._watch = library.pytest_gpumem_dry_watch
         self._watch.argtypes, self._watch.restype = [ctypes.c_void_p], ctypes.c_uint64
+        self._reduction = library.pytest_gpumem_dry_reduction
         self._dead = library.pytest_gpumem_dry_dead
         self._dead.restype = ctypes.c_void_p
         self._answer = library.pytest_gpumem_dry_answer
@@ -83,6 +84,10 @@ class Memory:
     def holds(self, place: MemoryRange) -> bool:
         """Return whether ``place`` lies in a segment of the device."""
         return bool(not place[1] or self._holds(*place))
+
+    def reduction(self) -> int:
+        """Return the ``ncclRedOp_t`` of the last reduction that this thread has asked NCCL for."""
+        return int(self._reduction())
 
     def mark_known(self, place: MemoryRange) -> None:
         """Mark the present content of ``place`` as its values."""

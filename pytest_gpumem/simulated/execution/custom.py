@@ -35,9 +35,10 @@ _IN_PYTHON = frozenset({"flex_lib", "xformers_flash", "xformers_flash3"})
 """Namespaces of operators whose code is Python around other operators (xformers/ops/fmha/flash.py
 and flash3.py of 0.0.35; torch/_dynamo/_trace_wrapped_higher_order_op.py of torch 2.11 to 2.15)."""
 
-_TORCHS_OWN = frozenset({"torch_nn"})
+_TORCHS_OWN = frozenset({"torch_attn", "torch_nn"})
 """Namespaces of torch's own operators that are Python around other operators
-(torch/nn/functional.py and _functions of linear_cross_entropy, since 2.14)."""
+(torch/nn/functional.py and _functions of linear_cross_entropy, since 2.14, and
+torch/nn/attention/varlen.py, since 2.10)."""
 
 
 def in_parts(runner: Runner, func: Any) -> Handler | None:

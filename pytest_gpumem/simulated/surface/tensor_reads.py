@@ -191,9 +191,9 @@ class TensorReads:
     def _as_index(self, tensor: torch.Tensor, index: Any) -> Any:
         plain = index.__class__ is list and all(item.__class__ is int for item in index)
         block = self._block(tensor) if plain else None
-        if block is None or not index:
+        if block is None:
             return index
-        return torch.tensor(index, device=block.device.torch_device)
+        return torch.tensor(index, dtype=torch.int64, device=block.device.torch_device)
 
     def item(self, tensor: torch.Tensor) -> Any:
         here = self._machine.thread_state

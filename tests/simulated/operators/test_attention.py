@@ -143,6 +143,24 @@ def test_efficient_backward_as_recorded(on: Any) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="varlen_attn is newer")
+def test_flash_backward_of_packed_sequences_keeps_128_rows_between_them(on: Any) -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    gpu = on()
+    rows = torch.randn(64, 2, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    starts = torch.tensor([0, 32, 64], dtype=torch.int32, device="cuda")
+    output: Any = varlen_attn(rows, rows, rows, starts, starts, 32, 32)
+    grad = torch.ones_like(output)
+    apart, head = 64 + 2 * 128, 32  # rows, and a head's size, rounded up
+    temporaries = [2 * apart * 4, 2 * apart * head * 4]
+
+    events = gpu.of(lambda: output.backward(grad))
+
+    at = events.index(temporaries[0])
+    assert events[at : at + 4] == [*temporaries, -temporaries[1], -temporaries[0]]
+
+
 @pytest.mark.parametrize(
     ("model", "capability", "size", "dropout", "peak"),
     [

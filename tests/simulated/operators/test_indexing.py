@@ -64,6 +64,11 @@ def test_numbers_written_through_indices_come_to_the_device(on: Any) -> None:
     number = [4, -4] if torch.__version__ < "2.15" else []
     assert gpu.of(write) == [16, *number, -16]
 
+    def write_nowhere() -> None:
+        table[1, []] = 1.0
+
+    assert gpu.of(write_nowhere) == number
+
 
 def test_numbers_written_through_masks_do_not(on: Any) -> None:
     gpu = on()
