@@ -4,9 +4,8 @@ Source: aten/src/ATen/native/cuda/Blas.cpp (addmm_out_cuda_impl and its gemm_and
 bmm_out_cuda_impl, prepare_batch_matrix_for_cublas), cuBlasCommonArgs.h (prepare_matrix_for_cublas),
 CUDABlas.cpp (gemm, bgemm, gemv and dot take getCurrentCUDABlasHandle()), native/Linear.cpp.
 
-Products of groups of matrices, and of scaled ones (mixtures of experts, 8-bit floats): Blas.cpp
-(2.6 to 2.9) and GroupedBlas.cpp, ScaledBlas.cpp (since 2.10): _grouped_mm_cuda,
-_scaled_grouped_mm_cuda, _scaled_mm_out_cuda, _scaled_mm_allowed_device;
+Products of groups of matrices (mixtures of experts): Blas.cpp (2.6 to 2.9) and GroupedBlas.cpp
+(since 2.10): _grouped_mm_cuda, _scaled_grouped_mm_cuda;
 native/GroupedMMUtils.h (create_grouped_gemm_output_tensor, _grouped_mm_fallback);
 native/cuda/GroupMM.cu (bf16bf16_grouped_gemm_impl_sm90_sm100). Torch 2.8 has the fast kernel alone,
 for compute capability 9; since 2.9 there is one for 10 too, and everything else is multiplied group
@@ -24,6 +23,7 @@ from torch import Tensor
 from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import HALF_DTYPES, is_dense
+from pytest_gpumem.simulated.operators.quantized import refuse
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
 
 _LT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -218,7 +218,7 @@ def _shapes(
 ) -> Tensor:
     """create_grouped_gemm_output_tensor, of arguments that CUDA accepts."""
     if gpu.version < (2, 9) and gpu.model.compute_capability[0] != 9:
-        _refuse(gpu, "_grouped_mm", "= 9.0")
+        refuse(gpu, "_grouped_mm", "= 9.0")
     is_flat = self.dim() == mat2.dim() == 2
     if not is_flat and self.shape[-1] != mat2.shape[-2]:
         raise RuntimeError("contraction dimension of mat_a and mat_b must match")
@@ -267,24 +267,7 @@ def _fast(gpu: GPU, self: Tensor, mat2: Tensor, offs: Tensor | None) -> None:
 def _scaled_grouped_device(gpu: GPU) -> None:
     major = gpu.model.compute_capability[0]
     if not (major == 9 or (major == 10 and gpu.version >= (2, 9))):
-        _refuse(gpu, "_scaled_grouped_mm", "= [9.0, 10.0]" if gpu.version >= (2, 9) else "= 9.0")
-
-
-def _scaled_device(gpu: GPU) -> None:
-    if gpu.model.compute_capability < (8, 9):
-        _refuse(gpu, "_scaled_mm", ">= 9.0 or 8.9")
-
-
-def _refuse(gpu: GPU, operator: str, capabilities: str) -> None:
-    raise (ValueError if gpu.version >= (2, 10) else RuntimeError)(
-        f"torch.{operator} is only supported on CUDA devices with compute capability "
-        f"{capabilities}, or ROCm MI300+"
-    )
-
-
-def _scaled(gpu: GPU, result: Tensor) -> None:
-    if result.numel():
-        gpu.workspaces.gemm_lt(gpu.stream)
+        refuse(gpu, "_scaled_grouped_mm", "= [9.0, 10.0]" if gpu.version >= (2, 9) else "= 9.0")
 
 
 ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.linear.default": linear}
@@ -300,5 +283,4 @@ RULES = {
     "dot vdot": Rule(after=_dot),
     "_grouped_mm": Rule(shapes=_shapes, after=_grouped),
     "_scaled_grouped_mm": Rule(before=_scaled_grouped_device, after=_fast),
-    "_scaled_mm": Rule(before=_scaled_device, after=_scaled),
 }
