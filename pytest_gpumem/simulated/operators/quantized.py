@@ -114,7 +114,14 @@ def _scaled(gpu: GPU, result: Tensor, self: Tensor, scale_a: Tensor, scale_b: Te
 
 
 def _scaled_v2(gpu: GPU, result: Tensor, self: Tensor, recipe_a: Sequence[int]) -> None:
+    # Two scales of a matrix: those of whole matrices are multiplied before.
+    factor = Scratch(gpu, *[4] * (len(recipe_a) - 1))
     _multiply(gpu, result, self, by_row=list(recipe_a) == [_ROWWISE])
+    factor.free()
+
+
+def _scaled_addmm(gpu: GPU, result: Tensor, mat1: Tensor) -> None:
+    _multiply(gpu, result, mat1, by_row=False)
 
 
 def _multiply(gpu: GPU, result: Tensor, mat1: Tensor, *, by_row: bool) -> None:
@@ -172,6 +179,7 @@ def _weight_int8pack_mm(gpu: GPU, self: Tensor, mat2: Tensor, scales: Tensor) ->
 RULES = {
     "_scaled_mm": Rule(before=_scaled_mm, after=_scaled),
     "_scaled_mm_v2": Rule(before=_scaled_mm_v2, after=_scaled_v2),
+    "_scaled_addmm": Rule(after=_scaled_addmm),
     "_int_mm": Rule(before=_int_mm),
     "_weight_int8pack_mm": Rule(before=_weight_int8pack_mm),
 }
