@@ -539,6 +539,27 @@ def test_reads_between_compiled_parts():
         return x[start:]
 
     assert (compiled(torch.ones(20, 20, device="cuda")) == 20).all()
+
+TO = torch.Tensor.to
+
+def test_subclasses_are_asked():
+    asked = []
+
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            asked.append(func)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+    class Plain(torch.Tensor):
+        pass
+
+    numbers = torch.ones(3).cuda()
+    numbers.as_subclass(Own).to(torch.bfloat16).cpu()
+    assert asked == [TO]
+    assert type(numbers.as_subclass(Plain).to(torch.bfloat16)) is Plain
+    assert numbers.as_subclass(Plain).tolist() == [1.0, 1.0, 1.0]
 """
 
 UNMARKED = """
@@ -586,6 +607,7 @@ def notes(test: Any) -> str:
     [
         ("test_prints_a_loss", False),
         ("test_prints_an_empty_tensor", False),
+        ("test_subclasses_are_asked", False),
         ("test_decides_by_a_mask", False),
         ("test_swallows_what_it_is_told", False),
         ("test_sizes", False),

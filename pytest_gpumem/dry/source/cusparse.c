@@ -57,9 +57,21 @@ API int cusparseSpMatGetSize(IGNORED void *matrix, int64_t *rows, int64_t *colum
 LEAVES_OUT(cusparseLtMatmulGetWorkspace, 2, size_t)
 WRITES(cusparseLtMatmulAlgGetAttribute, 3, int, 0)
 
-/* Two of four values are kept, and two bits for each say which: 9 of 16 bytes, of what size the descriptor says. */
-API int cusparseLtSpMMACompressedSize2(AFTER_2, size_t *compressed, size_t *buffer)
+/* A descriptor begins with the bytes that its matrix takes when it is compressed: half of its values, and which they
+ * are. That is 9 of 16 bytes, and 10 where a value has one (compression_factor of torch's cuSPARSELtOps.cpp). */
+API int cusparseLtStructuredDescriptorInit(WORD handle, size_t *made, int64_t rows, int64_t columns, WORD leading,
+                                           WORD alignment, int type)
 {
-    *compressed = *buffer = 0;
+    enum { FLOAT = 0, HALF = 2, BFLOAT = 14 }; /* cudaDataType */
+    size_t size = type == FLOAT ? 4 : type == HALF || type == BFLOAT ? 2 : 1;
+    *made = (size_t)(rows * columns) * size * (size == 1 ? 10 : 9) / 16;
+    return 0;
+}
+
+API int cusparseLtSpMMACompressedSize2(WORD handle, const size_t *matrix, size_t *compressed, size_t *buffer)
+{
+    *compressed = *matrix;
+    *buffer = 0;
+    library_leaves_out("cusparseLtSpMMACompressedSize2");
     return 0;
 }

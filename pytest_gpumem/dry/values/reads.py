@@ -12,9 +12,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
@@ -138,10 +140,7 @@ class Reads:
             **{name: self._to_host(base(name), f"{name}()") for name in ("cpu", "to")},
         }
         for name, function in replaced.items():
-            # Dynamo traces torch's own method where the name is one (is_bound_tensor_method of
-            # torch/_dynamo/utils.py, 2.6 to 2.15), and else this function.
-            function.__name__ = name
-            self._patches.add(torch.Tensor, name, function)
+            self._patches.add(torch.Tensor, name, _Method(function, getattr(torch.Tensor, name)))
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -235,7 +234,7 @@ class Reads:
         value, is_known = self._known(read, tensor)
         if is_known or is_printing():
             return value
-        if sys._getframe(2).f_globals.get("__name__") == _SCALER:
+        if sys._getframe(3).f_globals.get("__name__") == _SCALER:
             self.used_placeholder = True
             self._notes.note(FINITE)
             return value
@@ -257,7 +256,7 @@ class Reads:
         if is_known or is_printing():
             return _Truth(answer)
         self.used_placeholder = True
-        asking = sys._getframe(2)
+        asking = sys._getframe(3)
         granted = assumption_of(asking)
         if granted is None:
             module = str(asking.f_globals.get("__name__", ""))
@@ -318,6 +317,34 @@ class Reads:
             return found
 
         return copied
+
+
+class _Method:
+    """A method of tensors that asks subclasses first, and equals torch's own, which it replaces.
+
+    A subclass looks up in tables what it is asked about, by torch's method or by this one.
+    """
+
+    def __init__(self, function: Callable[..., Any], replaced: Any) -> None:
+        self._function = function
+        self._replaced = replaced
+        # Dynamo traces torch's own method where the name is one (is_bound_tensor_method of
+        # torch/_dynamo/utils.py, 2.6 to 2.15), and else this one.
+        self.__name__ = replaced.__name__
+
+    def __get__(self, tensor: torch.Tensor | None, kind: type) -> Any:
+        return self if tensor is None else MethodType(self, tensor)
+
+    def __call__(self, tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        if tensor.__class__ not in raw.PLAIN and has_torch_function_unary(tensor):
+            return handle_torch_function(self, (tensor,), tensor, *args, **kwargs)
+        return self._function(tensor, *args, **kwargs)
+
+    def __eq__(self, other: object) -> _Truth:
+        return other is self or other is self._replaced
+
+    def __hash__(self) -> int:
+        return hash(self._replaced)
 
 
 def _where() -> str:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
-from torch._library.utils import has_tensor_arg
+from torch._library.simple_registry import singleton as registrations
+from torch._library.utils import fill_defaults, has_tensor_arg
 from torch._ops import HigherOrderOperator
 
 from pytest_gpumem.simulated.common import raw
@@ -82,6 +83,31 @@ def _kernel(definition: Any) -> Any:
     return functions.get("cuda", functions.get(None, definition._init_fn))
 
 
+def _complete(func: Any, shapes_only: Handler) -> Handler:
+    """Return a handler that gives a shape-only implementation its defaults, as kernels get them.
+
+    On its way through C++ a call of a Python function loses the last arguments that are defaults
+    (parseIValuesToPyArgsKwargs in torch/csrc/autograd/python_variable.cpp).
+    """
+    kernel = registrations.find(func._schema.name).fake_impl.kernel
+    if kernel is None or func._schema.arguments[-1].default_value is None:
+        return shapes_only
+    function, schema = kernel.func, func._schema
+
+    def complete(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = fill_defaults(schema, args, kwargs)
+        return function(*args, **kwargs)
+
+    def handle(args: Args, kwargs: Kwargs) -> Any:
+        kernel.func = complete
+        try:
+            return shapes_only(args, kwargs)
+        finally:
+            kernel.func = function
+
+    return handle
+
+
 _SIZED_BY_VALUES = "data-dependent shape"
 """Part of a shape-only implementation's error for such a size (torch/_library/fake_impl.py)."""
 
@@ -115,7 +141,7 @@ def _sized(runner: Runner, func: Any, shapes_only: Handler) -> Handler:
 def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
     """Return a handler of ``func`` by its description; without one ``undescribed`` runs."""
     schema = func._schema
-    undescribed = in_parts(runner, func) or _sized(runner, func, undescribed)
+    undescribed = in_parts(runner, func) or _sized(runner, func, _complete(func, undescribed))
     parts = below_autograd.PARTS.get(str(func))
     built = None if parts is None else of_parts(runner, on_machine(parts, func, runner.machine))
 

@@ -55,12 +55,15 @@ def isclose(self: Tensor, other: Tensor, rtol: float, atol: float, equal_nan: bo
     return close
 
 
+def equal_unseen(self: Tensor, other: Tensor) -> bool | None:
+    """Return what ``torch.equal`` says without a look at values; ``None`` if it looks at them."""
+    if self.shape != other.shape:
+        return False
+    is_same = storage_key(self) == storage_key(other) and layout_of(self) == layout_of(other)
+    return True if is_same or not self.numel() else None
+
+
 def _equal(self: Tensor, other: Tensor) -> None:
-    if self.shape != other.shape or not self.numel():
-        return
-    # The same elements of memory are equal unseen, but for NaN.
-    if storage_key(self) == storage_key(other) and layout_of(self) == layout_of(other):
-        return
     _all(self == other)
 
 

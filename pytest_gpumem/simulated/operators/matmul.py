@@ -4,19 +4,19 @@ Source: aten/src/ATen/native/cuda/Blas.cpp (addmm_out_cuda_impl and its gemm_and
 bmm_out_cuda_impl, prepare_batch_matrix_for_cublas), cuBlasCommonArgs.h (prepare_matrix_for_cublas),
 CUDABlas.cpp (gemm, bgemm, gemv and dot take getCurrentCUDABlasHandle()), native/Linear.cpp.
 
-Products of groups of matrices, and of scaled ones (mixtures of experts, 8-bit floats): Blas.cpp
-(2.6 to 2.9) and GroupedBlas.cpp, ScaledBlas.cpp (since 2.10): _grouped_mm_cuda,
-_scaled_grouped_mm_cuda, _scaled_mm_out_cuda, _scaled_mm_allowed_device;
+Products of groups of matrices (mixtures of experts): Blas.cpp (2.6 to 2.9) and GroupedBlas.cpp
+(since 2.10): _grouped_mm_cuda, _scaled_grouped_mm_cuda;
 native/GroupedMMUtils.h (create_grouped_gemm_output_tensor, _grouped_mm_fallback);
-native/cuda/GroupMM.cu (bf16bf16_grouped_gemm_impl_sm90_sm100). Torch 2.8 has the fast kernel alone,
-for compute capability 9; since 2.9 there is one for 10 too, and everything else is multiplied group
-by group by cuBLAS.
+native/cuda/GroupMM.cu (bf16bf16_grouped_gemm_impl_sm90_sm100), ScaledGroupMM.cu. Torch 2.8 has the
+fast kernel alone, for compute capability 9; since 2.9 there is one for 10 too, and everything else
+is multiplied group by group by cuBLAS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch import Tensor
 from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.layout import HALF_DTYPES, is_dense
+from pytest_gpumem.simulated.operators.quantized import refuse
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
 
 _LT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -218,7 +219,7 @@ def _shapes(
 ) -> Tensor:
     """create_grouped_gemm_output_tensor, of arguments that CUDA accepts."""
     if gpu.version < (2, 9) and gpu.model.compute_capability[0] != 9:
-        _refuse(gpu, "_grouped_mm", "= 9.0")
+        refuse(gpu, "_grouped_mm", "= 9.0")
     is_flat = self.dim() == mat2.dim() == 2
     if not is_flat and self.shape[-1] != mat2.shape[-2]:
         raise RuntimeError("contraction dimension of mat_a and mat_b must match")
@@ -252,39 +253,55 @@ def _grouped(
 
 
 def _fast(gpu: GPU, self: Tensor, mat2: Tensor, offs: Tensor | None) -> None:
-    """One kernel of CUTLASS: pointers, strides and sizes of all groups; then a map of each matrix
-    by SM."""
-    if self.dim() == mat2.dim() == 2:
-        groups = 0 if offs is None else offs.shape[0]
+    groups = _groups(self, mat2, offs)
+    by_sm = 4 * _DESCRIPTOR
+    if gpu.model.compute_capability[0] == 10:
+        rows = self.shape[-2] // (groups if self.dim() < mat2.dim() else 1)
+        columns = mat2.shape[-1] // (groups if mat2.dim() < self.dim() else 1)
+        by_sm = 5376 if min(rows, columns) <= 128 else 5888
+    _by_cutlass(gpu, _arguments(groups, 3), by_sm)
+
+
+def _scaled_shapes(
+    gpu: GPU, self: Tensor, mat2: Tensor, offs: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
+    return _shapes(gpu, self, mat2, offs, out_dtype or torch.bfloat16)
+
+
+def _scaled_fast(gpu: GPU, self: Tensor, mat2: Tensor, scale_a: Any, offs: Tensor | None) -> None:
+    groups = _groups(self, mat2, offs)
+    if (scale_a if isinstance(scale_a, Tensor) else scale_a[0]).dtype is torch.float32:
+        _by_cutlass(gpu, _arguments(groups, 5), 4 * _DESCRIPTOR)
     else:
-        groups = (mat2 if self.dim() == 2 else self).shape[0]
-    pointers = (groups + 1) // 2 * 2 * 3 * 8
-    maps = 4 * _DESCRIPTOR * gpu.model.sm_count
-    arguments = Scratch(gpu, pointers + groups * 3 * 4 + groups * 3 * 8)
-    arguments.estimate(maps, "CUTLASS", "a grouped product")
+        _by_cutlass(gpu, sum(-(-each * groups // 16) * 16 for each in _OF_BLOCKS), 8704)
+
+
+_OF_BLOCKS = (*[8] * 8, 16, 16, 12, 4, 4)
+"""Bytes for each group, of what a product with scales of blocks is told (MSLK): pointers and
+strides, layouts of scales, sizes and two numbers."""
+
+
+def _arguments(groups: int, pointers: int) -> int:
+    """Return the bytes of pointers to each group's matrices, three strides and sizes."""
+    return (groups + 1) // 2 * 2 * pointers * 8 + groups * 3 * (4 + 8)
+
+
+def _groups(self: Tensor, mat2: Tensor, offs: Tensor | None) -> int:
+    if self.dim() == mat2.dim() == 2:
+        return 0 if offs is None else offs.shape[0]
+    return (mat2 if self.dim() == 2 else self).shape[0]
+
+
+def _by_cutlass(gpu: GPU, arguments: int, by_sm: int) -> None:
+    """One kernel, and what each SM has: as CUTLASS says on the dry device of an H100 and a B200."""
+    taken = Scratch(gpu, arguments)
+    taken.estimate(by_sm * gpu.model.sm_count, "CUTLASS", "a grouped product")
 
 
 def _scaled_grouped_device(gpu: GPU) -> None:
     major = gpu.model.compute_capability[0]
     if not (major == 9 or (major == 10 and gpu.version >= (2, 9))):
-        _refuse(gpu, "_scaled_grouped_mm", "= [9.0, 10.0]" if gpu.version >= (2, 9) else "= 9.0")
-
-
-def _scaled_device(gpu: GPU) -> None:
-    if gpu.model.compute_capability < (8, 9):
-        _refuse(gpu, "_scaled_mm", ">= 9.0 or 8.9")
-
-
-def _refuse(gpu: GPU, operator: str, capabilities: str) -> None:
-    raise (ValueError if gpu.version >= (2, 10) else RuntimeError)(
-        f"torch.{operator} is only supported on CUDA devices with compute capability "
-        f"{capabilities}, or ROCm MI300+"
-    )
-
-
-def _scaled(gpu: GPU, result: Tensor) -> None:
-    if result.numel():
-        gpu.workspaces.gemm_lt(gpu.stream)
+        refuse(gpu, "_scaled_grouped_mm", "= [9.0, 10.0]" if gpu.version >= (2, 9) else "= 9.0")
 
 
 ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.linear.default": linear}
@@ -299,6 +316,8 @@ RULES = {
     "_addmm_activation": Rule(after=_addmm_activation),
     "dot vdot": Rule(after=_dot),
     "_grouped_mm": Rule(shapes=_shapes, after=_grouped),
-    "_scaled_grouped_mm": Rule(before=_scaled_grouped_device, after=_fast),
-    "_scaled_mm": Rule(before=_scaled_device, after=_scaled),
+    "_scaled_grouped_mm": Rule(before=_scaled_grouped_device, after=_scaled_fast),
+    "_scaled_grouped_mm_v2": Rule(
+        before=_scaled_grouped_device, shapes=_scaled_shapes, after=_scaled_fast
+    ),
 }

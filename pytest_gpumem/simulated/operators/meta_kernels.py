@@ -23,6 +23,12 @@ def _like_first(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(tensor)
 
 
+def _compressed(matrix: Tensor) -> Tensor:
+    """Half of the values, and which they are (cuSPARSELtOps.cpp: compression_factor)."""
+    rows, columns = matrix.shape
+    return matrix.new_empty((rows, columns * (10 if matrix.itemsize == 1 else 9) // 16))
+
+
 def layer_norm(grad_out: Tensor, input: Tensor, *args: Any) -> Gradients:
     """Contiguous."""
     weight, bias, output_mask = args[-3:]
@@ -168,6 +174,7 @@ SHAPES: dict[str, Callable[..., Any]] = {
         matrix.new_empty(matrix.mT.shape).mT,
         matrix.new_empty((*matrix.shape[:-2], min(matrix.shape[-2:]))),
     ),
+    "_cslt_compress": _compressed,
     **dict.fromkeys(("_scaled_mm.out", "_scaled_mm_v2.out"), lambda *_, out, **__: out),
     **dict.fromkeys(
         (

@@ -32,8 +32,8 @@ _FAMILIES = [
     import_module(f"{__package__}.{family}")
     for family in """
         activations attention batch_norm chunks comparisons convolution embeddings encoders engine
-        factorizations indexing libraries matmul matrix_functions moments normalization reductions
-        rnn solvers sorting spatial below_autograd
+        factorizations indexing libraries matmul matrix_functions moments normalization quantized
+        reductions rnn solvers sorting spatial below_autograd
     """.split()
 ]
 

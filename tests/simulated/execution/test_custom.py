@@ -105,3 +105,20 @@ def test_a_size_that_values_decide_is_unknown(define: Define) -> None:
         operator(torch.rand(8, device="cuda"))
     with simulate("A100-40GB", real_values=True):
         assert operator(torch.ones(8, device="cuda")) == 8
+
+
+def test_shape_only_implementation_is_given_defaults_as_a_kernel_is() -> None:
+    """Torch's own of ``semi_structured::cusparselt_mm`` has none for its last argument."""
+
+    @torch.library.custom_op("gpumem_tests::padded", mutates_args=())
+    def padded(x: torch.Tensor, n: int, wide: bool = False) -> torch.Tensor:
+        return torch.nn.functional.pad(x, (0, n if wide else 1))
+
+    @padded.register_fake
+    def _(x: torch.Tensor, n: int, wide: bool) -> torch.Tensor:
+        return x.new_empty(x.shape[0], x.shape[1] + (n if wide else 1))
+
+    with simulate("A100-40GB"):
+        x = torch.zeros(3, 4, device="cuda")
+        assert padded(x, 2).shape == padded(x, 2, wide=False).shape == (3, 5)
+        assert padded(x, 2, True).shape == (3, 6)

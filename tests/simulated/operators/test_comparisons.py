@@ -34,6 +34,18 @@ def test_known_tensors_are_compared_on_the_device(on: Any) -> None:
     assert answers == [True, True]
 
 
+def test_the_same_memory_and_other_shapes_are_compared_unseen(on: Any) -> None:
+    on()
+    x = torch.rand(100, device="cuda")
+    assert torch.equal(x, x[:])
+    assert not torch.equal(x, x[1:])
+    assert torch.equal(x[:0], torch.rand(0, device="cuda"))
+    narrow = x.to(torch.float8_e4m3fn)  # the CPU has no kernel for it
+    assert torch.equal(narrow, narrow)
+    with pytest.raises(RuntimeError, match="on the same device"):
+        torch.equal(x, torch.ones(3))
+
+
 def test_few_others_are_compared_with_all_elements(on: Any) -> None:
     gpu = on()
     x, few = torch.randn(20, device="cuda"), torch.randn(5, device="cuda")

@@ -113,3 +113,56 @@ def test_scaled_products_need_ada_or_hopper() -> None:
         pytest.raises((ValueError, RuntimeError), match=r"or 8\.9, or"),
     ):
         scaled()
+
+
+def _allocated(gpu: Any, multiply: Callable[[], Tensor]) -> list[int]:
+    return [nbytes for nbytes in gpu.of(multiply) if nbytes > 0][-2:]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "by_sm"), [(512, 136, 5888), (512, 128, 5376), (256, 136, 5376)]
+)
+def test_workspace_of_blackwell_follows_the_size_of_a_group(
+    on: Any, rows: int, columns: int, by_sm: int
+) -> None:
+    """Bytes of the dry device, torch 2.15.0+cu132."""
+    gpu = on("B200", "2.15")
+    a = torch.zeros(rows, 64, device="cuda", dtype=torch.bfloat16)
+    b = torch.zeros(2, 64, columns, device="cuda", dtype=torch.bfloat16)
+    ends = torch.tensor([rows // 2, rows], device="cuda", dtype=torch.int32)
+    assert grouped is not None
+    assert _allocated(gpu, lambda: grouped(a, b, offs=ends)) == [120, 148 * by_sm]
+
+
+@pytest.mark.parametrize(
+    ("groups", "by_rows", "by_blocks"),
+    [(1, 116, 208), (2, 152, 256), (3, 268, 432), (5, 420, 672), (8, 608, 928)],
+)
+def test_scaled_groups_have_more_arguments(
+    on: Any, groups: int, by_rows: int, by_blocks: int
+) -> None:
+    """Bytes of the dry device, torch 2.15.0+cu132."""
+    multiply = getattr(torch.nn.functional, "scaled_grouped_mm", None)
+    if multiply is None:
+        pytest.skip("came with torch 2.10")
+    kinds = torch.nn.functional.ScalingType
+    swizzled = torch.nn.functional.SwizzleType.SWIZZLE_32_4_4
+    gpu = on("H100", "2.15")
+    a = torch.zeros(64 * groups, 64, device="cuda").to(torch.float8_e4m3fn)
+    b = torch.zeros(groups, 64, 64, device="cuda").to(torch.float8_e4m3fn).mT
+    ends = torch.arange(64, 64 * groups + 1, 64, device="cuda", dtype=torch.int32)
+    rows = torch.ones(64 * groups, device="cuda"), torch.ones(groups, 64, device="cuda")
+    options = {"offs": ends, "output_dtype": torch.bfloat16}
+
+    def scaled() -> Tensor:
+        return multiply(a, b, rows[0], kinds.RowWise, rows[1], kinds.RowWise, **options)  # type: ignore[no-any-return]  # unknown to 2.9
+
+    assert _allocated(gpu, scaled) == [by_rows, 132 * 512]
+    blocks = [torch.ones(2**12, device="cuda").to(torch.float8_e8m0fnu) for _ in range(2)]
+    of_blocks = {"swizzle_a": swizzled, "swizzle_b": swizzled, **options}
+
+    def by_block() -> Tensor:
+        kind = kinds.BlockWise1x32
+        return multiply(a, b, blocks[0], kind, blocks[1], kind, **of_blocks)  # type: ignore[no-any-return]  # unknown to 2.9
+
+    assert _allocated(gpu, by_block) == [by_blocks, 132 * 8704]

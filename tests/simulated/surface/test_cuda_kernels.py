@@ -59,6 +59,25 @@ def test_products_with_scales() -> None:
         torch.testing.assert_close(by_row.cpu(), (rows * product * columns).bfloat16())
 
 
+def test_weights_of_four_bits_are_packed_as_tensor_cores_read_them() -> None:
+    numbers = torch.arange(16 * 64).view(16, 64) * 7 % 16
+    weight = (numbers[:, ::2] << 4 | numbers[:, 1::2]).to(torch.uint8)
+    x = torch.arange(3 * 64).view(3, 64).bfloat16() / 64
+    scales = torch.arange(1.0, 33).view(2, 16)
+    with simulate("A100-40GB", real_values=True):
+        packed = torch.ops.aten._convert_weight_to_int4pack(weight.cuda(), 2)
+        assert packed.shape == (2, 2, 32, 1)
+        # Thread 5 has columns 2, 3, 10, 11 of row 1, in both tiles of the second pair.
+        columns = [34, 42, 50, 58, 35, 43, 51, 59]
+        word = sum(int(numbers[1, at]) << 4 * place for place, at in enumerate(columns))
+        assert int(packed[0, 1, 5, 0]) & 0xFFFFFFFF == word
+        both = torch.stack([scales, scales / 2], -1).bfloat16().cuda()
+        found = torch.ops.aten._weight_int4pack_mm(x.cuda(), packed, 32, both).cpu()
+    each = scales.repeat_interleave(32, 0).t()
+    expected = x.float() @ ((numbers - 8) * each + each / 2).t()
+    torch.testing.assert_close(found, expected.bfloat16())
+
+
 def test_fused_dropout_scales_what_it_keeps() -> None:
     with simulate("T4", real_values=True):
         out, mask = torch._fused_dropout(torch.full((1000,), 3.0, device="cuda"), 0.75)
@@ -113,9 +132,8 @@ def test_backward_of_the_fused_norm() -> None:
 
 def test_what_cannot_be_computed_is_named_and_not_made_up() -> None:
     with simulate("A100-40GB", real_values=True) as gpu:
-        weight = torch.randint(0, 255, (32, 64), dtype=torch.uint8, device="cuda")
-        y = torch._convert_weight_to_int4pack(weight, 8).float()
-        sentence = r"aten\._convert_weight_to_int4pack\.default cannot be computed on the CPU"
+        y = torch._cslt_compress(torch.ones(32, 64, device="cuda").half()).float()
+        sentence = r"aten\._cslt_compress\.default cannot be computed on the CPU"
         for read in (lambda: y.sum().item(), lambda: bool((y > 0).any()), lambda: y.tolist()):
             with pytest.raises(UnknownValueError, match=sentence):
                 read()

@@ -1,10 +1,10 @@
 """Products that only CUDA has kernels for, computed on the CPU.
 
 The sums run in float32, as those of cuBLAS do for these types. Source: native_functions.yaml and
-aten/src/ATen/native/cuda/Blas.cpp, ScaledBlas.cpp and Dropout.cu of torch 2.6 to 2.15. Layouts that
-are CUDA's own (int4 and 2:4 sparse weights, block scales in swizzled order), products of groups
-with scales, and cuDNN's convolutions under their own names are not computed: their results are
-unknown.
+aten/src/ATen/native/cuda/Blas.cpp, ScaledBlas.cpp, int4mm.cu and Dropout.cu of torch 2.6 to 2.15.
+Layouts that are the libraries' own (2:4 sparse weights, block scales in swizzled order), products
+of groups with scales, and cuDNN's convolutions under their own names are not computed: their
+results are unknown.
 """
 
 from __future__ import annotations
@@ -65,6 +65,31 @@ def _refuse_blocks(*scales: Tensor) -> None:
             raise NotImplementedError("scales of blocks")
 
 
+_NIBBLES = (torch.arange(4).view(2, 2, 1) * 4 + torch.arange(2) * 16).to(torch.int64)
+"""Bits by which a number is moved in its word: by tile of 16 columns, its half, and its parity."""
+
+
+def _convert_weight_to_int4pack(*arguments: Any) -> Tensor:
+    """matrix_to_m16n8k16_Bint4_layout: a word for each of 32 threads and each two tiles."""
+    weight, inner_k_tiles = arguments
+    rows, columns = weight.shape[0], weight.shape[1] * 2
+    numbers = torch.stack([weight >> 4, weight & 15], -1).to(torch.int64)
+    tiles = numbers.view(rows // 8, 8, -1, inner_k_tiles // 2, 2, 2, 4, 2)
+    words = (tiles.permute(0, 2, 1, 6, 3, 4, 5, 7) << _NIBBLES).sum((-3, -2, -1))
+    outer = columns // (inner_k_tiles * 16)
+    return words.to(torch.int32).view(rows // 8, outer, 32, inner_k_tiles // 2)
+
+
+def _weight_int4pack_mm(*arguments: Any) -> Tensor:
+    a, packed, group, scales_and_zeros = arguments
+    words = packed.view(*packed.shape[:2], 8, 4, -1, 1, 1, 1)
+    tiles = ((words >> _NIBBLES) & 15).permute(0, 2, 1, 4, 5, 6, 3, 7)
+    numbers = tiles.reshape(packed.shape[0] * 8, -1).float() - 8
+    scales, zeros = scales_and_zeros.float().repeat_interleave(group, 0).unbind(-1)
+    product: Tensor = (a.float() @ (numbers.t() * scales + zeros)).to(a.dtype)
+    return product
+
+
 def _fused_dropout(
     self: Tensor, p: float, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
@@ -87,6 +112,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "aten::baddbmm.dtype_out": _addmm,
     "aten::_scaled_mm": _scaled_mm,
     "aten::_scaled_mm.out": _scaled_mm,
+    "aten::_convert_weight_to_int4pack": _convert_weight_to_int4pack,
+    "aten::_weight_int4pack_mm": _weight_int4pack_mm,
     "aten::_fused_dropout": _fused_dropout,
     "aten::_masked_scale": _masked_scale,
 }
