@@ -36,7 +36,10 @@ os.environ[REFUSED] = "the tests' projects are simulated"
 # argparse would look on the disk for a translation of each of its words, whenever it says one.
 os.environ["LANGUAGE"] = "C"
 
-hypothesis.settings.register_profile("thorough", max_examples=500)
+# No test judges by the time that an example takes.
+hypothesis.settings.register_profile("usual", deadline=None)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=500)
+hypothesis.settings.load_profile("usual")
 
 ONCE = {"readline", "zope", "mpmath", "numpy", "sympy", "torch", "triton"}
 """What cannot be imported twice, or takes seconds."""

@@ -231,7 +231,21 @@ def composite(runner: Runner, func: Any) -> Handler:
     implementation = tables.ABOVE_AUTOGRAD.get(str(func))
     if implementation is None:
         return of_parts(runner, func.decompose)
-    return of_parts(runner, _named(func, on_machine(implementation, func, runner.machine)))
+    return _on_gpu(runner, func, implementation)
+
+
+def _on_gpu(runner: Runner, func: Any, implementation: Callable[..., Any]) -> Handler:
+    """Return a handler that runs ``implementation`` on a GPU, and ``func`` itself elsewhere."""
+    parts = of_parts(runner, _named(func, on_machine(implementation, func, runner.machine)))
+    elsewhere = computing.of_rule(runner, func, None, resizes=False)
+
+    def handle(args: Args, kwargs: Kwargs) -> Any:
+        if runner.device_kind_of(args, kwargs) != CUDA:
+            return elsewhere(args, kwargs)
+        runner.check_placement(func, args, kwargs)
+        return parts(args, kwargs)
+
+    return handle
 
 
 def _named(func: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,17 +260,7 @@ def _named(func: Any, implementation: Callable[..., Any]) -> Callable[..., Any]:
 
 def in_view(runner: Runner, func: Any) -> Handler:
     """Return a handler of an operator that autograd sees whole and CUDA builds from others."""
-    parts = of_parts(
-        runner, _named(func, on_machine(tables.BELOW_AUTOGRAD[str(func)], func, runner.machine))
-    )
-    elsewhere = computing.of_rule(runner, func, None, resizes=False)
-
-    def handle(args: Args, kwargs: Kwargs) -> Any:
-        if runner.device_kind_of(args, kwargs) != CUDA:
-            return elsewhere(args, kwargs)
-        runner.check_placement(func, args, kwargs)
-        return parts(args, kwargs)
-
+    handle = _on_gpu(runner, func, tables.BELOW_AUTOGRAD[str(func)])
     return handle if str(func) in DECIDING else whole(runner, func, handle)
 
 

@@ -31,13 +31,12 @@ def _compressed(matrix: Tensor) -> Tensor:
 
 def layer_norm(grad_out: Tensor, input: Tensor, *args: Any) -> Gradients:
     """Contiguous."""
-    weight, bias, output_mask = args[-3:]
-    gradient = torch.empty_like(input, memory_format=torch.contiguous_format)
-    return (
-        gradient if output_mask[0] else None,
-        torch.empty_like(weight) if output_mask[1] and weight is not None else None,
-        torch.empty_like(bias) if output_mask[2] and bias is not None else None,
+    given = zip((input, *args[-3:-1]), args[-1], strict=True)
+    first, *others = (
+        _contiguous(tensor, tensor) if asked and tensor is not None else None
+        for tensor, asked in given
     )
+    return first, others[0], others[1]
 
 
 def cudnn_batch_norm(input: Tensor, grad_output: Tensor, weight: Tensor, *args: Any) -> Gradients:

@@ -268,7 +268,7 @@ def _fit(self: Tensor, b: Tensor, driver: str | None) -> _Fit:
 
 
 def _least_squares(gpu: GPU, self: Tensor, b: Tensor, result: _Fit) -> Iterator[Tensor]:
-    """Yield solution and residuals of rows that are more than columns."""
+    """Yield solution, residuals of rows that are more than columns, and what has no elements."""
     leave_out(gpu, "linalg_lstsq")
     rows, columns = self.shape[-2:]
     sides = _right_sides(self, b)
@@ -294,6 +294,7 @@ def _least_squares(gpu: GPU, self: Tensor, b: Tensor, result: _Fit) -> Iterator[
     copy.free()
     check_errors(gpu, max(1, count_of(self)))
     codes.free()
+    yield from result[2:]
 
 
 def _by_reflections(gpu: GPU, A: Tensor, made: Tensor) -> None:

@@ -241,6 +241,7 @@ def test_least_squares(on: Any, shape: tuple[int, ...], sides: int, taken: list[
     room = count * max(shape[-2:]) * sides * 4
     held: list[Any] = []
     events = gpu.of(lambda: held.append(torch.linalg.lstsq(matrix, given)))
+    assert all(part.is_cuda for part in held[0])
     codes, flags = count * CODE, IS_FAILED if count == 1 else [1, -1]
     assert events == [codes, room, matrix.nbytes, *taken, -matrix.nbytes, *flags, -codes]
     assert held[0].solution.shape == (*shape[:-2], shape[-1], sides)

@@ -843,3 +843,11 @@ def test_nothing_that_is_replaced_is_left_out() -> None:
         if not names & known:
             left_out.append(f"{kind}.{name}")
     assert not left_out
+
+
+def test_what_cuda_takes_apart_has_its_own_kernel_on_the_cpu() -> None:
+    numbers = torch.linspace(-2, 2, 5, requires_grad=True)
+    (expected,) = torch.autograd.grad(F.mish(numbers).sum(), numbers)
+    with simulate("T4"):
+        (found,) = torch.autograd.grad(F.mish(numbers).sum(), numbers)
+    assert torch.equal(found, expected)
