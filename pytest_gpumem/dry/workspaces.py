@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -249,20 +247,6 @@ def _solver(numbers: Sequence[int]) -> Sequence[int]:
 
 def _place(numbers: Sequence[int]) -> Sequence[int]:
     """Return the sentence with the line of the user's code that runs."""
-    return (_SENTENCES.number(f"{_SENTENCES[numbers[0]]} at {_line()}"),)
-
-
-def _line() -> str:
-    """Return the line that runs.
-
-    A thread of autograd has no frames of Python: the main thread, which waits for it, has.
-    """
     from pytest_gpumem.simulated.common.callsite import user_line
 
-    outermost = sys._getframe(1)
-    while outermost.f_back is not None:
-        outermost = outermost.f_back
-    if outermost.f_code.co_filename != __file__:
-        return user_line()
-    # Another thread's frame: a function that holds its own would keep its callers' objects alive.
-    return user_line(sys._current_frames().get(threading.main_thread().ident or 0))
+    return (_SENTENCES.number(f"{_SENTENCES[numbers[0]]} at {user_line()}"),)

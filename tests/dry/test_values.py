@@ -13,7 +13,7 @@ from tests.dry.conftest import Run
 from tests.dry.test_plugin import pytest_in, reported
 
 TESTS = """
-import copy, pickle, pytest, sys, threading, torch
+import copy, operator, pickle, pytest, sys, threading, torch
 from torch import nn
 
 pytestmark = pytest.mark.gpumem
@@ -540,7 +540,34 @@ def test_reads_between_compiled_parts():
 
     assert (compiled(torch.ones(20, 20, device="cuda")) == 20).all()
 
+@pytest.mark.parametrize("decides", [False, True], ids=["at_once", "followed"])
+@pytest.mark.parametrize("name", ["exp", "to"])
+def test_without_memory(name, decides):
+    size = torch.cuda.mem_get_info()[0] // 10 >> 20 << 20
+    before = torch.cuda.memory_allocated()
+    given = [torch.float64] if name == "to" else []
+
+    def run():
+        whole = torch.empty(8 * size, dtype=torch.uint8, device="cuda")
+        operator.methodcaller(name, *given)(whole[:size] + 1)
+
+    if decides:
+        assert (torch.ones(3, device="cuda") * 2).sum() > 2
+    try:
+        run()
+    except torch.OutOfMemoryError:  # whose frames keep what Python has named, and nothing else
+        assert torch.cuda.memory_allocated() == before + 8 * size
+    else:
+        pytest.fail("there was room")
+
 TO = torch.Tensor.to
+
+def test_says_where_libraries_work():
+    layer = torch.nn.Conv2d(64, 64, 3, padding=1).cuda()
+    output = layer(torch.randn(4, 64, 64, 64, device="cuda", requires_grad=True))
+    if (torch.ones(3, device="cuda") * 2).sum() > 2:
+        output = output * 2
+    output.sum().backward()  # where libraries work
 
 def test_subclasses_are_asked():
     asked = []
@@ -608,6 +635,10 @@ def notes(test: Any) -> str:
         ("test_prints_a_loss", False),
         ("test_prints_an_empty_tensor", False),
         ("test_subclasses_are_asked", False),
+        ("test_without_memory[exp-at_once]", False),
+        ("test_without_memory[to-at_once]", False),
+        ("test_without_memory[exp-followed]", False),
+        ("test_without_memory[to-followed]", False),
         ("test_decides_by_a_mask", False),
         ("test_swallows_what_it_is_told", False),
         ("test_sizes", False),
@@ -661,6 +692,14 @@ def test_a_number_that_is_printed_reads_as_zero_with_one_note(tests: Any) -> Non
     (note,) = tests["test_prints_a_loss"]["measurement"]["notes"]
 
     assert note.startswith("item() at test_values.py:10 read a number that no copy has brought")
+
+
+def test_notes_of_a_thread_of_autograd_name_the_line_that_waits_for_it(tests: Any) -> None:
+    line = 1 + TESTS.splitlines().index("    output.sum().backward()  # where libraries work")
+
+    assert f"(backward for the weight) at test_values.py:{line}" in notes(
+        tests["test_says_where_libraries_work"]
+    )
 
 
 def test_integers_are_counted_and_printed_in_one_run(tests: Any) -> None:

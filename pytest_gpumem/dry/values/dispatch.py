@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.simulated.common.callsite import clear_own_frames
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, is_view
 
@@ -144,6 +145,10 @@ def _kernel_of(schema: Any) -> Callable[..., Any]:
         compiling = _set_eval_frame(None)
         try:
             return _Followed.by(operator, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            clear_own_frames(error.__traceback__)
+            del args, kwargs
+            raise
         finally:
             _set_eval_frame(compiling)
 

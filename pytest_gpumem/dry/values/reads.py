@@ -7,19 +7,17 @@ by one gets an error, as on the simulated device: the test then runs again with 
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from types import MethodType
 from typing import Any, NoReturn
 
 import torch
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.methods import Method
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import base
 from pytest_gpumem.simulated.machine.notes import Notes
@@ -47,7 +45,6 @@ _item, _bool, _tolist, _numpy = (base(n) for n in ("item", "__bool__", "tolist",
 _array: Any = torch.Tensor.__array__
 _repr: Any = torch.Tensor.__repr__
 _NUMBERS = ("__float__", "__int__", "__index__", "__complex__")
-_OWN = os.path.join("dry", "values", "dispatch.py")  # noqa: PTH118 - as frames write it
 _SCALER = "torch.amp.grad_scaler"
 """Module that uses ``item()`` only to read whether it found infinities."""
 
@@ -140,7 +137,7 @@ class Reads:
             **{name: self._to_host(base(name), f"{name}()") for name in ("cpu", "to")},
         }
         for name, function in replaced.items():
-            self._patches.add(torch.Tensor, name, _Method(function, getattr(torch.Tensor, name)))
+            self._patches.add(torch.Tensor, name, Method(function, getattr(torch.Tensor, name)))
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -181,7 +178,7 @@ class Reads:
                 "torch's own code" if size <= MOST_DECIDED_BY else "a copy to the host"
             )
             return None
-        sentence = self._refusal(f"a read in torch's own code at {_where()} depends on")
+        sentence = self._refusal(f"a read in torch's own code at {user_line()} depends on")
         self.decided_by = self.decided_by or sentence
         # Raised as soon as the thread is back in Python.
         kind = type("UnknownValueError", (_UnknownError,), {"sentence": sentence})
@@ -190,7 +187,7 @@ class Reads:
 
     def refuse(self, read: str) -> NoReturn:
         """Raise :class:`UnknownValueError` for ``read``, and record it."""
-        sentence = self._refusal(f"{read} at {_where()} depends on")
+        sentence = self._refusal(f"{read} at {user_line()} depends on")
         self.decided_by = self.decided_by or sentence
         raise UnknownValueError(sentence)
 
@@ -317,37 +314,3 @@ class Reads:
             return found
 
         return copied
-
-
-class _Method:
-    """A method of tensors that asks subclasses first, and equals torch's own, which it replaces.
-
-    A subclass looks up in tables what it is asked about, by torch's method or by this one.
-    """
-
-    def __init__(self, function: Callable[..., Any], replaced: Any) -> None:
-        self._function = function
-        self._replaced = replaced
-        # Dynamo traces torch's own method where the name is one (is_bound_tensor_method of
-        # torch/_dynamo/utils.py, 2.6 to 2.15), and else this one.
-        self.__name__ = replaced.__name__
-
-    def __get__(self, tensor: torch.Tensor | None, kind: type) -> Any:
-        return self if tensor is None else MethodType(self, tensor)
-
-    def __call__(self, tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
-        if tensor.__class__ not in raw.PLAIN and has_torch_function_unary(tensor):
-            return handle_torch_function(self, (tensor,), tensor, *args, **kwargs)
-        return self._function(tensor, *args, **kwargs)
-
-    def __eq__(self, other: object) -> _Truth:
-        return other is self or other is self._replaced
-
-    def __hash__(self) -> int:
-        return hash(self._replaced)
-
-
-def _where() -> str:
-    """Return the user's line, which autograd's threads do not have."""
-    line = user_line()
-    return "a line of a backward pass" if line.rpartition(":")[0].endswith(_OWN) else line

@@ -234,12 +234,23 @@ def provenance() -> Provenance:
     return found
 
 
-def user_line(innermost: FrameType | None = None) -> str:
-    """``path:line`` of the innermost frame outside torch and this package, of this thread's."""
-    frame = innermost or sys._getframe(1)
+def user_line() -> str:
+    """``path:line`` of the innermost frame outside torch and this package.
+
+    A thread of autograd has none: the main thread, which waits for it, has.
+    """
+    found = _outside(sys._getframe(1))
+    if is_internal(found.f_code.co_filename):
+        # In no name: a function that holds its own frame keeps its callers' objects alive.
+        found = _outside(sys._current_frames()[threading.main_thread().ident or 0])
+    return _shown_line(found)
+
+
+def _outside(frame: FrameType) -> FrameType:
+    """Return the innermost frame from ``frame`` on that is not internal, else the outermost one."""
     while frame.f_back is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back
-    return _shown_line(frame)
+    return frame
 
 
 def refuse(name: str, why: str) -> NoReturn:

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.callsite import clear_own_frames, user_line
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.methods import Method
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.checks import NO_DATA
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -32,7 +32,6 @@ from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _to: Callable[..., torch.Tensor] = raw.base("to")
 _type = raw.base("type")
-_LAZY: Any = vars(torch.nn.parameter)["UninitializedTensorMixin"]
 
 
 class Tensors(TensorReads):
@@ -150,9 +149,8 @@ def add_patches(machine: SimulatedMachine, patches: Patches) -> None:
         *("item", "__getitem__", "__setitem__", "__array__", "__bool__"),
         "__repr__",
     ):
-        # A plain function binds to the tensor; a bound method would not.
-        method = getattr(surface, name.strip("_"))
-        patches.add(tensor, name, _as_function(method, getattr(tensor, name)))
+        function = getattr(surface, name.strip("_"))
+        patches.add(tensor, name, Method(function, getattr(tensor, name)))
     patches.add(tensor, "__new__", staticmethod(_new))
     patches.wrap(torch.UntypedStorage, "data_ptr", surface.storage_data_ptr)
 
@@ -161,39 +159,6 @@ def _new(kind: type, /, *args: Any, **kwargs: Any) -> Any:
     # C++ gives its results their class, but the results of a mode have one already.
     made = torch._C.TensorBase.__new__(torch.Tensor, *args, **kwargs)
     return made if type(made) is kind else made.as_subclass(kind)
-
-
-def _as_function(method: Any, replaced: Any) -> Any:
-    """Return ``method`` as a function that takes the place of ``replaced``."""
-
-    def call(tensor: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if tensor.__class__ not in raw.PLAIN and has_torch_function_unary(tensor):
-            if is_lazy(tensor):
-                return _of_lazy(method, replaced, tensor, args, kwargs)
-            # A subclass of the user's own, which may keep its type or do something else.
-            return handle_torch_function(call, (tensor,), tensor, *args, **kwargs)
-        try:
-            return method(tensor, *args, **kwargs)
-        except torch.OutOfMemoryError as error:
-            clear_own_frames(error.__traceback__)
-            del tensor, args, kwargs
-            raise
-
-    return call
-
-
-def _of_lazy(method: Any, replaced: Any, tensor: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Run ``method`` of a lazy module's parameter or buffer, which compares functions by identity.
-
-    Allowed methods run as torch runs them: a buffer stays one, or it could not take its shape
-    later. The rest raises torch's error. Source: torch/nn/parameter.py (UninitializedTensorMixin),
-    torch 2.6 to 2.15.
-    """
-    if replaced not in tensor._allowed_methods:
-        return handle_torch_function(replaced, (tensor,), tensor, *args, **kwargs)
-    kind = type(tensor)
-    run = super(_LAZY, kind).__torch_function__
-    return run(method, (kind,), (tensor, *args), kwargs)
 
 
 def _uploaded(

@@ -113,6 +113,21 @@ class Tagged(torch.Tensor):
     """A subclass that changes nothing."""
 
 
+TABLE = {torch._C.TensorBase.to: "to", torch._C.TensorBase.cpu: "cpu"}
+
+
+class Asked(torch.Tensor):
+    """A subclass that looks up what it is asked about in a table from before the simulation."""
+
+    names: list[str | None] = []  # noqa: RUF012 - one test's
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            cls.names.append(TABLE.get(func))
+            return func(*args, **(kwargs or {}))
+
+
 class Wrapper(torch.Tensor):
     """A tensor that holds another one, as quantised weights do."""
 
@@ -146,6 +161,15 @@ def test_subclasses_of_tensors_keep_their_class() -> None:
         assert type(x.cpu()) is Tagged
         assert (type(Tagged(x)), Tagged(x).data_ptr()) == (Tagged, x.data_ptr())
     assert type(Tagged(torch.ones(3)) * 2) is Tagged
+
+
+def test_subclasses_know_the_methods_that_they_are_asked_about() -> None:
+    with simulate("T4"):
+        moved = torch.ones(3, device="cuda").as_subclass(Asked)
+        Asked.names.clear()
+        torch.Tensor.cpu(moved)
+        moved.to(torch.float64)
+        assert Asked.names == ["cpu", "to"]
 
 
 def test_what_a_wrapper_computes_inside_is_allocated() -> None:
