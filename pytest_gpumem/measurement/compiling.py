@@ -31,11 +31,15 @@ CompileContext = Callable[[], AbstractContextManager[object]]
 """Returns a context in which torch compiles."""
 
 _CALLBACKS = "torch._dynamo.callback"
+_HEURISTICS = "torch._inductor.runtime.triton_heuristics"
 _TUNERS = {
-    "torch._inductor.runtime.triton_heuristics": ("CachingAutotuner", "autotune_to_one_config"),
-    "triton.runtime.autotuner": ("Autotuner", "_bench"),
+    _HEURISTICS: (_HEURISTICS, "CachingAutotuner", "autotune_to_one_config"),
+    "triton": ("triton.runtime.autotuner", "Autotuner", "_bench"),
 }
-"""By module, the class and the method that measures a kernel."""
+"""By the module whose import is waited for, the module, class and method that measures a kernel.
+
+A device replaces names of Triton when that has been imported whole: what is wrapped earlier would
+be put back, at the end of the test, over the replacement."""
 _RECORDING = "CUDAGRAPH_RECORDING"
 
 
@@ -106,8 +110,8 @@ class Compiling:
         self._patches.setattr(handler, "run_start_callbacks", run_start_callbacks)
         self._patches.setattr(handler, "run_end_callbacks", run_end_callbacks)
 
-    def _wrap_tuner(self, kind: str, method: str, module: ModuleType) -> None:
-        tuner = getattr(module, kind, None)
+    def _wrap_tuner(self, module: str, kind: str, method: str, _: ModuleType) -> None:
+        tuner = getattr(sys.modules.get(module), kind, None)
         measure = getattr(tuner, method, None)
         if measure is None:  # another release
             return

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from pytest_gpumem.late_modules import when_imported
 from pytest_gpumem.measurement.compiling import Compiling
 from pytest_gpumem.measurement.meter import compiled_beside
 from pytest_gpumem.measurement.phases import PhaseTracker
@@ -131,14 +132,24 @@ def test_kernels_that_triton_tunes_belong_to_it_whoever_imports_triton(
     (package / "autotuner.py").write_text(
         "class Autotuner:\n    def _bench(self, use):\n        use(5000)\n"
     )
+    (tmp_path / "triton" / "__init__.py").write_text("import triton.runtime.autotuner\n")
     for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
     tracker = PhaseTracker(statistics)
-    with Compiling(tracker).watched(), tracker.window("call"):
-        tuner = importlib.import_module("triton.runtime.autotuner").Autotuner()
-        tuner._bench(statistics.use)
-        statistics.use(10)
+
+    def of_device(tuner: Any, use: Any) -> None:
+        use(3000)
+
+    def replace(module: Any) -> None:
+        module.runtime.autotuner.Autotuner._bench = of_device
+
+    with when_imported({"triton": replace}):
+        with Compiling(tracker).watched(), tracker.window("call"):
+            tuner = importlib.import_module("triton.runtime.autotuner").Autotuner()
+            tuner._bench(statistics.use)
+            statistics.use(10)
+        assert type(tuner)._bench is of_device, "the device's stays for the tests that follow"
     assert tracker.records(0, Bytes())["call"].peak_allocated == 10
     for name in ("triton", "triton.runtime", "triton.runtime.autotuner"):
         del sys.modules[name]  # not by monkeypatch, which would bring it back
