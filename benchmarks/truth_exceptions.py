@@ -25,7 +25,7 @@ _LIBRARY_OF_MODULES = "nn_RNN nn_GRU nn_LSTM"
 """cuDNN's layout of weights, its workspace and its reserve."""
 
 
-def _pattern(names: str, corpus: str = "op", passes: str = ".*") -> re.Pattern[str]:
+def _pattern(names: str, corpus: str = "(?:op|layout)", passes: str = ".*") -> re.Pattern[str]:
     return re.compile(f"{corpus}/({'|'.join(names.split())})/.*/{passes}$")
 
 
@@ -54,7 +54,7 @@ _REASONS = (
 """Patterns of passes, and why those cannot be compared."""
 
 
-_GIVEN_VALUES = re.compile(r"op/__getitem__/.*bool\[")
+_GIVEN_VALUES = re.compile(r"(?:op|layout)/__getitem__/.*bool\[")
 """Indices that are flags."""
 
 
