@@ -270,6 +270,22 @@ def test_nested_tensors():
         torch.nested.to_padded_tensor(there(nested), 0.0).sum().backward()
         assert torch.allclose(there.weight.grad.cpu(), linear.weight.grad)
 
+def test_products_of_nested_tensors():
+    parts = [torch.randn(3, 4), torch.randn(5, 4)]
+    there = torch.nested.nested_tensor(parts).cuda()
+    scores = torch.bmm(there, there.transpose(1, 2))
+    assert torch.allclose(scores[1].cpu(), parts[1] @ parts[1].T, atol=1e-5)
+
+def test_counts_into_given_tensors():
+    numbers = torch.arange(8, device="cuda")
+    for found in (
+        torch.masked_select(numbers, numbers > 2, out=torch.empty(0, dtype=torch.int64).cuda()),
+        torch.nonzero(numbers > 2, out=torch.empty(0, dtype=torch.int64).cuda()),
+    ):
+        assert len(found) == 5
+    numbers[numbers > 5] = 0
+    assert numbers.tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
+
 def test_quantized_tensors_are_not_followed():
     numbers = torch.tensor([0.5, 1.0])
     for quantized in (
@@ -658,6 +674,8 @@ def notes(test: Any) -> str:
         ("test_gradients_of_bags", False),
         ("test_encodes_sequences_of_several_lengths", False),
         ("test_nested_tensors", False),
+        ("test_products_of_nested_tensors", False),
+        ("test_counts_into_given_tensors", False),
         ("test_quantized_tensors_are_not_followed", False),
         ("test_asks_whether_memory_is_pinned", False),
         ("test_seeds_the_dropout_of_layers", False),

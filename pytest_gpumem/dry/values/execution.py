@@ -144,7 +144,7 @@ class Execution:
             run = self._multiply_groups
         elif name in sizes.SPARSE:
             run = self._make_sparse
-        elif name in sizes.NAMES and "out" not in func._schema.overload_name:
+        elif name in sizes.NAMES:
             run = self._count
         handler = partial(run, Operator.of(func))
         return self._values.work.counting(func, handler) if run == self._compute else handler
@@ -191,7 +191,12 @@ class Execution:
         if numbers is None:
             self._reads.refuse(f"{shown_operator(operator.name)}()")
         with self._memory.answering(numbers):
-            return self._compute(operator, args, kwargs)
+            if "out" not in operator.func._schema.overload_name:
+                return self._compute(operator, args, kwargs)
+            result = operator.func(*args, **kwargs)
+        for target in operator.targets(args, kwargs):  # it may have moved
+            self._values.mark_unknown(target)
+        return result
 
     def _multiply_groups(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run products of groups, whose ends torch reads on the host below capability 9.0.
