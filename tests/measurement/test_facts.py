@@ -102,6 +102,9 @@ def test_sizes_are_not_read_while_torchscript_traces(project: Project) -> None:
     found = facts(
         project,
         """
+import warnings
+
+warnings.filterwarnings("ignore", ".*torch.jit.trace. is deprecated")
 net = torch.nn.Linear(64, 8).cuda()
 traced = torch.jit.trace(net, torch.ones(2, 64, device="cuda"))
 assert "numel" not in str(traced.graph)
@@ -115,9 +118,12 @@ def test_torchscript_knows_the_functions_that_are_watched(project: Project) -> N
     found = facts(
         project,
         """
+import warnings
+
 def attend(x):
     return torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
+warnings.filterwarnings("ignore", ".*torch.jit.script. is deprecated")
 x = torch.ones(1, 2, 8, 16, device="cuda")
 attend(x)
 torch.jit.script(attend)(x)
