@@ -251,10 +251,12 @@ class Execution:
             known = [values.known(part) for part in sizes.strided_of(args[0])]
         parts = [part for one in tensors_in(result) for part in sizes.strided_of(one)]
         for at, part in enumerate(parts):
+            if not part.is_cuda:  # the sizes of nested tensors
+                continue
             kept = known[at] if len(known) == len(parts) else None
             if kept is not None and 0 not in part.stride():  # an expanded one is nowhere written
                 values.keep(part, kept)
-            elif part.is_cuda:
+            else:
                 values.mark_unknown(part)
         return result
 
