@@ -286,6 +286,25 @@ def test_counts_into_given_tensors():
     numbers[numbers > 5] = 0
     assert numbers.tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
 
+def test_results_are_written_to_tensors_that_grow():
+    numbers = torch.arange(3.0, device="cuda")
+    found, places = torch.zeros(0, device="cuda"), torch.empty(0, dtype=torch.int64, device="cuda")
+    torch.max(numbers.view(1, 3), 1, out=(found, places))
+    assert (found.item(), places.item()) == (2, 2)
+    assert torch.div(numbers, 4, out=torch.zeros(0, device="cuda")).tolist() == [0, 0.25, 0.5]
+    place = torch.zeros(1, 3, dtype=torch.int64, device="cuda")
+    place[:, 0] += 1
+    sparse = torch.sparse_coo_tensor(place, numbers, (2,))
+    assert (sparse / 2).to_dense().tolist() == [1.5, 0]
+
+def test_fails_after_an_assumption():
+    weight = torch.rand(4, device="cuda", requires_grad=True)
+    optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler(init_scale=2.0**16)
+    scaler.scale((weight * (torch.rand(4, device="cuda") + 1) * 1e38).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+
 def test_quantized_tensors_are_not_followed():
     numbers = torch.tensor([0.5, 1.0])
     for quantized in (

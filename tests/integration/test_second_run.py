@@ -109,6 +109,23 @@ def test_conditions_shapes_and_assertions_go_by_real_values(project: Project) ->
     result.stdout.no_fnmatch_line("*During handling of the above exception*")
 
 
+def test_what_fails_after_an_assumption_runs_again_with_values(project: Project) -> None:
+    body = """
+        @pytest.mark.gpumem
+        def test_an_overflow_halves_the_scale():
+            weight = torch.rand(4, device="cuda", requires_grad=True)
+            optimizer = torch.optim.SGD([weight])
+            scaler = torch.amp.GradScaler("cuda", init_scale=2.0**16)
+            scaler.scale((weight * (torch.rand(4, device="cuda") + 1) * 1e38).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 2.0**15
+    """
+    project.write(test_overflow=body)
+
+    project.run().assert_outcomes(passed=1)
+
+
 def test_the_numbers_are_those_of_shapes(project: Project) -> None:
     body = """
         @pytest.fixture

@@ -206,6 +206,13 @@ class DryValues(Values):
             # Other threads' copies, such as those of gloo, may write it.
             self._memory.forget(self._memory.range_of(result))
 
+    def _write(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
+        for target in operator.targets(args, kwargs):
+            base = self._bases.get(storage_key(target))
+            if base is not None and not base.numel() and target.numel():
+                self.forget(storage_key(target))  # it had no memory before the operator
+        super()._write(operator, args, kwargs, result)
+
     def _put(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
         place = self._memory.range_of(tensor)
         seen_by_cpu(place, tensor.dtype)[: base.numel()].copy_(base)

@@ -232,8 +232,7 @@ class Reads:
         if is_known or is_printing():
             return value
         if sys._getframe(3).f_globals.get("__name__") == _SCALER:
-            self.used_placeholder = True
-            self._notes.note(FINITE)
+            self._notes.assume(FINITE)
             return value
         if name == "item()":
             return self.placeholder(tensor, value, in_python=True)

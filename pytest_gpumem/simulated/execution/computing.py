@@ -30,7 +30,7 @@ from pytest_gpumem.simulated.execution.shapes import (
 from pytest_gpumem.simulated.machine.checks import NO_DATA
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.placement import source_of_node
-from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, is_out
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import sparse, tables, transfers
 from pytest_gpumem.simulated.operators.rules import BoundRule, Call, on_machine
@@ -40,7 +40,7 @@ from pytest_gpumem.values.errors import UnsupportedOperatorError
 def may_resize(func: Any) -> bool:
     """Return whether ``func`` may change the size of an existing storage."""
     schema = func._schema
-    return "out" in schema.overload_name or "resize" in schema.name or "set_" in schema.name
+    return is_out(schema) or "resize" in schema.name or "set_" in schema.name
 
 
 def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool) -> Handler:
@@ -57,7 +57,7 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
     run = runner.run_seeded
     placement = machine.placement
     name = func._schema.name
-    is_checked = not resizes or "out" in func._schema.overload_name
+    is_checked = not resizes or is_out(func._schema)
     overload = str(func)
     parts = sparse.PARTS.get(overload)
     takes_lists = is_of_lists(func)

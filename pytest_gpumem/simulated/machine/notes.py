@@ -27,6 +27,11 @@ class Notes:
         if always or len(self.notes) < MOST_NOTES:
             self.notes[sentence] = None
 
+    def assume(self, sentence: str) -> None:
+        """Note that the answer to a question about unknown values is assumed."""
+        self.assumed = True
+        self.note(sentence)
+
     def count_read(self, name: str) -> str:
         """Count a read of a value that a simulated GPU does not have; return its line.
 
@@ -48,8 +53,7 @@ class Notes:
         Raises :class:`UnknownValueError` where one line does so without end.
         """
         line = self.count_read("a search for infinities and NaN")
-        self.assumed = True
-        self.note(
+        self.assume(
             f"{line} looks for infinities or NaN in numbers that are not computed: they were "
             f"taken for finite"
         )

@@ -70,6 +70,11 @@ def named(func: Any, args: Args, kwargs: Kwargs) -> Kwargs:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
+def is_out(schema: torch.FunctionSchema) -> bool:
+    """Return whether an overload writes its results to tensors it is given, as ``topk.values``."""
+    return any(argument.is_out for argument in schema.arguments)
+
+
 def is_view(schema: torch.FunctionSchema) -> bool:
     """Return whether the result of an operator is a view of an argument."""
     aliases = [each.alias_info for each in schema.returns]

@@ -152,7 +152,7 @@ class TensorReads:
             tensor = tensor.full_tensor()  # of a DTensor, whose shards are read as well
         if granted and self._is_open(tensor):
             answer, note = granted
-            self._machine.note(note)
+            self._machine.assume(note)
             return answer
         known = self._known(tensor)
         if known is not None:

@@ -243,6 +243,27 @@ def test_values_die_with_their_storage() -> None:
                 torch.empty(4, dtype=torch.long, device="cuda")[0].item()
 
 
+@pytest.mark.parametrize("made", [torch.zeros, torch.empty])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, out, at: torch.max(x, 0, out=(out, at)),
+        lambda x, out, at: torch.topk(x, 1, 0, out=(out, at)),
+        lambda x, out, at: torch.sort(x[-1:], 0, out=(out, at)),
+        lambda x, out, at: (torch.mul(x[-1], 1, out=out), torch.argmax(x, 0, out=at)),
+    ],
+)
+def test_results_are_written_to_tensors_that_grow(call: Any, made: Any) -> None:
+    with simulate("T4"):
+        x = torch.arange(512.0, device="cuda").view(2, 256)
+        out, at = made(0, device="cuda"), made(0, dtype=torch.long, device="cuda")
+        before = torch.cuda.memory_allocated()
+        call(x, out, at)
+        assert (out.numel(), at.numel()) == (256, 256)
+        assert torch.cuda.memory_allocated() - before == 256 * (4 + 8)
+        assert out.flatten()[-1] == 511
+
+
 def test_large_tensors_are_not_computed() -> None:
     with simulate("T4"):
         for x in (torch.ones(4097).cuda(), torch.ones(65_537, dtype=torch.long, device="cuda")):

@@ -47,6 +47,16 @@ def test_values_follow(gpu: Any) -> None:
     assert sparse.clone()._values().tolist() == [1.0, 5.0]
 
 
+def test_infinities_are_found(gpu: Any) -> None:
+    places = torch.zeros(1, 2, dtype=torch.long)
+    for numbers, is_found in (([1.0, float("inf")], 1.0), ([1.0, 2.0], 0.0)):
+        gradient = torch.sparse_coo_tensor(places, torch.tensor(numbers), (3,), device="cuda")
+        found = torch.zeros(1, device="cuda")
+        scale = torch.ones(1, device="cuda")
+        torch._amp_foreach_non_finite_check_and_unscale_([gradient._values()], found, scale)
+        assert found.item() == is_found
+
+
 def test_elements_of_another_type_are_as_many(gpu: Any) -> None:
     half = on_cuda().half()
     assert (half.dtype, half.is_coalesced()) == (torch.half, False)

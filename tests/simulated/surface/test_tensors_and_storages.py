@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,12 @@ def test_subclasses_know_the_methods_that_they_are_asked_about() -> None:
         torch.Tensor.cpu(moved)
         moved.to(torch.float64)
         assert Asked.names == ["cpu", "to"]
+
+
+def test_methods_are_copied_and_pickled_by_name() -> None:
+    with simulate("T4"):
+        table = {name: getattr(torch.Tensor, name) for name in ("item", "cuda", "numpy")}
+        assert copy.deepcopy(table) == pickle.loads(pickle.dumps(table)) == table
 
 
 def test_what_a_wrapper_computes_inside_is_allocated() -> None:

@@ -28,7 +28,7 @@ from pytest_gpumem.simulated.machine.cpu_kernels import (
     recurrent,
 )
 from pytest_gpumem.simulated.machine.cpu_kernels.normalization import HALF_DTYPES
-from pytest_gpumem.simulated.machine.signatures import Kwargs, Signature
+from pytest_gpumem.simulated.machine.signatures import Kwargs, Signature, is_out
 
 _aten = torch.ops.aten
 _MAX = 2
@@ -130,5 +130,5 @@ def kernel_of(func: Any) -> Callable[..., Any]:
     parameters = inspect.signature(kernel).parameters.values()
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
     # A kernel that writes to no ``out`` refuses one.
-    as_it_is = takes_all or "out" in func._schema.overload_name
+    as_it_is = takes_all or is_out(func._schema)
     return kernel if as_it_is else Signature(func._schema).bound(kernel)

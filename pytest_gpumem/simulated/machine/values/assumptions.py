@@ -152,8 +152,7 @@ def _is_special_token(answer: bool) -> Assumption:
         if args[0].dtype.is_floating_point or "transformers" not in sys.modules:
             return
         if _caller(_OWN, "torch.")[0].startswith(_COMPARING):
-            values.notes.assumed = True
-            values.notes.note(GENERATION)
+            values.notes.assume(GENERATION)
             values.keep(result, torch.full(result.shape, answer, device="cpu"))
 
     return assume
@@ -162,7 +161,7 @@ def _is_special_token(answer: bool) -> Assumption:
 def _has_input(values: Known, args: Args, result: Any) -> None:
     if _caller(_OWN) != ("torch.nn.modules._functions", "forward"):
         return
-    values.notes.note(_EVERY_RANK)
+    values.notes.assume(_EVERY_RANK)
     values.keep(result, torch.ones(result.shape, dtype=torch.bool, device="cpu"))
 
 
@@ -185,7 +184,7 @@ def _no_infinity(values: Known, args: Args, result: Any) -> torch.Tensor | None:
     found: torch.Tensor = args[1]
     if values.of(found) is None:
         return None
-    values.notes.note(FINITE)
+    values.notes.assume(FINITE)
     return found
 
 

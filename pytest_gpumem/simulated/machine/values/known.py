@@ -18,7 +18,7 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU, tensors_in
 from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
-from pytest_gpumem.simulated.machine.storages import Storages, storage_key
+from pytest_gpumem.simulated.machine.storages import Storages, parts_of_sparse, storage_key
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.facts import Fact, of_result
 from pytest_gpumem.simulated.machine.values.operator import Operator
@@ -195,10 +195,13 @@ class Values(Reading):
             self._set_fact(tensor, Fact(infinite=infinite))
 
     def _set_fact(self, tensor: torch.Tensor, fact: Fact) -> None:
+        if parts := parts_of_sparse(tensor):
+            tensor, fact = parts[-1], Fact(None, fact.assumed, fact.infinite)
         if fact.value is not None and self._keeps(tensor):
             self._keep(tensor, fact.value.expand(tensor.shape), shared=True)
-        self.facts.by_key[storage_key(tensor)] = fact
-        self._watch(tensor)
+        if key := storage_key(tensor):
+            self.facts.by_key[key] = fact
+            self._watch(tensor)
 
     def _fact(
         self, operator: Operator, args: Args, kwargs: Kwargs, *, uploads: bool = False

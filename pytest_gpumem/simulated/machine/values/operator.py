@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.machine.cpu_kernels.kernels import kernel_of
-from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, is_out
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.assumptions import ASSUMPTIONS, Assumption
 from pytest_gpumem.simulated.machine.values.views import on_device
@@ -81,7 +81,7 @@ class Operator:
             func=func,
             name=name,
             written=written,
-            overwrites=name in OVERWRITES or "out" in schema.overload_name,
+            overwrites=name in OVERWRITES or is_out(schema),
             moves_views=torch.Tag.inplace_view in func.tags or plain in ("resize_", "set_"),
             undefined=random or plain == name,
             uninitialized=plain.startswith(("empty", "new_empty")),

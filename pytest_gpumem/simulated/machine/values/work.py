@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, is_out
 from pytest_gpumem.values.errors import WorkLimitError
 
 _WITH_FORMULA = frozenset(
@@ -145,7 +145,7 @@ class Work:
 
 def _has_formula(func: Any) -> bool:
     schema = getattr(func, "_schema", None)  # a Python function stands for an operator of parts
-    return schema is not None and schema.name in _WITH_FORMULA and "out" not in schema.overload_name
+    return schema is not None and schema.name in _WITH_FORMULA and not is_out(schema)
 
 
 def _operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
