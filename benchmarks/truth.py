@@ -46,6 +46,7 @@ KNOWN = Path(__file__).with_name("truth_known.txt")
 CORPORA = {
     "op": "samples of operators, forward and backward",
     "layout": "operators, with tensors that are transposed or have their channels last",
+    "out": "operators, with tensors for their results, empty and of the right size",
     "module": "modules, in training and inference",
     "optim": "steps of optimizers",
     "scenario": "programs of the twin run",
@@ -184,7 +185,9 @@ def known_families() -> set[str]:
     """
     lines = KNOWN.read_text(encoding="utf-8").splitlines()
     known = {line for line in lines if line and not line.startswith("#")}
-    return known | {re.sub("^op/", "layout/", family) for family in known}
+    return known | {
+        re.sub("^op/", f"{corpus}/", one) for one in known for corpus in ("layout", "out")
+    }
 
 
 def run(request: Json, gpu: str, folder: Path, devices: tuple[str, str]) -> None:

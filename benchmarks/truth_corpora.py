@@ -86,10 +86,12 @@ _BY_VALUES = frozenset(
 
 
 def _operators(dtypes: Sequence[str], samples: int, corpus: str = "op") -> Iterator[Group]:
-    """Yield each operator of ``op_db``; of the corpus ``layout``, with tensors that are turned."""
+    """Yield each operator of ``op_db``, with tensors as they are, turned, or for the results."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     for op in op_db:
+        if corpus == "out" and not op.supports_out:
+            continue
         name = f"{corpus}/{op.formatted_name}"
         has_values = op.formatted_name in _BY_VALUES
         yield Group(name, partial(_samples, op, name, dtypes, samples), has_values=has_values)
@@ -102,7 +104,9 @@ def _samples(op: Any, name: str, dtypes: Sequence[str], samples: int) -> Iterato
             continue
         _seed()
         real = DTYPES[dtype]
-        has_gradient = op.supports_autograd and (real.is_floating_point or real.is_complex)
+        is_out = name.startswith("out/")
+        may_have_one = op.supports_autograd and (real.is_floating_point or real.is_complex)
+        has_gradient = may_have_one and not is_out
         found = list(op.sample_inputs("cpu", real, requires_grad=has_gradient))
         order = list(range(len(found)))
         random.Random(0).shuffle(order)
@@ -113,7 +117,9 @@ def _samples(op: Any, name: str, dtypes: Sequence[str], samples: int) -> Iterato
                 given = tree_map(_turned, given)
             yield Case(
                 f"{name}/{dtype}/{index}",
-                partial(_called, op, given, dtype, has_gradient),
+                partial(_written, op, given, dtype)
+                if is_out
+                else partial(_called, op, given, dtype, has_gradient),
                 _shapes(given),
             )
 
@@ -137,6 +143,16 @@ def _called(op: Any, given: Any, dtype: str, has_gradient: bool, record: Record)
         result = record("forward", lambda: op(first, *args, **kwargs))
     if has_gradient:
         _backward(result, record)
+
+
+def _written(op: Any, given: Any, dtype: str, record: Record) -> None:
+    """Have ``op`` write its results to tensors that have no elements yet, or as many as it needs."""
+    first, args, kwargs = _moved(given)
+    with _autocast(dtype):
+        result = op(first, *args, **kwargs)
+        for name, likes in (("empty", lambda one: one.new_empty(0)), ("sized", torch.empty_like)):
+            out = likes(result) if isinstance(result, torch.Tensor) else tuple(map(likes, result))
+            record(name, lambda out=out: op(first, *args, **kwargs, out=out))
 
 
 def _backward(result: Any, record: Record) -> None:
@@ -321,6 +337,7 @@ def _one_pass(name: str, run: Callable[[], Any]) -> Iterator[Case]:
 _CORPORA: dict[str, Callable[[Sequence[str], int], Iterator[Group]]] = {
     "op": _operators,
     "layout": partial(_operators, corpus="layout"),
+    "out": partial(_operators, corpus="out"),
     "module": _modules,
     "optim": _optimizers,
     "scenario": _scenarios,

@@ -292,6 +292,9 @@ def test_results_are_written_to_tensors_that_grow():
     torch.max(numbers.view(1, 3), 1, out=(found, places))
     assert (found.item(), places.item()) == (2, 2)
     assert torch.div(numbers, 4, out=torch.zeros(0, device="cuda")).tolist() == [0, 0.25, 0.5]
+    # Its columns are contiguous, and CUDA fills it with zeros first.
+    inverse = torch.linalg.inv(2 * torch.eye(2, device="cuda"), out=torch.empty(0, device="cuda"))
+    assert inverse.tolist() == [[0.5, 0], [0, 0.5]]
     place = torch.zeros(1, 3, dtype=torch.int64, device="cuda")
     place[:, 0] += 1
     sparse = torch.sparse_coo_tensor(place, numbers, (2,))

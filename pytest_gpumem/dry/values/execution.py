@@ -177,7 +177,7 @@ class Execution:
                         follow = values.make if operator.makes else values.follow
                     follow(operator, args, kwargs, result)
                     if operator.name not in _ONLY_COPIES:
-                        values.forget_copied(result, args, kwargs)
+                        values.forget_copied(operator, args, kwargs, result)
                     self._libraries.made(operator, result)
         return result
 

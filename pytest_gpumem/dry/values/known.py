@@ -12,13 +12,13 @@ from pytest_gpumem.dry.values.memory import Memory, MemoryRange, seen_by_cpu
 from pytest_gpumem.dry.values.random_numbers import RandomNumbers
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.notes import Notes
-from pytest_gpumem.simulated.machine.signatures import Args, Kwargs
+from pytest_gpumem.simulated.machine.signatures import Args, Kwargs, is_out
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values.facts import Fact
 from pytest_gpumem.simulated.machine.values.finite import Infinity
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.machine.values.views import layout_of, on_device
+from pytest_gpumem.simulated.machine.values.views import is_dense, layout_of, on_device
 from pytest_gpumem.sizes import MIB
 
 
@@ -160,15 +160,18 @@ class DryValues(Values):
             self._memory.mark_known(place)
             self._places[key] = place
 
-    def forget_copied(self, result: Any, args: Args, kwargs: Kwargs) -> None:
-        """Forget what copies have brought to the new tensors of ``result``.
+    def forget_copied(self, operator: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
+        """Forget what copies have brought to the new tensors of ``result``, or those it overwrites.
 
         Unless their values have been computed: an operator that copies an argument to its result
         has a kernel change that afterwards.
         """
         made = [each for each in on_device(result) if storage_key(each) not in self._bases]
-        blank = self._uninitialized
-        given = blank.union(map(storage_key, on_device((args, kwargs)))) if made else ()
+        given = self._uninitialized
+        if made:
+            given = given.union(map(storage_key, on_device((args, kwargs))))
+        if made and is_out(operator.func._schema):
+            given = given.difference(map(storage_key, operator.targets(args, kwargs)))
         for tensor in made:
             if storage_key(tensor) not in given:
                 self._memory.forget(self._memory.range_of(tensor))
@@ -242,8 +245,7 @@ class DryValues(Values):
 
     def _covers(self, tensor: torch.Tensor) -> bool:
         size = self._memory.range_of(tensor)[1]
-        is_first = tensor.storage_offset() == 0 and tensor.is_contiguous()
-        return is_first and _is_nearly(tensor.numel() * tensor.dtype.itemsize, size)
+        return is_dense(tensor) and _is_nearly(tensor.numel() * tensor.dtype.itemsize, size)
 
     def _watch(self, tensor: torch.Tensor) -> None:
         # No Python object of the storage: that would be one more owner (``storage_key``).

@@ -153,6 +153,7 @@ class KnownValues:
             and source.dtype == tensor.dtype
             and source.is_contiguous()
             and not source.storage_offset()
+            and tensor.is_contiguous()
             and self._covers(tensor)
         ):
             self._put(tensor, source.view(-1))

@@ -66,9 +66,14 @@ def is_written(memory: torch.Tensor, computed: Any) -> bool:
 
 
 def covers(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is all of its storage."""
+    """Return whether ``tensor``, no two elements of which are one, is all of its storage."""
     nbytes: int = tensor.untyped_storage().nbytes()
-    return tensor.is_contiguous() and tensor.numel() == nbytes // tensor.dtype.itemsize
+    return is_dense(tensor) and tensor.numel() == nbytes // tensor.dtype.itemsize
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is the first elements of its storage, in any order."""
+    return layout_of(tensor).end == max(tensor.numel(), 1) * tensor.dtype.itemsize
 
 
 def arbitrary(value: Any) -> Any:
