@@ -146,7 +146,7 @@ def _called(op: Any, given: Any, dtype: str, has_gradient: bool, record: Record)
 
 
 def _written(op: Any, given: Any, dtype: str, record: Record) -> None:
-    """Have ``op`` write its results to tensors that have no elements yet, or as many as it needs."""
+    """Have ``op`` write its results to tensors without elements, and to some of the right size."""
     first, args, kwargs = _moved(given)
     with _autocast(dtype):
         result = op(first, *args, **kwargs)

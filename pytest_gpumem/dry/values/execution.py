@@ -25,7 +25,7 @@ from pytest_gpumem.dry.values.reads import Reads
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import shown_operator
 from pytest_gpumem.simulated.common.raw import tensors_in
-from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, is_out, is_view, named
+from pytest_gpumem.simulated.machine.signatures import Args, Handler, Kwargs, is_view, named
 from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
@@ -191,12 +191,7 @@ class Execution:
         if numbers is None:
             self._reads.refuse(f"{shown_operator(operator.name)}()")
         with self._memory.answering(numbers):
-            if not is_out(operator.func._schema):
-                return self._compute(operator, args, kwargs)
-            result = operator.func(*args, **kwargs)
-        for target in operator.targets(args, kwargs):  # it may have moved
-            self._values.mark_unknown(target)
-        return result
+            return self._compute(operator, args, kwargs)
 
     def _multiply_groups(self, operator: Operator, args: Args, kwargs: Kwargs) -> Any:
         """Run products of groups, whose ends torch reads on the host below capability 9.0.

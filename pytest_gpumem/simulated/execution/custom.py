@@ -10,6 +10,7 @@ decide its shapes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -224,6 +225,28 @@ def is_composite(func: Any) -> bool:
     """Return whether torch builds ``func`` from other operators on every device."""
     # Some have a kernel of their own besides, on CUDA and on meta alike: silu_backward.
     return func.has_kernel_for_dispatch_key(_COMPOSITE) and not _has_kernel(func.name(), "Meta")
+
+
+_WRITTEN_IN_PARTS = torch._C.DispatchKey.CompositeExplicitAutograd
+_WITH_KERNEL = frozenset({"aten::_chunk_cat", "aten::split_with_sizes_copy"})
+"""Operators whose ``out`` has a kernel of CUDA, though none of the CPU."""
+
+
+def is_written_in_parts(func: Any) -> bool:
+    """Return whether ``func`` makes a result and copies it to ``out``, as most such overloads do.
+
+    Source: torchgen/native_function_generation.py (gen_composite_out_kernel), and by hand, such as
+    ``dot_out`` of aten/src/ATen/native/Blas.cpp (2.6 to 2.15).
+    """
+    if not is_out(func._schema) or func._schema.name in _WITH_KERNEL:
+        return False
+    has_kernel = _has_kernel(func.name(), "CPU") and func._schema.name != "aten::_stack"
+    return func.has_kernel_for_dispatch_key(_WRITTEN_IN_PARTS) and not has_kernel
+
+
+def written_in_parts(runner: Runner, func: Any) -> Handler:
+    """Return a handler that runs what ``func`` calls."""
+    return of_parts(runner, partial(func._op_dk, _WRITTEN_IN_PARTS))
 
 
 def composite(runner: Runner, func: Any) -> Handler:

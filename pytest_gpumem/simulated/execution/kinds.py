@@ -273,6 +273,7 @@ KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Runner, Any], Handler]], ...
         lambda runner, func: of_parts(runner, rnn.FLATTENING[str(func)]),
     ),
     (custom.is_composite, custom.composite),
+    (custom.is_written_in_parts, custom.written_in_parts),
     (lambda func: str(func) in tables.BELOW_AUTOGRAD, custom.in_view),
     # Inductor's primitive between separate parts of a graph is made of ``Tensor.to``
     # (torch/_prims/__init__.py, 2.6 to 2.15).

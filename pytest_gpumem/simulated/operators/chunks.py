@@ -101,6 +101,6 @@ def _packed(
 RULES = {
     "roll": Rule(before=_rolled_so_far),
     "_pack_padded_sequence": Rule(outputs=_packed),
-    "split_with_sizes_copy": Rule(before=_split),
+    "split_with_sizes_copy": Rule(after=_split),
     "_chunk_cat": Rule(after=_concatenated),
 }
