@@ -228,8 +228,10 @@ def is_composite(func: Any) -> bool:
 
 
 _WRITTEN_IN_PARTS = torch._C.DispatchKey.CompositeExplicitAutograd
-_WITH_KERNEL = frozenset({"aten::_chunk_cat", "aten::split_with_sizes_copy"})
+_WITH_KERNEL = frozenset(f"aten::{name}" for name in ("_chunk_cat", "split_with_sizes_copy"))
 """Operators whose ``out`` has a kernel of CUDA, though none of the CPU."""
+_IN_PLACE = frozenset({"aten::cummax", "aten::cummin"})
+"""Operators that write to ``out`` directly, by a kernel that ``meta`` does not have."""
 
 
 def is_written_in_parts(func: Any) -> bool:
@@ -238,7 +240,7 @@ def is_written_in_parts(func: Any) -> bool:
     Source: torchgen/native_function_generation.py (gen_composite_out_kernel), and by hand, such as
     ``dot_out`` of aten/src/ATen/native/Blas.cpp (2.6 to 2.15).
     """
-    if not is_out(func._schema) or func._schema.name in _WITH_KERNEL:
+    if not is_out(func._schema) or func._schema.name in _WITH_KERNEL | _IN_PLACE:
         return False
     has_kernel = _has_kernel(func.name(), "CPU") and func._schema.name != "aten::_stack"
     return func.has_kernel_for_dispatch_key(_WRITTEN_IN_PARTS) and not has_kernel

@@ -101,7 +101,7 @@ _MEAN, _SUM = 1, 2
 """at::Reduction."""
 
 
-def logsumexp(self: Tensor, dim: list[int], keepdim: bool) -> Tensor:
+def logsumexp(self: Tensor, dim: list[int], keepdim: bool, out: Tensor | None = None) -> Tensor:
     """``aten::logsumexp`` as its native function computes it."""
     if not (self.is_floating_point() or self.is_complex()):
         self = self.to(torch.get_default_dtype())
@@ -111,7 +111,7 @@ def logsumexp(self: Tensor, dim: list[int], keepdim: bool) -> Tensor:
     are_infinite = sizes == math.inf
     shift.masked_fill_(are_infinite, 0)
     del are_infinite, sizes
-    result = torch.sum((self - highest).exp_(), dim, keepdim)
+    result = torch.sum((self - highest).exp_(), dim, keepdim, out=out)
     result.log_().add_(shift)
     del shift, highest, self
     return result
@@ -245,6 +245,7 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {
 
 BELOW_AUTOGRAD: dict[str, Composite] = {
     "aten.logsumexp.default": logsumexp,
+    "aten.logsumexp.out": logsumexp,
     "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
     "aten._ctc_loss_backward.default": _ctc_backward,
 }

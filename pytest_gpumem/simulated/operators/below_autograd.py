@@ -148,7 +148,57 @@ def _sumproduct_pair(left: Tensor, right: Tensor, sum_dims: Sequence[int]) -> Te
     return product.view(shape).permute([order.index(dim) for dim in range(left.dim())])
 
 
+def _copied(name: str, overload: str = "default") -> Composite:
+    """Return an overload with ``out`` that CUDA computes by the one without, and copies.
+
+    Source: mvlgamma_out of aten/src/ATen/native/UnaryOps.cpp; cuda/SummaryOps.cu
+    (_histc_out_cuda), cuda/SpectralOps.cpp (_fft_c2c_cufft_out, _fft_c2r_cufft_out),
+    torch 2.6 to 2.15.
+    """
+    function = getattr(getattr(torch.ops.aten, name), overload)
+    arguments = function._schema.arguments
+
+    def computed(*args: Any) -> Tensor:
+        *given, out = args
+        named = {
+            argument.name: value
+            for argument, value in zip(arguments, given, strict=True)
+            if argument.kwarg_only
+        }
+        result = function(*given[: len(given) - len(named)], **named)
+        return torch.mul(result, 1, out=out)
+
+    return computed
+
+
+ABOVE_AUTOGRAD: dict[str, Composite] = {
+    f"aten.linalg_matrix_rank.{out}": _copied("linalg_matrix_rank", overload)
+    for out, overload in (
+        ("out", "default"),
+        ("out_tol_tensor", "tol_tensor"),
+        ("atol_rtol_tensor_out", "atol_rtol_tensor"),
+        ("atol_rtol_float_out", "atol_rtol_float"),
+    )
+}
+"""Of tensors that a dispatch mode sees, torch's own leaves ``out`` as it was (matrix_rank_impl of
+aten/src/ATen/native/LinearAlgebra.cpp, 2.6 to 2.15)."""
+
+
+def _fft_r2c_out(
+    self: Tensor, dim: Sequence[int], normalization: int, onesided: bool, out: Tensor
+) -> Tensor:
+    """Copy one half, and mirror it in place for the other (_fft_r2c_cufft_out)."""
+    half = torch.ops.aten._fft_r2c(self, dim, normalization, True)
+    shape = half.shape if onesided else self.shape
+    if out.shape != shape:
+        out.resize_(shape)
+    torch.mul(half, 1, out=out.narrow(dim[-1], 0, half.shape[dim[-1]]))
+    return out
+
+
 BELOW_AUTOGRAD: dict[str, Composite] = {
+    **{f"aten.{name}.out": _copied(name) for name in ("mvlgamma", "histc", "_fft_c2c", "_fft_c2r")},
+    "aten._fft_r2c.out": _fft_r2c_out,
     "aten._trilinear.default": trilinear,
     **{f"aten.{name}": _as_built(name) for name in _BUILT},
 }

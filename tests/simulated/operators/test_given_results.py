@@ -1,0 +1,59 @@
+"""Operators with ``out``: what they take beside it, as torch's own code does on the dry device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+WORKSPACE = 8_519_680
+"""cuBLAS's, before Hopper."""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "call", "events"),
+    [
+        # The result of the operator without ``out``, which is copied.
+        (torch.float32, lambda x, out: torch.dot(x[0], x[1], out=out), [4, 4, WORKSPACE, -4]),
+        (torch.float32, lambda x, out: torch.view_copy(x, [256], out=out), [1024, 1024, -1024]),
+        (torch.complex64, lambda x, out: torch.fft.fft(x, out=out), [1088, 2048, -1088]),
+        (torch.complex64, lambda x, out: torch.fft.rfft(x, out=out), [1088, 1088, -1088]),
+        (torch.float32, lambda x, out: torch.histc(x, 8, out=out), [32, 4, 4, -4, -4, 32, -32]),
+        (
+            torch.float32,
+            lambda x, out: torch.logsumexp(x, 1, out=out),
+            [32, 32, 8, -8, -32, 1024, 32, -1024, -32],
+        ),
+        # Nothing beside it.
+        (torch.int64, lambda x, out: torch.argmax(x, 1, out=out), [64]),
+    ],
+)
+def test_events_of_a_call(
+    on: Any, dtype: torch.dtype, call: Callable[[Any, Any], Any], events: list[int]
+) -> None:
+    gpu = on()
+    x = torch.ones(8, 32, device="cuda")
+    out = torch.empty(0, dtype=dtype, device="cuda")
+    assert gpu.of(lambda: call(x, out)) == events
+
+
+def test_several_results(on: Any) -> None:
+    gpu = on()
+    x = torch.ones(256, device="cuda")
+    parts = [torch.empty(0, device="cuda") for _ in range(2)]
+    assert gpu.of(lambda: torch.split_with_sizes_copy(x, [128, 128], out=parts)) == [
+        512, 512, 88, -88,  # addresses and sizes of the blocks
+    ]  # fmt: skip
+    values, places = torch.empty(0, device="cuda"), torch.empty(0, dtype=torch.long, device="cuda")
+    assert gpu.of(lambda: torch.topk(x, 4, out=(values, places))) == [16, 32]
+    highest, places = torch.empty(0, device="cuda"), torch.empty(0, dtype=torch.long, device="cuda")
+    assert gpu.of(lambda: torch.max(x.view(8, 32), 1, out=(highest, places))) == [32, 64]
+
+
+def test_a_rank_is_written_under_a_dispatch_mode(on: Any) -> None:
+    on()
+    rank = torch.empty(0, dtype=torch.long, device="cuda")
+    torch.linalg.matrix_rank(torch.ones(8, 32, device="cuda"), out=rank)
+    assert rank.shape == ()
