@@ -152,7 +152,7 @@ def _written(op: Any, given: Any, dtype: str, record: Record) -> None:
         result = op(first, *args, **kwargs)
         for name, likes in (("empty", lambda one: one.new_empty(0)), ("sized", torch.empty_like)):
             out = likes(result) if isinstance(result, torch.Tensor) else tuple(map(likes, result))
-            record(name, lambda out=out: op(first, *args, **kwargs, out=out))
+            record(name, partial(op, first, *args, **kwargs, out=out))
 
 
 def _backward(result: Any, record: Record) -> None:

@@ -48,7 +48,8 @@ def outs(device: str) -> Any:
     torch.add(one, two, out=out)
     torch.mul(out, 2, out=grown)
     joined = torch.cat([one, two], out=torch.empty(0, device=device))
-    largest, places = torch.zeros(0, device=device), torch.empty(0, dtype=int, device=device)
+    largest = torch.zeros(0, device=device)
+    places = torch.empty(0, dtype=torch.long, device=device)
     torch.topk(joined, 2, out=(largest, places))
     return joined, largest, out, grown, torch.where(two > 1), torch.masked_select(two, two > 0)
 
