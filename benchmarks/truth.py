@@ -47,6 +47,7 @@ CORPORA = {
     "op": "samples of operators, forward and backward",
     "layout": "operators, with tensors that are transposed or have their channels last",
     "out": "operators, with tensors for their results, empty and of the right size",
+    "inplace": "operators that write to their first argument",
     "module": "modules, in training and inference",
     "optim": "steps of optimizers",
     "scenario": "programs of the twin run",
@@ -186,7 +187,9 @@ def known_families() -> set[str]:
     lines = KNOWN.read_text(encoding="utf-8").splitlines()
     known = {line for line in lines if line and not line.startswith("#")}
     return known | {
-        re.sub("^op/", f"{corpus}/", one) for one in known for corpus in ("layout", "out")
+        re.sub("^op/", f"{corpus}/", one)
+        for one in known
+        for corpus in ("layout", "out", "inplace")
     }
 
 

@@ -90,7 +90,9 @@ def _operators(dtypes: Sequence[str], samples: int, corpus: str = "op") -> Itera
     from torch.testing._internal.common_methods_invocations import op_db
 
     for op in op_db:
-        if corpus == "out" and not op.supports_out:
+        if (corpus == "out" and not op.supports_out) or (
+            corpus == "inplace" and op.inplace_variant is None
+        ):
             continue
         name = f"{corpus}/{op.formatted_name}"
         has_values = op.formatted_name in _BY_VALUES
@@ -104,9 +106,9 @@ def _samples(op: Any, name: str, dtypes: Sequence[str], samples: int) -> Iterato
             continue
         _seed()
         real = DTYPES[dtype]
-        is_out = name.startswith("out/")
+        writes = {"out": _written, "inplace": _changed}.get(name.partition("/")[0])
         may_have_one = op.supports_autograd and (real.is_floating_point or real.is_complex)
-        has_gradient = may_have_one and not is_out
+        has_gradient = may_have_one and writes is None
         found = list(op.sample_inputs("cpu", real, requires_grad=has_gradient))
         order = list(range(len(found)))
         random.Random(0).shuffle(order)
@@ -117,8 +119,8 @@ def _samples(op: Any, name: str, dtypes: Sequence[str], samples: int) -> Iterato
                 given = tree_map(_turned, given)
             yield Case(
                 f"{name}/{dtype}/{index}",
-                partial(_written, op, given, dtype)
-                if is_out
+                partial(writes, op, given, dtype)
+                if writes is not None
                 else partial(_called, op, given, dtype, has_gradient),
                 _shapes(given),
             )
@@ -153,6 +155,13 @@ def _written(op: Any, given: Any, dtype: str, record: Record) -> None:
         for name, likes in (("empty", lambda one: one.new_empty(0)), ("sized", torch.empty_like)):
             out = likes(result) if isinstance(result, torch.Tensor) else tuple(map(likes, result))
             record(name, partial(op, first, *args, **kwargs, out=out))
+
+
+def _changed(op: Any, given: Any, dtype: str, record: Record) -> None:
+    """Have ``op`` write to its first argument."""
+    first, args, kwargs = _moved(given)
+    with _autocast(dtype):
+        record("in place", partial(op.inplace_variant, first, *args, **kwargs))
 
 
 def _backward(result: Any, record: Record) -> None:
@@ -338,6 +347,7 @@ _CORPORA: dict[str, Callable[[Sequence[str], int], Iterator[Group]]] = {
     "op": _operators,
     "layout": partial(_operators, corpus="layout"),
     "out": partial(_operators, corpus="out"),
+    "inplace": partial(_operators, corpus="inplace"),
     "module": _modules,
     "optim": _optimizers,
     "scenario": _scenarios,

@@ -44,8 +44,10 @@ _BUILT = (
     "dist.default",
     "isinf.default",
     "ldexp.Tensor",
+    "ldexp_.default",
     "linalg_pinv.atol_rtol_tensor",
     "mvlgamma.default",
+    "mvlgamma_.default",
 )
 
 

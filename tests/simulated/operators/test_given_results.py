@@ -39,6 +39,20 @@ def test_events_of_a_call(
     assert gpu.of(lambda: call(x, out)) == events
 
 
+@pytest.mark.parametrize(
+    ("call", "events"),
+    [
+        (lambda x: x[0].cumsum_(0), [1023, -1023]),  # cub's counters
+        (lambda x: x.ldexp_(x), [1024, 8, -8, -1024]),
+        (lambda x: x.mvlgamma_(2), [8, 2048, -8, 1024, -2048, -1024]),
+    ],
+)
+def test_events_of_a_call_in_place(on: Any, call: Callable[[Any], Any], events: list[int]) -> None:
+    gpu = on()
+    x = torch.ones(8, 32, device="cuda") + 1
+    assert gpu.of(lambda: call(x)) == events
+
+
 def test_several_results(on: Any) -> None:
     gpu = on()
     x = torch.ones(256, device="cuda")
