@@ -41,7 +41,6 @@ class Allocator(AllocatorState):
         used_elsewhere: device memory outside this allocator: the CUDA context, other processes.
         place_segment: given the size of a new segment, the address where the driver puts it. By
             default addresses increase from a base of the device and are never used again.
-        record: whether to keep the events in :attr:`trace`.
         timeline: the progress of streams as known to the host; one of its own when None.
 
     Raises ``AllocatorError``: a setting is not simulated.

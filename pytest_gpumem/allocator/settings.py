@@ -12,15 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from pytest_gpumem.allocator import releases
 from pytest_gpumem.allocator.blocks import DIVISION_SLOTS, LARGE_SEGMENT, MIN_LARGE_ALLOC
 from pytest_gpumem.allocator.messages import AllocatorError
-from pytest_gpumem.allocator.releases import (
-    GENERIC_CONFIG,
-    LARGE_SEGMENT_FIRST,
-    NEWEST,
-    OLDEST,
-    Version,
-)
+from pytest_gpumem.allocator.releases import NEWEST, OLDEST, Version
 from pytest_gpumem.quoting import MOST, printable, quoted
 from pytest_gpumem.sizes import GIB, MIB
 
@@ -105,7 +100,7 @@ class _Parser:
     """Reads one string for one torch version."""
 
     def __init__(self, conf: str, version: Version, previous: AllocatorSettings | None) -> None:
-        self.generic = version >= GENERIC_CONFIG
+        self.generic = version >= releases.GENERIC_CONFIG
         found = re.findall(r"[,:\[\]]|[^,:\[\]]+", re.sub(r"\s", "", conf))
         self.tokens: list[str] = [*found, ""]  # the empty one is the end
         self.index = 0
@@ -147,9 +142,10 @@ class _Parser:
 
     def _read_large_segment(self) -> None:
         """2.11 reads this key before all others: it is the minimum and default of two of them."""
-        if "large_segment_size_mb" not in self.tokens or self.result.version < LARGE_SEGMENT_FIRST:
+        key = "large_segment_size_mb"
+        if key not in self.tokens or self.result.version < releases.LARGE_SEGMENT_FIRST:
             return
-        self.index = self.tokens.index("large_segment_size_mb") + 1
+        self.index = self.tokens.index(key) + 1
         self._expect(":")
         size = self._integer() * MIB
         if size <= MIN_LARGE_ALLOC:

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
+from pytest_gpumem.allocator import releases
 from pytest_gpumem.allocator.blocks import SHARED_POOL, TOO_LARGE, UNLIMITED, Block, PoolId
 from pytest_gpumem.allocator.device_memory import DeviceMemory, RisingAddresses
 from pytest_gpumem.allocator.messages import AllocatorError
 from pytest_gpumem.allocator.private_pools import Filter, Pools
-from pytest_gpumem.allocator.releases import (
-    CAPTURE_OF_STREAM,
-    FRACTION_ROUNDED,
-    REUSE_IN_CAPTURE,
-    WHOLE_DEVICE_UNLIMITED,
-    Version,
-)
+from pytest_gpumem.allocator.releases import Version
 from pytest_gpumem.allocator.settings import AllocatorSettings, SettingsError
 from pytest_gpumem.allocator.statistics import Stat
 from pytest_gpumem.allocator.stream_uses import StreamUses
 from pytest_gpumem.allocator.supply import Supply
 from pytest_gpumem.allocator.trace import RawEntry, Timeline, Trace
-
-_ignore: Callable[[object], None] = deque[object](maxlen=0).append
-"""Sink of events when none are kept: a queue of length 0 costs the least."""
 
 
 class AllocatorState:
@@ -53,7 +44,6 @@ class AllocatorState:
         *,
         used_elsewhere: int = 0,
         place_segment: Callable[[int], int] | None = None,
-        record: bool = True,
         timeline: Timeline | None = None,
     ) -> None:
         self.settings = AllocatorSettings(version=version) if settings is None else settings
@@ -64,7 +54,7 @@ class AllocatorState:
         self.version = version
         self.device = device
         events: list[Any] = []
-        self._note: Callable[[RawEntry], None] = events.extend if record else _ignore
+        self._note: Callable[[RawEntry], None] = events.extend
         self.trace = Trace(events)
         """Every event so far, in order."""
         self.pools = Pools(version)
@@ -121,9 +111,9 @@ class AllocatorState:
         if not 0.0 <= fraction <= 1.0:
             raise AllocatorError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
         exact = fraction * self.total_memory
-        if self.version >= WHOLE_DEVICE_UNLIMITED and fraction >= 1.0:
+        if self.version >= releases.WHOLE_DEVICE_UNLIMITED and fraction >= 1.0:
             self.memory.limit = None
-        elif self.version >= FRACTION_ROUNDED:
+        elif self.version >= releases.FRACTION_ROUNDED:
             self.memory.limit = math.floor(exact + 0.5)
         else:
             self.memory.limit = int(exact)
@@ -148,7 +138,8 @@ class AllocatorState:
         Raises ``AllocatorError``: it was not begun, in torch's words.
         """
         self.pools.close(pool)
-        if self.settings.graph_capture_record_stream_reuse and self.version >= REUSE_IN_CAPTURE:
+        reuses = self.settings.graph_capture_record_stream_reuse
+        if reuses and self.version >= releases.REUSE_IN_CAPTURE:
             self._uses.end_capture(pool)
         self._route()
 
@@ -292,7 +283,7 @@ class AllocatorState:
 
         Up to 2.12 any open scope counts, from 2.13 on only the capture of the current stream.
         """
-        if self.version < CAPTURE_OF_STREAM:
+        if self.version < releases.CAPTURE_OF_STREAM:
             return bool(self.pools.scopes)
         return self._captures > 0 and self.is_capturing()
 
