@@ -200,7 +200,8 @@ def _new_tests(
     for test in tests:
         if test.environment == environment and test.wanted:
             with suppress(BaselineError):
-                if store.entry(environment, *split_nodeid(test.nodeid)) is None:
+                module, test_id = split_nodeid(test.nodeid)
+                if test_id not in store.load(environment, module):
                     found[test.nodeid] = BaselineEntry.of(test.measurement)
     return found
 

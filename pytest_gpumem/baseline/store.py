@@ -123,8 +123,8 @@ class BaselineStore:
         """
         path = self.path(environment, module)
         self._loaded.pop(path, None)
-        before = _State(path, environment.key)
-        if (tests := before.edited(edit)) is None:
+        content = file_bytes(path)
+        if (tests := _edited(path, content, environment.key, edit)) is None:
             return None
         if path.is_symlink():
             raise BaselineError(
@@ -133,8 +133,8 @@ class BaselineStore:
             )
         try:
             with self._locks.holding() as draft:
-                if file_bytes(path) != before.content:
-                    tests = _State(path, environment.key).edited(edit)
+                if (now := file_bytes(path)) != content:
+                    tests = _edited(path, now, environment.key, edit)
                 if tests is None:
                     return None
                 if tests:
@@ -170,17 +170,9 @@ class BaselineStore:
             folder.rmdir()
 
 
-class _State:
-    """The content of a file when it was read."""
-
-    def __init__(self, path: Path, key: str) -> None:
-        self.content = file_bytes(path)
-        """Its bytes, ``None`` where there was no file."""
-        parsed = None if self.content is None else parse(path, self.content, key)
-        self._tests = parsed.tests if parsed else Entries({})
-
-    def edited(self, edit: Edit) -> Entries | None:
-        """Return the content that ``edit`` makes of it, ``None`` if the same."""
-        tests = self._tests.copy()
-        edit(tests)
-        return None if tests.to_dict() == self._tests.to_dict() else tests
+def _edited(path: Path, content: bytes | None, key: str, edit: Edit) -> Entries | None:
+    """Return the entries that ``edit`` makes of a file's ``content``, ``None`` if the same."""
+    before = {} if content is None else parse(path, content, key).tests.to_dict()
+    tests = Entries(before)
+    edit(tests)
+    return None if tests.to_dict() == before else tests
