@@ -41,8 +41,6 @@ from pytest_gpumem.attribution.program_causes import (
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import listed
 
-__all__ = ["Growth", "Side", "absolute_cause", "cause_of", "leak_cause"]
-
 CAST = "Tensor.to"
 """The operator by which autograd sees ``float()``, ``half()`` and ``to(dtype)``."""
 

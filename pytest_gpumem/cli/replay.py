@@ -203,11 +203,7 @@ COMMAND = Command(
     "where what was asked for runs out of memory; 2 where the snapshot cannot be replayed.",
     run=run,
     arguments=(
-        argument(
-            "snapshot SNAPSHOT",
-            "what torch.cuda.memory._dump_snapshot() wrote",
-            type=Path,
-        ),
+        argument("snapshot SNAPSHOT", "what torch.cuda.memory._dump_snapshot() wrote", type=Path),
         argument(
             "--alloc-conf CONF",
             "allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True",

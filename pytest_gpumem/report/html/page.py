@@ -120,12 +120,7 @@ def write_html(
 
 
 def write_recording(
-    path: Path,
-    name: str,
-    result: ReplayResult,
-    *,
-    notes: Sequence[str],
-    used_elsewhere: int,
+    path: Path, name: str, result: ReplayResult, *, notes: Sequence[str], used_elsewhere: int
 ) -> Path:
     """Write the page of a replayed snapshot to ``path``, whole or not at all; return the file.
 
