@@ -36,16 +36,6 @@ class Reserve(NamedTuple):
     value: float
     is_fraction: bool
 
-    def bytes_of(self, total_memory: int) -> int:
-        """Return the bytes on a device of ``total_memory``, at most the default of 9/8 of it."""
-        exact = self.value * (total_memory if self.is_fraction else GIB)
-        return int(min(exact, float(full_reserve(total_memory))))
-
-
-def full_reserve(total_memory: int) -> int:
-    """Return the bytes of addresses that an expandable segment reserves by default."""
-    return total_memory + total_memory // 8
-
 
 @dataclass(frozen=True)
 class AllocatorSettings:
@@ -91,9 +81,12 @@ class AllocatorSettings:
         return _Parser(conf or "", version, previous).settings()
 
     def address_space(self, total_memory: int) -> int:
-        """Return the bytes of addresses that a new expandable segment reserves."""
-        reserve = self.expandable_segments_reserve
-        return full_reserve(total_memory) if reserve is None else reserve.bytes_of(total_memory)
+        """Return the bytes of addresses that a new expandable segment reserves: at most 9/8."""
+        most = total_memory + total_memory // 8
+        if (reserve := self.expandable_segments_reserve) is None:
+            return most
+        exact = reserve.value * (total_memory if reserve.is_fraction else GIB)
+        return int(min(exact, float(most)))
 
 
 class _Parser:

@@ -15,7 +15,7 @@ from pytest_gpumem.text import counted
 
 def write_page(arguments: argparse.Namespace) -> Answer:
     """Write the page; raises ``ValueError`` for bad input."""
-    from pytest_gpumem.report.html.page import write_html
+    from pytest_gpumem.report.html.page import render
     from pytest_gpumem.report.past import past_of_reports, peaks_of
 
     if not arguments.reports:
@@ -32,11 +32,11 @@ def write_page(arguments: argparse.Namespace) -> Answer:
     if paths := [*arguments.history, *earlier]:
         past = past_of_reports(paths, without=report)
         past.moments.append((report.stem, "", peaks_of(records)))
-    written = write_html(path, records, "--output", past=past, usage=read_usage(report))
-    size = written.stat().st_size
+    page = render(records, past, read_usage(report)).encode()
+    write_file(path, page, "--output")
     return Answer(
-        [f"{path}: {counted(len(records), 'test')}, {format_size(size)}"],
-        lambda: {"output": str(path), "tests": len(records), "bytes": size},
+        [f"{path}: {counted(len(records), 'test')}, {format_size(len(page))}"],
+        lambda: {"output": str(path), "tests": len(records), "bytes": len(page)},
     )
 
 

@@ -240,9 +240,10 @@ def _write(target: ReportTarget, run: ReportedRun) -> Sequence[str]:
     if target.kind == "json":
         json_report.write_report(target.path, run.records, run.usage)
     elif target.kind == "html":
-        from pytest_gpumem.report.html.page import write_html
+        from pytest_gpumem.report.html.page import render
 
-        write_html(target.path, run.records, usage=run.usage)
+        page = render(run.records, usage=run.usage)
+        json_report.write_file(target.path, page.encode(), "--gpumem-report html:PATH")
     else:
         from pytest_gpumem.report.markdown import document
 

@@ -13,16 +13,13 @@ from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.quoting import printable
 from pytest_gpumem.report.html.view import detail_of, overview_of
-from pytest_gpumem.report.json_report import write_file
 from pytest_gpumem.report.record import TestRecord
 
 if TYPE_CHECKING:
-    from pytest_gpumem.allocator.replayed import ReplayResult
     from pytest_gpumem.report.past import Past
 
 LIBRARIES = ("uPlot.iife.min.js", "d3-hierarchy.min.js")
@@ -44,7 +41,11 @@ _UNUSUAL = re.compile(r'\\[^"]|\x7f')
 def render(
     records: Sequence[TestRecord], past: Past | None = None, usage: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    """Return the page of ``records``, to be written as UTF-8; no name in them can break it."""
+    """Return the page of ``records``, to be written as UTF-8; no name in them can break it.
+
+    ``past`` has the peaks of earlier runs and at its end those of this one, ``usage`` is the use of
+    shared devices, as in a JSON report.
+    """
     ordered = sorted(records, key=lambda record: record.nodeid)
     overview = {**overview_of(ordered, TOGETHER, past), "usage": list(usage)}
     packed = []
@@ -100,35 +101,3 @@ def shown(data: Any) -> Any:
 
 def _file(name: str) -> str:
     return files("pytest_gpumem.report.html").joinpath(name).read_text(encoding="utf-8")
-
-
-def write_html(
-    path: Path,
-    records: Sequence[TestRecord],
-    asked_by: str = "--gpumem-report html:PATH",
-    *,
-    past: Past | None = None,
-    usage: Sequence[Mapping[str, Any]] = (),
-) -> Path:
-    """Write the page of ``records`` to ``path``, whole or not at all; return the file written.
-
-    ``asked_by`` is the option that named the file. ``past`` has the peaks of earlier runs and at
-    its end those of this one, ``usage`` is the use of shared devices, as in a JSON report. Raises
-    :class:`~pytest_gpumem.report.json_report.ReportError` where it cannot be written.
-    """
-    return write_file(path, render(records, past, usage).encode(), asked_by)
-
-
-def write_recording(
-    path: Path, name: str, result: ReplayResult, *, notes: Sequence[str], used_elsewhere: int
-) -> Path:
-    """Write the page of a replayed snapshot to ``path``, whole or not at all; return the file.
-
-    ``result`` has its courses; ``notes`` are sentences to show above all else. Raises
-    :class:`~pytest_gpumem.report.json_report.ReportError` where it cannot be written.
-    """
-    from pytest_gpumem.report.html.recording import recording_of
-
-    data, packed = recording_of(name, result, notes=notes, used_elsewhere=used_elsewhere)
-    page = assembled("recording.html", RECORDING, data, packed)
-    return write_file(path, page.encode(), "--html")
