@@ -45,7 +45,7 @@ def replay(
     return replayed(
         snapshot,
         alloc_conf,
-        model and (model.name, model.total_memory),
+        None if model is None else (model.name, model.total_memory),
         version=version,
         used_elsewhere=used_elsewhere,
         courses=courses,
