@@ -126,12 +126,6 @@ class Pools:
             self.create(identity)
         return self.by_id.get(identity, self.shared).side(small=small)
 
-    def lent(self, *, small: bool) -> Iterator[Pool]:
-        """Yield the pools that lend (``use_on_oom``), oldest first."""
-        for private in self.by_id.values():
-            if private.use_on_oom:
-                yield private.side(small=small)
-
     def private(self) -> Iterator[Pool]:
         """Yield both sides of every private pool."""
         for private in self.by_id.values():

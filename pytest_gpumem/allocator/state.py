@@ -29,8 +29,8 @@ class AllocatorState:
     # Attributes in slots: an object with more than thirty would find them by hashing.
     __slots__ = tuple(
         """
-        _captures _divisions _every _large _large_lists _live _max_split _note _only_best_fit
-        _plain_below _shown_max_split _small _small_lists _split_below _supply _uses device
+        _divisions _every _large _large_lists _live _max_split _note _only_best_fit
+        _plain_below _shown_max_split _small _small_lists _split_below _supply _uses captures device
         is_capturing memory pools settings trace version
         """.split()
     )
@@ -67,8 +67,9 @@ class AllocatorState:
         place = place_segment or RisingAddresses(device)
         self.memory = DeviceMemory(total_memory, used_elsewhere, place, self.pools, self._note)
         """The memory that it holds from the device."""
-        self._captures = 0
-        self.is_capturing: Callable[[], bool] = lambda: self._captures > 0
+        self.captures = 0
+        """Captures of streams that are under way on this device (``markCaptureBegin``)."""
+        self.is_capturing: Callable[[], bool] = lambda: True
         """Function that tests whether the current stream is being captured; called in captures."""
         self._uses = StreamUses(device, timeline or Timeline(), self.memory, self._in_capture)
         self._supply = Supply(device, self.pools, self.memory, self._uses)
@@ -143,14 +144,6 @@ class AllocatorState:
             self._uses.end_capture(pool)
         self._route()
 
-    def mark_capture_begin(self) -> None:
-        """Note that a stream capture begins on this device."""
-        self._captures += 1
-
-    def mark_capture_end(self) -> None:
-        """Note that a stream capture has ended."""
-        self._captures -= 1
-
     def stats(self) -> dict[str, Any]:
         """Return the dict of ``torch._C._cuda_memoryStats(device)`` in this torch version."""
         return self.pools.stats(self.memory.counters, self._shown_max_split)
@@ -210,11 +203,6 @@ class AllocatorState:
     def peak_reserved(self) -> int:
         """Highest :attr:`reserved` since the last reset (``max_memory_reserved``)."""
         return self._every.reserved_peak
-
-    @property
-    def free_memory(self) -> int:
-        """Bytes free on the device, as in ``mem_get_info``."""
-        return self.memory.free
 
     def block(self, address: int) -> int:
         """Return the size of the live block that starts at ``address``, in bytes."""
@@ -285,7 +273,7 @@ class AllocatorState:
         """
         if self.version < releases.CAPTURE_OF_STREAM:
             return bool(self.pools.scopes)
-        return self._captures > 0 and self.is_capturing()
+        return self.captures > 0 and self.is_capturing()
 
     def _live_ones(self) -> Iterator[Block]:
         return chain(self._live.values(), self._uses.live.values())

@@ -85,7 +85,8 @@ def _lines(
         if trend.steps:
             yield f"{_name(trend, several)}:"
         for step in trend.steps:
-            yield f"  {change_text(step.before, step.point.peak)}  {step.point.named}"
+            change, brought = change_text(step.before, step.point.peak), step.point
+            yield f"  {change}  {brought.label} {brought.subject}".rstrip()
     for trend in creeping:
         named = ", ".join(point.label for point in trend.creeping)
         yield (
