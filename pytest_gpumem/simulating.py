@@ -100,11 +100,6 @@ class SimulatedRun:
         return self._gpu.allocator.trace
 
     @property
-    def events_hash(self) -> int:
-        """A hash of the allocator's events, equal for two ranks with the same events."""
-        return events_hash(self._gpu)
-
-    @property
     def ranks(self) -> tuple[RankPeaks, ...]:
         """The peaks of each rank that torchrun has started, by rank: complete on rank 0 at the end.
 

@@ -19,7 +19,6 @@ from pytest_gpumem.cli.device import (
     device_argument,
     run_on_dry,
 )
-from pytest_gpumem.cli.fit import RULES, lines
 from pytest_gpumem.cli.target import TargetError, checked_nodeid, find_target, refusing
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.marker import parse_keyword
@@ -69,9 +68,9 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     )
 
 
-def _answer(target: str, predictions: Sequence[Prediction], whose: str = RULES) -> Answer:
+def _answer(target: str, predictions: Sequence[Prediction], whose: str = fit.RULES) -> Answer:
     return Answer(
-        lines(target, predictions, terminal_width(), whose),
+        fit.lines(target, predictions, terminal_width(), whose),
         lambda: {"target": target, "gpus": [one.to_dict() for one in predictions]},
         failed=not all(one.fits for one in predictions),
     )

@@ -80,19 +80,13 @@ MARKDOWN = (
 )
 
 
-PICTURES = tuple(suffix.removeprefix(".") for suffix in picture.FORMATS)
-FORMS = ("html", "markdown", *PICTURES)
-SUFFIXES = {
-    ".html": "html",
-    ".htm": "html",
-    ".md": "markdown",
-    ".markdown": "markdown",
-    **{f".{form}": form for form in PICTURES},
-}
+FORMS = ("html", "markdown", *picture.FORMATS)
+SHORT = {"htm": "html", "md": "markdown"}
+"""Other suffixes of the forms."""
 _GROUPS = {
     "--to html": HTML,
     "--to markdown": MARKDOWN,
-    **{f"--to {form}": picture.ARGUMENTS for form in PICTURES},
+    **{f"--to {form}": picture.ARGUMENTS for form in picture.FORMATS},
 }
 
 
@@ -102,17 +96,18 @@ def run(arguments: argparse.Namespace) -> Answer:
     Raises ``ValueError`` for bad input.
     """
     output: Path | None = arguments.output
-    form: str | None = arguments.to
-    if form is None:
-        form = "html" if output is None else SUFFIXES.get(output.suffix.lower())
-    if form is None:
+    form: str = arguments.to or "html"
+    if arguments.to is None and output is not None:
+        suffix = output.suffix.lower().removeprefix(".")
+        form = SHORT.get(suffix, suffix)
+    if form not in FORMS:
         raise ValueError(
             f"--output {output}: its name does not say what to write; add --to with one of "
             f"{', '.join(FORMS)}"
         )
     refuse_others(arguments, f"--to {form}", _GROUPS)
-    if form in PICTURES:
-        return picture.draw(arguments, f".{form}")
+    if form in picture.FORMATS:
+        return picture.draw(arguments, form)
     return write_page(arguments) if form == "html" else write_markdown(arguments)
 
 
