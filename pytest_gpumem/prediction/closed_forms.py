@@ -9,6 +9,7 @@ device, also on ``meta``: only shapes and types are read.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -335,7 +336,7 @@ class Expected:
     """
 
     def __init__(self, before: Expected | None = None) -> None:
-        self.categories: dict[str, int] = dict(before.categories) if before else {}
+        self.categories: Counter[str] = Counter(before.categories if before else ())
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary(
             dict(before._seen.items()) if before else None
         )
@@ -349,16 +350,13 @@ class Expected:
             for parameter in holder.parameters():
                 if self._is_new(parameter):
                     size = block_bytes(parameter.shape, parameter.dtype)
-                    self._count(PARAMETERS, size)
-                    self._count(GRADIENTS, size if parameter.requires_grad else 0)
+                    self.categories[PARAMETERS] += size
+                    self.categories[GRADIENTS] += size if parameter.requires_grad else 0
         elif self._is_new(holder):
             with suppress(ValueError):
-                self._count(OPTIMIZER_STATE, optimizer_state_bytes(holder))
+                self.categories[OPTIMIZER_STATE] += optimizer_state_bytes(holder)
 
     def _is_new(self, one: object) -> bool:
         new = one not in self._seen
         self._seen[one] = True
         return new
-
-    def _count(self, category: str, size: int) -> None:
-        self.categories[category] = self.categories.get(category, 0) + size

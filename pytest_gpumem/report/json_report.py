@@ -131,7 +131,4 @@ def _test(record: TestRecord, common: Environment | None) -> dict[str, Any]:
     data = record.to_dict()
     if record.environment == common:
         del data["environment"]
-    for key in ("nvml", "out_of_memory", "sharing", "duration", "beside"):
-        if data[key] is None:
-            del data[key]
     return data
