@@ -66,12 +66,18 @@ class BaselineStore:
         self._loaded: dict[Path, BaselineFile | None] = {}
         self._locks = Locks(root, patience)
 
-    def path(self, environment: Environment, module: str) -> Path:
-        """Return the file of the test module ``module``, a path relative to pytest's rootdir.
+    def path(self, key: str, module: str) -> Path:
+        """Return the file of an environment's ``key`` and of ``module``, a path below the rootdir.
 
-        Raises :class:`BaselineError` where the module lies outside the rootdir.
+        Raises :class:`BaselineError` where the module lies outside pytest's rootdir.
         """
-        return self._path(environment.key, module)
+        parts = PurePosixPath(module).parts
+        if not parts or ".." in parts or Path(module).is_absolute():
+            raise BaselineError(
+                f"{quoted(module)} lies outside pytest's rootdir, so its baselines have no place "
+                f"under {self.root}; set --rootdir to a folder that holds it"
+            )
+        return self.root.joinpath(key, *parts[:-1], f"{parts[-1]}.json")
 
     def load(self, environment: Environment, module: str) -> Mapping[str, BaselineEntry]:
         """Return the entries of a module by test id, empty where there is no file."""
@@ -80,7 +86,7 @@ class BaselineStore:
 
     def read(self, environment: Environment, module: str) -> Mapping[str, BaselineEntry]:
         """Return the entries as :meth:`load` does, from the file as it is now."""
-        self._loaded.pop(self.path(environment, module), None)
+        self._loaded.pop(self.path(environment.key, module), None)
         return self.load(environment, module)
 
     def entry(self, environment: Environment, module: str, test_id: str) -> BaselineEntry | None:
@@ -121,7 +127,7 @@ class BaselineStore:
         others. Atomic: a reader sees the old file or the new one, even if a process is killed.
         Without tests the file is removed, with folders left empty.
         """
-        path = self.path(environment, module)
+        path = self.path(environment.key, module)
         self._loaded.pop(path, None)
         content = file_bytes(path)
         if (tests := _edited(path, content, environment.key, edit)) is None:
@@ -147,17 +153,8 @@ class BaselineStore:
         except OSError as error:
             raise unusable("written", path, error) from error
 
-    def _path(self, key: str, module: str) -> Path:
-        parts = PurePosixPath(module).parts
-        if not parts or ".." in parts or Path(module).is_absolute():
-            raise BaselineError(
-                f"{quoted(module)} lies outside pytest's rootdir, so its baselines have no place "
-                f"under {self.root}; set --rootdir to a folder that holds it"
-            )
-        return self.root.joinpath(key, *parts[:-1], f"{parts[-1]}.json")
-
     def _content(self, key: str, module: str) -> BaselineFile | None:
-        path = self._path(key, module)
+        path = self.path(key, module)
         if path not in self._loaded:
             self._loaded[path] = read_file(path, key)
         return self._loaded[path]

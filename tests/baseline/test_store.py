@@ -493,7 +493,7 @@ def test_other_environments_are_known_for_display(store: BaselineStore) -> None:
     store.write(h100, MODULE, {"test_other": STEP})
     store.write(A10, MODULE, {"test_other": OTHER})
     store.write(T4, MODULE, {"test_other": STEP})
-    put(store.path(replace(T4, gpu="L4"), MODULE), "damaged")
+    put(store.path(replace(T4, gpu="L4").key, MODULE), "damaged")
     put(store.root / "README.md", "notes")
     assert store.elsewhere(MODULE, "test_other", T4) == [(A10, OTHER), (h100, STEP)]
     assert store.elsewhere(MODULE, "test_unknown", T4) == []

@@ -49,7 +49,7 @@ def store(tmp_path: Path) -> BaselineStore:
 
 @pytest.fixture
 def path(store: BaselineStore) -> Path:
-    return store.path(T4, MODULE)
+    return store.path(T4.key, MODULE)
 
 
 def test_all_adds_and_changes_and_keeps_what_did_not_run(store: BaselineStore, path: Path) -> None:
