@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from traceback import walk_tb
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -115,13 +115,6 @@ def of_builtin_types(properties: list[tuple[str, object]]) -> list[tuple[str, ob
     return [
         (name, float(value) if isinstance(value, float) else value) for name, value in properties
     ]
-
-
-def status_of(report: Any) -> tuple[str, str, tuple[str, dict[str, bool]]] | None:
-    """Return how pytest shows the report of a test that comes again."""
-    if not hasattr(report, RESCHEDULED):
-        return None
-    return "rescheduled", "", ("RESCHEDULED", {"yellow": True})
 
 
 def with_outcome(record: TestRecord, report: pytest.TestReport) -> TestRecord | None:
