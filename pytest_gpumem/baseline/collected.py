@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
@@ -40,15 +40,15 @@ class MeasuredTest:
 class Collected:
     """The tests that this session collected: the proof that a test no longer exists.
 
-    ``ids`` holds the test ids of each module that was collected, deselected tests included. A
-    module counts as collected completely unless ``incomplete`` gives a reason: a node id was given
-    for it, its collection failed, or a plugin filtered it while it was collected (``--lf``).
+    A module counts as collected completely unless ``incomplete`` gives a reason: a node id was
+    given for it, its collection failed, or a plugin filtered it while it was collected (``--lf``).
     Reasons complete the sentence "2 stored tests not pruned: ...".
     """
 
     rootpath: Path
     """Pytest's rootdir, to which module paths are relative."""
-    ids: Mapping[str, frozenset[str]]
+    nodeids: Iterable[str]
+    """Of all collected items, deselected ones included."""
     incomplete: Mapping[str, str] = field(default_factory=dict)
     """Reason by module why its ids may be incomplete."""
     partial: str = ""
@@ -56,22 +56,14 @@ class Collected:
     narrowed: str = ""
     """Reason why any module may have more tests than were collected; empty if none."""
 
-    @classmethod
-    def of(
-        cls,
-        rootpath: Path,
-        nodeids: Iterable[str],
-        incomplete: Mapping[str, str] | None = None,
-        partial: str = "",
-        narrowed: str = "",
-    ) -> Collected:
-        """Return the value for the node ids of all collected items, deselected ones included."""
+    @cached_property
+    def ids(self) -> Mapping[str, set[str]]:
+        """The test ids of each module that was collected."""
         ids: dict[str, set[str]] = defaultdict(set)
-        for nodeid in nodeids:
+        for nodeid in self.nodeids:
             module, test_id = split_nodeid(nodeid)
             ids[module].add(test_id)
-        frozen = {module: frozenset(found) for module, found in ids.items()}
-        return cls(rootpath, frozen, incomplete or {}, partial, narrowed)
+        return dict(ids)
 
 
 @dataclass(frozen=True)
@@ -88,7 +80,7 @@ class GoneTests:
         A test whose function is still in its module was hidden, by an option or a plugin. Of a
         function that was collected with other parameters, a parameter is gone.
         """
-        ids = self.collected.ids.get(module, frozenset())
+        ids = self.collected.ids.get(module, ())
         unseen = [i for i in stored if i not in ids and (module, i) not in self.ran]
         if not unseen:
             return [], {}

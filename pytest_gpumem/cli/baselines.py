@@ -97,7 +97,7 @@ def _collected() -> Collected:
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         last = [line for line in output.getvalue().splitlines() if line.strip()][-1:]
         raise ValueError(f"pytest collected no tests: {printable(''.join(last))}")
-    return Collected.of(found.rootpath, found.nodeids)
+    return Collected(found.rootpath, found.nodeids)
 
 
 def move(arguments: argparse.Namespace) -> Answer:

@@ -185,7 +185,7 @@ class Conclusion:
         """Return the tests that exist, as far as this session can determine."""
         config, option, root = self._config, self._config.option, self._config.rootpath
         if getattr(option, "lf", False):  # it leaves tests out while a module is collected
-            return Collected.of(root, (), partial="--lf was given")
+            return Collected(root, (), partial="--lf was given")
         given = getattr(option, "override_ini", None) or ()
         overridden = {setting.partition("=")[0] for setting in given}
         narrowed = next((f"-o {name} was given" for name in _COLLECTING if name in overridden), "")
@@ -198,7 +198,7 @@ class Conclusion:
         for path in (arg.partition("::")[0] for arg in config.args if "::" in arg):
             module = relative((config.invocation_params.dir / path).resolve(), root)
             incomplete[module.replace(os.sep, "/")] = "tests of it were given by id"
-        return Collected.of(root, self._results.existing, incomplete, partial, narrowed)
+        return Collected(root, self._results.existing, incomplete, partial, narrowed)
 
     def _write_reports(self) -> Iterator[str]:
         results = self._results
