@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.attribution.explanation import explanation_lines
-from pytest_gpumem.baseline.collected import Collected, GoneTests, function_of
+from pytest_gpumem.baseline.collected import Collected, function_of
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, read_folder, split_nodeid
 from pytest_gpumem.cli.command import (
     Answer,
@@ -36,12 +36,12 @@ def prune(arguments: argparse.Namespace) -> Answer:
     """Remove them; raises ``ValueError`` where pytest cannot collect the project's tests."""
     folder: Path = arguments.baselines
     files = read_folder(folder)
-    gone = GoneTests(_collected(), frozenset())
+    collected = _collected()
     store = BaselineStore(folder)
     dropped, kept = [], 0
     for module, content in files:
-        unseen, doubts = gone.among(module, content.tests)
-        functions = {function_of(name) for name in gone.collected.ids.get(module, ())}
+        unseen, doubts = collected.gone(module, content.tests)
+        functions = {function_of(name) for name in collected.ids.get(module, ())}
         lost = [name for name in unseen if function_of(name) not in functions]
         kept += sum(doubts.values())
         if lost and not arguments.dry_run:

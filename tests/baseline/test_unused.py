@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.baseline.collected import Collected, GoneTests, MeasuredTest, unused_baselines
+from pytest_gpumem.baseline.collected import Collected, MeasuredTest, unused_baselines
 from pytest_gpumem.baseline.store import BaselineEntry
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
@@ -115,7 +115,7 @@ class TestNet:
 def test_what_stands_in_the_module_is_not_gone(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(SOURCE)
     collected = Collected(tmp_path, ["a.py::test_seen[1]", "a.py::TestNet::test_other"])
-    gone, doubts = GoneTests(collected, frozenset()).among(
+    gone, doubts = collected.gone(
         "a.py",
         ["test_seen[2]", "test_hidden[1]", "test_hidden[2]", "TestNet::test_method", "test_gone"],
     )
@@ -129,7 +129,7 @@ def test_what_stands_in_the_module_is_not_gone(tmp_path: Path) -> None:
 def test_options_that_narrow_collection_leave_everything_in_doubt(tmp_path: Path) -> None:
     narrowed = "-o python_functions was given"
     collected = Collected(tmp_path, ["a.py::test_x"], narrowed=narrowed)
-    assert GoneTests(collected, frozenset()).among("a.py", ["test_x", "test_y"]) == (
+    assert collected.gone("a.py", ["test_x", "test_y"]) == (
         [],
         {narrowed: 1},
     )
