@@ -84,11 +84,6 @@ class BaselineStore:
         content = self._content(environment.key, module)
         return content.tests if content else {}
 
-    def read(self, environment: Environment, module: str) -> Mapping[str, BaselineEntry]:
-        """Return the entries as :meth:`load` does, from the file as it is now."""
-        self._loaded.pop(self.path(environment.key, module), None)
-        return self.load(environment, module)
-
     def entry(self, environment: Environment, module: str, test_id: str) -> BaselineEntry | None:
         """Return the entry of one test, ``None`` where it has none in this environment."""
         return self.load(environment, module).get(test_id)

@@ -114,9 +114,9 @@ def move(arguments: argparse.Namespace) -> Answer:
     moves = []
     for module, content in read_folder(arguments.baselines):
         environment = content.environment
-        stored = store.read(environment, old) if module == old else {}
+        stored = store.load(environment, old) if module == old else {}
         names = {name: new_id or name for name in stored if old_id in ("", name)}
-        taken = store.read(environment, new).keys() & set(names.values()) if names else ()
+        taken = store.load(environment, new).keys() & set(names.values()) if names else ()
         if taken:
             raise ValueError(
                 f"{environment.key} has a baseline of {printable(f'{new}::{min(taken)}')} already; "

@@ -42,7 +42,7 @@ def successors(
 ) -> dict[str, tuple[str | None, bool]]:
     for nodeid, peak in stored.items():
         module, _, test_id = nodeid.partition("::")
-        entries = dict(store.read(T4, module))
+        entries = dict(store.load(T4, module))
         entries[test_id] = BaselineEntry.of(measured(nodeid, peak).measurement)
         store.write(T4, module, entries)
     tests = [measured(nodeid, peak) for nodeid, peak in now.items()]

@@ -36,7 +36,7 @@ def nodeids(changes: tuple[Change, ...]) -> list[str]:
 
 
 def peaks(store: BaselineStore, module: str = MODULE) -> dict[str, int]:
-    return {name: stored.peak_allocated for name, stored in store.read(T4, module).items()}
+    return {name: stored.peak_allocated for name, stored in store.load(T4, module).items()}
 
 
 @pytest.fixture
