@@ -246,7 +246,6 @@ class AllocatorState:
         return self._uses.is_pending(block)
 
     def _configure(self) -> None:
-        """Apply the settings."""
         settings = self.settings
         divisions = settings.roundup_power2_divisions
         self._divisions = divisions if any(divisions) else None

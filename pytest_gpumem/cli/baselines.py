@@ -77,7 +77,6 @@ class _Collector:
         self.rootpath = config.rootpath
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Keep the test's id."""
         self.nodeids.append(item.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

@@ -178,7 +178,6 @@ class _Runs:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Collect a report's data."""
         empty = {"nodeid": report.nodeid, "record": None, "fits": True, "problem": ""}
         answer = self._present.setdefault(report.nodeid, empty)
         if record := getattr(report, ATTRIBUTE, None):
@@ -187,7 +186,6 @@ class _Runs:
             answer["problem"] = RAN_OUT if report.nodeid in self._short else _problem(report)
 
     def pytest_sessionfinish(self) -> None:
-        """Write the answer."""
         self._request.answer.write_text(json.dumps(self._answers), encoding="utf-8")
 
     def _run(self, items: list[pytest.Item], machine: Machine) -> dict[str, dict[str, Any]]:

@@ -136,11 +136,9 @@ class _MergedLongrepr:
         self.reprcrash = ReprFileLocation(path, line, failure.brief)
 
     def toterminal(self, writer: TerminalWriter) -> None:
-        """Write the lines."""
         write_lines(writer, self._lines)
 
     def __str__(self) -> str:
-        """Return the original text."""
         return str(self._longrepr)
 
 
