@@ -51,7 +51,7 @@ def render(
     shared devices, as in a JSON report.
     """
     ordered = sorted(records, key=lambda record: record.nodeid)
-    overview = {**overview_of(ordered, TOGETHER, past), "usage": list(usage)}
+    overview = {**overview_of(ordered, past), "usage": list(usage)}
     packed = []
     for begin in range(0, len(ordered), TOGETHER):
         text = compact(list(map(detail_of, ordered[begin : begin + TOGETHER])))
@@ -122,21 +122,15 @@ STATUSES = {
 _STATUS_OF = {"FAIL": "failed", "xfail": "xfail", "better": "improved", "new": "new", "ok": "ok"}
 
 
-def overview_of(
-    records: Sequence[TestRecord], together: int, past: Past | None = None
-) -> dict[str, Any]:
-    """Return the data of the first view on all tests; sizes in bytes, times in seconds.
-
-    ``together`` is how many tests' details are packed into one piece; ``past`` are the peaks of
-    earlier runs and of this one.
-    """
+def overview_of(records: Sequence[TestRecord], past: Past | None) -> dict[str, Any]:
+    """Return the data of the first view on all tests; sizes in bytes, times in seconds."""
     trends = _trends(past)
     places = {id(record): position for position, record in enumerate(records)}
     environments = list(dict.fromkeys(record.environment for record in records))
     return {
         "statuses": STATUSES,
         "categories": CATEGORIES,
-        "together": together,
+        "together": TOGETHER,
         "environments": [environment.to_dict() for environment in environments],
         "moments": [label for label, *_ in past.moments] if past else [],
         "tests": [
