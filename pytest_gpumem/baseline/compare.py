@@ -137,18 +137,14 @@ def judge(
 
 
 def judge_prediction(
-    measurement: Measurement,
-    predicted: PredictedTest,
-    tolerance: Tolerance,
-    environment: Environment,
+    measurement: Measurement, predicted: PredictedTest, tolerance: Tolerance, gpu: str
 ) -> tuple[Verdict, ...]:
     """Return the verdicts on a measured test's prediction, as a whole and phase by phase.
 
     A peak may differ by ``tolerance`` to either side: a prediction that is too high is wrong, too.
     A prediction that could not be made fails, and so does a phase that only one of them has.
     """
-    judged = _Judged(measurement, environment.gpu)
-    return tuple(judged.against_prediction(predicted, tolerance))
+    return tuple(_Judged(measurement, gpu).against_prediction(predicted, tolerance))
 
 
 _Compared = tuple[int, Tolerance]

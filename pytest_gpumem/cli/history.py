@@ -65,12 +65,7 @@ def past_of(
 
 
 def _lines(
-    trends: Sequence[Trend],
-    creeping: Sequence[Trend],
-    most: Tolerance,
-    *,
-    every: bool,
-    moments: int,
+    trends: Sequence[Trend], creeping: Sequence[Trend], most: Tolerance, every: bool, moments: int
 ) -> Iterator[str]:
     changed = [trend for trend in trends if trend.range]
     shown = trends if every else changed
