@@ -86,9 +86,8 @@ def update_baselines(
                 module, test_id = split_nodeid(test.nodeid)
                 plan(test.environment, module).measured.append((test_id, entry))
         if prune and collected is not None:
-            collected = replace(
-                collected, ran=frozenset(split_nodeid(test.nodeid) for test in tests)
-            )
+            ran = frozenset(split_nodeid(test.nodeid) for test in tests)
+            collected = replace(collected, ran=ran)
             for environment in {test.environment.key: test.environment for test in tests}.values():
                 for module in store.modules(environment):
                     plan(environment, module).collected = collected

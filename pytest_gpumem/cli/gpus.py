@@ -162,9 +162,7 @@ def device_lines(
     for number, device in enumerate(devices):
         if number:
             yield ""
-        yield "  ".join(
-            [device["name"], device["model"], *filter(None, [", ".join(device["mode"])])]
-        )
+        yield "  ".join(filter(None, (device["name"], device["model"], ", ".join(device["mode"]))))
         yield f"  {_memory(device)}"
         rows = list(_rows(device))
         used = [index for index in range(COLUMNS) if any(row[index] for row in rows)]

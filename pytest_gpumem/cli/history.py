@@ -71,10 +71,8 @@ def _lines(
     shown = trends if every else changed
     several = len({trend.environment for trend in trends}) > 1
     if shown:
-        rows = [_row(trend, several) for trend in shown]
-        yield from table(
-            [COLUMNS, *rows], left=(0, 1), given_up=(5, 2, 6, 7), width=terminal_width()
-        )
+        rows = [COLUMNS, *(_row(trend, several) for trend in shown)]
+        yield from table(rows, left=(0, 1), given_up=(5, 2, 6, 7), width=terminal_width())
         yield ""
     for trend in shown:
         if trend.steps:
