@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
@@ -248,9 +248,9 @@ class Side:
     facts: Facts = field(default_factory=dict)
 
     @cached_property
-    def categories(self) -> Mapping[str, int]:
+    def categories(self) -> Counter[str]:
         """The bytes by category."""
-        found: defaultdict[str, int] = defaultdict(int)
+        found = Counter[str]()
         for site in self.sites:
             found[site.category] += site.bytes
         return found
@@ -280,10 +280,7 @@ class Growth:
 
     def gained(self, *categories: str) -> int:
         """Return by how much these categories together grew."""
-        return sum(
-            self.now.categories.get(one, 0) - self.before.categories.get(one, 0)
-            for one in categories
-        )
+        return sum(self.now.categories[one] - self.before.categories[one] for one in categories)
 
     @property
     def compares_facts(self) -> bool:

@@ -222,7 +222,7 @@ def _second_parameters(growth: Growth) -> Change | None:
 def _clones(growth: Growth) -> Change | None:
     """Return a line that made a tensor of each parameter's size, in their dtype or in float32 of
     half of it; a GPU's record does not tell copies from activations."""
-    blocks, held = _parameters_of(growth.now), growth.now.categories.get(PARAMETERS, 0)
+    blocks, held = _parameters_of(growth.now), growth.now.categories[PARAMETERS]
     for change in growth.changes:
         made = change.change == "new" and change.site.category in (OTHER, ACTIVATIONS)
         if made and blocks > 1 and change.site.count == blocks and change.bytes in (held, 2 * held):

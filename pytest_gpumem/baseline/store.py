@@ -15,7 +15,6 @@ from pytest_gpumem.baseline.content import (
     BaselineError,
     BaselineFile,
     Entries,
-    StoredPeak,
     file_bytes,
     parse,
     read_file,
@@ -28,14 +27,7 @@ from pytest_gpumem.jsonfile import replace_file
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.values.environment import Environment
 
-__all__ = [
-    "BaselineEntry",
-    "BaselineError",
-    "BaselineStore",
-    "StoredPeak",
-    "read_folder",
-    "split_nodeid",
-]
+__all__ = ["BaselineEntry", "BaselineError", "BaselineStore", "read_folder", "split_nodeid"]
 
 Edit = Callable[[MutableMapping[str, BaselineEntry]], object]
 """A function that edits a module's entries; called again if the file has changed since."""

@@ -37,11 +37,8 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     """Predict; raises ``ValueError`` for bad input."""
     from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
-    refuse_others(
-        arguments,
-        f"--by {arguments.by}" if arguments.by else "no --by",
-        {"no --by": WHOLE, **_GROUPS},
-    )
+    chosen = f"--by {arguments.by}" if arguments.by else "no --by"
+    refuse_others(arguments, chosen, {"no --by": WHOLE, **_GROUPS})
     device: DeviceOption = arguments.device
     if arguments.by is not None:
         gpus = device.models(arguments.gpu, [DEFAULT_GPU])

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.attribution.composition import Site
+from pytest_gpumem.baseline.content import StoredPeak
 from pytest_gpumem.baseline.locks import FOLDER
 from pytest_gpumem.baseline.store import (
     BaselineEntry,
     BaselineError,
-    StoredPeak,
     read_folder,
     split_nodeid,
 )

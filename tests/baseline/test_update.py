@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.baseline.collected import Collected, MeasuredTest
+from pytest_gpumem.baseline.content import StoredPeak
 from pytest_gpumem.baseline.locks import FOLDER
-from pytest_gpumem.baseline.store import BaselineEntry, StoredPeak
+from pytest_gpumem.baseline.store import BaselineEntry
 from pytest_gpumem.baseline.update import Change, UpdateReport, update_baselines
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
