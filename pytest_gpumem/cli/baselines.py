@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.baseline.collected import Collected, function_of
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, read_folder, split_nodeid
-from pytest_gpumem.cli.command import (
-    Answer,
-    Argument,
-    Command,
-    Commands,
-    argument,
-    table,
-    terminal_width,
-)
+from pytest_gpumem.cli.command import Answer, Command, Commands, argument, table, terminal_width
 from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.sizes import format_exact, format_size
 from pytest_gpumem.text import counted
@@ -141,7 +133,7 @@ def move(arguments: argparse.Namespace) -> Answer:
     )
 
 
-FOLDER: Argument = argument(
+FOLDER = argument(
     "--baselines DIR",
     "folder of the stored baselines (default: baselines)",
     type=Path,
