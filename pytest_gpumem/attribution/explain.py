@@ -34,8 +34,7 @@ class Change:
     """The site as it is now; of more blocks of the same size, only as many as there are more."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form; ``each`` is present where only whole blocks of one size were added
-        or removed."""
+        """Return the JSON form; ``each`` is there where whole blocks of one size came or went."""
         size = block_size(self.site)
         whole = size is not None and size * self.site.count == abs(self.bytes)
         return {
@@ -289,8 +288,7 @@ class Growth:
 
 
 def largest_gain(growth: Growth) -> Change | None:
-    """Return what one line added most of by one operator, one with a place or an operator where
-    there is one."""
+    """Return what one line added most of by one operator; one with a place or an operator first."""
     groups: defaultdict[object, list[Change]] = defaultdict(list)
     for index, change in enumerate(growth.gains):
         site = change.site

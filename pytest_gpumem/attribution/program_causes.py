@@ -209,8 +209,7 @@ def _copied_model(growth: Growth) -> Evidence:
 
 
 def _second_parameters(growth: Growth) -> Change | None:
-    """Return the growth by a copied module: as many parameters again, not the same ones in more
-    bytes."""
+    """Return the growth by a copied module: as many parameters again, not larger ones."""
     now, before = (_parameters_of(side) for side in (growth.now, growth.before))
     new = [one for one in growth.gains if one.site.category == PARAMETERS]
     if not new or now < 2 * before:

@@ -76,8 +76,7 @@ class Collected:
         return self.partial or f"{module} exists, but nothing was collected from it" * exists
 
     def gone(self, module: str, stored: Iterable[str]) -> tuple[list[str], Mapping[str, int]]:
-        """Return the gone ids of ``stored`` ones in ``module``, and how many are in doubt by
-        reason.
+        """Return the gone ids of ``stored`` ones in ``module``, and the number in doubt by reason.
 
         A test whose function is still in its module was hidden, by an option or a plugin. Of a
         function that was collected with other parameters, a parameter is gone.

@@ -48,9 +48,8 @@ def split_nodeid(nodeid: str) -> tuple[str, str]:
 class BaselineStore:
     """The baselines under one folder.
 
-    Reading keeps what it read; every method that writes reads the file again first. A file that is
-    damaged, of another kind or of another environment raises :class:`BaselineError` and is never
-    overwritten.
+    Reading keeps what it read; writing reads the file again first. A file that is damaged, or of
+    another kind or environment, raises :class:`BaselineError` and is never overwritten.
     """
 
     def __init__(self, root: Path, patience: float = PATIENCE) -> None:

@@ -176,8 +176,7 @@ def activation_bytes(
     *,
     requires_grad: bool = False,
 ) -> int:
-    """Return the bytes that a chain of layers keeps for backward, with its output, without its
-    input.
+    """Return the bytes that a chain of layers keeps for backward, with output and without input.
 
     ``shape`` and ``dtype`` are those of the input; ``requires_grad`` is whether it needs a
     gradient, as inside a larger model. Each tensor counts once, whichever layers keep it. Raises

@@ -38,8 +38,7 @@ class CallMemory(Plain):
     """The memory of one call of a module, the modules inside it included; sizes in bytes."""
 
     kept: int = 0
-    """Bytes allocated by the call and still live when it returned: its output, and saved
-    tensors."""
+    """Bytes allocated by the call and live when it returned: its output, and saved tensors."""
     peak: int = 0
     """The most bytes allocated beyond those when it began."""
 
@@ -265,8 +264,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _norm(module: Any, written: int) -> tuple[int, int]:
-    """Count for each element minus the mean, by the deviation; if learned, times weight, plus
-    bias."""
+    """Count by element: minus the mean, by the deviation; if learned, times weight, plus bias."""
     affine = getattr(module, "affine", getattr(module, "elementwise_affine", False))
     return (2 * written, 4 * written) if affine else (written, 2 * written)
 

@@ -62,8 +62,7 @@ class PlannedTest:
     """The reason why its needs are unknown."""
 
     def obstacle(self, runner: Rental) -> str:
-        """Return why the test does not fit ``runner``, empty where it does or its need is
-        unknown."""
+        """Return why the test does not fit ``runner``, empty where it does or needs are unknown."""
         if runner.name in self.refusals:
             return self.refusals[runner.name]
         need = self.bytes.get(runner.name, 0)
