@@ -10,8 +10,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.cli.command import Answer, argument, table, terminal_width
-from pytest_gpumem.cli.device import CUDA
-from pytest_gpumem.cli.target import Function, TargetError, find_target, refusing
+from pytest_gpumem.cli.target import CUDA, Function, TargetError, find_target, refusing
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.sizes import format_apart, format_size
 from pytest_gpumem.text import wrap

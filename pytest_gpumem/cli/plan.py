@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pytest_gpumem.cli.command import Answer, Command, above_zero, argument, table, terminal_width
-from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument
+from pytest_gpumem.cli.target import CUDA, DRY, DeviceOption, device_argument
 from pytest_gpumem.jsonfile import replace_file
 from pytest_gpumem.prediction.needs import needs_of
 from pytest_gpumem.prediction.runners import Job, Plan, PlannedTest, Rental, make_plan, parse_runner

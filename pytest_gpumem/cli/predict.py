@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.cli import fit
 from pytest_gpumem.cli.by_part import LAYER_ARGUMENTS, LINE_ARGUMENTS, run_by_layer, run_by_line
 from pytest_gpumem.cli.command import Answer, Command, argument, refuse_others, terminal_width
-from pytest_gpumem.cli.device import (
+from pytest_gpumem.cli.target import (
     CUDA,
     DRY,
     SIM,
     DeviceOption,
+    TargetError,
     answer_on_dry,
+    checked_nodeid,
     device_argument,
+    find_target,
+    refusing,
     run_on_dry,
 )
-from pytest_gpumem.cli.target import TargetError, checked_nodeid, find_target, refusing
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.marker import parse_keyword
 from pytest_gpumem.option_values import DEFAULT_GPU
