@@ -298,8 +298,7 @@ class Allocator(AllocatorState):
 
         Statistics count the held memory, without history.
 
-        Raises:
-            AllocatorError: the allocator is in use, or has no expandable segments and needs them.
+        Raises ``AllocatorError``: it is in use, or has no expandable segments and needs them.
         """
         if self._every.reserved:
             raise AllocatorError("Only an allocator without segments can be restored to a state.")

@@ -90,8 +90,7 @@ class AllocatorState:
         Cached segments stay what they are; the memory fraction and ``max_split_size`` of the
         statistics are those of the start, as in torch.
 
-        Raises:
-            SettingsError: torch rejects it; what was read before the error holds, as in torch.
+        Raises ``SettingsError``: torch rejects it; what was read before the error holds.
         """
         try:
             self.settings = AllocatorSettings.parse(conf, self.version, self.settings)

@@ -63,7 +63,6 @@ class Supply:
         self._memory.oversize = self._max_split
         if settings.garbage_collection_threshold > 0.0 and not self._collects:
             self._collects = True
-            self._pools.small.replace_blocks(AgedBlocks)
             self._pools.large.replace_blocks(AgedBlocks)
         if settings.expandable_segments:
             if self.expandable is None:

@@ -1,4 +1,4 @@
-"""What a command runs, a function of a module or file, or a test; and ``--device``, where."""
+"""The target of a command, a function of a module or file, or a test, and its ``--device``."""
 
 from __future__ import annotations
 
