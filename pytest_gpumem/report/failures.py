@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from _pytest._code.code import ReprFileLocation
+from _pytest._io import TerminalWriter
 
 from pytest_gpumem.attribution.explanation import folded
 from pytest_gpumem.baseline.collected import function_of
@@ -20,9 +21,6 @@ from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.pytest_reports import without_group
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import Line, counted, listed, shorten, wrap, write_lines
-
-if TYPE_CHECKING:
-    from _pytest._io import TerminalWriter
 
 LEAST_ALIKE = 3
 """The least failures of one cause that are shown as one."""
