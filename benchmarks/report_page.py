@@ -22,7 +22,8 @@ from pytest_gpumem.allocator import Allocator  # noqa: E402
 from pytest_gpumem.allocator.replay import replay  # noqa: E402
 from pytest_gpumem.attribution.history import CATEGORIES  # noqa: E402
 from pytest_gpumem.attribution.timeline import BUCKETS  # noqa: E402
-from pytest_gpumem.report.html.page import write_html, write_recording  # noqa: E402
+from pytest_gpumem.report.html.page import RECORDING, assembled, render  # noqa: E402
+from pytest_gpumem.report.html.recording import recording_of  # noqa: E402
 from pytest_gpumem.report.json_report import write_report  # noqa: E402
 from pytest_gpumem.report.record import TestRecord  # noqa: E402
 from tests.report.example_run import MIB, failing, measured, record, verdict  # noqa: E402
@@ -134,7 +135,8 @@ def main() -> None:
 def _tests(browser: Any, folder: Path) -> None:
     every = list(records())
     begin = time.perf_counter()
-    page = write_html(folder / "tests.html", every)
+    page = folder / "tests.html"
+    page.write_text(render(every), encoding="utf-8")
     report = write_report(folder / "tests.json", every)
     print(
         f"\n{TESTS + 1:,} tests with time lines: page {page.stat().st_size / MIB:.1f} MiB, JSON "
@@ -154,7 +156,9 @@ def _recording(browser: Any, folder: Path) -> None:
     begin = time.perf_counter()
     result = replay(snapshot, courses=True)
     replayed = time.perf_counter() - begin
-    page = write_recording(folder / "run.html", "run.pickle", result, notes=[], used_elsewhere=0)
+    page = folder / "run.html"
+    found = recording_of("run.pickle", result, notes=[], used_elsewhere=0)
+    page.write_text(assembled("recording.html", RECORDING, *found), encoding="utf-8")
     written = time.perf_counter() - begin
     print(f"\n{events:,} events of {LINES} lines: {page.stat().st_size / MIB:.1f} MiB")
     print(f"  replayed in {replayed:.1f} s, page written {written - replayed:.1f} s later")

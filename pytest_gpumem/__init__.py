@@ -23,23 +23,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.errors import UnknownValueError as UnknownValueError
     from pytest_gpumem.values.errors import UnsupportedOperatorError as UnsupportedOperatorError
 
-__all__ = [
-    "GpuError",
-    "Gpumem",
-    "ReplayResult",
-    "SettingsError",
-    "SimulatedRun",
-    "SimulationError",
-    "SnapshotError",
-    "UnknownValueError",
-    "UnsupportedOperatorError",
-    "fit_batch",
-    "replay",
-    "run_script",
-    "simulate",
-    "simulate_operator",
-]
-
 _PLACES = {
     "GpuError": "simulated.gpu.catalogue",
     "Gpumem": "session.fixture",
@@ -56,6 +39,7 @@ _PLACES = {
     "simulate": "simulating",
     "simulate_operator": "simulated.operators.custom_kernels",
 }
+__all__ = list(_PLACES)
 
 
 def __getattr__(name: str) -> Any:

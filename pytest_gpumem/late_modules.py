@@ -111,8 +111,7 @@ class Wrapped(Loader):
 def is_only_asked() -> bool:
     """Return whether ``importlib.util.find_spec`` calls the finder that calls this.
 
-    It then looks whether there is a module, and imports none. Between the finder and this is a
-    function.
+    It then looks whether there is a module, and imports none. A function is between both.
     """
     return sys._getframe(4).f_globals.get("__name__") == "importlib.util"
 

@@ -9,14 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from pytest_gpumem.quoting import MOST, printable, quoted
-from pytest_gpumem.sizes import (
-    Size,
-    SizeError,
-    Tolerance,
-    parse_size,
-    parse_tolerance,
-    written_size,
-)
+from pytest_gpumem.sizes import Size, Tolerance, parse_size, parse_tolerance, written_size
 
 if TYPE_CHECKING:
     import pytest
@@ -189,7 +182,7 @@ def _phases(value: object) -> dict[str, int]:
             )
         try:
             limits[name] = written_size(limit)
-        except SizeError as error:
+        except ValueError as error:
             raise MarkerError(f"{quoted(value)}: for {quoted(name)}, {error}") from None
     return limits
 

@@ -18,10 +18,10 @@ from pytest_gpumem.options import MARKER, add_options, settings_from
 from pytest_gpumem.report.pytest_reports import (
     ARGUMENTS,
     LOST,
+    RESCHEDULED,
     hide_own_frames,
     leave_the_sentence,
     skip_unsimulated,
-    status_of,
 )
 from pytest_gpumem.session.context import REFUSAL, SIZED, begin_early
 from pytest_gpumem.session.session import GpumemSession
@@ -263,7 +263,8 @@ def pytest_handlecrashitem(crashitem: str, report: Any, sched: Any) -> None:
 
 def pytest_report_teststatus(report: Any) -> object | None:
     """Return the status of a test that is rescheduled."""
-    return status_of(report)
+    is_again = hasattr(report, RESCHEDULED)
+    return ("rescheduled", "", ("RESCHEDULED", {"yellow": True})) if is_again else None
 
 
 def pytest_terminal_summary(config: pytest.Config) -> None:

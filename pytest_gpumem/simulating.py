@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -91,18 +91,13 @@ class SimulatedRun:
     @property
     def phases(self) -> Mapping[str, PhaseRecord]:
         """The phases left so far, by name."""
-        workspaces = workspaces_of(self._gpu)
+        workspaces = workspaces_of([self._gpu])
         return MappingProxyType(self._tracker.records(self._gpu.index, Bytes(), workspaces))
 
     @property
     def trace(self) -> Sequence[Any]:
         """The allocator's events, in order."""
         return self._gpu.allocator.trace
-
-    @property
-    def events_hash(self) -> int:
-        """A hash of the allocator's events, equal for two ranks with the same events."""
-        return events_hash(self._gpu)
 
     @property
     def ranks(self) -> tuple[RankPeaks, ...]:
@@ -206,14 +201,8 @@ def simulate(
         inside.enter_context(own.active())
         inside.enter_context(clear_frames_of_imports())
         inside.enter_context(collector.in_charge())
-        collector.restart()
-        running.begin()
-        own.simulation.numbering.begin()
-        for gpu in gpus:
-            gpu.restart_collector(collector)
-        statistics = CudaStatistics(
-            lambda: frozenset(block for gpu in gpus for block in workspaces_of(gpu))
-        )
+        restart(gpus, collector)
+        statistics = CudaStatistics(lambda: workspaces_of(gpus))
         tracker = PhaseTracker(statistics, SimulatedRecorder(own.simulation).positions)
         runs = tuple(SimulatedRun(gpu, statistics, tracker) for gpu in gpus)
         for run in runs:
@@ -239,8 +228,19 @@ def events_hash(gpu: SimulatedGPU) -> int:
     return hash(tuple((action, size, stream) for action, _, size, stream, _ in events))
 
 
-def workspaces_of(gpu: SimulatedGPU) -> frozenset[Block]:
-    """Return the live workspaces of ``gpu``."""
+def workspaces_of(gpus: Iterable[SimulatedGPU]) -> frozenset[Block]:
+    """Return the live workspaces of cuBLAS and cuBLASLt on ``gpus``."""
     return frozenset(
-        Block(gpu.index, address, gpu.allocator.block(address)) for address in gpu.workspaces.live
+        Block(gpu.index, address, gpu.allocator.block(address))
+        for gpu in gpus
+        for address in gpu.workspaces.live
     )
+
+
+def restart(gpus: Sequence[SimulatedGPU], collector: Collector) -> None:
+    """Reset state that depends on all earlier code: the collector, autograd's numbering."""
+    collector.restart()
+    running.begin()
+    gpus[0].simulation.numbering.begin()
+    for gpu in gpus:
+        gpu.restart_collector(collector)

@@ -97,9 +97,8 @@ def is_decimal(written: str) -> bool:
 def parse_size(value: int | str) -> int:
     """Return the bytes of ``value``, fractions of a byte rounded down.
 
-    Units are read without regard to case, with or without a space before them; a bare number is
-    bytes. Raises :class:`SizeError` for anything else: negative numbers, bools, floats, other
-    units.
+    Units are read in any case, with or without a space before them; a bare number is bytes. Raises
+    :class:`SizeError` for anything else: negative numbers, bools, floats, other units.
     """
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST:
         return int(value)

@@ -41,7 +41,6 @@ class Allocator(AllocatorState):
         used_elsewhere: device memory outside this allocator: the CUDA context, other processes.
         place_segment: given the size of a new segment, the address where the driver puts it. By
             default addresses increase from a base of the device and are never used again.
-        record: whether to keep the events in :attr:`trace`.
         timeline: the progress of streams as known to the host; one of its own when None.
 
     Raises ``AllocatorError``: a setting is not simulated.
@@ -299,8 +298,7 @@ class Allocator(AllocatorState):
 
         Statistics count the held memory, without history.
 
-        Raises:
-            AllocatorError: the allocator is in use, or has no expandable segments and needs them.
+        Raises ``AllocatorError``: it is in use, or has no expandable segments and needs them.
         """
         if self._every.reserved:
             raise AllocatorError("Only an allocator without segments can be restored to a state.")

@@ -104,10 +104,6 @@ class DeviceMemory:
     def _take(self, size: int) -> bool:
         return size <= self.free if self.shared is None else self.shared.take(size)
 
-    def _give(self, size: int) -> None:
-        if self.shared is not None:
-            self.shared.give(size)
-
     @contextmanager
     def releasing(self, context: Any) -> Iterator[None]:
         """Attribute segments released inside to ``context``; ``None`` changes nothing."""
@@ -181,7 +177,8 @@ class DeviceMemory:
         self.counters.num_device_free += 1
         self.note((action, address, size, free_list.stream, self._releaser or context))
         self.reserve(free_list, -size)
-        self._give(size)
+        if self.shared is not None:
+            self.shared.give(size)
 
 
 FIRST_ADDRESS = 0x7F0000000000

@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from pytest_gpumem.allocator import releases
 from pytest_gpumem.allocator.blocks import SHARED_POOL, SMALL_SIZE, UNLIMITED, Pool, PoolId
 from pytest_gpumem.allocator.messages import AllocatorError
-from pytest_gpumem.allocator.releases import (
-    BYTES_BY_POOL,
-    LAST_SCOPE_FIRST,
-    OOM_REJECTIONS,
-    Version,
-)
+from pytest_gpumem.allocator.releases import Version
 from pytest_gpumem.allocator.statistics import QUANTITIES, Counters, Stat, Tally, stat_dict
 
 Filter = Callable[[int], bool]
@@ -118,7 +114,7 @@ class Pools:
 
     def route(self, stream: int, *, small: bool) -> Pool:
         """Return the pool for an allocation on ``stream``."""
-        latest_first = self.version >= LAST_SCOPE_FIRST
+        latest_first = self.version >= releases.LAST_SCOPE_FIRST
         for identity, accepts in reversed(self.scopes) if latest_first else self.scopes:
             if accepts(stream):
                 return self.by_id[identity].side(small=small)
@@ -129,12 +125,6 @@ class Pools:
         if identity != SHARED_POOL and identity not in self.by_id:
             self.create(identity)
         return self.by_id.get(identity, self.shared).side(small=small)
-
-    def lent(self, *, small: bool) -> Iterator[Pool]:
-        """Yield the pools that lend (``use_on_oom``), oldest first."""
-        for private in self.by_id.values():
-            if private.use_on_oom:
-                yield private.side(small=small)
 
     def private(self) -> Iterator[Pool]:
         """Yield both sides of every private pool."""
@@ -165,7 +155,7 @@ class Pools:
         names = "num_alloc_retries num_ooms num_sync_all_streams num_device_alloc num_device_free"
         result: dict[str, Any] = {name: getattr(counters, name) for name in names.split()}
         result["max_split_size"] = max_split_size
-        if self.version >= OOM_REJECTIONS:
+        if self.version >= releases.OOM_REJECTIONS:
             result["num_oom_rejections"] = counters.num_oom_rejections
         tallies = self.small.tally, self.large.tally
         totals = [tally.allocated_and_freed() for tally in tallies]
@@ -181,7 +171,7 @@ class Pools:
                     ("large_pool", 1, large),
                 )
             }
-        if self.version >= BYTES_BY_POOL:
+        if self.version >= releases.BYTES_BY_POOL:
             result["reserved_bytes_by_private_pools"] = {
                 pool_id: {scope: stat.to_dict() for scope, stat in scopes.items()}
                 for pool_id, scopes in self.reserved.items()

@@ -95,10 +95,8 @@ def checked(snapshot: Json) -> Json:
             if not _is_event(event):
                 _check_event(event, f"event {index} of device {device}")
     lists = [segment.get("blocks") for segment in segments if isinstance(segment, Mapping)]
-    _check_once(
-        [blocks for blocks in lists if blocks is not None],
-        "The snapshot holds the same list of blocks",
-    )
+    known = [blocks for blocks in lists if blocks is not None]
+    _check_once(known, "The snapshot holds the same list of blocks")
     for index, segment in enumerate(segments):
         _check_segment(segment, index)
     if not any(traces):

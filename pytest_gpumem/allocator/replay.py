@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pytest_gpumem.allocator.allocator import Allocator
 from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
@@ -48,22 +48,10 @@ _ELSEWHERE = 1 << 50
 """Addresses for segments that are not in the recording."""
 
 
-class Capacity(Protocol):
-    """A GPU as a replay needs it."""
-
-    @property
-    def name(self) -> str:
-        """Its name in the result."""
-
-    @property
-    def total_memory(self) -> int:
-        """The bytes in ``torch.cuda.get_device_properties(0).total_memory``."""
-
-
 def replay(
     snapshot: Json | str | Path,
     alloc_conf: str | None = None,
-    gpu: Capacity | None = None,
+    gpu: tuple[str, int] | None = None,
     *,
     version: Version | None = None,
     used_elsewhere: int = 0,
@@ -71,8 +59,8 @@ def replay(
 ) -> ReplayResult:
     """Run the recorded allocations and frees through a simulated allocator.
 
-    Arguments, result and errors are those of :func:`pytest_gpumem.replay`; ``gpu`` need not be in
-    its catalogue.
+    Arguments, result and errors are those of :func:`pytest_gpumem.replay`; ``gpu`` is any name with
+    the bytes of its memory.
     """
     data = checked(load_snapshot(snapshot) if isinstance(snapshot, str | Path) else snapshot)
     rules = release_of(data) if version is None else version
@@ -85,7 +73,7 @@ def replay(
         tried = _Plan(
             settings,
             follow=replace(settings, conf=recorded.settings.conf) == recorded.settings,
-            capacity=gpu.total_memory if gpu else None,
+            capacity=gpu[1] if gpu else None,
             used_elsewhere=used_elsewhere if gpu else 0,
         )
     final: dict[int, list[Json]] = {}
@@ -108,7 +96,7 @@ def replay(
         devices=devices,
         recorded_conf=recorded.settings.conf,
         alloc_conf=alloc_conf,
-        gpu=gpu.name if gpu else None,
+        gpu=gpu[0] if gpu else None,
         version=rules,
     )
 

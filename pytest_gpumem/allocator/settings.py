@@ -12,15 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from pytest_gpumem.allocator import releases
 from pytest_gpumem.allocator.blocks import DIVISION_SLOTS, LARGE_SEGMENT, MIN_LARGE_ALLOC
 from pytest_gpumem.allocator.messages import AllocatorError
-from pytest_gpumem.allocator.releases import (
-    GENERIC_CONFIG,
-    LARGE_SEGMENT_FIRST,
-    NEWEST,
-    OLDEST,
-    Version,
-)
+from pytest_gpumem.allocator.releases import NEWEST, OLDEST, Version
 from pytest_gpumem.quoting import MOST, printable, quoted
 from pytest_gpumem.sizes import GIB, MIB
 
@@ -40,16 +35,6 @@ class Reserve(NamedTuple):
 
     value: float
     is_fraction: bool
-
-    def bytes_of(self, total_memory: int) -> int:
-        """Return the bytes on a device of ``total_memory``, at most the default of 9/8 of it."""
-        exact = self.value * (total_memory if self.is_fraction else GIB)
-        return int(min(exact, float(full_reserve(total_memory))))
-
-
-def full_reserve(total_memory: int) -> int:
-    """Return the bytes of addresses that an expandable segment reserves by default."""
-    return total_memory + total_memory // 8
 
 
 @dataclass(frozen=True)
@@ -96,16 +81,19 @@ class AllocatorSettings:
         return _Parser(conf or "", version, previous).settings()
 
     def address_space(self, total_memory: int) -> int:
-        """Return the bytes of addresses that a new expandable segment reserves."""
-        reserve = self.expandable_segments_reserve
-        return full_reserve(total_memory) if reserve is None else reserve.bytes_of(total_memory)
+        """Return the bytes of addresses that a new expandable segment reserves: at most 9/8."""
+        most = total_memory + total_memory // 8
+        if (reserve := self.expandable_segments_reserve) is None:
+            return most
+        exact = reserve.value * (total_memory if reserve.is_fraction else GIB)
+        return int(min(exact, float(most)))
 
 
 class _Parser:
     """Reads one string for one torch version."""
 
     def __init__(self, conf: str, version: Version, previous: AllocatorSettings | None) -> None:
-        self.generic = version >= GENERIC_CONFIG
+        self.generic = version >= releases.GENERIC_CONFIG
         found = re.findall(r"[,:\[\]]|[^,:\[\]]+", re.sub(r"\s", "", conf))
         self.tokens: list[str] = [*found, ""]  # the empty one is the end
         self.index = 0
@@ -147,9 +135,10 @@ class _Parser:
 
     def _read_large_segment(self) -> None:
         """2.11 reads this key before all others: it is the minimum and default of two of them."""
-        if "large_segment_size_mb" not in self.tokens or self.result.version < LARGE_SEGMENT_FIRST:
+        key = "large_segment_size_mb"
+        if key not in self.tokens or self.result.version < releases.LARGE_SEGMENT_FIRST:
             return
-        self.index = self.tokens.index("large_segment_size_mb") + 1
+        self.index = self.tokens.index(key) + 1
         self._expect(":")
         size = self._integer() * MIB
         if size <= MIN_LARGE_ALLOC:

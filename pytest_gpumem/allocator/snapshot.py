@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from pytest_gpumem.allocator import releases
 from pytest_gpumem.allocator.blocks import (
     SHARED_POOL,
     Block,
@@ -23,15 +24,7 @@ from pytest_gpumem.allocator.blocks import (
 from pytest_gpumem.allocator.device_memory import DeviceMemory, ExpandableSegments
 from pytest_gpumem.allocator.messages import AllocatorError
 from pytest_gpumem.allocator.private_pools import Pools
-from pytest_gpumem.allocator.releases import (
-    BYTES_BY_POOL,
-    COMPILE_CONTEXT,
-    HOST_MEMORY,
-    POOL_OF_EVENT,
-    REUSE_SETTING,
-    USER_METADATA,
-    Version,
-)
+from pytest_gpumem.allocator.releases import Version
 from pytest_gpumem.allocator.settings import AllocatorSettings
 from pytest_gpumem.allocator.state import AllocatorState
 from pytest_gpumem.allocator.trace import Contexts, RawEntry, Recording, Trace, TraceEntry
@@ -70,7 +63,7 @@ def snapshot(
         "allocator_settings": settings_dict(settings, allocators[0].version),
         "external_annotations": [],
     }
-    if allocators[0].version >= HOST_MEMORY:
+    if allocators[0].version >= releases.HOST_MEMORY:
         result |= {"host_segments": [], "host_traces": []}
     return result
 
@@ -152,11 +145,11 @@ def _trace_dict(
         "stream": int(entry.stream),
         "time_us": time,
     }
-    if version >= COMPILE_CONTEXT:
+    if version >= releases.COMPILE_CONTEXT:
         result["compile_context"] = "N/A"
-    if version >= USER_METADATA:
+    if version >= releases.USER_METADATA:
         result["user_metadata"] = ""
-    if version >= POOL_OF_EVENT:
+    if version >= releases.POOL_OF_EVENT:
         result["pool_id"] = entry.pool_id
     # torch shows no stack elsewhere (record_trace).
     if entry.context is not None and not (recording and recording.contexts < Contexts.ALLOC):
@@ -175,9 +168,9 @@ def settings_dict(settings: AllocatorSettings, version: Version) -> Json:
         "release_lock_on_cudamalloc": settings.release_lock_on_cudamalloc,
         "pinned_use_cuda_host_register": settings.pinned_use_cuda_host_register,
     }
-    if version >= REUSE_SETTING:
+    if version >= releases.REUSE_SETTING:
         result["graph_capture_record_stream_reuse"] = settings.graph_capture_record_stream_reuse
-    if version >= BYTES_BY_POOL:
+    if version >= releases.BYTES_BY_POOL:
         result["max_round_threshold"] = _or_unlimited(settings.pinned_max_round_threshold)
         result["max_cached_size"] = _or_unlimited(settings.pinned_max_cached_size)
     result["roundup_power2_divisions"] = {

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
+from pytest_gpumem.allocator import releases
 from pytest_gpumem.allocator.blocks import SHARED_POOL, TOO_LARGE, UNLIMITED, Block, PoolId
 from pytest_gpumem.allocator.device_memory import DeviceMemory, RisingAddresses
 from pytest_gpumem.allocator.messages import AllocatorError
 from pytest_gpumem.allocator.private_pools import Filter, Pools
-from pytest_gpumem.allocator.releases import (
-    CAPTURE_OF_STREAM,
-    FRACTION_ROUNDED,
-    REUSE_IN_CAPTURE,
-    WHOLE_DEVICE_UNLIMITED,
-    Version,
-)
+from pytest_gpumem.allocator.releases import Version
 from pytest_gpumem.allocator.settings import AllocatorSettings, SettingsError
 from pytest_gpumem.allocator.statistics import Stat
 from pytest_gpumem.allocator.stream_uses import StreamUses
 from pytest_gpumem.allocator.supply import Supply
 from pytest_gpumem.allocator.trace import RawEntry, Timeline, Trace
-
-_ignore: Callable[[object], None] = deque[object](maxlen=0).append
-"""Sink of events when none are kept: a queue of length 0 costs the least."""
 
 
 class AllocatorState:
@@ -38,8 +29,8 @@ class AllocatorState:
     # Attributes in slots: an object with more than thirty would find them by hashing.
     __slots__ = tuple(
         """
-        _captures _divisions _every _large _large_lists _live _max_split _note _only_best_fit
-        _plain_below _shown_max_split _small _small_lists _split_below _supply _uses device
+        _divisions _every _large _large_lists _live _max_split _note _only_best_fit
+        _plain_below _shown_max_split _small _small_lists _split_below _supply _uses captures device
         is_capturing memory pools settings trace version
         """.split()
     )
@@ -53,7 +44,6 @@ class AllocatorState:
         *,
         used_elsewhere: int = 0,
         place_segment: Callable[[int], int] | None = None,
-        record: bool = True,
         timeline: Timeline | None = None,
     ) -> None:
         self.settings = AllocatorSettings(version=version) if settings is None else settings
@@ -64,7 +54,7 @@ class AllocatorState:
         self.version = version
         self.device = device
         events: list[Any] = []
-        self._note: Callable[[RawEntry], None] = events.extend if record else _ignore
+        self._note: Callable[[RawEntry], None] = events.extend
         self.trace = Trace(events)
         """Every event so far, in order."""
         self.pools = Pools(version)
@@ -77,8 +67,9 @@ class AllocatorState:
         place = place_segment or RisingAddresses(device)
         self.memory = DeviceMemory(total_memory, used_elsewhere, place, self.pools, self._note)
         """The memory that it holds from the device."""
-        self._captures = 0
-        self.is_capturing: Callable[[], bool] = lambda: self._captures > 0
+        self.captures = 0
+        """Captures of streams that are under way on this device (``markCaptureBegin``)."""
+        self.is_capturing: Callable[[], bool] = lambda: True
         """Function that tests whether the current stream is being captured; called in captures."""
         self._uses = StreamUses(device, timeline or Timeline(), self.memory, self._in_capture)
         self._supply = Supply(device, self.pools, self.memory, self._uses)
@@ -99,8 +90,7 @@ class AllocatorState:
         Cached segments stay what they are; the memory fraction and ``max_split_size`` of the
         statistics are those of the start, as in torch.
 
-        Raises:
-            SettingsError: torch rejects it; what was read before the error holds, as in torch.
+        Raises ``SettingsError``: torch rejects it; what was read before the error holds.
         """
         try:
             self.settings = AllocatorSettings.parse(conf, self.version, self.settings)
@@ -121,9 +111,9 @@ class AllocatorState:
         if not 0.0 <= fraction <= 1.0:
             raise AllocatorError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
         exact = fraction * self.total_memory
-        if self.version >= WHOLE_DEVICE_UNLIMITED and fraction >= 1.0:
+        if self.version >= releases.WHOLE_DEVICE_UNLIMITED and fraction >= 1.0:
             self.memory.limit = None
-        elif self.version >= FRACTION_ROUNDED:
+        elif self.version >= releases.FRACTION_ROUNDED:
             self.memory.limit = math.floor(exact + 0.5)
         else:
             self.memory.limit = int(exact)
@@ -148,17 +138,10 @@ class AllocatorState:
         Raises ``AllocatorError``: it was not begun, in torch's words.
         """
         self.pools.close(pool)
-        if self.settings.graph_capture_record_stream_reuse and self.version >= REUSE_IN_CAPTURE:
+        reuses = self.settings.graph_capture_record_stream_reuse
+        if reuses and self.version >= releases.REUSE_IN_CAPTURE:
             self._uses.end_capture(pool)
         self._route()
-
-    def mark_capture_begin(self) -> None:
-        """Note that a stream capture begins on this device."""
-        self._captures += 1
-
-    def mark_capture_end(self) -> None:
-        """Note that a stream capture has ended."""
-        self._captures -= 1
 
     def stats(self) -> dict[str, Any]:
         """Return the dict of ``torch._C._cuda_memoryStats(device)`` in this torch version."""
@@ -220,11 +203,6 @@ class AllocatorState:
         """Highest :attr:`reserved` since the last reset (``max_memory_reserved``)."""
         return self._every.reserved_peak
 
-    @property
-    def free_memory(self) -> int:
-        """Bytes free on the device, as in ``mem_get_info``."""
-        return self.memory.free
-
     def block(self, address: int) -> int:
         """Return the size of the live block that starts at ``address``, in bytes."""
         found = self._live.get(address) or self._uses.live.get(address)
@@ -267,7 +245,6 @@ class AllocatorState:
         return self._uses.is_pending(block)
 
     def _configure(self) -> None:
-        """Apply the settings."""
         settings = self.settings
         divisions = settings.roundup_power2_divisions
         self._divisions = divisions if any(divisions) else None
@@ -292,9 +269,9 @@ class AllocatorState:
 
         Up to 2.12 any open scope counts, from 2.13 on only the capture of the current stream.
         """
-        if self.version < CAPTURE_OF_STREAM:
+        if self.version < releases.CAPTURE_OF_STREAM:
             return bool(self.pools.scopes)
-        return self._captures > 0 and self.is_capturing()
+        return self.captures > 0 and self.is_capturing()
 
     def _live_ones(self) -> Iterator[Block]:
         return chain(self._live.values(), self._uses.live.values())

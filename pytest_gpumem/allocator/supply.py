@@ -63,7 +63,6 @@ class Supply:
         self._memory.oversize = self._max_split
         if settings.garbage_collection_threshold > 0.0 and not self._collects:
             self._collects = True
-            self._pools.small.replace_blocks(AgedBlocks)
             self._pools.large.replace_blocks(AgedBlocks)
         if settings.expandable_segments:
             if self.expandable is None:
@@ -185,8 +184,10 @@ class Supply:
         """Return a free block of a pool that lends (``try_mempool_fallback``): plain ones only."""
         if free_list.pool.identity != SHARED_POOL:
             return None
-        for pool in self._pools.lent(small=rounded <= SMALL_SIZE):
-            lent = pool.free_list(free_list.stream)
+        for pool in self._pools.by_id.values():  # the oldest first
+            if not pool.use_on_oom:
+                continue
+            lent = pool.side(small=rounded <= SMALL_SIZE).free_list(free_list.stream)
             block = self._take_fitting(lent, _smallest_plain(lent, rounded), rounded)
             if block is not None:
                 return block

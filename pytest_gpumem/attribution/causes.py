@@ -41,8 +41,6 @@ from pytest_gpumem.attribution.program_causes import (
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import listed
 
-__all__ = ["Growth", "Side", "absolute_cause", "cause_of", "leak_cause"]
-
 CAST = "Tensor.to"
 """The operator by which autograd sees ``float()``, ``half()`` and ``to(dtype)``."""
 
@@ -163,7 +161,7 @@ def _inputs(growth: Growth) -> Evidence:
         if site.shape and block_size(site) == change.bytes // site.count:  # all are of one shape
             more = f"{site.count} × {shape_text(site.shape)}"
         where = f": {site_text(site)} holds {more} more"
-    held = [side.categories.get(INPUTS, 0) for side in (growth.now, growth.before)]
+    held = [side.categories[INPUTS] for side in (growth.now, growth.before)]
     sizes = f"{format_size(held[0])}, {format_size(held[1])} before"
     yield held[0] - held[1], f"the inputs hold {sizes}{where}"
 

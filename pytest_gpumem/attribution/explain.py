@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
@@ -34,8 +34,7 @@ class Change:
     """The site as it is now; of more blocks of the same size, only as many as there are more."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form; ``each`` is present where only whole blocks of one size were added
-        or removed."""
+        """Return the JSON form; ``each`` is there where whole blocks of one size came or went."""
         size = block_size(self.site)
         whole = size is not None and size * self.site.count == abs(self.bytes)
         return {
@@ -248,9 +247,9 @@ class Side:
     facts: Facts = field(default_factory=dict)
 
     @cached_property
-    def categories(self) -> Mapping[str, int]:
+    def categories(self) -> Counter[str]:
         """The bytes by category."""
-        found: defaultdict[str, int] = defaultdict(int)
+        found = Counter[str]()
         for site in self.sites:
             found[site.category] += site.bytes
         return found
@@ -280,10 +279,7 @@ class Growth:
 
     def gained(self, *categories: str) -> int:
         """Return by how much these categories together grew."""
-        return sum(
-            self.now.categories.get(one, 0) - self.before.categories.get(one, 0)
-            for one in categories
-        )
+        return sum(self.now.categories[one] - self.before.categories[one] for one in categories)
 
     @property
     def compares_facts(self) -> bool:
@@ -292,8 +288,7 @@ class Growth:
 
 
 def largest_gain(growth: Growth) -> Change | None:
-    """Return what one line added most of by one operator, one with a place or an operator where
-    there is one."""
+    """Return what one line added most of by one operator; one with a place or an operator first."""
     groups: defaultdict[object, list[Change]] = defaultdict(list)
     for index, change in enumerate(growth.gains):
         site = change.site

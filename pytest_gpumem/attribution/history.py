@@ -156,14 +156,10 @@ class History:
                 peaks[phase.name] = highest, phase.begin + window.index(highest) - 1
         return {name: position for name, (_, position) in peaks.items()}
 
-    def allocated(self) -> list[int]:
-        """Return the bytes in live blocks before each event, and after the last."""
-        return self.allocated_by(self.lifetimes)
-
-    def allocated_by(self, lives: Iterable[BlockLifetime]) -> list[int]:
-        """Return the bytes of ``lifetimes`` that are live before each event, and after the last."""
+    def allocated(self, lives: Iterable[BlockLifetime] | None = None) -> list[int]:
+        """Return the bytes of ``lives``, or of all, before each event and after the last."""
         changes = [0] * (self.length + 1)
-        for life in lives:
+        for life in self.lifetimes if lives is None else lives:
             changes[life.made_at + 1] += life.nbytes
             if life.freed_at < self.length:
                 changes[life.freed_at + 1] -= life.nbytes

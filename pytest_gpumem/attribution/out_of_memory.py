@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_gpumem.allocator.recording import SnapshotError
+from pytest_gpumem.allocator.recording import Json, SnapshotError
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.attribution.history import SUPPLY
@@ -21,8 +21,6 @@ REMEDIES = (
     "garbage_collection_threshold:0.8",
 )
 """Settings of PYTORCH_CUDA_ALLOC_CONF that are tried, in the order of recommendation."""
-
-Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

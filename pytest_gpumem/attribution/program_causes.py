@@ -209,8 +209,7 @@ def _copied_model(growth: Growth) -> Evidence:
 
 
 def _second_parameters(growth: Growth) -> Change | None:
-    """Return the growth by a copied module: as many parameters again, not the same ones in more
-    bytes."""
+    """Return the growth by a copied module: as many parameters again, not larger ones."""
     now, before = (_parameters_of(side) for side in (growth.now, growth.before))
     new = [one for one in growth.gains if one.site.category == PARAMETERS]
     if not new or now < 2 * before:
@@ -222,7 +221,7 @@ def _second_parameters(growth: Growth) -> Change | None:
 def _clones(growth: Growth) -> Change | None:
     """Return a line that made a tensor of each parameter's size, in their dtype or in float32 of
     half of it; a GPU's record does not tell copies from activations."""
-    blocks, held = _parameters_of(growth.now), growth.now.categories.get(PARAMETERS, 0)
+    blocks, held = _parameters_of(growth.now), growth.now.categories[PARAMETERS]
     for change in growth.changes:
         made = change.change == "new" and change.site.category in (OTHER, ACTIVATIONS)
         if made and blocks > 1 and change.site.count == blocks and change.bytes in (held, 2 * held):

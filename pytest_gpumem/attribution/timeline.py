@@ -38,7 +38,7 @@ def timeline_of(history: History, stray_reserved: int = 0) -> dict[str, Any] | N
         lives[category_of(history, life)].append(life)
     totals = {}
     for category in CATEGORIES:
-        allocated = history.allocated_by(lives[category])
+        allocated = history.allocated(lives[category])
         if any(series := [allocated[position] for position in kept]):
             totals[category] = series
     line: dict[str, Any] = {

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
@@ -40,65 +40,58 @@ class MeasuredTest:
 class Collected:
     """The tests that this session collected: the proof that a test no longer exists.
 
-    ``ids`` holds the test ids of each module that was collected, deselected tests included. A
-    module counts as collected completely unless ``incomplete`` gives a reason: a node id was given
-    for it, its collection failed, or a plugin filtered it while it was collected (``--lf``).
+    A module counts as collected completely unless ``incomplete`` gives a reason: a node id was
+    given for it, its collection failed, or a plugin filtered it while it was collected (``--lf``).
     Reasons complete the sentence "2 stored tests not pruned: ...".
     """
 
     rootpath: Path
     """Pytest's rootdir, to which module paths are relative."""
-    ids: Mapping[str, frozenset[str]]
+    nodeids: Iterable[str]
+    """Of all collected items, deselected ones included."""
     incomplete: Mapping[str, str] = field(default_factory=dict)
     """Reason by module why its ids may be incomplete."""
     partial: str = ""
     """Reason why modules may exist that were not collected: ``paths were given``; empty if none."""
     narrowed: str = ""
     """Reason why any module may have more tests than were collected; empty if none."""
+    ran: frozenset[tuple[str, str]] = frozenset()
+    """Modules and ids of tests that ran, whether they were collected or not."""
 
-    @classmethod
-    def of(
-        cls,
-        rootpath: Path,
-        nodeids: Iterable[str],
-        incomplete: Mapping[str, str] | None = None,
-        partial: str = "",
-        narrowed: str = "",
-    ) -> Collected:
-        """Return the value for the node ids of all collected items, deselected ones included."""
+    @cached_property
+    def ids(self) -> Mapping[str, set[str]]:
+        """The test ids of each module that was collected."""
         ids: dict[str, set[str]] = defaultdict(set)
-        for nodeid in nodeids:
+        for nodeid in self.nodeids:
             module, test_id = split_nodeid(nodeid)
             ids[module].add(test_id)
-        frozen = {module: frozenset(found) for module, found in ids.items()}
-        return cls(rootpath, frozen, incomplete or {}, partial, narrowed)
+        return dict(ids)
 
+    def doubt(self, module: str) -> str:
+        """Return why entries of ``module`` that were not collected may still have their tests."""
+        reason = self.incomplete.get(module) or self.narrowed
+        if reason or module in self.ids:
+            return reason
+        exists = (self.rootpath / module).exists()
+        return self.partial or f"{module} exists, but nothing was collected from it" * exists
 
-@dataclass(frozen=True)
-class GoneTests:
-    """A filter of stored tests that no longer exist; ``ran`` are modules and ids that ran."""
-
-    collected: Collected
-    ran: frozenset[tuple[str, str]]
-
-    def among(self, module: str, stored: Iterable[str]) -> tuple[list[str], Mapping[str, int]]:
-        """Return the gone ids of ``stored`` ones in ``module``, and how many are in doubt by
-        reason.
+    def gone(self, module: str, stored: Iterable[str]) -> tuple[list[str], Mapping[str, int]]:
+        """Return the gone ids of ``stored`` ones in ``module``, and the number in doubt by reason.
 
         A test whose function is still in its module was hidden, by an option or a plugin. Of a
         function that was collected with other parameters, a parameter is gone.
         """
-        ids = self.collected.ids.get(module, frozenset())
+        ids = self.ids.get(module, ())
         unseen = [i for i in stored if i not in ids and (module, i) not in self.ran]
         if not unseen:
             return [], {}
-        if doubt := _doubt(module, self.collected):
+        if doubt := self.doubt(module):
             return [], {doubt: len(unseen)}
         known = {function_of(test_id) for test_id in ids}
         gone, doubts = [], Counter[str]()
         for test_id in unseen:
             name = function_of(test_id)
-            if name not in known and name in _functions_in(self.collected.rootpath / module):
+            if name not in known and name in _functions_in(self.rootpath / module):
                 doubts[f"{module} still defines {name}, which was not collected"] += 1
             else:
                 gone.append(test_id)
@@ -126,15 +119,6 @@ def _functions(node: ast.AST, owner: str) -> Iterable[str]:
             yield from _functions(child, f"{owner}{child.name}::")
         else:  # under a condition, for instance
             yield from _functions(child, owner)
-
-
-def _doubt(module: str, collected: Collected) -> str:
-    """Return why entries of ``module`` that were not collected may still have their tests."""
-    reason = collected.incomplete.get(module) or collected.narrowed
-    if reason or module in collected.ids:
-        return reason
-    exists = (collected.rootpath / module).exists()
-    return collected.partial or f"{module} exists, but nothing was collected from it" * exists
 
 
 T = TypeVar("T", bound=Hashable)
@@ -165,11 +149,11 @@ def unused_baselines(
 
     Only those that ``collected`` proves gone; unreadable files are reported elsewhere.
     """
-    gone = GoneTests(collected, frozenset(split_nodeid(test.nodeid) for test in tests))
+    collected = replace(collected, ran=frozenset(split_nodeid(test.nodeid) for test in tests))
     environments = {test.environment.key: test.environment for test in tests}
     found: list[Unused] = []
     for environment in environments.values():
-        unused = list(_unused(store, environment, gone))
+        unused = list(_unused(store, environment, collected))
         new = _new_tests(store, environment, tests) if unused else {}
         named = successors(
             {one.nodeid: _numbers(one.entry) for one in unused},
@@ -183,12 +167,14 @@ def unused_baselines(
     return sorted(found, key=lambda one: (one.environment.key, one.nodeid))
 
 
-def _unused(store: BaselineStore, environment: Environment, gone: GoneTests) -> Iterator[Unused]:
+def _unused(
+    store: BaselineStore, environment: Environment, collected: Collected
+) -> Iterator[Unused]:
     for module in store.modules(environment):
-        if not _doubt(module, gone.collected):  # whichever are stored
+        if not collected.doubt(module):  # whichever are stored
             with suppress(BaselineError):
                 entries = store.load(environment, module)
-                for test_id in gone.among(module, entries)[0]:
+                for test_id in collected.gone(module, entries)[0]:
                     yield Unused(f"{module}::{test_id}", environment, entries[test_id])
 
 
@@ -200,7 +186,8 @@ def _new_tests(
     for test in tests:
         if test.environment == environment and test.wanted:
             with suppress(BaselineError):
-                if store.entry(environment, *split_nodeid(test.nodeid)) is None:
+                module, test_id = split_nodeid(test.nodeid)
+                if test_id not in store.load(environment, module):
                     found[test.nodeid] = BaselineEntry.of(test.measurement)
     return found
 

@@ -9,9 +9,9 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pytest_gpumem.attribution.causes import Growth, Side, absolute_cause, cause_of, leak_cause
+from pytest_gpumem.attribution.causes import absolute_cause, cause_of, leak_cause
 from pytest_gpumem.attribution.composition import Site
-from pytest_gpumem.attribution.explain import Change, explain, holdings
+from pytest_gpumem.attribution.explain import Change, Growth, Side, explain, holdings
 from pytest_gpumem.baseline.store import BaselineEntry
 from pytest_gpumem.baseline.verdict import Improvement, Verdict
 from pytest_gpumem.marker import Expectation
@@ -22,10 +22,6 @@ from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.prediction import PredictedTest
 
 UpdateMode = Literal["all", "new"]
-
-SIMULATED_TOLERANCE = Tolerance(0.0, 0)
-"""Simulated numbers repeat byte for byte."""
-MEASURED_TOLERANCE = Tolerance(1.0, MIB)
 
 NOTHING_STORED = (
     "the baseline has no source lines, so what grew cannot be shown: check out the old code and "
@@ -48,8 +44,11 @@ class Judgement:
 
 
 def default_tolerance_for(exact: bool) -> Tolerance:
-    """Return the tolerance that applies where neither marker nor option states one."""
-    return SIMULATED_TOLERANCE if exact else MEASURED_TOLERANCE
+    """Return the tolerance that applies where neither marker nor option states one.
+
+    ``exact`` numbers, simulated or dry ones, repeat byte for byte.
+    """
+    return Tolerance(0.0, 0) if exact else Tolerance(1.0, MIB)
 
 
 def missing_text(
@@ -99,25 +98,17 @@ def judge(
     """Return the judgement of a marked test whose body passed, on one device.
 
     ``baseline`` is the test's entry for ``environment``; ``elsewhere`` has those of other
-    environments, which are shown and never compared. The tolerance is the expectation's, else
-    nothing when simulated and ``1% + 1MiB`` when measured. ``used_elsewhere`` means that the test
+    environments, which are shown and never compared. ``used_elsewhere`` means that the test
     allocated on another device, so that nothing on this one is no failure; baselines belong to one
     device, so for the others the caller passes an expectation with ``baseline=False``. A limit on a
     phase that did not run fails, for it checks nothing; not so the project's ``default_phases``,
     which no test has to have.
 
-    Whether a baseline is compared is the marker's ``baseline``:
-
-    - ``True``: compared; where none is stored the test fails, in a fresh checkout too, and its
-      text gives the command that records one.
-    - not stated: compared where one is stored. Where none is, the test passes and is listed as
-      without baseline, so that a project with limits only, or one checked out on a machine whose
-      environment is not recorded yet, is not red; unless ``require_baseline``, which stands for
-      ``--gpumem-require-baselines`` given by the user. Where CI turned that option on by itself it
-      is for tests with ``baseline=True``, which fail in any case: the caller passes ``False``.
-    - ``False``: never compared, never missed.
-
-    While baselines are updated none is missed, and with ``all`` none is compared: the update
+    Where the marker does not state ``baseline``, a test without one passes and is listed, so that a
+    project with limits only, or one checked out on a machine whose environment is not recorded yet,
+    is not red; unless ``require_baseline``, which stands for ``--gpumem-require-baselines`` given
+    by the user: where CI turned it on it is for tests with ``baseline=True``, which fail in any
+    case. While baselines are updated none is missed, and with ``all`` none is compared: the update
     reports what changed.
     """
     judged = _Judged(measurement, environment.gpu)
@@ -146,18 +137,14 @@ def judge(
 
 
 def judge_prediction(
-    measurement: Measurement,
-    predicted: PredictedTest,
-    tolerance: Tolerance,
-    environment: Environment,
+    measurement: Measurement, predicted: PredictedTest, tolerance: Tolerance, gpu: str
 ) -> tuple[Verdict, ...]:
     """Return the verdicts on a measured test's prediction, as a whole and phase by phase.
 
     A peak may differ by ``tolerance`` to either side: a prediction that is too high is wrong, too.
     A prediction that could not be made fails, and so does a phase that only one of them has.
     """
-    judged = _Judged(measurement, environment.gpu)
-    return tuple(judged.against_prediction(predicted, tolerance))
+    return tuple(_Judged(measurement, gpu).against_prediction(predicted, tolerance))
 
 
 _Compared = tuple[int, Tolerance]

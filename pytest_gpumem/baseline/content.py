@@ -172,22 +172,16 @@ class Entries(MutableMapping[str, BaselineEntry]):
     def __init__(self, data: Mapping[str, Any]) -> None:
         self._data = dict(data)
         """The JSON form, as it was read, of unchanged entries."""
-        self._built: dict[str, BaselineEntry] = {}
 
     def __getitem__(self, test_id: str) -> BaselineEntry:
-        if test_id not in self._built:
-            self._built[test_id] = BaselineEntry.from_dict(self._data[test_id])
-        return self._built[test_id]
+        return BaselineEntry.from_dict(self._data[test_id])
 
     def __setitem__(self, test_id: str, entry: BaselineEntry) -> None:
-        if self.get(test_id) == entry:
-            return  # an equal entry in another form is kept
-        self._built[test_id] = entry
-        self._data[test_id] = entry.to_dict()
+        if self.get(test_id) != entry:  # an equal entry in another form is kept
+            self._data[test_id] = entry.to_dict()
 
     def __delitem__(self, test_id: str) -> None:
         del self._data[test_id]
-        self._built.pop(test_id, None)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._data)
@@ -197,12 +191,6 @@ class Entries(MutableMapping[str, BaselineEntry]):
 
     def __contains__(self, test_id: object) -> bool:
         return test_id in self._data
-
-    def copy(self) -> Entries:
-        """Return the same for changing."""
-        copy = Entries(self._data)
-        copy._built = dict(self._built)
-        return copy
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form of all of them."""

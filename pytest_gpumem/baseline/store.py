@@ -15,7 +15,6 @@ from pytest_gpumem.baseline.content import (
     BaselineError,
     BaselineFile,
     Entries,
-    StoredPeak,
     file_bytes,
     parse,
     read_file,
@@ -28,14 +27,7 @@ from pytest_gpumem.jsonfile import replace_file
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.values.environment import Environment
 
-__all__ = [
-    "BaselineEntry",
-    "BaselineError",
-    "BaselineStore",
-    "StoredPeak",
-    "read_folder",
-    "split_nodeid",
-]
+__all__ = ["BaselineEntry", "BaselineError", "BaselineStore", "read_folder", "split_nodeid"]
 
 Edit = Callable[[MutableMapping[str, BaselineEntry]], object]
 """A function that edits a module's entries; called again if the file has changed since."""
@@ -56,9 +48,8 @@ def split_nodeid(nodeid: str) -> tuple[str, str]:
 class BaselineStore:
     """The baselines under one folder.
 
-    Reading keeps what it read; every method that writes reads the file again first. A file that is
-    damaged, of another kind or of another environment raises :class:`BaselineError` and is never
-    overwritten.
+    Reading keeps what it read; writing reads the file again first. A file that is damaged, or of
+    another kind or environment, raises :class:`BaselineError` and is never overwritten.
     """
 
     def __init__(self, root: Path, patience: float = PATIENCE) -> None:
@@ -66,22 +57,23 @@ class BaselineStore:
         self._loaded: dict[Path, BaselineFile | None] = {}
         self._locks = Locks(root, patience)
 
-    def path(self, environment: Environment, module: str) -> Path:
-        """Return the file of the test module ``module``, a path relative to pytest's rootdir.
+    def path(self, key: str, module: str) -> Path:
+        """Return the file of an environment's ``key`` and of ``module``, a path below the rootdir.
 
-        Raises :class:`BaselineError` where the module lies outside the rootdir.
+        Raises :class:`BaselineError` where the module lies outside pytest's rootdir.
         """
-        return self._path(environment.key, module)
+        parts = PurePosixPath(module).parts
+        if not parts or ".." in parts or Path(module).is_absolute():
+            raise BaselineError(
+                f"{quoted(module)} lies outside pytest's rootdir, so its baselines have no place "
+                f"under {self.root}; set --rootdir to a folder that holds it"
+            )
+        return self.root.joinpath(key, *parts[:-1], f"{parts[-1]}.json")
 
     def load(self, environment: Environment, module: str) -> Mapping[str, BaselineEntry]:
         """Return the entries of a module by test id, empty where there is no file."""
         content = self._content(environment.key, module)
         return content.tests if content else {}
-
-    def read(self, environment: Environment, module: str) -> Mapping[str, BaselineEntry]:
-        """Return the entries as :meth:`load` does, from the file as it is now."""
-        self._loaded.pop(self.path(environment, module), None)
-        return self.load(environment, module)
 
     def entry(self, environment: Environment, module: str, test_id: str) -> BaselineEntry | None:
         """Return the entry of one test, ``None`` where it has none in this environment."""
@@ -121,10 +113,10 @@ class BaselineStore:
         others. Atomic: a reader sees the old file or the new one, even if a process is killed.
         Without tests the file is removed, with folders left empty.
         """
-        path = self.path(environment, module)
+        path = self.path(environment.key, module)
         self._loaded.pop(path, None)
-        before = _State(path, environment.key)
-        if (tests := before.edited(edit)) is None:
+        content = file_bytes(path)
+        if (tests := _edited(path, content, environment.key, edit)) is None:
             return None
         if path.is_symlink():
             raise BaselineError(
@@ -133,8 +125,8 @@ class BaselineStore:
             )
         try:
             with self._locks.holding() as draft:
-                if file_bytes(path) != before.content:
-                    tests = _State(path, environment.key).edited(edit)
+                if (now := file_bytes(path)) != content:
+                    tests = _edited(path, now, environment.key, edit)
                 if tests is None:
                     return None
                 if tests:
@@ -147,17 +139,8 @@ class BaselineStore:
         except OSError as error:
             raise unusable("written", path, error) from error
 
-    def _path(self, key: str, module: str) -> Path:
-        parts = PurePosixPath(module).parts
-        if not parts or ".." in parts or Path(module).is_absolute():
-            raise BaselineError(
-                f"{quoted(module)} lies outside pytest's rootdir, so its baselines have no place "
-                f"under {self.root}; set --rootdir to a folder that holds it"
-            )
-        return self.root.joinpath(key, *parts[:-1], f"{parts[-1]}.json")
-
     def _content(self, key: str, module: str) -> BaselineFile | None:
-        path = self._path(key, module)
+        path = self.path(key, module)
         if path not in self._loaded:
             self._loaded[path] = read_file(path, key)
         return self._loaded[path]
@@ -170,17 +153,9 @@ class BaselineStore:
             folder.rmdir()
 
 
-class _State:
-    """The content of a file when it was read."""
-
-    def __init__(self, path: Path, key: str) -> None:
-        self.content = file_bytes(path)
-        """Its bytes, ``None`` where there was no file."""
-        parsed = None if self.content is None else parse(path, self.content, key)
-        self._tests = parsed.tests if parsed else Entries({})
-
-    def edited(self, edit: Edit) -> Entries | None:
-        """Return the content that ``edit`` makes of it, ``None`` if the same."""
-        tests = self._tests.copy()
-        edit(tests)
-        return None if tests.to_dict() == self._tests.to_dict() else tests
+def _edited(path: Path, content: bytes | None, key: str, edit: Edit) -> Entries | None:
+    """Return the entries that ``edit`` makes of a file's ``content``, ``None`` if the same."""
+    before = {} if content is None else parse(path, content, key).tests.to_dict()
+    tests = Entries(before)
+    edit(tests)
+    return None if tests.to_dict() == before else tests

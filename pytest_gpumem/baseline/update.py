@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pytest_gpumem.baseline.collected import Collected, GoneTests, MeasuredTest
+from pytest_gpumem.baseline.collected import Collected, MeasuredTest
 from pytest_gpumem.baseline.compare import UpdateMode
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.baseline.verdict import format_percent
@@ -86,10 +86,11 @@ def update_baselines(
                 module, test_id = split_nodeid(test.nodeid)
                 plan(test.environment, module).measured.append((test_id, entry))
         if prune and collected is not None:
-            gone = GoneTests(collected, frozenset(split_nodeid(test.nodeid) for test in tests))
+            ran = frozenset(split_nodeid(test.nodeid) for test in tests)
+            collected = replace(collected, ran=ran)
             for environment in {test.environment.key: test.environment for test in tests}.values():
                 for module in store.modules(environment):
-                    plan(environment, module).gone = gone
+                    plan(environment, module).collected = collected
         return _carried_out(store, plans.values(), messages)
 
 
@@ -101,7 +102,8 @@ class _Plan:
     module: str
     mode: UpdateMode | None
     measured: list[tuple[str, BaselineEntry]] = field(default_factory=list)
-    gone: GoneTests | None = None
+    collected: Collected | None = None
+    """The tests that exist, where others are pruned."""
     changes: list[Change] = field(default_factory=list)
     unchanged: int = 0
     doubted: Mapping[str, int] = field(default_factory=dict)
@@ -117,8 +119,8 @@ class _Plan:
                 continue
             entries[test_id] = new
             self._note(test_id, old, new)
-        if self.gone is not None:
-            unused, self.doubted = self.gone.among(self.module, entries)
+        if self.collected is not None:
+            unused, self.doubted = self.collected.gone(self.module, entries)
             for test_id in unused:
                 self._note(test_id, entries.pop(test_id), None)
 

@@ -148,10 +148,8 @@ class Verdict(Plain):
             return f"{self._measured()} and could not be predicted"
         if self.did_not_run:
             size = self.limit_in_words or format_size(self._compared or 0)
-            return (
-                f"phase {self.phase} did not run, so its {self._yardstick()} of {size} was not "
-                "checked"
-            )
+            yardstick = f"{self._yardstick()} of {size}"
+            return f"phase {self.phase} did not run, so its {yardstick} was not checked"
         if self.reference is not None:
             return f"{self._measured()}, {self._against(self.reference)}"
         # As it is written, or in the unit of the number beside it with its bytes.

@@ -12,17 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.attribution.explanation import explanation_lines
-from pytest_gpumem.baseline.collected import Collected, GoneTests, function_of
+from pytest_gpumem.baseline.collected import Collected, function_of
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, read_folder, split_nodeid
-from pytest_gpumem.cli.command import (
-    Answer,
-    Argument,
-    Command,
-    Commands,
-    argument,
-    table,
-    terminal_width,
-)
+from pytest_gpumem.cli.command import Answer, Command, Commands, argument, table, terminal_width
 from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.sizes import format_exact, format_size
 from pytest_gpumem.text import counted
@@ -36,12 +28,12 @@ def prune(arguments: argparse.Namespace) -> Answer:
     """Remove them; raises ``ValueError`` where pytest cannot collect the project's tests."""
     folder: Path = arguments.baselines
     files = read_folder(folder)
-    gone = GoneTests(_collected(), frozenset())
+    collected = _collected()
     store = BaselineStore(folder)
     dropped, kept = [], 0
     for module, content in files:
-        unseen, doubts = gone.among(module, content.tests)
-        functions = {function_of(name) for name in gone.collected.ids.get(module, ())}
+        unseen, doubts = collected.gone(module, content.tests)
+        functions = {function_of(name) for name in collected.ids.get(module, ())}
         lost = [name for name in unseen if function_of(name) not in functions]
         kept += sum(doubts.values())
         if lost and not arguments.dry_run:
@@ -77,7 +69,6 @@ class _Collector:
         self.rootpath = config.rootpath
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Keep the test's id."""
         self.nodeids.append(item.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -97,7 +88,7 @@ def _collected() -> Collected:
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         last = [line for line in output.getvalue().splitlines() if line.strip()][-1:]
         raise ValueError(f"pytest collected no tests: {printable(''.join(last))}")
-    return Collected.of(found.rootpath, found.nodeids)
+    return Collected(found.rootpath, found.nodeids)
 
 
 def move(arguments: argparse.Namespace) -> Answer:
@@ -114,9 +105,9 @@ def move(arguments: argparse.Namespace) -> Answer:
     moves = []
     for module, content in read_folder(arguments.baselines):
         environment = content.environment
-        stored = store.read(environment, old) if module == old else {}
+        stored = store.load(environment, old) if module == old else {}
         names = {name: new_id or name for name in stored if old_id in ("", name)}
-        taken = store.read(environment, new).keys() & set(names.values()) if names else ()
+        taken = store.load(environment, new).keys() & set(names.values()) if names else ()
         if taken:
             raise ValueError(
                 f"{environment.key} has a baseline of {printable(f'{new}::{min(taken)}')} already; "
@@ -142,7 +133,7 @@ def move(arguments: argparse.Namespace) -> Answer:
     )
 
 
-FOLDER: Argument = argument(
+FOLDER = argument(
     "--baselines DIR",
     "folder of the stored baselines (default: baselines)",
     type=Path,

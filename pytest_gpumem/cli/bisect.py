@@ -108,9 +108,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         arguments.progress.say(printable(f"{commit[:9]}  {text}"), out)
 
     with work_tree(top) as tree:
-        inside = Path.cwd().resolve().relative_to(top.resolve())
-        test = TestAt(top, tree, inside, arguments.test, arguments.gpu, further)
-        search = Search(commits, test.measure, tolerance, report)
+        where = top, tree, arguments.test, arguments.gpu, further
+        search = Search(commits, lambda commit: measured_at(commit, *where), tolerance, report)
         try:
             causes = search.first_bad()
         except UnmeasuredError as error:
@@ -155,73 +154,63 @@ def work_tree(top: Path) -> Iterator[Path]:
             git(top, "worktree", "remove", "--force", "--force", str(tree))
 
 
-@dataclass(frozen=True)
-class TestAt:
-    """A test that can be run at any commit."""
+def measured_at(
+    commit: str, top: Path, tree: Path, nodeid: str, gpu: str, arguments: Sequence[str] = ()
+) -> Measurement:
+    """Return the measurement of a test at ``commit``; raises :class:`UnmeasuredError`.
 
-    __test__ = False  # pytest would take the name for a test class
+    Commits are checked out in the work tree ``tree``; ``top`` is the user's, which is not changed.
+    """
+    git(tree, "checkout", "--quiet", "--force", "--detach", commit)
+    git(tree, "clean", "--quiet", "-ffdx")
+    inside = Path.cwd().resolve().relative_to(top.resolve())
+    folder = tree / inside
+    if not folder.is_dir():
+        raise UnmeasuredError(f"there is no folder {inside}")
+    report = tree.parent / "report.json"
+    report.unlink(missing_ok=True)
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", nodeid, "-p", "no:cacheprovider"),
+            *(f"--gpumem-device=sim:{gpu}", "--gpumem-all", "--gpumem-report=off"),
+            *(f"--gpumem-report=json:{report}", *arguments),
+        ],
+        cwd=folder,
+        env=_environment(top.resolve(), tree),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    try:
+        records = read_report(report)
+    except ReportError:
+        raise UnmeasuredError(printable(last_words(ran), MOST)) from None
+    measured = [record for record in records if record.measurement is not None]
+    if len(measured) > 1:
+        names = ", ".join(record.nodeid for record in measured)
+        raise ValueError(f"{nodeid} are {len(measured)} tests, give one of {names}")
+    whole = [record for record in measured if record.is_whole]
+    if not whole:
+        raise UnmeasuredError(printable(last_words(ran), MOST))
+    assert whole[0].measurement is not None
+    return whole[0].measurement
 
-    top: Path
-    """The user's work tree, which is not changed."""
-    tree: Path
-    """The work tree in which commits are checked out."""
-    inside: Path
-    """The folder in it in which pytest is started."""
-    nodeid: str
-    gpu: str
-    arguments: Sequence[str] = ()
 
-    def measure(self, commit: str) -> Measurement:
-        """Return the test's measurement at ``commit``; raises :class:`UnmeasuredError`."""
-        git(self.tree, "checkout", "--quiet", "--force", "--detach", commit)
-        git(self.tree, "clean", "--quiet", "-ffdx")
-        folder = self.tree / self.inside
-        if not folder.is_dir():
-            raise UnmeasuredError(f"there is no folder {self.inside}")
-        report = self.tree.parent / "report.json"
-        report.unlink(missing_ok=True)
-        ran = subprocess.run(
-            [
-                *(sys.executable, "-m", "pytest", self.nodeid, "-p", "no:cacheprovider"),
-                *(f"--gpumem-device=sim:{self.gpu}", "--gpumem-all", "--gpumem-report=off"),
-                *(f"--gpumem-report=json:{report}", *self.arguments),
-            ],
-            cwd=folder,
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-        try:
-            records = read_report(report)
-        except ReportError:
-            raise UnmeasuredError(printable(last_words(ran), MOST)) from None
-        measured = [record for record in records if record.measurement is not None]
-        if len(measured) > 1:
-            names = ", ".join(record.nodeid for record in measured)
-            raise ValueError(f"{self.nodeid} are {len(measured)} tests, give one of {names}")
-        whole = [record for record in measured if record.is_whole]
-        if not whole:
-            raise UnmeasuredError(printable(last_words(ran), MOST))
-        assert whole[0].measurement is not None
-        return whole[0].measurement
-
-    def _environment(self) -> dict[str, str]:
-        """Return variables that make the work tree's code importable, not the user's, installed or
-        not."""
-        top, search = self.top.resolve(), [str(self.tree), str(self.tree / "src")]
-        for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-            path = Path(entry).resolve()
-            inside = path.is_relative_to(top)
-            search.append(str(self.tree / path.relative_to(top)) if inside else entry)
-        return {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(search),
-            # Two commits of the same second and size would share compiled files.
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
+def _environment(top: Path, tree: Path) -> dict[str, str]:
+    """Return variables that make the work tree's code importable, not the user's, installed or
+    not."""
+    search = [str(tree), str(tree / "src")]
+    for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        path = Path(entry).resolve()
+        search.append(str(tree / path.relative_to(top)) if path.is_relative_to(top) else entry)
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(search),
+        # Two commits of the same second and size would share compiled files.
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 def _lines(search: Search, causes: range, top: Path, good: str) -> Iterator[str]:

@@ -9,9 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli.command import UNLIMITED, Answer, argument, table, terminal_width
-from pytest_gpumem.cli.device import CUDA
-from pytest_gpumem.cli.target import Function, TargetError, find_target, refusing
+from pytest_gpumem.cli.command import Answer, argument, table, terminal_width
+from pytest_gpumem.cli.target import CUDA, Function, TargetError, find_target, refusing
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.sizes import format_apart, format_size
 from pytest_gpumem.text import wrap
@@ -77,7 +76,7 @@ def _plain(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _line_lines(lines: Sequence[Line], width: int = UNLIMITED) -> Iterator[str]:
+def _line_lines(lines: Sequence[Line], width: int) -> Iterator[str]:
     """Yield the lines of output; a narrow terminal shortens the source."""
     from pytest_gpumem.prediction.lines import shown as shown_path
 
@@ -152,9 +151,7 @@ def run_by_layer(arguments: argparse.Namespace, gpu: str) -> Answer:
     )
 
 
-def _layer_lines(
-    target: str, layers: Sequence[Layer], width: int = UNLIMITED, *, gpu: str = "GPU"
-) -> Iterator[str]:
+def _layer_lines(target: str, layers: Sequence[Layer], width: int, *, gpu: str) -> Iterator[str]:
     """Yield the lines of output; a narrow terminal gets fewer columns."""
     model = layers[0]
     yield (

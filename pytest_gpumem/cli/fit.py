@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.attribution.explanation import explanation_lines
 from pytest_gpumem.baseline.verdict import format_percent
-from pytest_gpumem.cli.command import UNLIMITED, table
+from pytest_gpumem.cli.command import table
 from pytest_gpumem.sizes import format_change, format_size
 from pytest_gpumem.text import wrap
 
@@ -26,9 +26,7 @@ MEASURED = "measured with torch {}"
 """The origin of the numbers, for the heading."""
 
 
-def lines(
-    target: str, predictions: Sequence[Prediction], width: int = UNLIMITED, whose: str = RULES
-) -> Iterator[str]:
+def lines(target: str, predictions: Sequence[Prediction], width: int, whose: str) -> Iterator[str]:
     """Yield the lines of output; a narrow terminal shows the first phases only."""
     yield heading(target, whose)
     yield ""
@@ -164,7 +162,7 @@ def _by_line(
             continue
         changes = _line_changes(eager, compiled, phase)
         yield f"by line, at the peak{' of ' * bool(phase)}{phase} on {eager.gpu}:"
-        yield from explanation_lines(changes, width=None if width == UNLIMITED else width)
+        yield from explanation_lines(changes, width=width)
         yield ""
 
 

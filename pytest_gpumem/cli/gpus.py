@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.cli.command import Answer, Command, above_zero, argument, table, terminal_width
 from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlReading, read_all
@@ -99,30 +99,24 @@ def frame(lines: Sequence[str], columns: int, rows: int) -> str:
     return _HOME + "\r\n".join(line + _END_OF_LINE for line in shown) + _END_OF_SCREEN
 
 
-def watch(
-    lines: Callable[[], Sequence[str]],
-    seconds: float,
-    *,
-    out: TextIO | None = None,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
+def watch(lines: Callable[[], Sequence[str]], seconds: float) -> None:
     """Show ``lines`` again every ``seconds`` until Ctrl-C, and restore the terminal.
 
     A file or a pipe gets them one time after the other.
     """
-    out = out or sys.stdout
+    out = sys.stdout
     with suppress(KeyboardInterrupt):
         if not out.isatty():
             while True:
-                print(*lines(), sep="\n", flush=True, file=out)
-                sleep(seconds)
+                print(*lines(), sep="\n", flush=True)
+                time.sleep(seconds)
         out.write(_ENTER)
         try:
             while True:
                 found = lines()
                 out.write(frame(found, *shutil.get_terminal_size()))
                 out.flush()
-                sleep(seconds)
+                time.sleep(seconds)
         finally:
             out.write(_LEAVE)
             out.flush()
@@ -168,9 +162,7 @@ def device_lines(
     for number, device in enumerate(devices):
         if number:
             yield ""
-        yield "  ".join(
-            [device["name"], device["model"], *filter(None, [", ".join(device["mode"])])]
-        )
+        yield "  ".join(filter(None, (device["name"], device["model"], ", ".join(device["mode"]))))
         yield f"  {_memory(device)}"
         rows = list(_rows(device))
         used = [index for index in range(COLUMNS) if any(row[index] for row in rows)]

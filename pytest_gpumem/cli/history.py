@@ -65,27 +65,21 @@ def past_of(
 
 
 def _lines(
-    trends: Sequence[Trend],
-    creeping: Sequence[Trend],
-    most: Tolerance,
-    *,
-    every: bool,
-    moments: int,
+    trends: Sequence[Trend], creeping: Sequence[Trend], most: Tolerance, every: bool, moments: int
 ) -> Iterator[str]:
     changed = [trend for trend in trends if trend.range]
     shown = trends if every else changed
     several = len({trend.environment for trend in trends}) > 1
     if shown:
-        rows = [_row(trend, several) for trend in shown]
-        yield from table(
-            [COLUMNS, *rows], left=(0, 1), given_up=(5, 2, 6, 7), width=terminal_width()
-        )
+        rows = [COLUMNS, *(_row(trend, several) for trend in shown)]
+        yield from table(rows, left=(0, 1), given_up=(5, 2, 6, 7), width=terminal_width())
         yield ""
     for trend in shown:
         if trend.steps:
             yield f"{_name(trend, several)}:"
         for step in trend.steps:
-            yield f"  {change_text(step.before, step.point.peak)}  {step.point.named}"
+            change, brought = change_text(step.before, step.point.peak), step.point
+            yield f"  {change}  {brought.label} {brought.subject}".rstrip()
     for trend in creeping:
         named = ", ".join(point.label for point in trend.creeping)
         yield (

@@ -41,19 +41,19 @@ COLOURS = dict(zip(CATEGORIES, _PALETTE, strict=True))
 HISTORY = "history"
 """The kind of picture that is not of one report."""
 
-FORMATS = (".png", ".svg", ".pdf")
+FORMATS = ("png", "svg", "pdf")
 
 
-def draw(arguments: argparse.Namespace, suffix: str) -> Answer:
+def draw(arguments: argparse.Namespace, form: str) -> Answer:
     """Draw the picture; raises ``ValueError`` for bad input."""
     reports: Sequence[Path] = arguments.reports
     kind, commits = arguments.kind, arguments.git
     output: Path | None = arguments.output
     if output is None:
         named = reports[-1] if reports else Path(HISTORY)
-        output = named.with_name(f"{named.stem}{suffix}")
-    elif output.suffix.lower() != suffix:
-        raise ValueError(f"--output {output} does not end in {suffix}, as --to says")
+        output = named.with_name(f"{named.stem}.{form}")
+    elif output.suffix.lower() != f".{form}":
+        raise ValueError(f"--output {output} does not end in .{form}, as --to says")
     part: str = arguments.test
     wanted = f" whose id contains {quoted(part)}" if part else ""
     if kind == HISTORY:

@@ -8,16 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.cli.command import (
-    UNLIMITED,
-    Answer,
-    Command,
-    above_zero,
-    argument,
-    table,
-    terminal_width,
-)
-from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument
+from pytest_gpumem.cli.command import Answer, Command, above_zero, argument, table, terminal_width
+from pytest_gpumem.cli.target import CUDA, DRY, DeviceOption, device_argument
 from pytest_gpumem.jsonfile import replace_file
 from pytest_gpumem.prediction.needs import needs_of
 from pytest_gpumem.prediction.runners import Job, Plan, PlannedTest, Rental, make_plan, parse_runner
@@ -48,9 +40,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     )
 
 
-def lines(
-    plan: Plan, sources: Sequence[str], minutes: float | None = None, width: int = UNLIMITED
-) -> Iterator[str]:
+def lines(plan: Plan, sources: Sequence[str], minutes: float | None, width: int) -> Iterator[str]:
     """Yield the lines of output."""
     yield from wrap(_headline(plan), width)
     yield ""

@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.cli import fit
 from pytest_gpumem.cli.by_part import LAYER_ARGUMENTS, LINE_ARGUMENTS, run_by_layer, run_by_line
 from pytest_gpumem.cli.command import Answer, Command, argument, refuse_others, terminal_width
-from pytest_gpumem.cli.device import (
+from pytest_gpumem.cli.target import (
     CUDA,
     DRY,
     SIM,
     DeviceOption,
+    TargetError,
     answer_on_dry,
+    checked_nodeid,
     device_argument,
+    find_target,
+    refusing,
     run_on_dry,
 )
-from pytest_gpumem.cli.fit import RULES, lines
-from pytest_gpumem.cli.target import TargetError, checked_nodeid, find_target, refusing
 from pytest_gpumem.device import DeviceError
 from pytest_gpumem.marker import parse_keyword
 from pytest_gpumem.option_values import DEFAULT_GPU
@@ -38,11 +40,8 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     """Predict; raises ``ValueError`` for bad input."""
     from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
-    refuse_others(
-        arguments,
-        f"--by {arguments.by}" if arguments.by else "no --by",
-        {"no --by": WHOLE, **_GROUPS},
-    )
+    chosen = f"--by {arguments.by}" if arguments.by else "no --by"
+    refuse_others(arguments, chosen, {"no --by": WHOLE, **_GROUPS})
     device: DeviceOption = arguments.device
     if arguments.by is not None:
         gpus = device.models(arguments.gpu, [DEFAULT_GPU])
@@ -69,9 +68,9 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     )
 
 
-def _answer(target: str, predictions: Sequence[Prediction], whose: str = RULES) -> Answer:
+def _answer(target: str, predictions: Sequence[Prediction], whose: str = fit.RULES) -> Answer:
     return Answer(
-        lines(target, predictions, terminal_width(), whose),
+        fit.lines(target, predictions, terminal_width(), whose),
         lambda: {"target": target, "gpus": [one.to_dict() for one in predictions]},
         failed=not all(one.fits for one in predictions),
     )

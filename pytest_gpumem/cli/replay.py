@@ -21,7 +21,9 @@ UNKNOWN = "?"
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Replay; raises ``ValueError`` for bad input."""
-    from pytest_gpumem.report.html.page import write_recording
+    from pytest_gpumem.report.html.page import RECORDING, assembled
+    from pytest_gpumem.report.html.recording import recording_of
+    from pytest_gpumem.report.json_report import write_file
     from pytest_gpumem.simulated.gpu.replay import replay
 
     elsewhere = parsed("--used-elsewhere", parse_size, arguments.used_elsewhere)
@@ -41,7 +43,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     if page is not None:
         notes = [note for device in result.devices for note in _notes(device, result, elsewhere)]
         name = arguments.snapshot.name
-        write_recording(page, name, result, notes=notes, used_elsewhere=elsewhere)
+        found = recording_of(name, result, notes=notes, used_elsewhere=elsewhere)
+        write_file(page, assembled("recording.html", RECORDING, *found).encode(), "--html")
     return Answer(
         lines(result, arguments.snapshot, elsewhere),
         lambda: to_dict(result, arguments.snapshot),
@@ -203,11 +206,7 @@ COMMAND = Command(
     "where what was asked for runs out of memory; 2 where the snapshot cannot be replayed.",
     run=run,
     arguments=(
-        argument(
-            "snapshot SNAPSHOT",
-            "what torch.cuda.memory._dump_snapshot() wrote",
-            type=Path,
-        ),
+        argument("snapshot SNAPSHOT", "what torch.cuda.memory._dump_snapshot() wrote", type=Path),
         argument(
             "--alloc-conf CONF",
             "allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True",

@@ -15,7 +15,7 @@ from pytest_gpumem.text import counted
 
 def write_page(arguments: argparse.Namespace) -> Answer:
     """Write the page; raises ``ValueError`` for bad input."""
-    from pytest_gpumem.report.html.page import write_html
+    from pytest_gpumem.report.html.page import render
     from pytest_gpumem.report.past import past_of_reports, peaks_of
 
     if not arguments.reports:
@@ -32,11 +32,11 @@ def write_page(arguments: argparse.Namespace) -> Answer:
     if paths := [*arguments.history, *earlier]:
         past = past_of_reports(paths, without=report)
         past.moments.append((report.stem, "", peaks_of(records)))
-    written = write_html(path, records, "--output", past=past, usage=read_usage(report))
-    size = written.stat().st_size
+    page = render(records, past, read_usage(report)).encode()
+    write_file(path, page, "--output")
     return Answer(
-        [f"{path}: {counted(len(records), 'test')}, {format_size(size)}"],
-        lambda: {"output": str(path), "tests": len(records), "bytes": size},
+        [f"{path}: {counted(len(records), 'test')}, {format_size(len(page))}"],
+        lambda: {"output": str(path), "tests": len(records), "bytes": len(page)},
     )
 
 
@@ -80,19 +80,13 @@ MARKDOWN = (
 )
 
 
-PICTURES = tuple(suffix.removeprefix(".") for suffix in picture.FORMATS)
-FORMS = ("html", "markdown", *PICTURES)
-SUFFIXES = {
-    ".html": "html",
-    ".htm": "html",
-    ".md": "markdown",
-    ".markdown": "markdown",
-    **{f".{form}": form for form in PICTURES},
-}
+FORMS = ("html", "markdown", *picture.FORMATS)
+SHORT = {"htm": "html", "md": "markdown"}
+"""Other suffixes of the forms."""
 _GROUPS = {
     "--to html": HTML,
     "--to markdown": MARKDOWN,
-    **{f"--to {form}": picture.ARGUMENTS for form in PICTURES},
+    **{f"--to {form}": picture.ARGUMENTS for form in picture.FORMATS},
 }
 
 
@@ -102,17 +96,18 @@ def run(arguments: argparse.Namespace) -> Answer:
     Raises ``ValueError`` for bad input.
     """
     output: Path | None = arguments.output
-    form: str | None = arguments.to
-    if form is None:
-        form = "html" if output is None else SUFFIXES.get(output.suffix.lower())
-    if form is None:
+    form: str = arguments.to or "html"
+    if arguments.to is None and output is not None:
+        suffix = output.suffix.lower().removeprefix(".")
+        form = SHORT.get(suffix, suffix)
+    if form not in FORMS:
         raise ValueError(
             f"--output {output}: its name does not say what to write; add --to with one of "
             f"{', '.join(FORMS)}"
         )
     refuse_others(arguments, f"--to {form}", _GROUPS)
-    if form in PICTURES:
-        return picture.draw(arguments, f".{form}")
+    if form in picture.FORMATS:
+        return picture.draw(arguments, form)
     return write_page(arguments) if form == "html" else write_markdown(arguments)
 
 

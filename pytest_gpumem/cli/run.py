@@ -10,17 +10,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from pytest_gpumem.attribution.explanation import explanation_lines
-from pytest_gpumem.cli.command import (
-    UNLIMITED,
-    Answer,
-    Command,
-    above_zero,
-    argument,
-    table,
-    terminal_width,
-)
-from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument
+from pytest_gpumem.cli.command import Answer, Command, above_zero, argument, table, terminal_width
 from pytest_gpumem.cli.fit import CONTEXT, fit_table
+from pytest_gpumem.cli.target import CUDA, DRY, DeviceOption, device_argument
 from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.quoting import printable, quoted
 from pytest_gpumem.report.rows import parents_first
@@ -109,9 +101,7 @@ def _to_dict(result: Result) -> dict[str, Any]:
     }
 
 
-def lines(
-    script: Script, results: Sequence[Result], test: str | None, width: int = UNLIMITED
-) -> Iterator[str]:
+def lines(script: Script, results: Sequence[Result], test: str | None, width: int) -> Iterator[str]:
     """Yield the lines of output: phases and holders on the first GPU, then what fits which."""
     first = results[0].reported_answer
     measured = first.measurements[0]
@@ -183,8 +173,7 @@ def _peak_lines(measured: Measurement, width: int) -> Iterator[str]:
     totals = sorted(measured.composition.items(), key=lambda item: -item[1])
     held = ", ".join(f"{format_size(size)} {category}" for category, size in totals)
     yield from wrap(f"the peak, {format_size(peak)} ({peak:,} B){where}: {held}", width)
-    limit = None if width == UNLIMITED else width
-    yield from explanation_lines(measured.sites, signed=False, width=limit)
+    yield from explanation_lines(measured.sites, signed=False, width=width)
 
 
 def _count(text: str) -> int:

@@ -18,13 +18,12 @@ from pytest_gpumem.measurement.recorded import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block, Bytes
 from pytest_gpumem.sharing.admission import FailedAllocation
 from pytest_gpumem.sharing.devices import CandidateDevice, SharedSimulatedDevice, take_place
-from pytest_gpumem.simulated.common.callsite import running
 from pytest_gpumem.simulated.distributed.nccl import sentence
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_machine
 from pytest_gpumem.simulated.machine.machine import SetupLog
 from pytest_gpumem.simulated.machine.values.work import Work
 from pytest_gpumem.simulated.simulation import SimulatedGPU
-from pytest_gpumem.simulating import events_hash, workspaces_of
+from pytest_gpumem.simulating import events_hash, restart, workspaces_of
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
 from pytest_gpumem.values.world import RequestedRank, world_of
@@ -104,8 +103,7 @@ class SimulatedDevice(ComputingDevice):
         return SimulatedRecorder(self._simulation)
 
     def workspaces(self) -> frozenset[Block]:
-        """Return the live workspaces of cuBLAS and cuBLASLt on every GPU."""
-        return frozenset(block for gpu in self._gpus for block in workspaces_of(gpu))
+        return workspaces_of(self._gpus)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -197,12 +195,7 @@ class SimulatedDevice(ComputingDevice):
             yield
 
     def restart_collector(self) -> None:
-        """Reset state that depends on all earlier code: the collector, autograd's numbering."""
-        self._collector.restart()
-        running.begin()
-        self._simulation.numbering.begin()
-        for gpu in self._gpus:
-            gpu.restart_collector(self._collector)
+        restart(self._gpus, self._collector)
 
     def begin_unmeasured(self) -> None:
         """Forget the events of earlier tests: a long run would hold and search all of them.

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.world import RequestedRank
 
 REQUEST = "PYTEST_GPUMEM_REQUEST"
-"""The environment variable with the path of a :class:`Request`."""
+"""The environment variable with the path of a :class:`Request`; the answer is written beside it."""
+ANSWER = "answer.json"
 
 UNBOUNDED = 1 << 50
 """Memory of a device on which everything fits, to see how much a program would need."""
@@ -67,11 +68,8 @@ class Request(Plain):
     tests: tuple[str, ...]
     """Node ids, or paths in front of ``::`` that are absolute."""
     machines: tuple[Machine, ...]
-    answer: Path = Path()
-    """The file that the process writes."""
     unbounded: bool = False
     """Whether a test that runs out of memory runs again with unlimited memory."""
-    basetemp: str | None = None
     options: dict[str, Any] | None = None
     """Further values of ``config.option``."""
     seconds: float | None = None
@@ -85,32 +83,30 @@ class Request(Plain):
 @pytest.hookimpl(wrapper=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
     """Choose the machine before the plugin needs one."""
-    request = Request.from_file(Path(os.environ[REQUEST]))
-    early_config.stash[SELECTOR] = Simulations(request.machines[0], dry=request.dry)
+    early_config.stash[SELECTOR] = Simulations(Request.from_file(Path(os.environ[REQUEST])))
     return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Replace the command line's options on tests, workers and reports."""
-    request = Request.from_file(Path(os.environ[REQUEST]))
-    options = {**_OPTIONS, "basetemp": request.basetemp, **(request.options or {})}
+    selector = config.stash[SELECTOR]
+    assert isinstance(selector, Simulations)
+    request, own = selector.request, Path(os.environ[REQUEST]).parent
+    options = {**_OPTIONS, "basetemp": str(own / "tmp"), **(request.options or {})}
     for name, value in options.items():
         if hasattr(config.option, name):
             setattr(config.option, name, value)
     config.args = list(request.tests)
-    selector = config.stash[SELECTOR]
-    assert isinstance(selector, Simulations)
-    config.pluginmanager.register(_Runs(request, selector), "gpumem-prediction")
+    config.pluginmanager.register(_Runs(selector, own / ANSWER), "gpumem-prediction")
 
 
 class Simulations(DeviceSelector):
     """The choice of the present run's machine, whatever the options are."""
 
-    def __init__(self, machine: Machine, *, dry: bool = False) -> None:
-        super().__init__(DeviceChoice("auto", models=(machine.model.name,)))
-        self.machine = machine
-        self._is_dry = dry
+    def __init__(self, request: Request) -> None:
+        self.request, self.machine = request, request.machines[0]
+        super().__init__(DeviceChoice("auto", models=(self.machine.model.name,)))
 
     def measured_device(
         self, computed: ValueLevel = ValueLevel.AT_FIRST, requested: RequestedRank | None = None
@@ -125,7 +121,7 @@ class Simulations(DeviceSelector):
         requested: RequestedRank | None = None,
     ) -> Device:
         """Return the device of the present machine."""
-        if self._is_dry:
+        if self.request.dry:
             return self._dry(computed, requested)
         self.check_torch()
         return self._simulate(self.machine, computed, requested)
@@ -134,9 +130,10 @@ class Simulations(DeviceSelector):
 class _Runs:
     """A plugin that runs all tests on each machine."""
 
-    def __init__(self, request: Request, selector: Simulations) -> None:
-        self._request = request
+    def __init__(self, selector: Simulations, answer: Path) -> None:
+        self._request = request = selector.request
         self._selector = selector
+        self._answer = answer
         self._answers: list[dict[str, Any]] = []
         self._present: dict[str, dict[str, Any]] = {}
         self._short: set[str] = set()
@@ -178,7 +175,6 @@ class _Runs:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Collect a report's data."""
         empty = {"nodeid": report.nodeid, "record": None, "fits": True, "problem": ""}
         answer = self._present.setdefault(report.nodeid, empty)
         if record := getattr(report, ATTRIBUTE, None):
@@ -187,8 +183,7 @@ class _Runs:
             answer["problem"] = RAN_OUT if report.nodeid in self._short else _problem(report)
 
     def pytest_sessionfinish(self) -> None:
-        """Write the answer."""
-        self._request.answer.write_text(json.dumps(self._answers), encoding="utf-8")
+        self._answer.write_text(json.dumps(self._answers), encoding="utf-8")
 
     def _run(self, items: list[pytest.Item], machine: Machine) -> dict[str, dict[str, Any]]:
         self._selector.machine = machine

@@ -9,6 +9,7 @@ device, also on ``meta``: only shapes and types are read.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -175,8 +176,7 @@ def activation_bytes(
     *,
     requires_grad: bool = False,
 ) -> int:
-    """Return the bytes that a chain of layers keeps for backward, with its output, without its
-    input.
+    """Return the bytes that a chain of layers keeps for backward, with output and without input.
 
     ``shape`` and ``dtype`` are those of the input; ``requires_grad`` is whether it needs a
     gradient, as inside a larger model. Each tensor counts once, whichever layers keep it. Raises
@@ -335,7 +335,7 @@ class Expected:
     """
 
     def __init__(self, before: Expected | None = None) -> None:
-        self.categories: dict[str, int] = dict(before.categories) if before else {}
+        self.categories: Counter[str] = Counter(before.categories if before else ())
         self._seen: WeakIdKeyDictionary = WeakIdKeyDictionary(
             dict(before._seen.items()) if before else None
         )
@@ -349,16 +349,13 @@ class Expected:
             for parameter in holder.parameters():
                 if self._is_new(parameter):
                     size = block_bytes(parameter.shape, parameter.dtype)
-                    self._count(PARAMETERS, size)
-                    self._count(GRADIENTS, size if parameter.requires_grad else 0)
+                    self.categories[PARAMETERS] += size
+                    self.categories[GRADIENTS] += size if parameter.requires_grad else 0
         elif self._is_new(holder):
             with suppress(ValueError):
-                self._count(OPTIMIZER_STATE, optimizer_state_bytes(holder))
+                self.categories[OPTIMIZER_STATE] += optimizer_state_bytes(holder)
 
     def _is_new(self, one: object) -> bool:
         new = one not in self._seen
         self._seen[one] = True
         return new
-
-    def _count(self, category: str, size: int) -> None:
-        self.categories[category] = self.categories.get(category, 0) + size

@@ -124,7 +124,7 @@ def predict(
     """
     model = gpu if gpu == MEASURED else find_gpu(gpu)
     if ranks is None:
-        return _on(model, call, name, mode)
+        return _on(model, call, name, mode, None)
     worst = Worst(ranks)
     found = {}
     rank: int | None = 0
@@ -139,11 +139,7 @@ def predict(
 
 
 def _on(
-    gpu: str | GpuModel,
-    call: Callable[[], Any],
-    name: str,
-    mode: Mode | None,
-    worst: Worst | None = None,
+    gpu: str | GpuModel, call: Callable[[], Any], name: str, mode: Mode | None, worst: Worst | None
 ) -> Prediction:
     def run(device: Device) -> Prediction:
         found = _predicted(device, name, call, mode)

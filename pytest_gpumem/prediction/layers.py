@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -37,8 +38,7 @@ class CallMemory(Plain):
     """The memory of one call of a module, the modules inside it included; sizes in bytes."""
 
     kept: int = 0
-    """Bytes allocated by the call and still live when it returned: its output, and saved
-    tensors."""
+    """Bytes allocated by the call and live when it returned: its output, and saved tensors."""
     peak: int = 0
     """The most bytes allocated beyond those when it began."""
 
@@ -87,20 +87,17 @@ def layers_of(
 
 
 def _analyzed(target: Callable[[], Any], inputs: Sequence[Input]) -> list[Layer]:
-    analysis = _Analysis()
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(nn.Module, "__call__", analysis.calling(nn.Module.__call__))
-        try:
-            returned = target()
-            if not analysis.layers:
-                _call(returned, inputs)
-        except _DoneError:
-            pass
-    if not analysis.layers:
+    layers: list[Layer] = []
+    with pytest.MonkeyPatch.context() as patches, suppress(_DoneError):
+        patches.setattr(nn.Module, "__call__", _followed(nn.Module.__call__, layers))
+        returned = target()
+        if not layers:
+            _call(returned, inputs)
+    if not layers:
         raise NoModelError(
             "no model was called; let the function call one, or return it with its inputs"
         )
-    return analysis.layers
+    return layers
 
 
 class _DoneError(BaseException):
@@ -129,42 +126,35 @@ def _call(returned: Any, given: Sequence[Input]) -> None:
         model(*inputs)
 
 
-class _Analysis:
-    """A runner of the first model, which runs it twice and follows each call."""
+def _followed(call: Callable[..., Any], found: list[Layer]) -> Callable[..., Any]:
+    """Return ``Module.__call__`` that runs the first model and fills ``found`` with its layers."""
+    following: _Pass | None = None
 
-    def __init__(self) -> None:
-        self.layers: list[Layer] = []
-        self._follows: _Pass | None = None
+    @functools.wraps(call)
+    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if following is not None:
+            return following.through(call, self, args, kwargs)
+        names = {id(part): name for name, part in self.named_modules()}
 
-    def calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``Module.__call__``, followed."""
+        def ran(counter: FlopCounterMode | None = None) -> list[Layer]:
+            nonlocal following
+            following = _Pass(names, counter)
+            following.through(call, self, args, kwargs)
+            return following.layers
 
-        analysis = self
+        with torch.no_grad():
+            ran()  # libraries take their workspaces
+            inference = defaultdict[str, list[CallMemory]](list)
+            for layer in ran():
+                inference[layer.path].append(layer.training)
+        with torch.enable_grad(), FlopCounterMode(display=False) as counter:
+            found.extend(ran(counter))
+        for layer in found:
+            if inference[layer.path]:
+                layer.inference = inference[layer.path].pop(0)
+        raise _DoneError
 
-        @functools.wraps(call)
-        def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if analysis._follows is not None:
-                return analysis._follows.through(call, self, args, kwargs)
-            names = {id(part): name for name, part in self.named_modules()}
-
-            def ran(counter: FlopCounterMode | None = None) -> list[Layer]:
-                analysis._follows = _Pass(names, counter)
-                analysis._follows.through(call, self, args, kwargs)
-                return analysis._follows.layers
-
-            with torch.no_grad():
-                ran()  # libraries take their workspaces
-                inference = defaultdict[str, list[CallMemory]](list)
-                for layer in ran():
-                    inference[layer.path].append(layer.training)
-            with torch.enable_grad(), FlopCounterMode(display=False) as counter:
-                analysis.layers = ran(counter)
-            for layer in analysis.layers:
-                if inference[layer.path]:
-                    layer.inference = inference[layer.path].pop(0)
-            raise _DoneError
-
-        return called
+    return called
 
 
 @dataclass
@@ -274,8 +264,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _norm(module: Any, written: int) -> tuple[int, int]:
-    """Count for each element minus the mean, by the deviation; if learned, times weight, plus
-    bias."""
+    """Count by element: minus the mean, by the deviation; if learned, times weight, plus bias."""
     affine = getattr(module, "affine", getattr(module, "elementwise_affine", False))
     return (2 * written, 4 * written) if affine else (written, 2 * written)
 

@@ -43,11 +43,7 @@ class _Measured:
 
 
 def needs_of(
-    given: Sequence[str],
-    runners: Sequence[Rental],
-    durations: Path | None = None,
-    *,
-    dry: bool = False,
+    given: Sequence[str], runners: Sequence[Rental], durations: Path | None, *, dry: bool
 ) -> tuple[list[PlannedTest], tuple[str, ...]]:
     """Return the needs of the tests that ``given`` names on ``runners``, and sentences on sources.
 

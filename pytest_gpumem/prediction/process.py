@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.prediction.child import INI, RAN_OUT, REQUEST, UNBOUNDED, Request
+from pytest_gpumem.prediction.child import ANSWER, INI, RAN_OUT, REQUEST, UNBOUNDED, Request
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_gpu
 from pytest_gpumem.values.prediction import Prediction
@@ -111,7 +111,6 @@ def _answers(
     seconds = request.seconds
     with tempfile.TemporaryDirectory() as temporary:
         own = Path(temporary)
-        request = replace(request, answer=own / "answer.json", basetemp=str(own / "tmp"))
         request.to_file(own / "request.json")
         # Only tests follow ``--``.
         given = list(arguments)
@@ -133,7 +132,8 @@ def _answers(
             )
         except subprocess.TimeoutExpired as error:
             raise PredictionError(f"it takes longer than {2 * (seconds or 0):.0f} s") from error
-        found = json.loads(request.answer.read_bytes()) if request.answer.is_file() else []
+        answer = own / ANSWER
+        found = json.loads(answer.read_bytes()) if answer.is_file() else []
     if not found:
         raise PredictionError(last_words(ran))
     return [MachineResult.from_dict(answer) for answer in found]

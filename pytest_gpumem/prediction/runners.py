@@ -62,8 +62,7 @@ class PlannedTest:
     """The reason why its needs are unknown."""
 
     def obstacle(self, runner: Rental) -> str:
-        """Return why the test does not fit ``runner``, empty where it does or its need is
-        unknown."""
+        """Return why the test does not fit ``runner``, empty where it does or needs are unknown."""
         if runner.name in self.refusals:
             return self.refusals[runner.name]
         need = self.bytes.get(runner.name, 0)
@@ -166,7 +165,7 @@ def make_plan(
     nowhere = [test for test in tests if all(map(test.obstacle, runners))]
     homeless = {test.nodeid for test in nowhere}
     placed = [test for test in tests if test.nodeid not in homeless]
-    seconds = _Seconds(placed)
+    seconds = {runner.name: _seconds_on(runner, placed) for runner in runners}
     # Every selection of kinds is tried; without start-up time a further kind costs nothing.
     sizes = range(1, len(runners) + 1) if startup else [len(runners)]
     selections = (chosen for size in sizes for chosen in combinations(runners, size))
@@ -177,24 +176,15 @@ def make_plan(
         default=(),
     )
     room = math.inf if limit is None else limit - startup
-    late = [test for job in best for test in job.tests if seconds.of(test, job.runner) > room]
+    late = [test for job in best for test in job.tests if seconds[job.runner.name][test] > room]
     return Plan(tuple(runners), tuple(tests), best, tuple(nowhere), tuple(late))
 
 
-class _Seconds:
-    """The durations of tests on each runner."""
-
-    def __init__(self, tests: Sequence[PlannedTest]) -> None:
-        self._tests = {test.nodeid: test.seconds for test in tests}
-        self.known = any(self._tests.values())
-
-    def of(self, nodeid: str, runner: Rental) -> float:
-        """Return a test's seconds on ``runner``; the mean of the known ones where unknown."""
-        own = self._tests[nodeid].get(runner.name)
-        if own is not None:
-            return own
-        known = [taken[runner.name] for taken in self._tests.values() if runner.name in taken]
-        return sum(known) / len(known) if known else 0.0
+def _seconds_on(runner: Rental, tests: Sequence[PlannedTest]) -> dict[str, float]:
+    """Return the tests' seconds on ``runner``; the mean of the known ones where unknown."""
+    known = [test.seconds[runner.name] for test in tests if runner.name in test.seconds]
+    mean = sum(known) / len(known) if known else 0.0
+    return {test.nodeid: test.seconds.get(runner.name, mean) for test in tests}
 
 
 def _check(
@@ -222,12 +212,13 @@ def _check(
 def _jobs(
     tests: Sequence[PlannedTest],
     runners: Sequence[Rental],
-    seconds: _Seconds,
+    seconds: Mapping[str, Mapping[str, float]],
     limit: float | None,
     startup: float,
 ) -> tuple[Job, ...] | None:
     """Return the machines on which ``tests`` are cheapest, ``None`` where one has none."""
     homes: dict[str, list[str]] = {runner.name: [] for runner in runners}
+    known = any(test.seconds for test in tests)
     for test in tests:
         fitting = [runner for runner in runners if not test.obstacle(runner)]
         if not fitting:
@@ -235,34 +226,33 @@ def _jobs(
         if test.problem:
             home = max(fitting, key=lambda runner: (runner.memory, -runner.price))
         else:
-            taken = {one: seconds.of(test.nodeid, one) if seconds.known else 1.0 for one in fitting}
+            taken = {one: seconds[one.name][test.nodeid] if known else 1.0 for one in fitting}
             home = min(fitting, key=lambda one: (taken[one] * one.price, one.price, one.memory))
         homes[home.name].append(test.nodeid)
     return tuple(
         Job(
             runner,
             tuple(names),
-            startup + sum(seconds.of(name, runner) for name in names) if seconds.known else None,
+            startup + sum(seconds[runner.name][name] for name in names) if known else None,
         )
         for runner in runners
-        for names in _machines(homes[runner.name], runner, seconds, limit, startup)
+        for names in _machines(homes[runner.name], seconds[runner.name], limit, startup)
     )
 
 
 def _machines(
-    names: Sequence[str], runner: Rental, seconds: _Seconds, limit: float | None, startup: float
+    names: Sequence[str], seconds: Mapping[str, float], limit: float | None, startup: float
 ) -> Iterable[Sequence[str]]:
     """Return which tests each machine of one kind runs."""
     if limit is None:
         return [sorted(names)] if names else []
     room = limit - startup
-    taken = {name: seconds.of(name, runner) for name in names}
-    late = [[name] for name in sorted(names) if taken[name] > room]
-    rest = [Weight(name, taken[name], 0) for name in names if taken[name] <= room]
-    count = max(math.ceil(sum(taken[test.name] for test in rest) / room), 1)
+    late = [[name] for name in sorted(names) if seconds[name] > room]
+    rest = [Weight(name, seconds[name], 0) for name in names if seconds[name] <= room]
+    count = max(math.ceil(sum(seconds[test.name] for test in rest) / room), 1)
     while True:
         # With a machine for each test at the latest, none is late.
         parts = split(rest, count)
-        if all(sum(taken[name] for name in part) <= room for part in parts):
+        if all(sum(seconds[name] for name in part) <= room for part in parts):
             return [*late, *(part for part in parts if part)]
         count += 1

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from _pytest._code.code import ReprFileLocation
+from _pytest._io import TerminalWriter
 
 from pytest_gpumem.attribution.explanation import folded
 from pytest_gpumem.baseline.collected import function_of
@@ -18,12 +19,8 @@ from pytest_gpumem.baseline.verdict import Verdict, failure_text, main_verdict
 from pytest_gpumem.report.causes import alike, keys_of, places_of
 from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.pytest_reports import without_group
-from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_size
 from pytest_gpumem.text import Line, counted, listed, shorten, wrap, write_lines
-
-if TYPE_CHECKING:
-    from _pytest._io import TerminalWriter
 
 LEAST_ALIKE = 3
 """The least failures of one cause that are shown as one."""
@@ -66,25 +63,13 @@ class Failure:
         return failure_text(self.broken, update, every=every, width=width)
 
 
-def failures_of(
-    records: Mapping[str, TestRecord], sentences: Mapping[str, str]
-) -> dict[str, Failure]:
-    """Return by node id the tests that failed by their memory; ``sentences`` are of others."""
-    failed = {name: Failure(name, one.broken) for name, one in records.items() if one.failed}
-    return failed | {name: Failure(name, (), text) for name, text in sentences.items()}
-
-
 @contextmanager
-def merged(
-    reporter: pytest.TerminalReporter,
-    failures: Mapping[str, Failure],
-    command: Command,
-    verbosity: int,
-) -> Iterator[None]:
-    """Merge failures of one cause while pytest writes its summary.
+def merged(reporter: pytest.TerminalReporter, failures: Mapping[str, Failure]) -> Iterator[None]:
+    """Merge ``failures`` of one cause, by node id, while pytest writes its summary.
 
     With ``-vv`` each is shown by itself; so are fewer than :data:`LEAST_ALIKE` of a cause.
     """
+    command, verbosity = Command.of(reporter.config), reporter.config.get_verbosity()
     failed: list[Any] = reporter.stats.get("failed", [])
     ours = [(report, failures.get(without_group(report.nodeid))) for report in failed]
     own = [
@@ -149,11 +134,9 @@ class _MergedLongrepr:
         self.reprcrash = ReprFileLocation(path, line, failure.brief)
 
     def toterminal(self, writer: TerminalWriter) -> None:
-        """Write the lines."""
         write_lines(writer, self._lines)
 
     def __str__(self) -> str:
-        """Return the original text."""
         return str(self._longrepr)
 
 

@@ -35,10 +35,8 @@ def workflow_commands(run: ReportedRun) -> list[str]:
     for record in better:
         text = "\n".join(printable(improvement.short) for improvement in record.improvements)
         notices.append((text, _place("less GPU memory", record, run)))
-    return [
-        *_limited("error", [_failure(record, run, changed) for record in failed]),
-        *_limited("notice", notices),
-    ]
+    errors = [_failure(record, run, changed) for record in failed]
+    return [*_limited("error", errors), *_limited("notice", notices)]
 
 
 def workflow_command(name: str, message: str, **properties: str | int) -> str:

@@ -6,11 +6,7 @@ from collections.abc import Sequence
 
 
 def header_line(
-    device: str,
-    torch: str | None,
-    folder: str,
-    environments: Sequence[str],
-    gpus: Sequence[str] = (),
+    device: str, torch: str | None, folder: str, environments: Sequence[str], gpus: Sequence[str]
 ) -> str:
     """Return the line for ``pytest_report_header``: the device, and the baselines used.
 

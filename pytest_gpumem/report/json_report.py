@@ -13,7 +13,6 @@ from pytest_gpumem.garbage import paused
 from pytest_gpumem.jsonfile import NewerError, document, replace_file, schema_problem
 from pytest_gpumem.quoting import MOST, printable
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.values.environment import Environment
 
 SCHEMA_VERSION = 1
 
@@ -33,10 +32,14 @@ def report_of(
     ordered = sorted(records, key=lambda record: record.nodeid)
     counts = Counter(record.environment for record in ordered)
     common = counts.most_common(1)[0][0] if counts else None
+    tests = [record.to_dict() for record in ordered]
+    for record, data in zip(ordered, tests, strict=True):
+        if record.environment == common:
+            del data["environment"]
     return {
         "schema_version": SCHEMA_VERSION,
         "environment": common and common.to_dict(),
-        "tests": [_test(record, common) for record in ordered],
+        "tests": tests,
         **({"usage": list(usage)} if usage else {}),
     }
 
@@ -44,11 +47,7 @@ def report_of(
 def write_report(
     path: Path, records: Sequence[TestRecord], usage: Sequence[Mapping[str, Any]] = ()
 ) -> Path:
-    """Write the report of ``records`` to ``path``, whole or not at all; return the file written.
-
-    Folders that are missing are made, a symbolic link is written through. Raises
-    :class:`ReportError` where the file cannot be written.
-    """
+    """Write the report of ``records`` to ``path``, as :func:`write_file` writes its content."""
     with paused():
         report = report_of(records, usage)
         if problem := schema_problem(__package__, report):
@@ -103,10 +102,7 @@ def read_report(path: Path) -> list[TestRecord]:
 
 
 def read_usage(path: Path) -> list[dict[str, Any]]:
-    """Return how the tests of the report ``path`` shared devices; nothing where they did not.
-
-    Raises :class:`ReportError` where it is no report.
-    """
+    """Return how the tests of the report ``path`` shared devices; raises as :func:`read_report`."""
     usage: list[dict[str, Any]] = _read(path).get("usage", [])
     return usage
 
@@ -125,13 +121,3 @@ def _read(path: Path) -> dict[str, Any]:
             f"report {path} is not one of pytest-gpumem: {error}; write it with "
             "--gpumem-report json:PATH"
         ) from error
-
-
-def _test(record: TestRecord, common: Environment | None) -> dict[str, Any]:
-    data = record.to_dict()
-    if record.environment == common:
-        del data["environment"]
-    for key in ("nvml", "out_of_memory", "sharing", "duration", "beside"):
-        if data[key] is None:
-            del data[key]
-    return data

@@ -219,12 +219,7 @@ def failure_lines(record: TestRecord, command: str) -> Iterator[str]:
     if record.broken:
         yield from _bounded_table(statement_lines(record.broken))
     elif record.out_of_memory is not None:
-        facts = record.out_of_memory
-        asked, free, total = (format_size(facts[key]) for key in ("requested", "free", "total"))
-        sentence = f"out of memory: {asked} asked for, {free} free of {total}"
-        yield str(facts.get("sentence", sentence))
-        if "sentence" not in facts and facts.get("site"):
-            yield f"  at {facts['site']}"
+        yield record.out_of_memory["sentence"]
     if _can_be_accepted(record):
         missing = all(verdict.limit is None for verdict in record.broken)
         verb = "record" if missing else "accept"

@@ -36,11 +36,6 @@ class Point:
     """The commit's subject; empty for a report."""
     peak: int
 
-    @property
-    def named(self) -> str:
-        """The label with the commit's subject."""
-        return f"{self.label} {self.subject}".rstrip()
-
 
 @dataclass(frozen=True)
 class Step:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from traceback import walk_tb
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -90,23 +90,19 @@ def skip_unsimulated(
     Not a failure, because the code may be right, and not an expected one either. For an
     ``unmeasured`` test, which is not run again with values, the text explains how to get them.
     """
-    from pytest_gpumem.values.errors import (
-        SimulationError,
-        UndescribedKernelError,
-        UnknownValueError,
-    )
+    from pytest_gpumem.values import errors
 
-    if not isinstance(error, SimulationError):
+    if not isinstance(error, errors.SimulationError):
         return
     path, line, _ = item.location
     sentence = str(error)
-    if unmeasured and isinstance(error, UnknownValueError):
+    if unmeasured and isinstance(error, errors.UnknownValueError):
         sentence = f"{sentence}; {_HOW_TO_GET_VALUES}"
     report.outcome = "skipped"
     report.longrepr = (path, (line or 0) + 1, f"Skipped: {sentence}")
     vars(report).pop("wasxfail", None)
     setattr(report, UNSIMULATED, sentence)
-    if isinstance(error, UndescribedKernelError):
+    if isinstance(error, errors.UndescribedKernelError):
         setattr(report, UNDESCRIBED, error.kernel)
 
 
@@ -115,13 +111,6 @@ def of_builtin_types(properties: list[tuple[str, object]]) -> list[tuple[str, ob
     return [
         (name, float(value) if isinstance(value, float) else value) for name, value in properties
     ]
-
-
-def status_of(report: Any) -> tuple[str, str, tuple[str, dict[str, bool]]] | None:
-    """Return how pytest shows the report of a test that comes again."""
-    if not hasattr(report, RESCHEDULED):
-        return None
-    return "rescheduled", "", ("RESCHEDULED", {"yellow": True})
 
 
 def with_outcome(record: TestRecord, report: pytest.TestReport) -> TestRecord | None:

@@ -12,7 +12,7 @@ from pytest_gpumem.baseline.store import split_nodeid
 from pytest_gpumem.baseline.verdict import Improvement, Verdict, main_verdict
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
-from pytest_gpumem.values.serialization import Plain
+from pytest_gpumem.values.serialization import OMITTED, Plain
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class TestRecord(Plain):
     """Whether a baseline was wanted and this environment has none."""
     judged: bool = True
     """``False`` where the test was only measured, or its body failed before a verdict."""
-    out_of_memory: Mapping[str, Any] | None = None
+    out_of_memory: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
     """Data on a body that ran out of memory: the request and the holders of memory."""
-    sharing: Mapping[str, Any] | None = None
+    sharing: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
     """Data on the test's shared device: its need, its waiting time and borrowed bytes."""
-    duration: float | None = None
+    duration: float | None = field(default=None, metadata=OMITTED)
     """Seconds of set-up, call and teardown, without waiting for a shared device."""
-    beside: int | None = None
+    beside: int | None = field(default=None, metadata=OMITTED)
     """Tests on its shared device during its run; with any, its duration is not its own."""
-    nvml: Mapping[str, Any] | None = None
+    nvml: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
     """A device-level reading, or why there is none; ``None`` where none was tried."""
 
     @property

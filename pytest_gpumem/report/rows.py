@@ -126,8 +126,7 @@ def test_status(record: TestRecord) -> str:
 def rows_of(record: TestRecord, every_phase: bool, below_module: bool = True) -> Iterator[Row]:
     """Yield the rows of a test: its own, those of its phases, and of its further devices.
 
-    ``every_phase``: also those without verdicts. Not ``below_module``, the test has its
-    whole node id.
+    ``every_phase``: also those without verdicts. Not ``below_module``, it has its whole node id.
     """
     name = split_nodeid(record.nodeid)[1] if below_module else record.nodeid
     if record.measurement is None:

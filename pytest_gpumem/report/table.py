@@ -14,8 +14,7 @@ from pytest_gpumem.report.rows import COLUMNS, GAP, STATUSES, Column, Row, rows_
 from pytest_gpumem.text import Line, TextRun, cells, counted, pack, pad, shorten
 
 ROWS = 24
-"""Up to so many rows, every phase is shown; beyond so many tests, only those with remarks and the
-largest."""
+"""Up to so many rows, all phases are shown; of more tests, those with remarks and the largest."""
 
 LEAST_WEIGHT = 5
 """Weight of the columns that are kept as long as anything fits."""

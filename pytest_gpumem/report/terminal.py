@@ -261,9 +261,8 @@ class _Section:
             largest = max(measured, key=lambda record: record.peak)
             name = shorten(largest.nodeid, self.width - 4)
             text += f"; highest peak {format_size(largest.peak)} ({name})"
-        yield from self._wrapped(
-            text, "bold red" if counts["FAIL"] or counts["OOM"] else "bold green"
-        )
+        style = "bold red" if counts["FAIL"] or counts["OOM"] else "bold green"
+        yield from self._wrapped(text, style)
 
     def _wrapped(self, text: str, style: str = "") -> Iterator[Line]:
         return (Line.of(line, style) for line in wrap(text, self.width, rest="  "))

@@ -185,7 +185,7 @@ class Conclusion:
         """Return the tests that exist, as far as this session can determine."""
         config, option, root = self._config, self._config.option, self._config.rootpath
         if getattr(option, "lf", False):  # it leaves tests out while a module is collected
-            return Collected.of(root, (), partial="--lf was given")
+            return Collected(root, (), partial="--lf was given")
         given = getattr(option, "override_ini", None) or ()
         overridden = {setting.partition("=")[0] for setting in given}
         narrowed = next((f"-o {name} was given" for name in _COLLECTING if name in overridden), "")
@@ -198,7 +198,7 @@ class Conclusion:
         for path in (arg.partition("::")[0] for arg in config.args if "::" in arg):
             module = relative((config.invocation_params.dir / path).resolve(), root)
             incomplete[module.replace(os.sep, "/")] = "tests of it were given by id"
-        return Collected.of(root, self._results.existing, incomplete, partial, narrowed)
+        return Collected(root, self._results.existing, incomplete, partial, narrowed)
 
     def _write_reports(self) -> Iterator[str]:
         results = self._results
@@ -240,9 +240,10 @@ def _write(target: ReportTarget, run: ReportedRun) -> Sequence[str]:
     if target.kind == "json":
         json_report.write_report(target.path, run.records, run.usage)
     elif target.kind == "html":
-        from pytest_gpumem.report.html.page import write_html
+        from pytest_gpumem.report.html.page import render
 
-        write_html(target.path, run.records, usage=run.usage)
+        page = render(run.records, usage=run.usage)
+        json_report.write_file(target.path, page.encode(), "--gpumem-report html:PATH")
     else:
         from pytest_gpumem.report.markdown import document
 
@@ -261,7 +262,7 @@ def _elsewhere(store: BaselineStore, tests: Sequence[MeasuredTest]) -> Counter[s
     for test in tests:
         module, test_id = split_nodeid(test.nodeid)
         try:
-            if not test.wanted or store.entry(test.environment, module, test_id) is not None:
+            if not test.wanted or test_id in store.load(test.environment, module):
                 continue
             known = store.elsewhere(module, test_id, test.environment)
         except BaselineError:

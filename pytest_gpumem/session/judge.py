@@ -80,7 +80,7 @@ class Judge:
         verdicts = list(judgement.verdicts)
         if predicted is not None and expectation.predict is not None:
             verdicts += judge_prediction(
-                record.measurement, predicted, expectation.predict, record.environment
+                record.measurement, predicted, expectation.predict, record.environment.gpu
             )
         for other in record.other_devices:
             elsewhere = replace(expectation, baseline=False)

@@ -162,12 +162,12 @@ class Results:
         """Return the context in which pytest writes its summary, with each cause once."""
         if not self.sentences and not any(record.failed for record in self.by_run.values()):
             return nullcontext()
-        from pytest_gpumem.report.commands import Command
-        from pytest_gpumem.report.failures import failures_of, merged
+        from pytest_gpumem.report.failures import Failure, merged
 
         records = {nodeid: record for (nodeid, _), record in self.by_run.items()}
-        failures = failures_of(records, self.sentences)
-        return merged(reporter, failures, Command.of(self.config), self.config.get_verbosity())
+        failed = {name: Failure(name, one.broken) for name, one in records.items() if one.failed}
+        others = {name: Failure(name, (), text) for name, text in self.sentences.items()}
+        return merged(reporter, failed | others)
 
 
 class Stopwatch:

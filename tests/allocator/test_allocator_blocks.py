@@ -183,9 +183,9 @@ def test_free_memory_counts_what_others_use() -> None:
     allocator = Allocator(total_memory=GIB, used_elsewhere=300 * MIB)
     allocator.malloc(30 * MIB)
 
-    assert allocator.free_memory == GIB - 330 * MIB
+    assert allocator.memory.free == GIB - 330 * MIB
     allocator.memory.used_elsewhere = 2 * GIB
-    assert allocator.free_memory == 0
+    assert allocator.memory.free == 0
 
 
 def test_freeing_twice_is_an_error(allocator: Allocator) -> None:

@@ -27,10 +27,10 @@ class Capturing:
 
     def begin(self) -> None:
         self.allocator.begin_allocate_to_pool(GRAPH, lambda stream: stream in (CAPTURED, FORKED))
-        self.allocator.mark_capture_begin()
+        self.allocator.captures += 1
 
     def end(self) -> None:
-        self.allocator.mark_capture_end()
+        self.allocator.captures -= 1
         self.allocator.end_allocate_to_pool(GRAPH)
 
 

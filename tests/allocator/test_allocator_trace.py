@@ -124,11 +124,3 @@ def test_the_trace_can_be_cleared() -> None:
 
     allocator.free(address)
     assert [entry.action for entry in allocator.trace] == ["free_requested", "free_completed"]
-
-
-def test_recording_can_be_off() -> None:
-    allocator = Allocator(1 << 30, record=False)
-    allocator.free(allocator.malloc(512))
-
-    assert list(allocator.trace) == []
-    assert allocator.stats()["allocation"]["all"]["allocated"] == 1

@@ -7,15 +7,9 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.attribution.causes import (
-    Growth,
-    Side,
-    absolute_cause,
-    cause_of,
-    leak_cause,
-)
+from pytest_gpumem.attribution.causes import absolute_cause, cause_of, leak_cause
 from pytest_gpumem.attribution.composition import Site
-from pytest_gpumem.attribution.explain import explain
+from pytest_gpumem.attribution.explain import Growth, Side, explain
 from pytest_gpumem.attribution.program_causes import carried_sentence
 
 MIB = 1 << 20

@@ -107,7 +107,7 @@ def test_a_lock_that_is_held_is_an_error_that_says_who_holds_it(store: BaselineS
     with holder(store) as process:
         with pytest.raises(BaselineError) as error:
             store.write(T4, MODULE, {"test": entry(1)})
-        path = store.path(T4, MODULE)
+        path = store.path(T4.key, MODULE)
         sentence = str(error.value).replace(str(path), "FILE").replace(str(store.root), "ROOT")
         host = os.uname().nodename
         assert sentence == (

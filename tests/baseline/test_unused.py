@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.baseline.collected import Collected, GoneTests, MeasuredTest, unused_baselines
+from pytest_gpumem.baseline.collected import Collected, MeasuredTest, unused_baselines
 from pytest_gpumem.baseline.store import BaselineEntry
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
@@ -42,11 +42,11 @@ def successors(
 ) -> dict[str, tuple[str | None, bool]]:
     for nodeid, peak in stored.items():
         module, _, test_id = nodeid.partition("::")
-        entries = dict(store.read(T4, module))
+        entries = dict(store.load(T4, module))
         entries[test_id] = BaselineEntry.of(measured(nodeid, peak).measurement)
         store.write(T4, module, entries)
     tests = [measured(nodeid, peak) for nodeid, peak in now.items()]
-    found = unused_baselines(store, tests, Collected.of(store.root.parent, now))
+    found = unused_baselines(store, tests, Collected(store.root.parent, now))
     return {one.nodeid: (one.successor, one.same) for one in found}
 
 
@@ -99,7 +99,7 @@ def test_other_environments_and_modules_that_were_not_collected_do_not_count(
     store.write(L4, "a.py", {"test_x": BaselineEntry(512, 512, 0, 0)})
     store.write(T4, "b.py", {"test_x": BaselineEntry(512, 512, 0, 0)})
     tests = [measured("a.py::test_y", 512)]
-    partial = Collected.of(store.root.parent, ["a.py::test_y"], partial="paths were given")
+    partial = Collected(store.root.parent, ["a.py::test_y"], partial="paths were given")
     assert unused_baselines(store, tests, partial) == []
 
 
@@ -114,8 +114,8 @@ class TestNet:
 
 def test_what_stands_in_the_module_is_not_gone(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(SOURCE)
-    collected = Collected.of(tmp_path, ["a.py::test_seen[1]", "a.py::TestNet::test_other"])
-    gone, doubts = GoneTests(collected, frozenset()).among(
+    collected = Collected(tmp_path, ["a.py::test_seen[1]", "a.py::TestNet::test_other"])
+    gone, doubts = collected.gone(
         "a.py",
         ["test_seen[2]", "test_hidden[1]", "test_hidden[2]", "TestNet::test_method", "test_gone"],
     )
@@ -128,8 +128,8 @@ def test_what_stands_in_the_module_is_not_gone(tmp_path: Path) -> None:
 
 def test_options_that_narrow_collection_leave_everything_in_doubt(tmp_path: Path) -> None:
     narrowed = "-o python_functions was given"
-    collected = Collected.of(tmp_path, ["a.py::test_x"], narrowed=narrowed)
-    assert GoneTests(collected, frozenset()).among("a.py", ["test_x", "test_y"]) == (
+    collected = Collected(tmp_path, ["a.py::test_x"], narrowed=narrowed)
+    assert collected.gone("a.py", ["test_x", "test_y"]) == (
         [],
         {narrowed: 1},
     )

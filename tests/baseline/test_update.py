@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.baseline.collected import Collected, MeasuredTest
+from pytest_gpumem.baseline.content import StoredPeak
 from pytest_gpumem.baseline.locks import FOLDER
-from pytest_gpumem.baseline.store import BaselineEntry, StoredPeak
+from pytest_gpumem.baseline.store import BaselineEntry
 from pytest_gpumem.baseline.update import Change, UpdateReport, update_baselines
 from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement, PhaseRecord
@@ -36,7 +37,7 @@ def nodeids(changes: tuple[Change, ...]) -> list[str]:
 
 
 def peaks(store: BaselineStore, module: str = MODULE) -> dict[str, int]:
-    return {name: stored.peak_allocated for name, stored in store.read(T4, module).items()}
+    return {name: stored.peak_allocated for name, stored in store.load(T4, module).items()}
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def store(tmp_path: Path) -> BaselineStore:
 
 @pytest.fixture
 def path(store: BaselineStore) -> Path:
-    return store.path(T4, MODULE)
+    return store.path(T4.key, MODULE)
 
 
 def test_all_adds_and_changes_and_keeps_what_did_not_run(store: BaselineStore, path: Path) -> None:
@@ -208,7 +209,7 @@ def test_an_entry_that_came_or_went_has_its_peak() -> None:
 def full(store: BaselineStore, *names: str, **changes: Any) -> Collected:
     """A collection of the whole project, in which ``tests/test_a.py`` has the tests ``names``."""
     rootpath = store.root.parent
-    return Collected.of(rootpath, [f"{MODULE}::{name}" for name in names], **changes)
+    return Collected(rootpath, [f"{MODULE}::{name}" for name in names], **changes)
 
 
 def pruned(store: BaselineStore, collected: Collected) -> UpdateReport:
@@ -231,7 +232,7 @@ def test_nothing_is_pruned_unless_asked(store: BaselineStore) -> None:
 
 
 def test_an_emptied_file_goes_with_its_folders(store: BaselineStore) -> None:
-    report = pruned(store, replace(full(store), ids={MODULE: frozenset()}))
+    report = pruned(store, full(store))
     assert nodeids(report.pruned) == [f"{MODULE}::test_old", f"{MODULE}::test_same"]
     assert [path.name for path in store.root.iterdir()] == [FOLDER]
 
@@ -279,7 +280,7 @@ def test_nothing_is_said_of_a_partial_module_whose_tests_all_exist(store: Baseli
 
 def test_a_test_that_ran_is_never_pruned(store: BaselineStore) -> None:
     tests = [ran("test_old@group", 1000)]
-    collected = replace(full(store), ids={MODULE: frozenset({"test_same"})})
+    collected = full(store, "test_same")
     report = update_baselines(store, tests, mode=None, prune=True, collected=collected)
     assert report == UpdateReport()
 
@@ -304,5 +305,5 @@ def test_update_and_prune_are_one_write(store: BaselineStore, path: Path) -> Non
 
 
 def test_collected_ids_are_grouped_by_module_without_xdists_group() -> None:
-    collected = Collected.of(Path("/p"), ["a.py::x@g", "a.py::C::y[1]", "b.py::z"])
+    collected = Collected(Path("/p"), ["a.py::x@g", "a.py::C::y[1]", "b.py::z"])
     assert collected.ids == {"a.py": {"x", "C::y[1]"}, "b.py": {"z"}}

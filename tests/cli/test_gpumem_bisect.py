@@ -10,9 +10,9 @@ import pytest
 
 from pytest_gpumem.cli.bisect import (
     Search,
-    TestAt,
     UnmeasuredError,
     commits_between,
+    measured_at,
     work_tree,
 )
 from pytest_gpumem.sizes import parse_tolerance
@@ -160,11 +160,11 @@ def test_an_installed_copy_is_not_what_is_measured(
     assert [line.split("  ")[1] for line in lines[:2]] == ["16.0 MiB", "8.0 MiB"]
 
 
-def test_a_test_that_is_not_there(project: Commits) -> None:
-    tree = TestAt(project.path, project.path, Path(), "test_net.py::test_gone", "T4")
+def test_a_test_that_is_not_there(project: Commits, monkeypatch: pytest.MonkeyPatch) -> None:
     project.commit("grow")
+    monkeypatch.chdir(project.path)
     with pytest.raises(UnmeasuredError, match=r"not found: .*test_gone"):
-        tree.measure("HEAD")
+        measured_at("HEAD", project.path, project.path, "test_net.py::test_gone", "T4")
 
 
 def test_json(

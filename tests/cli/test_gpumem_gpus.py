@@ -172,7 +172,9 @@ def test_a_frame_paints_over_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("interrupted", ["while it reads", "while it waits"])
-def test_ctrl_c_leaves_the_terminal_as_it_was(interrupted: str) -> None:
+def test_ctrl_c_leaves_the_terminal_as_it_was(
+    interrupted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = Terminal()
     times: list[float] = []
 
@@ -186,20 +188,23 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(interrupted: str) -> None:
         if len(times) == 2:
             raise KeyboardInterrupt
 
-    watch(read, 0.5, out=out, sleep=wait)
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("time.sleep", wait)
+    watch(read, 0.5)
     frames = 1 if interrupted == "while it reads" else 2
     painted = "\x1b[Hline\x1b[K\x1b[J" * frames
     assert out.getvalue() == f"\x1b[?1049h\x1b[?25l{painted}\x1b[?25h\x1b[?1049l"
 
 
-def test_a_failure_leaves_the_terminal_as_it_was() -> None:
+def test_a_failure_leaves_the_terminal_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     out = Terminal()
+    monkeypatch.setattr("sys.stdout", out)
 
     def fail() -> list[str]:
         raise ValueError("the ledger is gone")
 
     with pytest.raises(ValueError, match="the ledger is gone"):
-        watch(fail, 1, out=out)
+        watch(fail, 1)
     assert out.getvalue().endswith("\x1b[?25h\x1b[?1049l")
 
 

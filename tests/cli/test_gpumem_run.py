@@ -285,7 +285,7 @@ def test_many_iterations_are_left_out_but_for_those_that_tell_something() -> Non
     measured = Measurement("cuda:0", True, 4 * MIB, 4 * MIB, 0, 0, None, 0, phases=phases)
     answer = ScriptResult("stopped", steps=9, gpu="T4", torch="2.13.0", measurements=(measured,))
 
-    shown = list(lines(Script("train.py"), [Result(answer)], None))
+    shown = list(lines(Script("train.py"), [Result(answer)], None, 1000))
     assert [line.split()[0] for line in shown[3:9]] == [
         *("load", "iteration_1", "iteration_2", "iteration_6", "iteration_9"),
         "5",

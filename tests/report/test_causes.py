@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from pytest_gpumem.report.causes import Cause, causes_of
-from pytest_gpumem.report.html.view import status_of
+from pytest_gpumem.report.html.page import status_of
 from pytest_gpumem.report.record import TestRecord
 from tests.report.example_run import (
     MIB,

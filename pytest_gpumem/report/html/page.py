@@ -1,4 +1,6 @@
-"""The assembly of the page: template, style, scripts and the run's data, in one text.
+"""The page: template, style, scripts and the run's data, in one text.
+
+The data are a row for each test in the first view, and its details, which are opened on a click.
 
 The page makes no network requests, and its content security policy forbids them: only the two
 scripts whose hashes it names may run, so that a test's name never can.
@@ -13,17 +15,16 @@ from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from importlib.resources import files
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pytest_gpumem.attribution.history import CATEGORIES
+from pytest_gpumem.baseline.verdict import Verdict, failure_statements, main_verdict, update_command
 from pytest_gpumem.quoting import printable
-from pytest_gpumem.report.html.view import detail_of, overview_of
-from pytest_gpumem.report.json_report import write_file
+from pytest_gpumem.report.causes import causes_of
+from pytest_gpumem.report.past import SMALL, Past
 from pytest_gpumem.report.record import TestRecord
-
-if TYPE_CHECKING:
-    from pytest_gpumem.allocator.replayed import ReplayResult
-    from pytest_gpumem.report.past import Past
+from pytest_gpumem.report.rows import test_status
+from pytest_gpumem.sizes import format_size
 
 LIBRARIES = ("uPlot.iife.min.js", "d3-hierarchy.min.js")
 DRAWING = (
@@ -44,9 +45,13 @@ _UNUSUAL = re.compile(r'\\[^"]|\x7f')
 def render(
     records: Sequence[TestRecord], past: Past | None = None, usage: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    """Return the page of ``records``, to be written as UTF-8; no name in them can break it."""
+    """Return the page of ``records``, to be written as UTF-8; no name in them can break it.
+
+    ``past`` has the peaks of earlier runs and at its end those of this one, ``usage`` is the use of
+    shared devices, as in a JSON report.
+    """
     ordered = sorted(records, key=lambda record: record.nodeid)
-    overview = {**overview_of(ordered, TOGETHER, past), "usage": list(usage)}
+    overview = {**overview_of(ordered, past), "usage": list(usage)}
     packed = []
     for begin in range(0, len(ordered), TOGETHER):
         text = compact(list(map(detail_of, ordered[begin : begin + TOGETHER])))
@@ -102,38 +107,135 @@ def _file(name: str) -> str:
     return files("pytest_gpumem.report.html").joinpath(name).read_text(encoding="utf-8")
 
 
-def write_html(
-    path: Path,
-    records: Sequence[TestRecord],
-    asked_by: str = "--gpumem-report html:PATH",
-    *,
-    past: Past | None = None,
-    usage: Sequence[Mapping[str, Any]] = (),
-) -> Path:
-    """Write the page of ``records`` to ``path``, whole or not at all; return the file written.
+STATUSES = {
+    "failed": "failed by its memory",
+    "error": "failed for another reason",
+    "xfail": "failed by its memory, as expected",
+    "improved": "fell below its baseline",
+    "new": "has no baseline yet",
+    "measured": "measured and not judged",
+    "skipped": "skipped",
+    "ok": "within what it may use",
+}
+"""Outcomes of a test and their meaning, in the order of the first view."""
 
-    ``asked_by`` is the option that named the file. ``past`` has the peaks of earlier runs and at
-    its end those of this one, ``usage`` is the use of shared devices, as in a JSON report. Raises
-    :class:`~pytest_gpumem.report.json_report.ReportError` where it cannot be written.
+_STATUS_OF = {"FAIL": "failed", "xfail": "xfail", "better": "improved", "new": "new", "ok": "ok"}
+
+
+def overview_of(records: Sequence[TestRecord], past: Past | None) -> dict[str, Any]:
+    """Return the data of the first view on all tests; sizes in bytes, times in seconds."""
+    trends = _trends(past)
+    places = {id(record): position for position, record in enumerate(records)}
+    environments = list(dict.fromkeys(record.environment for record in records))
+    return {
+        "statuses": STATUSES,
+        "categories": CATEGORIES,
+        "together": TOGETHER,
+        "environments": [environment.to_dict() for environment in environments],
+        "moments": [label for label, *_ in past.moments] if past else [],
+        "tests": [
+            _row(record, environments.index(record.environment)) | trends.get(record.key, {})
+            for record in records
+        ],
+        "causes": [
+            {
+                "words": list(cause.words),
+                "tests": [places[id(record)] for record in cause.records],
+                "size": cause.size,
+            }
+            for cause in causes_of(records)
+        ],
+    }
+
+
+def detail_of(record: TestRecord) -> dict[str, Any]:
+    """Return everything that is known of one test, with the sentences of its verdicts."""
+    data = record.to_dict()
+    for measured in (data["measurement"], *data["other_devices"]):
+        if measured is not None and "call" in measured["phases"]:
+            measured["phases"]["call"]["sites"] = []  # those of the whole test
+    if data["baseline"] is not None:  # of which the numbers are shown
+        data["baseline"] = {k: data["baseline"].get(k) for k in ("peak_allocated", "composition")}
+    # The failed verdicts first, in the order of every report.
+    statements = failure_statements(record.broken)
+    broken = [verdict for one in statements for verdict in (one.verdict, *one.others)]
+    data["verdicts"] = [
+        verdict.to_dict()
+        | {"text": verdict.short, "remedy": verdict.remedy(update_command(record.nodeid))}
+        for verdict in (*broken, *(verdict for verdict in record.verdicts if verdict.passed))
+    ]
+    for shown, better in zip(data["improvements"], record.improvements, strict=True):
+        shown["text"] = better.short
+    return data
+
+
+def status_of(record: TestRecord) -> str:
+    """Return the test's key in :data:`STATUSES`."""
+    other = {"skipped": "skipped", "failed": "error", "error": "error"}
+    return _STATUS_OF.get(test_status(record)) or other.get(record.outcome, "measured")
+
+
+def _trends(past: Past | None) -> Mapping[tuple[str, str], dict[str, Any]]:
+    """Return the history in each test's row: moment and peak of each point, and steps."""
+    if past is None:
+        return {}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for number, (_, _, peaks) in enumerate(past.moments):
+        for key, peak in peaks.items():
+            found.setdefault(key, {"trend": []})["trend"].append([number, peak])
+    for trend in past.trends(SMALL):
+        steps = [[step.point.label, step.before, step.point.peak] for step in trend.steps]
+        found[trend.environment, trend.nodeid] |= {"steps": steps, "crept": trend.crept}
+    return found
+
+
+def _row(record: TestRecord, environment: int) -> dict[str, Any]:
+    measured = record.measurement
+    row: dict[str, Any] = {
+        "id": record.nodeid,
+        "status": status_of(record),
+        "environment": environment,
+    }
+    if measured is not None:
+        row |= {
+            "peak": measured.peak_allocated,
+            "reserved": measured.peak_reserved,
+            "composition": [measured.composition.get(name, 0) for name in CATEGORIES],
+            "device": measured.device,
+        }
+    stored = (record.baseline or {}).get("peak_allocated")
+    compared = (verdict.reference for verdict in _whole(record, "baseline") if verdict.reference)
+    known = {
+        "limit": next((verdict.limit for verdict in _whole(record, "limit")), None),
+        "baseline": next(compared, stored),
+        "duration": record.duration,
+        "waited": (record.sharing or {}).get("waited"),
+        **_failure(record),
+    }
+    return row | {key: value for key, value in known.items() if value is not None}
+
+
+def _failure(record: TestRecord) -> dict[str, Any]:
+    """Return in a few words why a test failed, and by how many bytes where a number is the reason.
+
+    The cards above the table contain the cause.
     """
-    return write_file(path, render(records, past, usage).encode(), asked_by)
+    if record.broken:
+        first = main_verdict(record.broken)
+        compared = first.limit is not None or first.reference is not None
+        return {"why": first.brief, "over": abs(first.excess) if compared else None}
+    if record.out_of_memory is None:
+        return {}
+    lacked = f", {format_size(record.missing)} too much" if record.missing else ""
+    return {"why": f"out of memory{lacked}", "over": record.missing}
 
 
-def write_recording(
-    path: Path,
-    name: str,
-    result: ReplayResult,
-    *,
-    notes: Sequence[str],
-    used_elsewhere: int,
-) -> Path:
-    """Write the page of a replayed snapshot to ``path``, whole or not at all; return the file.
-
-    ``result`` has its courses; ``notes`` are sentences to show above all else. Raises
-    :class:`~pytest_gpumem.report.json_report.ReportError` where it cannot be written.
-    """
-    from pytest_gpumem.report.html.recording import recording_of
-
-    data, packed = recording_of(name, result, notes=notes, used_elsewhere=used_elsewhere)
-    page = assembled("recording.html", RECORDING, data, packed)
-    return write_file(path, page.encode(), "--html")
+def _whole(record: TestRecord, kind: str) -> list[Verdict]:
+    """Return the verdicts on the peak of the whole test, on the device that it is judged by."""
+    device = record.measurement.device if record.measurement else None
+    return [
+        verdict
+        for verdict in record.verdicts
+        if (verdict.kind, verdict.metric, verdict.phase) == (kind, "peak_allocated", None)
+        and verdict.device == device
+    ]

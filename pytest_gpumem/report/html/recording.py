@@ -74,11 +74,7 @@ class _Places:
 
 
 def recording_of(
-    name: str,
-    result: ReplayResult,
-    *,
-    notes: Sequence[str],
-    used_elsewhere: int,
+    name: str, result: ReplayResult, *, notes: Sequence[str], used_elsewhere: int
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the page's data on a replay, and one packed text of columns for each device.
 

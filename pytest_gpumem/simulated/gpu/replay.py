@@ -41,10 +41,11 @@ def replay(
         AllocatorError: the settings ask for something that is not simulated.
         GpuError: ``gpu`` is not in the catalogue.
     """
+    model = None if gpu is None else find_gpu(gpu)
     return replayed(
         snapshot,
         alloc_conf,
-        None if gpu is None else find_gpu(gpu),
+        None if model is None else (model.name, model.total_memory),
         version=version,
         used_elsewhere=used_elsewhere,
         courses=courses,

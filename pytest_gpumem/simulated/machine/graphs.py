@@ -86,7 +86,7 @@ class Graph:
         except AllocatorError as error:
             raise RuntimeError(str(error)) from None
         gpu.allocator.is_capturing = lambda: machine.streams.is_capturing(gpu.index)
-        gpu.allocator.mark_capture_begin()
+        gpu.allocator.captures += 1
         captures[gpu.index, gpu.stream] = capture
         machine.execution.watch(_noting_nodes(machine))
         machine.values.recording = lambda: (

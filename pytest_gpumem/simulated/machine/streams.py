@@ -71,7 +71,7 @@ class Capture:
     def end(self) -> None:
         """End the capture, whose memory stays in its pool."""
         self.under_way, self.graph = False, None
-        self.memory.mark_capture_end()
+        self.memory.captures -= 1
         self.memory.end_allocate_to_pool(self.pool)
 
 

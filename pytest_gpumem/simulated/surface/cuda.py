@@ -128,7 +128,7 @@ def _functions(machine: SimulatedMachine) -> dict[str, Callable[..., Any]]:
         memory(device).set_memory_fraction(fraction)
 
     def free_and_total(index: int) -> tuple[int, int]:
-        return memory(index).free_memory, gpu(index).model.total_memory
+        return memory(index).memory.free, gpu(index).model.total_memory
 
     return {
         "_cuda_init": lambda: None,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.report.html.page import write_html
+from pytest_gpumem.report.html.page import render
 from pytest_gpumem.report.past import Past
 from tests.report.example_run import MIB, failing, measured, passing, record, verdict
 from tests.report.html import chromium
@@ -70,7 +70,9 @@ def page(opened_page: Callable[[Path], Any], tmp_path: Path) -> Any:
     ]
     records = [replace(told, measurement=shown), passing(), *hostile, *many]
     past = Past([("run-1", "", {told.key: 64 * MIB}), ("run-2", "", {told.key: 80 * MIB})])
-    return opened_page(write_html(tmp_path / "page.html", records, past=past, usage=[USE]))
+    path = tmp_path / "page.html"
+    path.write_text(render(records, past, [USE]), encoding="utf-8")
+    return opened_page(path)
 
 
 def names(page: Any) -> list[str]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.report.html.page import TOGETHER, render, write_html
-from pytest_gpumem.report.json_report import ReportError
+from pytest_gpumem.report.html.page import TOGETHER, render
+from pytest_gpumem.report.json_report import ReportError, write_file
 from tests.report.example_run import MIB, failing, measured, passing, record, verdict
 from tests.report.html.parsed import Page
 
@@ -84,7 +84,7 @@ def test_a_verdict_comes_with_its_sentence_and_remedy() -> None:
 
 def test_a_page_that_cannot_be_written_is_said_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="Is a directory; give --gpumem-report html:PATH a file"):
-        write_html(tmp_path, [passing()])
+        write_file(tmp_path, render([passing()]).encode(), "--gpumem-report html:PATH")
 
 
 def test_a_run_without_tests_is_a_page_too() -> None:

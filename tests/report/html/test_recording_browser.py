@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.allocator import Allocator
-from pytest_gpumem.report.html.page import write_recording
+from pytest_gpumem.report.html.page import RECORDING, assembled
+from pytest_gpumem.report.html.recording import recording_of
 from pytest_gpumem.simulated.gpu.replay import replay
 from tests.report.html import chromium
 from tests.report.html.test_recording import FORWARD, LOADING, MIB, recorded
@@ -45,7 +46,9 @@ return lost;
 
 def written(path: Path, snapshot: dict[str, Any], **question: Any) -> Path:
     result = replay(snapshot, courses=True, **question)
-    return write_recording(path, "run.pickle", result, notes=["A note."], used_elsewhere=0)
+    found = recording_of("run.pickle", result, notes=["A note."], used_elsewhere=0)
+    path.write_text(assembled("recording.html", RECORDING, *found), encoding="utf-8")
+    return path
 
 
 def long(events: int) -> dict[str, Any]:
