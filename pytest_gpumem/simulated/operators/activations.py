@@ -152,9 +152,8 @@ def _reducing(*, in_result: bool) -> Rule:
     def after(gpu: GPU, self: Tensor, target: Tensor, reduction: int, result: Tensor) -> None:
         if reduction:
             elements = _elements(self, target)
-            other = Scratch(gpu, (1 if in_result else elements) * result.element_size())
-            _reduce_all(gpu, elements, result.dtype)
-            other.free()
+            with Scratch(gpu, (1 if in_result else elements) * result.element_size()):
+                _reduce_all(gpu, elements, result.dtype)
 
     return Rule(outputs=_enlarged, after=after)
 
@@ -176,13 +175,11 @@ def _target_first(
     gpu: GPU, self: Tensor, target: Tensor, reduction: int, result: tuple[Tensor, Tensor]
 ) -> Iterator[Tensor]:
     """Yield target flags and the loss, rows' losses between (multilabel_margin_loss_forward)."""
-    copies = Scratch(gpu, *copied(self, target))
-    yield result[1]
     is_reduced = self.dim() == 2 and reduction
-    rows = Scratch(gpu, self.shape[0] * self.element_size() if is_reduced else 0)
-    yield result[0]
-    rows.free()
-    copies.free()
+    with Scratch(gpu, *copied(self, target)) as scratch:
+        yield result[1]
+        scratch.take(self.shape[0] * self.element_size() if is_reduced else 0)
+        yield result[0]
 
 
 def _of_classes(

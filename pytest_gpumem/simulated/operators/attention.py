@@ -191,9 +191,8 @@ def generator_state(gpu: GPU, dropout_p: float, state: Sequence[Tensor]) -> Iter
 
     The seeds are made for the capture of a graph; dropout makes others, and gives these back.
     """
-    replaced = Scratch(gpu, _RNG_STATE if dropout_p and state else 0)
-    yield from reversed(state) if dropout_p else state
-    replaced.free()
+    with Scratch(gpu, _RNG_STATE if dropout_p and state else 0):
+        yield from reversed(state) if dropout_p else state
 
 
 def efficient_outputs(gpu: GPU, dropout_p: float, result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

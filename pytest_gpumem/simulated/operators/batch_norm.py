@@ -121,10 +121,9 @@ def _batch_norm_forward(
     if training and is_general:
         # make_reduction: of 16 bits only float16 is read as it is into two results.
         is_converted = input.dtype == torch.bfloat16
-        converted = Scratch(gpu, input.numel() * _accumulated_bytes(input) if is_converted else 0)
         kept = [dim for dim in range(input.dim()) if dim != 1]
-        reductions.reduce_tensor(gpu, input, kept, reductions.MOMENTS)
-        converted.free()
+        with Scratch(gpu, input.numel() * _accumulated_bytes(input) if is_converted else 0):
+            reductions.reduce_tensor(gpu, input, kept, reductions.MOMENTS)
     elif training and are_channels_last:
         _stage(gpu, input, _MOMENTS)
     if is_general:
@@ -145,11 +144,10 @@ def _batch_norm_backward(
     grad_input, grad_weight, grad_bias = result
     reduces = train or by_weight or by_bias
     if reduces and by_input and not _reads_channels_last(input) and input.numel() <= INDEXABLE:
-        scratch = Scratch(gpu, 0 if _merges(grad_out) else grad_out.nbytes)
-        for gradient, wanted in zip(result, output_mask, strict=True):
-            if wanted and gradient is not None:
-                yield gradient
-        scratch.free()
+        with Scratch(gpu, 0 if _merges(grad_out) else grad_out.nbytes):
+            for gradient, wanted in zip(result, output_mask, strict=True):
+                if wanted and gradient is not None:
+                    yield gradient
         return
     scratch = Scratch(gpu)
     if reduces:
@@ -164,7 +162,6 @@ def _batch_norm_backward(
             _stage(gpu, input, _SUMS)
     if by_input and grad_input is not None:
         adopt(grad_input, gpu)
-    scratch.free()
 
 
 def _update(

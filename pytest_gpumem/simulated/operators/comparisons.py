@@ -222,9 +222,8 @@ def _bins(gpu: GPU, self: Tensor, weights: Tensor | None) -> Scratch:
 
 def _extremes(gpu: GPU, tensor: Tensor, count: int) -> None:
     for _ in range(count):
-        extreme = Scratch(gpu, tensor.element_size())
-        reductions.reduce_tensor(gpu, tensor, None, reductions.VALUES)
-        extreme.free()
+        with Scratch(gpu, tensor.element_size()):
+            reductions.reduce_tensor(gpu, tensor, None, reductions.VALUES)
 
 
 def _zero_points(gpu: GPU, zero_point: Tensor) -> None:
@@ -237,9 +236,8 @@ def _range(gpu: GPU, self: Tensor, min: float, max: float) -> None:
     if min != max or not self.numel():
         return
     if gpu.version >= BOTH_EXTREMES_SINCE:
-        extremes = Scratch(gpu, self.element_size(), self.element_size())
-        reductions.reduce_tensor(gpu, self, None, reductions.TWO_VALUES)
-        extremes.free()
+        with Scratch(gpu, self.element_size(), self.element_size()):
+            reductions.reduce_tensor(gpu, self, None, reductions.TWO_VALUES)
     else:
         _extremes(gpu, self, 2)
 

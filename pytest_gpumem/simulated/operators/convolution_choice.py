@@ -191,9 +191,8 @@ class SlowConvolution:
         """Return the output of ``shape``, after everything was allocated and freed as CUDA does."""
         # Of three dimensions, transposed: empty_like(input), resized.
         is_resized = self.parameters.transposed and input.dim() == 5
-        first = Scratch(self.gpu, input.nbytes if is_resized else 0)
-        output = input.new_empty(shape)
-        first.free()
+        with Scratch(self.gpu, input.nbytes if is_resized else 0):
+            output = input.new_empty(shape)
         columns = Scratch(self.gpu)
         if self._has_columns(input, weight):
             columns.take(self._column_bytes(input, weight, shape))
@@ -246,12 +245,11 @@ class SlowConvolution:
         grad_input = input.new_empty(input.shape) if mask[0] else None
         grad_weight = weight.new_empty(weight.shape) if mask[1] else None
         grad_bias = weight.new_empty((weight.shape[0],)) if mask[2] else None
-        columns = Scratch(self.gpu, self._column_bytes(input, weight, grad_output.shape))
-        for sample in grad_output:
-            self._multiply(sum(map(bool, mask[:2])))
-            if mask[2]:
-                sample.sum([*range(1, sample.dim())])
-        columns.free()
+        with Scratch(self.gpu, self._column_bytes(input, weight, grad_output.shape)):
+            for sample in grad_output:
+                self._multiply(sum(map(bool, mask[:2])))
+                if mask[2]:
+                    sample.sum([*range(1, sample.dim())])
         return grad_input, grad_weight, grad_bias
 
     def _of_transposed(
@@ -260,9 +258,8 @@ class SlowConvolution:
         """Each gradient has columns of its own."""
 
         def multiply() -> None:
-            columns = Scratch(self.gpu, self._column_bytes(input, weight, grad_output.shape))
-            self._multiply(input.shape[0])
-            columns.free()
+            with Scratch(self.gpu, self._column_bytes(input, weight, grad_output.shape)):
+                self._multiply(input.shape[0])
 
         grad_input = input.new_empty(input.shape) if mask[0] else None
         if mask[0]:

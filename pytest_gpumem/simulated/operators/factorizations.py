@@ -42,9 +42,8 @@ def is_by_columns(matrices: Tensor) -> bool:
 def pointers(gpu: GPU, *matrices: Tensor) -> None:
     """Take lists of pointers to the matrices of batches, for a call of cuBLAS."""
     sizes = [count_of(each) * INDEX_BYTES if each.shape[-2:].numel() else 0 for each in matrices]
-    scratch = Scratch(gpu, *sizes)
-    gpu.workspaces.gemm(gpu.stream)
-    scratch.free()
+    with Scratch(gpu, *sizes):
+        gpu.workspaces.gemm(gpu.stream)
 
 
 def check_errors(gpu: GPU, count: int) -> None:
@@ -115,9 +114,7 @@ def permutation(scratch: Scratch, count: int, rows: int) -> None:
 
 def _unpacked(gpu: GPU, LU_data: Tensor, unpack_pivots: bool) -> None:
     if unpack_pivots:
-        scratch = Scratch(gpu)
-        permutation(scratch, count_of(LU_data), LU_data.shape[-2])
-        scratch.free()
+        permutation(Scratch(gpu), count_of(LU_data), LU_data.shape[-2])
 
 
 def _lu(gpu: GPU, A: Tensor, pivot: bool) -> None:
@@ -125,11 +122,10 @@ def _lu(gpu: GPU, A: Tensor, pivot: bool) -> None:
     count, least = count_of(A), min(A.shape[-2:])
     # Where that is the same by rows, they are in the result.
     both = Scratch(gpu, A.nbytes if A.shape[-2:] != (1, 1) else 0)
-    scratch = Scratch(gpu, count * least * CODE, count * CODE)
-    factorize(gpu, A, "linalg_lu", pivot=pivot)
-    both.free()
-    _unpacked(gpu, A, pivot)
-    scratch.free()
+    with Scratch(gpu, count * least * CODE, count * CODE):
+        factorize(gpu, A, "linalg_lu", pivot=pivot)
+        both.free()
+        _unpacked(gpu, A, pivot)
 
 
 def _lu_factor(gpu: GPU, A: Tensor, pivot: bool) -> None:
@@ -151,10 +147,9 @@ def _symmetric_factors(gpu: GPU, self: Tensor) -> None:
 def _cholesky_at_once(gpu: GPU, self: Tensor) -> None:
     """The operator of its own that ``torch.cholesky`` calls up to 2.13."""
     if self.numel():
-        codes = Scratch(gpu, count_of(self) * CODE)
-        _cholesky(gpu, self)
-        check_errors(gpu, count_of(self))
-        codes.free()
+        with Scratch(gpu, count_of(self) * CODE):
+            _cholesky(gpu, self)
+            check_errors(gpu, count_of(self))
 
 
 # Reflections: Q and R.
@@ -166,19 +161,17 @@ def reflect(gpu: GPU, A: Tensor, scales: Tensor, operator: str) -> None:
     if rows <= 256 and count_of(A) >= max(2, rows // 16):
         pointers(gpu, A, scales.unsqueeze(-1))
     else:
-        code = Scratch(gpu, CODE)
-        _solve(gpu, operator, "geqrf", A, count_of(A))
-        code.free()
+        with Scratch(gpu, CODE):
+            _solve(gpu, operator, "geqrf", A, count_of(A))
 
 
 def _made_of_reflections(gpu: GPU, operator: str, Q: Tensor, reflections: int) -> None:
     """apply_orgqr, into ``Q``."""
-    code = Scratch(gpu, CODE)
-    if Q.shape[-1] == reflections:
-        _solve(gpu, operator, "orgqr", Q, count_of(Q))
-    else:
-        leave_out(gpu, operator)
-    code.free()
+    with Scratch(gpu, CODE):
+        if Q.shape[-1] == reflections:
+            _solve(gpu, operator, "orgqr", Q, count_of(Q))
+        else:
+            leave_out(gpu, operator)
 
 
 def _reflected(gpu: GPU, result: tuple[Tensor, Tensor]) -> None:
@@ -195,7 +188,6 @@ def _orthogonal(gpu: GPU, A: Tensor, mode: str, result: tuple[Tensor, Tensor]) -
     reflect(gpu, A, scales, "linalg_qr")
     if mode != "r" and scales.shape[-1]:
         _made_of_reflections(gpu, "linalg_qr", result[0], scales.shape[-1])
-    scratch.free()
 
 
 def _from_reflections(gpu: GPU, input: Tensor, tau: Tensor) -> None:
@@ -224,7 +216,6 @@ def decompose(
         return
     count, (rows, columns), size = count_of(A), A.shape[-2:], A.element_size()
     least, most = min(rows, columns), max(rows, columns)
-    scratch = Scratch(gpu, count * CODE)
     overwritten = [A.nbytes]
     if driver == "gesvd":
         # Values of a workspace, and vectors before they are transposed.
@@ -242,16 +233,15 @@ def decompose(
             overwritten.append(count * size * most * most)
     elif not compute_uv:
         overwritten += [size * rows * least, size * columns * least]
-    given = Scratch(gpu, *overwritten)
-    if driver in (None, "gesvdj") and most <= _SMALL:
-        _solve(gpu, "linalg_svd", "gesvdjBatched", A)
-    elif driver in (None, "gesvdj") and not full:
-        _solve(gpu, "linalg_svd", "gesvdj", A)
-    else:
-        leave_out(gpu, "linalg_svd")
-    given.free()
-    check_errors(gpu, count)
-    scratch.free()
+    with Scratch(gpu, count * CODE):
+        with Scratch(gpu, *overwritten):
+            if driver in (None, "gesvdj") and most <= _SMALL:
+                _solve(gpu, "linalg_svd", "gesvdjBatched", A)
+            elif driver in (None, "gesvdj") and not full:
+                _solve(gpu, "linalg_svd", "gesvdj", A)
+            else:
+                leave_out(gpu, "linalg_svd")
+        check_errors(gpu, count)
 
 
 def _singular(
@@ -271,9 +261,8 @@ def _singular(
 def _symmetric(gpu: GPU, A: Tensor, compute_v: bool) -> None:
     leave_out(gpu, "linalg_eigh")
     if A.numel():
-        codes = Scratch(gpu, *[] if compute_v else [A.nbytes], count_of(A) * CODE)
-        check_errors(gpu, count_of(A))
-        codes.free()
+        with Scratch(gpu, 0 if compute_v else A.nbytes, count_of(A) * CODE):
+            check_errors(gpu, count_of(A))
 
 
 def _is_finite(gpu: GPU, self: Tensor) -> None:
@@ -288,7 +277,6 @@ def _is_finite(gpu: GPU, self: Tensor) -> None:
     if self.is_complex():
         scratch.drop(finite)
     scratch.borrow(1)
-    scratch.free()
 
 
 _ON_DEVICE = (2, 10)

@@ -182,14 +182,12 @@ def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
     """wrapIndexOnce: the extremes of an index are compared with the size."""
     both = gpu.version >= BOTH_EXTREMES_SINCE
     for comparisons in (2,) if both else (1, 1):
-        extremes = Scratch(gpu, *[INDEX_BYTES] * comparisons)
-        contiguous = Scratch(gpu, count * INDEX_BYTES if is_copied else 0)
         kind = reductions.TWO_VALUES if both else reductions.VALUES
-        reductions.reduce(gpu, (count,), (1,), torch.int64, None, kind)
-        contiguous.free()
-        for _ in range(comparisons):
-            extremes.borrow(1)
-        extremes.free()
+        with Scratch(gpu, *[INDEX_BYTES] * comparisons) as extremes:
+            with Scratch(gpu, count * INDEX_BYTES if is_copied else 0):
+                reductions.reduce(gpu, (count,), (1,), torch.int64, None, kind)
+            for _ in range(comparisons):
+                extremes.borrow(1)
 
 
 def _where(gpu: GPU, self: Tensor, other: Tensor) -> Scratch:
@@ -228,7 +226,6 @@ def _scattered_by_mask(gpu: GPU, result: Tensor, mask: Tensor, source: Tensor) -
     scratch.take(*copied(mask.expand(result.shape)))
     scratch.borrow(cub.scan_bytes(count, INDEX_BYTES, gpu.version))
     scratch.take(*copied(source))
-    scratch.free()
 
 
 def _before_repeats(gpu: GPU, repeats: Tensor, output_size: int | None) -> Scratch | None:
@@ -237,16 +234,14 @@ def _before_repeats(gpu: GPU, repeats: Tensor, output_size: int | None) -> Scrat
     if not count:
         return None
     scratch = Scratch(gpu, count * INDEX_BYTES)
-    widened = Scratch(gpu, count * INDEX_BYTES if repeats.dtype == torch.int32 else 0)
-    widened.borrow(cub.scan_bytes(count, INDEX_BYTES, gpu.version))
-    widened.free()
+    widened = count * INDEX_BYTES if repeats.dtype == torch.int32 else 0
+    borrow(gpu, widened, cub.scan_bytes(count, INDEX_BYTES, gpu.version))
     if output_size is None and gpu.version >= _LEAST_REPEAT_SINCE:
         scratch.borrow(INDEX_BYTES)
     elif output_size is None:
-        are_positive = Scratch(gpu, count)
-        reductions.reduce(gpu, (count,), (1,), torch.bool, None, reductions.VALUES)
-        are_positive.borrow(1)
-        are_positive.free()
+        with Scratch(gpu, count) as are_positive:
+            reductions.reduce(gpu, (count,), (1,), torch.bool, None, reductions.VALUES)
+            are_positive.borrow(1)
     return scratch
 
 

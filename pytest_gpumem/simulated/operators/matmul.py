@@ -73,13 +73,11 @@ def _product(gpu: GPU, mat1: Tensor, mat2: Tensor, result: Tensor, *, by_lt: boo
 
 def _multiply(gpu: GPU, copied: Sequence[int], *, by_lt: bool = False) -> None:
     """Call the library while copies of operands exist."""
-    copies = Scratch(gpu, *copied) if copied else None
-    if by_lt:
-        gpu.workspaces.gemm_lt(gpu.stream)
-    else:
-        gpu.workspaces.gemm(gpu.stream)
-    if copies is not None:
-        copies.free()
+    with Scratch(gpu, *copied):
+        if by_lt:
+            gpu.workspaces.gemm_lt(gpu.stream)
+        else:
+            gpu.workspaces.gemm(gpu.stream)
 
 
 def _each_batch(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:

@@ -76,10 +76,9 @@ def _number(gpu: GPU, self: Tensor | complex) -> None:
 
 def _parts(gpu: GPU, shape: tuple[int, int, int, int], like: Tensor) -> None:
     """Allocate and free (batch, others, rows, columns), and the memory of summing over others."""
-    parts = Scratch(gpu, math.prod(shape) * like.element_size())
     strides = math.prod(shape[1:]), math.prod(shape[2:]), shape[3], 1
-    reduce(gpu, shape, strides, like.dtype, 1, SUMS)
-    parts.free()
+    with Scratch(gpu, math.prod(shape) * like.element_size()):
+        reduce(gpu, shape, strides, like.dtype, 1, SUMS)
 
 
 _ZERO_NORMS = (2, 15)

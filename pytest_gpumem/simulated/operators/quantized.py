@@ -115,9 +115,8 @@ def _scaled(gpu: GPU, result: Tensor, self: Tensor, scale_a: Tensor, scale_b: Te
 
 def _scaled_v2(gpu: GPU, result: Tensor, self: Tensor, recipe_a: Sequence[int]) -> None:
     # Two scales of a matrix: those of whole matrices are multiplied before.
-    factor = Scratch(gpu, *[4] * (len(recipe_a) - 1))
-    _multiply(gpu, result, self, by_row=list(recipe_a) == [_ROWWISE])
-    factor.free()
+    with Scratch(gpu, *[4] * (len(recipe_a) - 1)):
+        _multiply(gpu, result, self, by_row=list(recipe_a) == [_ROWWISE])
 
 
 def _scaled_addmm(gpu: GPU, result: Tensor, mat1: Tensor) -> None:

@@ -292,9 +292,8 @@ def _sum(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:
 
 
 def _converted_sum(gpu: GPU, self: Tensor, result: Tensor, dim: Over) -> None:
-    converted = Scratch(gpu, self.numel() * result.element_size())
-    reduce(gpu, tuple(self.shape), self.stride(), result.dtype, dim, SUMS)
-    converted.free()
+    with Scratch(gpu, self.numel() * result.element_size()):
+        reduce(gpu, tuple(self.shape), self.stride(), result.dtype, dim, SUMS)
 
 
 def _position(gpu: GPU, self: Tensor, dim: int | None, result: Tensor) -> None:
@@ -303,9 +302,8 @@ def _position(gpu: GPU, self: Tensor, dim: int | None, result: Tensor) -> None:
         return
     row = self.reshape(-1)
     is_copied = storage_key(row) != storage_key(self)
-    copy = Scratch(gpu, self.nbytes if is_copied else 0)
-    reduce_tensor(gpu, row, 0, VALUE_AND_INDEX, result.dtype)
-    copy.free()
+    with Scratch(gpu, self.nbytes if is_copied else 0):
+        reduce_tensor(gpu, row, 0, VALUE_AND_INDEX, result.dtype)
 
 
 def _of_all_or_along(whole: Accumulator, along: Accumulator) -> Rule:
@@ -318,16 +316,15 @@ def _of_all_or_along(whole: Accumulator, along: Accumulator) -> Rule:
             first = result if isinstance(result, Tensor) else result[0]
             reduce_tensor(gpu, self, dim, along, first.dtype)
             return
-        copy = Scratch(gpu, *copied(self))
-        reduce(gpu, (self.numel(),), (1,), self.dtype, 0, whole)
-        copy.free()
+        with Scratch(gpu, *copied(self)):
+            reduce(gpu, (self.numel(),), (1,), self.dtype, 0, whole)
 
     return Rule(after=after)
 
 
 def _truth(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:
     if self.numel() == 1 and self.dtype != torch.bool:
-        Scratch(gpu, 1).free()  # allany_impl: result.copy_(self.view_as(result).to(kBool))
+        borrow(gpu, 1)  # allany_impl: result.copy_(self.view_as(result).to(kBool))
     else:
         reduce_tensor(gpu, self, dim, _TRUTH, result.dtype)
 
@@ -394,9 +391,8 @@ def _after_max(gpu: GPU, self: Sequence[Tensor]) -> None:
 
 def _sums_of_rows(gpu: GPU, self: Tensor) -> None:
     """_s_dirichlet_cuda (Distributions.cpp): numbers are divided by the sums of their rows."""
-    sums = Scratch(gpu, self.nbytes // max(self.shape[-1], 1))
-    reduce_tensor(gpu, self, (-1,), SUMS)
-    sums.free()
+    with Scratch(gpu, self.nbytes // max(self.shape[-1], 1)):
+        reduce_tensor(gpu, self, (-1,), SUMS)
 
 
 RULES = {

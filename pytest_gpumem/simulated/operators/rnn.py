@@ -247,13 +247,12 @@ def _backward(
     if output_mask[3]:
         copied = by_time.contiguous()
         buffer = torch.zeros_like(weight_buf)
-        workspace = _workspace(gpu, call)
-        if weight_stride0 in _WITHOUT_BIASES:
-            # cuDNN's layers have biases all the same: the part of the weights is copied.
-            grads = [torch.empty_like(one) for one in weight]
-        else:
-            grads = _views(buffer, weight)
-        workspace.free()
+        with _workspace(gpu, call):
+            if weight_stride0 in _WITHOUT_BIASES:
+                # cuDNN's layers have biases all the same: the part of the weights is copied.
+                grads = [torch.empty_like(one) for one in weight]
+            else:
+                grads = _views(buffer, weight)
         del copied, buffer
     return dx.transpose(0, 1) if transposed else dx, dhx, dcx, grads
 

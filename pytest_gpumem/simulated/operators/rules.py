@@ -94,7 +94,7 @@ class Scratch:
     """Temporaries of one operator call; :meth:`free` gives back the newest first, as C++ does.
 
     The first ones, of ``sizes`` bytes, are taken at once. As in C++ they live no longer than the
-    function that has them, also where it ends with an error.
+    block or function that has them, also where it ends with an error.
     """
 
     def __init__(self, gpu: GpuState, *sizes: int) -> None:
@@ -141,12 +141,15 @@ class Scratch:
             self._addresses.remove(address)
             self._give_back(address)
 
-    def free(self) -> None:
+    def free(self, *error: object) -> None:
         """Free the rest, newest first."""
         while self._addresses:
             self._give_back(self._addresses.pop())
 
-    __del__ = free
+    def __enter__(self) -> Scratch:
+        return self
+
+    __exit__ = __del__ = free
 
     def _give_back(self, address: int) -> None:
         self._gpu.allocator.free(address)

@@ -53,10 +53,9 @@ def _into_columns(gpu: GPU, self: Tensor, result: Tensor) -> Iterator[Tensor]:
     if result.nbytes < self.nbytes:
         result.untyped_storage().resize_(self.nbytes)
         yield result
-    copies = Scratch(gpu, *copied(self))
-    yield result
-    first.free()
-    copies.free()
+    with Scratch(gpu, *copied(self)):
+        yield result
+        first.free()
 
 
 _CHANNELS = 4
