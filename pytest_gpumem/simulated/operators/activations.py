@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from pytest_gpumem.simulated.operators.rules import (
 )
 
 _aten = torch.ops.aten
+_Softmax = Callable[..., Tensor]
 
 
 def mish_backward(gpu: GPU, grad_output: Tensor, self: Tensor) -> Tensor:
@@ -86,15 +88,13 @@ def _safe(gpu: GPU, self: Tensor, dim: int, result: Tensor) -> None:
     borrow(gpu, result.numel(), rows, result.element_size())
 
 
-def _of_halves(whole: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Composite:
+def _of_halves(
+    whole: _Softmax, kernel: _Softmax, self: Tensor, dim: int, dtype: torch.dtype | None
+) -> Tensor:
     """``softmax(input, dim, dtype)``: of float16 to float32 one kernel, else a cast goes before."""
-
-    def of_halves(self: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
-        if dtype is torch.float32 and self.dtype is torch.float16:
-            return kernel(self, dim, True)
-        return whole(self, dim, dtype)
-
-    return of_halves
+    if dtype is torch.float32 and self.dtype is torch.float16:
+        return kernel(self, dim, True)
+    return whole(self, dim, dtype)
 
 
 _MEAN, _SUM = 1, 2
@@ -146,16 +146,14 @@ def _enlarged(self: Tensor, target: Tensor, result: Tensor) -> Iterator[Tensor]:
     yield result
 
 
-def _reducing(*, in_result: bool) -> Rule:
-    """Return the rule of a loss with a value of each element: in its result, or in a temporary."""
-
-    def after(gpu: GPU, self: Tensor, target: Tensor, reduction: int, result: Tensor) -> None:
-        if reduction:
-            elements = _elements(self, target)
-            with Scratch(gpu, (1 if in_result else elements) * result.element_size()):
-                _reduce_all(gpu, elements, result.dtype)
-
-    return Rule(outputs=_enlarged, after=after)
+def _reduced(
+    in_result: bool, gpu: GPU, self: Tensor, target: Tensor, reduction: int, result: Tensor
+) -> None:
+    """A loss with a value of each element: in its result, or in a temporary."""
+    if reduction:
+        elements = _elements(self, target)
+        with Scratch(gpu, (1 if in_result else elements) * result.element_size()):
+            _reduce_all(gpu, elements, result.dtype)
 
 
 def _huber(gpu: GPU, self: Tensor, reduction: int, result: Tensor) -> None:
@@ -192,35 +190,32 @@ def _of_classes(
 # Connectionist temporal classification, by ATen's own kernels.
 
 
-def _ctc_loss(overload: Any) -> Composite:
-    def ctc_loss(*args: Any) -> Any:
-        log_probs, targets, _, _, blank, reduction, zero_infinity = args
-        if not log_probs.is_cuda:
-            return overload.decompose(*args)
-        lengths = [
-            given.flatten().tolist() if isinstance(given, Tensor) else list(given)
-            for given in args[2:4]
-        ]
-        batched = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
-        target = targets.to(log_probs.device, torch.int64)
-        losses = first_of(_aten._ctc_loss.default(batched, target, *lengths, blank, zero_infinity))
-        del target
-        if zero_infinity:
-            nothing = losses.new_zeros(())  # C++ evaluates the last arguments first
-            losses = torch.where(losses == torch.inf, nothing, losses)
-            del nothing
-        if reduction == _MEAN:
-            own = torch.tensor(lengths[1], dtype=losses.dtype, device=losses.device)
-            divisors = own.clamp_min(1)
-            del own
-            mean = (losses / divisors).mean()
-            del divisors
-            return mean
-        if reduction == _SUM:
-            return losses.sum()
-        return losses if log_probs.dim() == 3 else losses.squeeze(0)
-
-    return ctc_loss
+def _ctc_loss(overload: Any, *args: Any) -> Any:
+    log_probs, targets, _, _, blank, reduction, zero_infinity = args
+    if not log_probs.is_cuda:
+        return overload.decompose(*args)
+    lengths = [
+        given.flatten().tolist() if isinstance(given, Tensor) else list(given)
+        for given in args[2:4]
+    ]
+    batched = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
+    target = targets.to(log_probs.device, torch.int64)
+    losses = first_of(_aten._ctc_loss.default(batched, target, *lengths, blank, zero_infinity))
+    del target
+    if zero_infinity:
+        nothing = losses.new_zeros(())  # C++ evaluates the last arguments first
+        losses = torch.where(losses == torch.inf, nothing, losses)
+        del nothing
+    if reduction == _MEAN:
+        own = torch.tensor(lengths[1], dtype=losses.dtype, device=losses.device)
+        divisors = own.clamp_min(1)
+        del own
+        mean = (losses / divisors).mean()
+        del divisors
+        return mean
+    if reduction == _SUM:
+        return losses.sum()
+    return losses if log_probs.dim() == 3 else losses.squeeze(0)
 
 
 def _ctc_backward(log_probs: Tensor, log_alpha: Tensor) -> Tensor:
@@ -234,10 +229,12 @@ def _ctc_backward(log_probs: Tensor, log_alpha: Tensor) -> Tensor:
 ABOVE_AUTOGRAD: dict[str, Composite] = {
     "aten.mish_backward.default": mish_backward,
     "aten.dropout.default": dropout,
-    "aten.softmax.int": _of_halves(_aten.softmax.int.decompose, _aten._softmax),
-    "aten.log_softmax.int": _of_halves(_aten.log_softmax.int.decompose, _aten._log_softmax),
-    "aten.ctc_loss.Tensor": _ctc_loss(_aten.ctc_loss.Tensor),
-    "aten.ctc_loss.IntList": _ctc_loss(_aten.ctc_loss.IntList),
+    "aten.softmax.int": partial(_of_halves, _aten.softmax.int.decompose, _aten._softmax),
+    "aten.log_softmax.int": partial(
+        _of_halves, _aten.log_softmax.int.decompose, _aten._log_softmax
+    ),
+    "aten.ctc_loss.Tensor": partial(_ctc_loss, _aten.ctc_loss.Tensor),
+    "aten.ctc_loss.IntList": partial(_ctc_loss, _aten.ctc_loss.IntList),
 }
 
 BELOW_AUTOGRAD: dict[str, Composite] = {
@@ -262,14 +259,13 @@ RULES = {
     ),
     # The buffer is empty on CUDA.
     "log_sigmoid_forward": Rule(outputs=lambda result: result[:1]),
-    "mse_loss smooth_l1_loss": _reducing(in_result=False),
-    "binary_cross_entropy soft_margin_loss": _reducing(in_result=True),
+    "mse_loss smooth_l1_loss": Rule(outputs=_enlarged, after=partial(_reduced, False)),
+    "binary_cross_entropy soft_margin_loss": Rule(outputs=_enlarged, after=partial(_reduced, True)),
     "huber_loss": Rule(
         before=lambda gpu, self, reduction: Scratch(gpu, self.nbytes if reduction else 0),
         after=_huber,
     ),
-    "nll_loss_forward": Rule(after=copies_of("self", "target")),
-    "nll_loss_backward": Rule(after=copies_of("self", "target")),
+    "nll_loss_forward nll_loss_backward": Rule(after=copies_of("self", "target")),
     "nll_loss2d_forward": Rule(outputs=lambda result: result[::-1], after=_of_classes),
     "multi_margin_loss": Rule(after=_margin_of_rows),
     "multi_margin_loss_backward": Rule(after=copies_of("self", "grad_output", "target")),

@@ -63,10 +63,6 @@ def equal_unseen(self: Tensor, other: Tensor) -> bool | None:
     return True if is_same or not self.numel() else None
 
 
-def _equal(self: Tensor, other: Tensor) -> None:
-    _all(self == other)
-
-
 def _all(each: Tensor) -> None:
     every = each.all()
     del every
@@ -78,7 +74,10 @@ def _allclose(
     _all(torch.isclose(self, other, rtol, atol, equal_nan))
 
 
-PARTS: dict[str, Callable[..., None]] = {"aten::equal": _equal, "aten::allclose": _allclose}
+PARTS: dict[str, Callable[..., None]] = {
+    "aten::equal": lambda self, other: _all(self == other),
+    "aten::allclose": _allclose,
+}
 """Functions that run the parts of an operator whose result is a Python number."""
 
 

@@ -111,11 +111,6 @@ def _is_atomic(gpu: GPU, segments: int, partial_sums: int, width: int) -> bool:
     )
 
 
-def _bag_outputs(result: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    output, bag_of_index, bag_sizes, highest = result
-    return bag_sizes, bag_of_index, output, highest
-
-
 def _renorm(gpu: GPU, indices: Tensor) -> None:
     count, nbytes = indices.numel(), indices.nbytes
     if not count:
@@ -138,6 +133,9 @@ RULES = {
     "embedding_dense_backward _embedding_bag_backward": Rule(
         before=_before_backward, after=_after_backward
     ),
-    "_embedding_bag _embedding_bag_forward_only": Rule(outputs=_bag_outputs),
+    # Sizes of bags, the bag of each index, the output, and the highest places.
+    "_embedding_bag _embedding_bag_forward_only": Rule(
+        outputs=lambda result: (result[2], result[1], result[0], result[3])
+    ),
     "embedding_renorm_": Rule(after=_renorm),
 }

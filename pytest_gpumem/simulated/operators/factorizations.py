@@ -128,10 +128,6 @@ def _lu(gpu: GPU, A: Tensor, pivot: bool) -> None:
         _unpacked(gpu, A, pivot)
 
 
-def _lu_factor(gpu: GPU, A: Tensor, pivot: bool) -> None:
-    factorize(gpu, A, "linalg_lu_factor_ex", pivot=pivot)
-
-
 def _cholesky(gpu: GPU, self: Tensor) -> None:
     if count_of(self) > 1 and self.numel():
         borrow(gpu, count_of(self) * INDEX_BYTES)
@@ -172,10 +168,6 @@ def _made_of_reflections(gpu: GPU, operator: str, Q: Tensor, reflections: int) -
             _solve(gpu, operator, "orgqr", Q, count_of(Q))
         else:
             leave_out(gpu, operator)
-
-
-def _reflected(gpu: GPU, result: tuple[Tensor, Tensor]) -> None:
-    reflect(gpu, *result, "geqrf")
 
 
 def _orthogonal(gpu: GPU, A: Tensor, mode: str, result: tuple[Tensor, Tensor]) -> None:
@@ -353,12 +345,14 @@ RULES = {
     # u, vh, values
     "_linalg_svd": Rule(outputs=lambda result: (result[0], result[2], result[1]), after=_singular),
     "cholesky": Rule(after=_cholesky_at_once),
-    "geqrf": Rule(after=_reflected),
+    "geqrf": Rule(after=lambda gpu, result: reflect(gpu, result[0], result[1], "geqrf")),
     "linalg_cholesky_ex": Rule(after=_cholesky),
     "linalg_eig": Rule(outputs=_eigen),
     "linalg_householder_product": Rule(after=_from_reflections),
     "linalg_lu": Rule(after=_lu),
-    "linalg_lu_factor_ex": Rule(after=_lu_factor),
+    "linalg_lu_factor_ex": Rule(
+        after=lambda gpu, A, pivot: factorize(gpu, A, "linalg_lu_factor_ex", pivot=pivot)
+    ),
     "linalg_qr": Rule(after=_orthogonal),
     "lu_unpack": Rule(after=_unpacked),
     "ormqr": Rule(after=_multiplied),

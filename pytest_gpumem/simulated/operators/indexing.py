@@ -34,16 +34,10 @@ _LEAST_REPEAT_SINCE = (2, 15)
 """Until then the host asks whether all repeats are positive, since then for the least of them."""
 
 
-def _converted(gpu: GPU, indices: _Indices) -> Scratch:
-    scratch = Scratch(gpu)
-    _convert(scratch, _given(gpu, indices))
-    return scratch
-
-
-def _convert(scratch: Scratch, given: list[Tensor]) -> None:
+def _converted(scratch: Scratch, given: list[Tensor]) -> Scratch:
     """make_info: indices from the CPU, and 32-bit ones, become 64-bit ones on the device."""
     if not given or any(index.dtype in _FLAGS for index in given):
-        return
+        return scratch
     count = torch.broadcast_shapes(*(index.shape for index in given)).numel()
     for index in given:
         if _on_cpu(index):
@@ -52,6 +46,7 @@ def _convert(scratch: Scratch, given: list[Tensor]) -> None:
         if index.dtype == torch.int32:
             scratch.take(count * INDEX_BYTES)
     _in_step(scratch, given)
+    return scratch
 
 
 def _in_step(scratch: Scratch, given: list[Tensor]) -> None:
@@ -96,9 +91,7 @@ def _before_index_put(
         return None
     given = _given(gpu, indices)
     scratch = Scratch(gpu, values.element_size() if _is_number(storages, values) else 0)
-    if not _is_sorted(values, accumulate):
-        _convert(scratch, given)
-    return scratch
+    return scratch if _is_sorted(values, accumulate) else _converted(scratch, given)
 
 
 def _is_number(storages: Storages, values: Tensor) -> bool:
@@ -340,7 +333,9 @@ BELOW_AUTOGRAD: dict[str, Composite] = {
 }
 
 RULES = {
-    "index _unsafe_index": Rule(before=_converted),
+    "index _unsafe_index": Rule(
+        before=lambda gpu, indices: _converted(Scratch(gpu), _given(gpu, indices))
+    ),
     "_unsafe_index_put": Rule(before=_before_index_put, after=_put_sorted),
     "index_put_ index_put _index_put_impl_": Rule(before=_before_index_put, after=_index_put),
     "nonzero": Rule(before=_count_set, after=_place_set),

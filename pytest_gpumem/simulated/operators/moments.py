@@ -10,7 +10,7 @@ each pair of rows writes its part of a gradient, and ``sum_out`` adds them up), 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,22 +34,18 @@ def _as_complex(gpu: GPU, self: Tensor) -> Scratch:
     return Scratch(gpu, self.nbytes if self.is_complex() else 0)
 
 
-def _moments(outputs: int) -> Callable[..., Scratch | None]:
-    """Return the part of a rule that computes ``outputs`` numbers of each part by itself."""
-
-    def before(gpu: GPU, self: Tensor, dim: Over = None) -> Scratch | None:
-        if not self.is_complex():
-            return None
-        scratch = Scratch(gpu)
-        real = self.dtype.to_real()
-        strides = tuple([2 * stride for stride in self.stride()])
-        kept = outputs_of(self, dim) * real.itemsize
-        for _ in ("real", "imaginary"):
-            scratch.take(*[kept] * outputs)
-            reduce(gpu, tuple(self.shape), strides, real, dim, MOMENTS)
-        return scratch
-
-    return before
+def _moments(outputs: int, gpu: GPU, self: Tensor, dim: Over = None) -> Scratch | None:
+    """Compute ``outputs`` numbers of real and imaginary parts, each by itself."""
+    if not self.is_complex():
+        return None
+    scratch = Scratch(gpu)
+    real = self.dtype.to_real()
+    strides = tuple([2 * stride for stride in self.stride()])
+    kept = outputs_of(self, dim) * real.itemsize
+    for _ in ("real", "imaginary"):
+        scratch.take(*[kept] * outputs)
+        reduce(gpu, tuple(self.shape), strides, real, dim, MOMENTS)
+    return scratch
 
 
 def _real_moments(
@@ -125,8 +121,8 @@ RULES = {
     "abs": Rule(after=_as_complex),
     "angle": Rule(before=_as_complex),
     "pow": Rule(before=_base, after=_number),
-    "var std": Rule(before=_moments(1), after=_real_moments),
-    "var_mean std_mean": Rule(before=_moments(2), after=_real_moments),
+    "var std": Rule(before=partial(_moments, 1), after=_real_moments),
+    "var_mean std_mean": Rule(before=partial(_moments, 2), after=_real_moments),
     "_cdist_backward": Rule(after=_cdist_backward),
     "_pdist_backward": Rule(after=_pdist_backward),
     "linalg_vector_norm norm": Rule(after=_norm),

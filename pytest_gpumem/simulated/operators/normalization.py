@@ -78,10 +78,6 @@ def _sums_by_blocks(gpu: GPU, rows: int, columns: int) -> bool:
     )
 
 
-def _blocks(rows: int, columns: int) -> int:
-    return min(_LARGEST_GRID // -(-columns // _WARP), -(-rows // _WARP))
-
-
 def _layer_norm_gradients(
     gpu: GPU, grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], result: Gradients
 ) -> Iterator[Tensor]:
@@ -98,7 +94,7 @@ def _layer_norm_gradients(
     first = [scratch.take(tensor.nbytes) for tensor in given]
     if not grad_out.is_contiguous():
         scratch.take(grad_out.nbytes)
-    blocks = _blocks(rows, columns)
+    blocks = min(_LARGEST_GRID // -(-columns // _WARP), -(-rows // _WARP))
     for _ in given:
         scratch.take(blocks * columns * input.element_size())
     for tensor, earlier in zip(given, first, strict=True):

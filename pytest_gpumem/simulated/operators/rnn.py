@@ -103,28 +103,24 @@ def flat_copies(
     return buffer, [view.copy_(weight) for view, weight in zip(views, weights, strict=True)]
 
 
-def _layer(name: str, overload: Any) -> Composite:
-    """Return the composite of padded sequences, or of packed ones, which have batch sizes."""
+def _layer(name: str, overload: Any, gpu: GPU, *args: Any) -> Any:
+    """Run a layer on padded sequences, or on packed ones, which have batch sizes."""
     is_packed = overload._overloadname == "data"
-
-    def layer(gpu: GPU, *args: Any) -> Any:
-        input, *rest = args
-        batch_sizes = rest.pop(0) if is_packed else None
-        hx, params, *shape = rest
-        if is_packed:
-            shape.append(False)
-        # cudnn_is_acceptable since 2.11 accepts a type that its Python namesake does not: bfloat16
-        # parameters are never made one buffer, and each call copies them into one.
-        also = gpu.version >= (2, 11)
-        if is_acceptable(input, {*_DTYPES, torch.bfloat16} if also else _DTYPES):
-            lengths = [] if batch_sizes is None else batch_sizes.tolist()
-            return _run(gpu, name, input, hx, params, shape, lengths)
-        has_cell = not is_packed and name in ("lstm", "gru")
-        if has_cell and input.is_cuda and not is_traced(input):
-            return run_in_steps(gpu, name, input, hx, params, shape)
-        return overload.decompose(*args)
-
-    return layer
+    input, *rest = args
+    batch_sizes = rest.pop(0) if is_packed else None
+    hx, params, *shape = rest
+    if is_packed:
+        shape.append(False)
+    # cudnn_is_acceptable since 2.11 accepts a type that its Python namesake does not: bfloat16
+    # parameters are never made one buffer, and each call copies them into one.
+    also = gpu.version >= (2, 11)
+    if is_acceptable(input, {*_DTYPES, torch.bfloat16} if also else _DTYPES):
+        lengths = [] if batch_sizes is None else batch_sizes.tolist()
+        return _run(gpu, name, input, hx, params, shape, lengths)
+    has_cell = not is_packed and name in ("lstm", "gru")
+    if has_cell and input.is_cuda and not is_traced(input):
+        return run_in_steps(gpu, name, input, hx, params, shape)
+    return overload.decompose(*args)
 
 
 def _run(
@@ -426,7 +422,7 @@ def run_in_steps(
 
 ABOVE_AUTOGRAD: dict[str, Composite] = {
     **{
-        f"aten.{name}.{overload}": _layer(name, getattr(getattr(_aten, name), overload))
+        f"aten.{name}.{overload}": partial(_layer, name, getattr(getattr(_aten, name), overload))
         for name in _MODES
         for overload in ("input", "data")
     },

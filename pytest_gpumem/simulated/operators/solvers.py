@@ -72,14 +72,6 @@ def _solve_triangular(gpu: GPU, A: Tensor, solved: Tensor, *, by_columns: bool =
         triangles(gpu, given, solved)
 
 
-def _triangular(gpu: GPU, self: Tensor, result: Tensor) -> None:
-    _solve_triangular(gpu, self, result, by_columns=False)
-
-
-def _triangular_with_copy(gpu: GPU, result: tuple[Tensor, Tensor]) -> None:
-    triangles(gpu, result[1], result[0])
-
-
 # With the factors of LU.
 
 _LARGEST_BY_FACTORS = 128
@@ -354,6 +346,9 @@ RULES = {
     "linalg_ldl_solve": Rule(after=_symmetric),
     "linalg_lstsq": Rule(shapes=_fit, outputs=_least_squares),
     "linalg_lu_solve": Rule(after=_lu_solved),
-    "linalg_solve_triangular": Rule(after=_triangular),
-    "triangular_solve": Rule(after=_triangular_with_copy),
+    "linalg_solve_triangular": Rule(
+        after=lambda gpu, self, result: _solve_triangular(gpu, self, result, by_columns=False)
+    ),
+    # the solution and a copy of the triangle
+    "triangular_solve": Rule(after=lambda gpu, result: triangles(gpu, result[1], result[0])),
 }

@@ -395,10 +395,6 @@ def _mm(self: Tensor, mat2: Tensor) -> Tensor:
     return turned.mT
 
 
-def _mv(self: Tensor, vec: Tensor) -> Tensor:
-    return self.matmul(vec.unsqueeze(-1)).squeeze(-1)
-
-
 def _transposed(self: Tensor, dim0: int = 0, dim1: int = 1) -> Tensor:
     if self.dim() != 2 or self.sparse_dim() != 2:
         raise refusal("a transpose of a sparse tensor that is no matrix")
@@ -439,7 +435,7 @@ PARTS: dict[str, Composite] = {
     "aten._sparse_addmm.default": _addmm,
     "aten.addmm.default": _addmm,
     "aten.mm.default": _mm,
-    "aten.mv.default": _mv,
+    "aten.mv.default": lambda self, vec: self.matmul(vec.unsqueeze(-1)).squeeze(-1),
 }
 """By overload, where an argument is sparse, or the result is."""
 

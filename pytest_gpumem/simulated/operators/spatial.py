@@ -24,25 +24,6 @@ from pytest_gpumem.simulated.operators.layout import INDEXABLE, copied, suggeste
 from pytest_gpumem.simulated.operators.rnn import is_acceptable
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, copies_of, is_traced
 
-_READING = {
-    copies_of("self", like="self"): "max_pool2d_with_indices avg_pool2d",
-    copies_of("grad_output", like="self"): "_adaptive_avg_pool2d_backward",
-    copies_of("self", "grad_output", like="self"): "avg_pool2d_backward",
-    copies_of("grad_output", "self", "indices", like="self"): "max_pool2d_with_indices_backward",
-    copies_of("self"): """
-        reflection_pad1d reflection_pad2d reflection_pad3d upsample_nearest1d
-        _upsample_nearest_exact1d avg_pool3d
-    """,
-    copies_of("grad_output"): """
-        reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
-        upsample_bicubic2d_backward _upsample_bicubic2d_aa_backward upsample_nearest1d_backward
-        _upsample_nearest_exact1d_backward upsample_nearest3d_backward
-        _upsample_nearest_exact3d_backward upsample_linear1d_backward
-        _upsample_bilinear2d_aa_backward adaptive_max_pool3d_backward
-    """,
-}
-"""Operators by the copies that their kernels read."""
-
 
 def _into_columns(gpu: GPU, self: Tensor, result: Tensor) -> Iterator[Tensor]:
     """im2col_cuda and col2im_cuda: a result as large as the input, which is then resized.
@@ -142,7 +123,23 @@ RULES = {
             gpu, *_unless_repeated(self), *copied(grid), *_unless_repeated(grad_output)
         )
     ),
-    **{names: Rule(after=reading) for reading, names in _READING.items()},
+    "max_pool2d_with_indices avg_pool2d": Rule(after=copies_of("self", like="self")),
+    "max_pool2d_with_indices_backward": Rule(
+        after=copies_of("grad_output", "self", "indices", like="self")
+    ),
+    "avg_pool2d_backward": Rule(after=copies_of("self", "grad_output", like="self")),
+    "_adaptive_avg_pool2d_backward": Rule(after=copies_of("grad_output", like="self")),
+    """
+        reflection_pad1d reflection_pad2d reflection_pad3d upsample_nearest1d
+        _upsample_nearest_exact1d avg_pool3d
+    """: Rule(after=copies_of("self")),
+    """
+        reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
+        upsample_bicubic2d_backward _upsample_bicubic2d_aa_backward upsample_nearest1d_backward
+        _upsample_nearest_exact1d_backward upsample_nearest3d_backward
+        _upsample_nearest_exact3d_backward upsample_linear1d_backward
+        _upsample_bilinear2d_aa_backward adaptive_max_pool3d_backward
+    """: Rule(after=copies_of("grad_output")),
     # A copy comes before the output has its size.
     "_adaptive_avg_pool2d": Rule(before=_averaged),
     "_adaptive_avg_pool3d": Rule(before=lambda gpu, self: _of_batch(gpu, self, 5)),

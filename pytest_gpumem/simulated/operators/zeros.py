@@ -8,6 +8,7 @@ native/cuda/Blas.cpp (dot_cuda), ATen/ZeroTensorFallback.cpp; seen with torch 2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,17 +60,13 @@ def _sum(self: Any, other: Any, *, alpha: Any = 1) -> Tensor:
     return result
 
 
-def _difference(self: Any, other: Any, *, alpha: Any = 1) -> Tensor:
-    return _sum(self, other, alpha=-alpha)
-
-
 def _dot(self: Tensor, other: Tensor) -> Tensor:
     return _aten._efficientzerotensor((), dtype=self.dtype, device=META)  # type: ignore[no-any-return]
 
 
-KERNELS = {
+KERNELS: dict[str, Callable[..., Tensor]] = {
     "add.Tensor": _sum,
-    "sub.Tensor": _difference,
+    "sub.Tensor": lambda self, other, *, alpha=1: _sum(self, other, alpha=-alpha),
     "mul.Tensor": _product,
     "div.Tensor": _quotient,
     "dot": _dot,
