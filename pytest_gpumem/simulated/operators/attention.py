@@ -230,10 +230,8 @@ _RNG_STATE = 16
 """Two numbers of 64 bits."""
 
 
-def _copies_by_length(gpu: GPU, grad: Tensor, out: Tensor | None = None) -> Scratch:
-    return Scratch(
-        gpu, *copied(*(each.transpose(1, 2) for each in (grad, out) if each is not None))
-    )
+def _copies_by_length(gpu: GPU, *read: Tensor) -> Scratch:
+    return Scratch(gpu, *copied(*(each.transpose(1, 2) for each in read)))
 
 
 def flash_backward(gpu: GPU, query: Tensor, key: Tensor, starts: Tensor | None = None) -> None:

@@ -108,7 +108,7 @@ class _Replaced:
         self.name = name
         self.function = function
         self.description = description
-        self._wrote: Wrote = _ignore
+        self._wrote: Wrote = lambda *values: None
         self._codes: tuple[CodeType, CodeType] | None = None
         """The function's own code, and code that calls the description instead."""
 
@@ -154,10 +154,6 @@ class _Replaced:
             lambda *args, **options: self.description(*args, **options),
             lambda *values: self._wrote(*values),
         )
-
-
-def _ignore(*values: Any) -> None:
-    """Ignore the results of a kernel."""
 
 
 def _instead_of(

@@ -145,12 +145,6 @@ native/BinaryOps.cpp (copysign, logit_backward), PixelShuffle.cpp, DistributionT
 (normal_impl) and cuda/RreluWithNoise.cu.
 """
 
-_FUSED_OPTIMIZERS = (
-    "_fused_sgd_ _fused_sgd_.tensor_lr _fused_adagrad_ _fused_adagrad_.tensor_lr "
-    "_fused_adam_.tensor_lr _fused_adamw_.tensor_lr"
-).split()
-"""Operators that only write to their arguments."""
-
 SHAPES: dict[str, Callable[..., Any]] = {
     "_compute_linear_combination": lambda tensors, coefficients: tensors.new_empty(
         (len(coefficients), *tensors.shape[1:])
@@ -159,16 +153,15 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "cudnn_grid_sampler_backward": lambda *read: tuple(
         each.new_empty(each.shape) for each in read[:2]
     ),
-    "_standard_gamma": _like_first,
-    "_standard_gamma_grad": _like_first,
+    **dict.fromkeys(
+        "_standard_gamma _standard_gamma_grad _sample_dirichlet _dirichlet_grad binomial".split(),
+        _like_first,
+    ),
     **dict.fromkeys(
         "multi_margin_loss_backward multilabel_margin_loss_backward "
         "fractional_max_pool3d_backward".split(),
         _contiguous,
     ),
-    "binomial": _like_first,
-    "_sample_dirichlet": _like_first,
-    "_dirichlet_grad": _like_first,
     "geqrf": lambda matrix: (
         matrix.new_empty(matrix.mT.shape).mT,
         matrix.new_empty((*matrix.shape[:-2], min(matrix.shape[-2:]))),
@@ -183,6 +176,11 @@ SHAPES: dict[str, Callable[..., Any]] = {
         ),
         lambda tensor, *_: (torch.empty_like(tensor), torch.empty_like(tensor, dtype=torch.bool)),
     ),
-    **dict.fromkeys(_FUSED_OPTIMIZERS, lambda *args, **kwargs: None),
+    # These only write to their arguments.
+    **dict.fromkeys(
+        "_fused_sgd_ _fused_sgd_.tensor_lr _fused_adagrad_ _fused_adagrad_.tensor_lr "
+        "_fused_adam_.tensor_lr _fused_adamw_.tensor_lr".split(),
+        lambda *args, **kwargs: None,
+    ),
 }
 """By operator name, and what compiled code calls with a buffer of its own for the result."""

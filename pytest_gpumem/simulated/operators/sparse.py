@@ -18,6 +18,7 @@ torch/csrc/autograd/functions/accumulate_grad.h, of torch 2.6.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -309,11 +310,8 @@ def _bag_gradient(
     return made
 
 
-def _refused(name: str) -> Composite:
-    def refuse() -> Tensor:
-        raise refusal(f"{name} of a sparse tensor")
-
-    return refuse
+def _refuse(name: str) -> Tensor:
+    raise refusal(f"{name} of a sparse tensor")
 
 
 def is_in_parts(name: str, args: Args) -> bool:
@@ -429,9 +427,9 @@ PARTS: dict[str, Composite] = {
     "aten._to_sparse.default": _to_sparse,
     "aten._to_sparse.sparse_dim": _to_sparse,
     # meta has kernels for these, which count no elements.
-    "aten.add.out": _refused("add(out=)"),
-    "aten.copy_sparse_to_sparse_.default": _refused("copy_sparse_to_sparse_"),
-    "aten.isinf.default": _refused("isinf"),
+    "aten.add.out": partial(_refuse, "add(out=)"),
+    "aten.copy_sparse_to_sparse_.default": partial(_refuse, "copy_sparse_to_sparse_"),
+    "aten.isinf.default": partial(_refuse, "isinf"),
     "aten._sparse_addmm.default": _addmm,
     "aten.addmm.default": _addmm,
     "aten.mm.default": _mm,
