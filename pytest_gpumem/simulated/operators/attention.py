@@ -60,25 +60,18 @@ def scaled_dot_product_attention(gpu: GPU, *args: Any) -> Tensor:
     if kernel == FLASH:
         padded = [with_padded_heads(tensor) for tensor in (query, key, value)]
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        out: Tensor = first_of(
-            _aten._scaled_dot_product_flash_attention(*padded, *options, False, scale=scale)
-        )
+        flash = _aten._scaled_dot_product_flash_attention
+        out: Tensor = first_of(flash(*padded, *options, scale=scale))
         size = value.shape[-1]
         return out if out.shape[-1] == size else out[..., :size]
     if kernel == EFFICIENT:
         if mask is not None:
             mask = _aligned(mask).expand(*query.shape[:3], key.shape[2])
         keeps = call.trains or (mask is not None and mask.requires_grad and call.grad_mode)
-        return first_of(  # type: ignore[no-any-return]  # an operator
-            _aten._scaled_dot_product_efficient_attention(
-                query, key, value, mask, keeps, *options, scale=scale
-            )
-        )
-    return first_of(  # type: ignore[no-any-return]  # an operator
-        _aten._scaled_dot_product_cudnn_attention(
-            query, key, value, mask, call.trains, *options, False, scale=scale
-        )
-    )
+        fused = _aten._scaled_dot_product_efficient_attention
+    else:
+        keeps, fused = call.trains, _aten._scaled_dot_product_cudnn_attention
+    return first_of(fused(query, key, value, mask, keeps, *options, scale=scale))  # type: ignore[no-any-return]  # an operator
 
 
 ABOVE_AUTOGRAD: dict[str, Composite] = {

@@ -139,15 +139,11 @@ def _batch_norm_backward(
     output_mask: Sequence[bool],
     result: Gradients,
 ) -> Iterator[Tensor]:
-    adopt = gpu.simulation.storages.track
     by_input, by_weight, by_bias = output_mask
-    grad_input, grad_weight, grad_bias = result
     reduces = train or by_weight or by_bias
     if reduces and by_input and not _reads_channels_last(input) and input.numel() <= INDEXABLE:
         with Scratch(gpu, 0 if _merges(grad_out) else grad_out.nbytes):
-            for gradient, wanted in zip(result, output_mask, strict=True):
-                if wanted and gradient is not None:
-                    yield gradient
+            yield from (gradient for gradient in result if gradient is not None)
         return
     scratch = Scratch(gpu)
     if reduces:
@@ -155,13 +151,11 @@ def _batch_norm_backward(
         if save_mean is not None and not save_mean.numel():
             scratch.take(sums)
         scratch.take(sums, sums)
-        for gradient in (grad_weight, grad_bias):
-            if gradient is not None:
-                adopt(gradient, gpu)
+        yield from (gradient for gradient in result[1:] if gradient is not None)
         if _reads_channels_last(grad_out) and _reads_channels_last(input):
             _stage(gpu, input, _SUMS)
-    if by_input and grad_input is not None:
-        adopt(grad_input, gpu)
+    if by_input and result[0] is not None:
+        yield result[0]
 
 
 def _update(

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torch._prims_common import compute_elementwise_output_strides
 from torch.nn import functional
 
 from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.machine.signatures import overload_of
 from pytest_gpumem.simulated.operators import vision
 from pytest_gpumem.simulated.operators.rules import Composite
 
@@ -55,20 +56,13 @@ _KEYS = (
 )
 
 
-def _as_built(name: str) -> Composite:
-    name, _, overload = name.partition(".")
-
-    def built(*args: Any) -> Any:
-        operator = getattr(getattr(torch.ops.aten, name), overload)
-        named = [each.name for each in operator._schema.arguments if each.kwarg_only]
-        given, kept = args[: len(args) - len(named)], args[len(args) - len(named) :]
-        kwargs = dict(zip(named, kept, strict=True))
-        for key in _KEYS:
-            if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key.name):
-                return operator._op_dk(key, *given, **kwargs)
-        raise AssertionError(operator)
-
-    return built
+def _as_built(name: str, *args: Any) -> Any:
+    operator: Any = overload_of(name)
+    named = [each.name for each in operator._schema.arguments if each.kwarg_only]
+    given, kept = args[: len(args) - len(named)], args[len(args) - len(named) :]
+    kwargs = dict(zip(named, kept, strict=True))
+    key = next(key for key in _KEYS if operator.has_kernel_for_dispatch_key(key))
+    return operator._op_dk(key, *given, **kwargs)
 
 
 def trilinear(*args: Any) -> Tensor:
@@ -150,9 +144,8 @@ def _sumproduct_pair(left: Tensor, right: Tensor, sum_dims: Sequence[int]) -> Te
 
 BELOW_AUTOGRAD: dict[str, Composite] = {
     "aten._trilinear.default": trilinear,
-    **{f"aten.{name}": _as_built(name) for name in _BUILT},
+    **{f"aten.{name}": partial(_as_built, name) for name in _BUILT},
 }
-"""By overload."""
 
 
 _KERNELS = "bitsandbytes.backends.cuda.ops"

@@ -87,10 +87,9 @@ def _layer_norm_gradients(
     if not given or not _sums_by_blocks(gpu, rows, columns):
         yield from (tensor for tensor in result if tensor is not None)
         return
-    adopt = gpu.simulation.storages.track
     scratch = Scratch(gpu)
     if grad_input is not None:
-        adopt(grad_input, gpu)
+        yield grad_input
     first = [scratch.take(tensor.nbytes) for tensor in given]
     if not grad_out.is_contiguous():
         scratch.take(grad_out.nbytes)
@@ -99,7 +98,7 @@ def _layer_norm_gradients(
         scratch.take(blocks * columns * input.element_size())
     for tensor, earlier in zip(given, first, strict=True):
         # The sum of the partial results takes the place of the memory allocated for it.
-        adopt(tensor, gpu)
+        yield tensor
         shape = blocks, columns
         reductions.reduce(gpu, shape, (columns, 1), input.dtype, 0, reductions.SUMS)
         scratch.drop(earlier)
