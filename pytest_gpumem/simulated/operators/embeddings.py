@@ -15,7 +15,7 @@ from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import cub
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, accumulated, copied
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
-from pytest_gpumem.simulated.operators.sorting import sort_row
+from pytest_gpumem.simulated.operators.sorting import sort_slices
 
 INDICES_WITHOUT_SORT = 3072
 """Most indices for which one kernel adds the rows up in place."""
@@ -117,7 +117,7 @@ def _renorm(gpu: GPU, indices: Tensor) -> None:
         return
     scratch = Scratch(gpu, nbytes)
     positions = scratch.take(count * INDEX_BYTES)
-    sort_row(gpu, count, indices.element_size())
+    sort_slices(gpu, indices.new_empty(count, device="meta"), 0, (1,))
     scratch.drop(positions)
     scratch.take(nbytes, INDEX_BYTES)
     scratch.borrow(cub.unique_bytes(count, gpu.model.compute_capability, gpu.version))

@@ -201,11 +201,7 @@ _DESCRIPTOR = 128
 
 
 def _shapes(
-    gpu: GPU,
-    self: Tensor,
-    mat2: Tensor,
-    offs: Tensor | None,
-    out_dtype: torch.dtype | None,
+    gpu: GPU, self: Tensor, mat2: Tensor, offs: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
     """create_grouped_gemm_output_tensor, of arguments that CUDA accepts."""
     if gpu.version < (2, 9) and gpu.model.compute_capability[0] != 9:

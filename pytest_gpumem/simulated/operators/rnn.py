@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.cpu_kernels import recurrent
 from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.operators import cudnn_rnn
 from pytest_gpumem.simulated.operators.rules import Composite, Scratch, is_traced
 
@@ -176,9 +177,8 @@ def _forward(
     workspace = _workspace(gpu, call)
     reserve = input.new_empty(cudnn_rnn.reserve_bytes(call) if train else 0, dtype=torch.uint8)
     if train:
-        nbytes = gpu.allocator.block(
-            gpu.simulation.storages.by_key[reserve.untyped_storage()._cdata].address
-        )
+        address = gpu.simulation.storages.by_key[storage_key(reserve)].address
+        nbytes = gpu.allocator.block(address)
         gpu.estimates.hold(reserve, nbytes, f"cuDNN's reserve for {call.name}")
     workspace.free()
     if batch_first and not batch_sizes:
@@ -229,10 +229,8 @@ def _backward(
         states.append(torch.zeros_like(cx) if grad_cy is None else grad_cy)
     by_time = input.transpose(0, 1) if transposed else input
     call = _recurrent(by_time, settings)
-    kept = [
-        by_time.contiguous(),
-        (grad_output.transpose(0, 1) if transposed else grad_output).contiguous(),
-    ]
+    gradient = grad_output.transpose(0, 1) if transposed else grad_output
+    kept = [by_time.contiguous(), gradient.contiguous()]
     dx = input.new_empty(by_time.shape)
     kept += [state.contiguous() for state in states]
     dhx = torch.empty_like(hx)

@@ -60,14 +60,6 @@ def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int
     _sort_contiguous(gpu, tensor.numel(), length, tensor.element_size())
 
 
-def sort_row(gpu: GPU, elements: int, element_bytes: int) -> None:
-    """Allocate and free the memory of sorting a contiguous row into given results."""
-    if elements <= _SORTED_IN_SHARED_MEMORY:
-        borrow(gpu, elements * INDEX_BYTES)
-    else:
-        _sort_contiguous(gpu, elements, elements, element_bytes)
-
-
 def _with_last(tensor: Tensor, dim: int) -> tuple[int, ...]:
     """infer_dense_strides_dim_last: ``dim`` innermost, the others in their order of stride."""
     order = sorted(
