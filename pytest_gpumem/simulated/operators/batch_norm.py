@@ -271,7 +271,6 @@ BELOW_AUTOGRAD: dict[str, Composite] = {
     "aten.batch_norm_backward_reduce.default": _backward_reduce,
     "aten.batch_norm_backward_elemt.default": _backward_elemt,
 }
-"""By overload."""
 
 RULES = {
     "native_batch_norm": Rule(after=_batch_norm_forward),

@@ -216,7 +216,6 @@ PARTS: dict[str, Composite] = {
     "bitsandbytes.quantize_4bit.default": _quantize_4bit,
     "bitsandbytes.quantize_blockwise.default": _quantize_blockwise,
 }
-"""By overload."""
 
 
 def jiterated(function: Any, *tensors: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:

@@ -140,6 +140,14 @@ _STATIC_TILE = 512 * 16
 """Elements that a block of nonzero_static_cuda_out_impl (Nonzero.cu) counts at once."""
 
 
+def count_set(gpu: GPU, self: Tensor) -> Scratch:
+    """Count the elements that are set: the number stays for as long as the scratch."""
+    scratch = Scratch(gpu, *copied(self), 4)
+    model = gpu.model
+    scratch.borrow(cub.device_sum_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
+    return scratch
+
+
 def _before(
     gpu: GPU, self: Tensor, return_inverse: bool, dim: int | None = None, sorted: bool | None = None
 ) -> Scratch | None:
@@ -149,12 +157,9 @@ def _before(
     """
     if dim is not None or not self.numel():
         return None
-    scratch = Scratch(gpu, *copied(self))
     if sorted is not None and self.dtype == torch.bool:
-        scratch.take(4)
-        model = gpu.model
-        scratch.borrow(cub.device_sum_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
-        return scratch
+        return count_set(gpu, self)
+    scratch = Scratch(gpu, *copied(self))
     count, size = self.numel(), self.element_size()
     if sorted is not None:
         index = INDEX_BYTES if return_inverse else 0

@@ -232,9 +232,8 @@ class ConvolutionCall:
         if groups == 1:
             return slow.forward(input, weight, shape, has_bias)
         part = (shape[0], shape[1] // groups, *shape[2:])
-        outputs = []
-        for own, filters in zip(input.chunk(groups, 1), weight.chunk(groups, 0), strict=True):
-            outputs.append(slow.forward(own.contiguous(), filters, part, has_bias))
+        chunks = zip(input.chunk(groups, 1), weight.chunk(groups, 0), strict=True)
+        outputs = [slow.forward(own.contiguous(), each, part, has_bias) for own, each in chunks]
         return torch.cat(outputs, 1)
 
     def backward(

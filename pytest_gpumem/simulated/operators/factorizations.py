@@ -63,13 +63,6 @@ WITHOUT_MAGMA = (2, 15)
 """First release without MAGMA's factors of batches; 2.13 has them."""
 
 
-def _is_of_magma(gpu: GPU, A: Tensor) -> bool:
-    """Return whether MAGMA factorizes a batch, or what is not square."""
-    count, (rows, columns) = count_of(A), A.shape[-2:]
-    is_small = count == 1 or rows <= 16 or (rows <= 128 and count <= 16)
-    return gpu.version < WITHOUT_MAGMA and not (rows == columns and is_small)
-
-
 def _is_batch_of_cublas(gpu: GPU, A: Tensor) -> bool:
     """Return whether cuBLAS factorizes all matrices at once; else cuSOLVER does one by one.
 
@@ -94,14 +87,16 @@ def factorize(gpu: GPU, A: Tensor, operator: str, *, pivot: bool = True) -> None
     """linalg_lu_factor_ex into results that are there, for ``operator``."""
     if not A.numel():
         return
-    if _is_of_magma(gpu, A):
-        gpu.workspaces.gemm(gpu.stream)  # its queue has a handle of cuBLAS
+    count, (rows, columns) = count_of(A), A.shape[-2:]
+    is_small = count == 1 or rows <= 16 or (rows <= 128 and count <= 16)
+    if gpu.version < WITHOUT_MAGMA and not (rows == columns and is_small):
+        gpu.workspaces.gemm(gpu.stream)  # MAGMA's queue has a handle of cuBLAS
     elif _is_batch_of_cublas(gpu, A):
         pointers(gpu, A)
     else:
-        _solve(gpu, operator, "getrf", A, count_of(A))
+        _solve(gpu, operator, "getrf", A, count)
     if not pivot:
-        borrow(gpu, min(A.shape[-2:]) * CODE)
+        borrow(gpu, min(rows, columns) * CODE)
 
 
 def permutation(scratch: Scratch, count: int, rows: int) -> None:

@@ -23,7 +23,7 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.operators import cub, reductions
-from pytest_gpumem.simulated.operators.comparisons import BOTH_EXTREMES_SINCE
+from pytest_gpumem.simulated.operators.comparisons import BOTH_EXTREMES_SINCE, count_set
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow
 
@@ -197,13 +197,6 @@ def _where(gpu: GPU, self: Tensor, other: Tensor) -> Scratch:
     return scratch
 
 
-def _count_set(gpu: GPU, self: Tensor) -> Scratch:
-    scratch = Scratch(gpu, *copied(self), 4)
-    model = gpu.model
-    scratch.borrow(cub.device_sum_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
-    return scratch
-
-
 def _place_set(gpu: GPU, self: Tensor) -> None:
     if self.dim():
         capability = gpu.model.compute_capability
@@ -338,7 +331,7 @@ RULES = {
     ),
     "_unsafe_index_put": Rule(before=_before_index_put, after=_put_sorted),
     "index_put_ index_put _index_put_impl_": Rule(before=_before_index_put, after=_index_put),
-    "nonzero": Rule(before=_count_set, after=_place_set),
+    "nonzero": Rule(before=count_set, after=_place_set),
     "where": Rule(before=_where),
     "masked_scatter masked_scatter_": Rule(after=_scattered_by_mask),
     "repeat_interleave": Rule(before=_before_repeats),

@@ -73,20 +73,15 @@ def _transformed(
     # Of values to fewer values the library counts the longer side.
     counted = [max(sizes[dim], made[0][dim]) for dim in dims]
     is_half = dtype in (torch.float16, torch.complex32)
-    if is_half:
-        _refuse_unless_powers(counted)
+    if is_half and any(size & (size - 1) for size in counted):
+        raise RuntimeError(
+            "cuFFT only supports dimensions whose sizes are powers of two when computing in half "
+            f"precision, but got a signal size of{counted}"
+        )
     is_read = not is_half or transformed[-1] == 1
     if step is None or not is_read or not _is_embedded(batch, step, counted, transformed):
         borrow(gpu, torch.Size(sizes).numel() * dtype.itemsize)
     return made
-
-
-def _refuse_unless_powers(sizes: Sequence[int]) -> None:
-    if any(size & (size - 1) for size in sizes):
-        raise RuntimeError(
-            "cuFFT only supports dimensions whose sizes are powers of two when computing in half "
-            f"precision, but got a signal size of{list(sizes)}"
-        )
 
 
 def _batches(given: _Layout, dims: Sequence[int]) -> list[int]:

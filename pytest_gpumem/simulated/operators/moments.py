@@ -16,16 +16,9 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import accumulated
-from pytest_gpumem.simulated.operators.reductions import (
-    MOMENTS,
-    NORMS,
-    SUMS,
-    Over,
-    outputs_of,
-    reduce,
-    reduce_tensor,
-)
+from pytest_gpumem.simulated.operators.reductions import Over, outputs_of
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow
 
 
@@ -44,7 +37,7 @@ def _moments(outputs: int, gpu: GPU, self: Tensor, dim: Over = None) -> Scratch 
     kept = outputs_of(self, dim) * real.itemsize
     for _ in ("real", "imaginary"):
         scratch.take(*[kept] * outputs)
-        reduce(gpu, tuple(self.shape), strides, real, dim, MOMENTS)
+        reductions.reduce(gpu, tuple(self.shape), strides, real, dim, reductions.MOMENTS)
     return scratch
 
 
@@ -53,7 +46,7 @@ def _real_moments(
 ) -> None:
     if not self.is_complex():
         first = result if isinstance(result, Tensor) else result[0]
-        reduce_tensor(gpu, self, dim, MOMENTS, first.dtype)
+        reductions.reduce_tensor(gpu, self, dim, reductions.MOMENTS, first.dtype)
 
 
 def _base(gpu: GPU, self: Tensor | complex, exponent: Tensor | complex) -> Scratch | None:
@@ -74,7 +67,7 @@ def _parts(gpu: GPU, shape: tuple[int, int, int, int], like: Tensor) -> None:
     """Allocate and free (batch, others, rows, columns), and the memory of summing over others."""
     strides = math.prod(shape[1:]), math.prod(shape[2:]), shape[3], 1
     with Scratch(gpu, math.prod(shape) * like.element_size()):
-        reduce(gpu, shape, strides, like.dtype, 1, SUMS)
+        reductions.reduce(gpu, shape, strides, like.dtype, 1, reductions.SUMS)
 
 
 _ZERO_NORMS = (2, 15)
@@ -113,7 +106,7 @@ def _norm(
     if self.is_complex() and ord != 0 and p != 0 and are_single:
         borrow(gpu, self.nbytes)
     else:
-        reduce_tensor(gpu, self, dim, NORMS, result.dtype)
+        reductions.reduce_tensor(gpu, self, dim, reductions.NORMS, result.dtype)
 
 
 RULES = {

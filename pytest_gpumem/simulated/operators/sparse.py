@@ -292,7 +292,7 @@ def _bag_gradient(
     mode: int,
     per_sample_weights: Tensor | None,
     padding_idx: int = -1,
-) -> Tensor:
+) -> Any:
     """Return the gradient of ``EmbeddingBag(sparse=True)``: a row for each index."""
     rows = grad.index_select(0, offset2bag)
     if mode == _MEAN:
@@ -304,10 +304,8 @@ def _bag_gradient(
         del shares
     if per_sample_weights is not None:
         rows.mul_(per_sample_weights.unsqueeze(1))
-    made: Tensor = _aten.embedding_sparse_backward(
-        rows, indices, num_weights, padding_idx, scale_grad_by_freq
-    )
-    return made
+    of_rows = _aten.embedding_sparse_backward
+    return of_rows(rows, indices, num_weights, padding_idx, scale_grad_by_freq)
 
 
 def _refuse(name: str) -> Tensor:
@@ -380,17 +378,14 @@ def _product(
     return torch.addmm(added, sparse, dense, beta=beta, alpha=alpha)
 
 
-def _mm(self: Tensor, mat2: Tensor) -> Tensor:
+def _mm(self: Tensor, mat2: Tensor) -> Any:
     if is_sparse(self) and is_sparse(mat2):
-        both: Tensor = _aten._sparse_sparse_matmul(self, mat2)
-        return both
+        return _aten._sparse_sparse_matmul(self, mat2)
     dense = mat2 if is_sparse(self) else self
     zeros = dense.new_zeros((self.shape[-2], mat2.shape[-1]))
     if is_sparse(self):
-        product: Tensor = _aten._sparse_addmm(zeros, self, mat2, beta=0, alpha=1)
-        return product
-    turned: Tensor = _aten._sparse_addmm(zeros.mT, mat2.mT, self.mT, beta=0, alpha=1)
-    return turned.mT
+        return _aten._sparse_addmm(zeros, self, mat2, beta=0, alpha=1)
+    return _aten._sparse_addmm(zeros.mT, mat2.mT, self.mT, beta=0, alpha=1).mT
 
 
 def _transposed(self: Tensor, dim0: int = 0, dim1: int = 1) -> Tensor:

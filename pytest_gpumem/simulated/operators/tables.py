@@ -17,14 +17,7 @@ from torch.utils._pytree import tree_leaves
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import overload_of
-from pytest_gpumem.simulated.operators import (
-    meta_kernels,
-    normalization,
-    rnn,
-    slices,
-    vision,
-    zeros,
-)
+from pytest_gpumem.simulated.operators import meta_kernels, normalization, rnn, slices, vision
 from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.operators.rules import BoundRule, Composite, Rule, on_machine
 
@@ -122,7 +115,7 @@ def _replace_kernels(library: torch.library.Library, machine: SimulatedMachine) 
             library.impl(name, kernel, "Meta", allow_override=True)
     if machine.current.version >= normalization.FUSED_SINCE:
         _give_formula(library)
-    for name, kernel in zeros.KERNELS.items() if MAY_OVERRIDE else ():
+    for name, kernel in meta_kernels.ZEROS.items() if MAY_OVERRIDE else ():
         library.impl(name, kernel, "ZeroTensor", allow_override=True)
 
 
