@@ -158,16 +158,10 @@ def _batch_norm_backward(
         yield result[0]
 
 
-def _update(
-    gpu: GPU,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-) -> None:
+def _update(gpu: GPU, *args: Any) -> None:
     """_batch_norm_with_update_cuda, of programs that torch.export made."""
-    if not _by_cudnn(gpu, input, weight, bias, running_mean, running_var, training=True):
+    input, weight, bias, mean, variance = args[:5]
+    if not _by_cudnn(gpu, input, weight, bias, mean, variance, training=True):
         _batch_norm_forward(gpu, input, weight, bias, training=True)
 
 

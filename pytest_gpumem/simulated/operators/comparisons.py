@@ -144,7 +144,7 @@ def count_set(gpu: GPU, self: Tensor) -> Scratch:
     """Count the elements that are set: the number stays for as long as the scratch."""
     scratch = Scratch(gpu, *copied(self), 4)
     model = gpu.model
-    scratch.borrow(cub.device_sum_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
+    borrow(gpu, cub.device_sum_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
     return scratch
 
 
@@ -167,7 +167,7 @@ def _before(
         indices = scratch.take(count * index)
         scratch.take(count * index)
         at = gpu.model.compute_capability, gpu.model.sm_count
-        scratch.borrow(cub.radix_sort_pairs_bytes(count, size, index, 8 * size, *at))
+        borrow(gpu, cub.radix_sort_pairs_bytes(count, size, index, 8 * size, *at))
         scratch.drop(indices)
     if return_inverse:
         # The inverse is there already; it comes to stay where this leaves room.

@@ -14,7 +14,7 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import cub
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, accumulated, copied
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow
 from pytest_gpumem.simulated.operators.sorting import sort_slices
 
 INDICES_WITHOUT_SORT = 3072
@@ -59,12 +59,12 @@ def _before_backward(
     bits = 8 * element
     if gpu.version >= _SORTED_BY_USED_BITS_SINCE:
         bits = cub.bits_of(num_weights if padding_idx >= 0 else num_weights - 1 - padding_idx)
-    scratch.borrow(cub.radix_sort_pairs_bytes(count, element, element, bits, capability))
+    borrow(gpu, cub.radix_sort_pairs_bytes(count, element, element, bits, capability))
     scratch.drop(positions)
     if scale_grad_by_freq:
         scratch.take(count * element)
         for _ in ("counts", "the highest of each row"):
-            scratch.borrow(cub.sum_by_key_bytes(count, element, capability))
+            borrow(gpu, cub.sum_by_key_bytes(count, element, capability))
     return scratch
 
 
@@ -84,11 +84,11 @@ def _after_backward(
     version, capability = gpu.version, gpu.model.compute_capability
     scratch = Scratch(gpu, count * element, INDEX_BYTES)
     keys = scratch.take(count * element)
-    scratch.borrow(cub.unique_by_key_bytes(count, element, capability, version))
+    borrow(gpu, cub.unique_by_key_bytes(count, element, capability, version))
     scratch.drop(keys)
     segments = min(count, rows)
     scratch.take(segments * element, segments * element)
-    scratch.borrow(cub.scan_bytes(segments, element, version))
+    borrow(gpu, cub.scan_bytes(segments, element, version))
     scratch.take(INDEX_BYTES)
     partial_sums = count // _ROWS_PER_PARTIAL_SUM + segments
     scratch.take(partial_sums * element)
@@ -120,7 +120,7 @@ def _renorm(gpu: GPU, indices: Tensor) -> None:
     sort_slices(gpu, indices.new_empty(count, device="meta"), 0, (1,))
     scratch.drop(positions)
     scratch.take(nbytes, INDEX_BYTES)
-    scratch.borrow(cub.unique_bytes(count, gpu.model.compute_capability, gpu.version))
+    borrow(gpu, cub.unique_bytes(count, gpu.model.compute_capability, gpu.version))
 
 
 def _in_a_row(gpu: GPU, indices: Tensor) -> Scratch | None:

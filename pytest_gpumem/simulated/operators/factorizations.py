@@ -263,7 +263,7 @@ def _is_finite(gpu: GPU, self: Tensor) -> None:
         scratch.drop(equal, unequal, sizes)
     if self.is_complex():
         scratch.drop(finite)
-    scratch.borrow(1)
+    borrow(gpu, 1)
 
 
 _ON_DEVICE = (2, 10)
@@ -288,10 +288,10 @@ def _general(gpu: GPU, self: Tensor, values: Tensor, vectors: Tensor | None) -> 
     is_real = not self.is_complex()
     parts = scratch.take(values.nbytes if is_real else 0)
     real_vectors = scratch.take(self.nbytes if is_real and vectors is not None else 0)
-    scratch.borrow(0 if is_by_columns(self) else self.nbytes)
+    borrow(gpu, 0 if is_by_columns(self) else self.nbytes)
     if is_real:
         flags = scratch.take(values.numel())
-        scratch.borrow(1)
+        borrow(gpu, 1)
         scratch.drop(flags, real_vectors, parts)
     yield values
     if vectors is not None:

@@ -168,7 +168,7 @@ def _put_sorted(
         scratch.take(count * INDEX_BYTES)
     bits = cub.bits_of(self.numel() // math.prod(self.shape[places[-1] + 1 :]) - 1)
     capability = gpu.model.compute_capability
-    scratch.borrow(cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability))
+    borrow(gpu, cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability))
 
 
 def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
@@ -176,11 +176,11 @@ def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
     both = gpu.version >= BOTH_EXTREMES_SINCE
     for comparisons in (2,) if both else (1, 1):
         kind = reductions.TWO_VALUES if both else reductions.VALUES
-        with Scratch(gpu, *[INDEX_BYTES] * comparisons) as extremes:
+        with Scratch(gpu, *[INDEX_BYTES] * comparisons):
             with Scratch(gpu, count * INDEX_BYTES if is_copied else 0):
                 reductions.reduce(gpu, (count,), (1,), torch.int64, None, kind)
             for _ in range(comparisons):
-                extremes.borrow(1)
+                borrow(gpu, 1)
 
 
 def _where(gpu: GPU, self: Tensor, other: Tensor) -> Scratch:
@@ -210,7 +210,7 @@ def _scattered_by_mask(gpu: GPU, result: Tensor, mask: Tensor, source: Tensor) -
         return
     scratch = Scratch(gpu, count * INDEX_BYTES)
     scratch.take(*copied(mask.expand(result.shape)))
-    scratch.borrow(cub.scan_bytes(count, INDEX_BYTES, gpu.version))
+    borrow(gpu, cub.scan_bytes(count, INDEX_BYTES, gpu.version))
     scratch.take(*copied(source))
 
 
@@ -223,11 +223,11 @@ def _before_repeats(gpu: GPU, repeats: Tensor, output_size: int | None) -> Scrat
     widened = count * INDEX_BYTES if repeats.dtype == torch.int32 else 0
     borrow(gpu, widened, cub.scan_bytes(count, INDEX_BYTES, gpu.version))
     if output_size is None and gpu.version >= _LEAST_REPEAT_SINCE:
-        scratch.borrow(INDEX_BYTES)
+        borrow(gpu, INDEX_BYTES)
     elif output_size is None:
-        with Scratch(gpu, count) as are_positive:
+        with Scratch(gpu, count):
             reductions.reduce(gpu, (count,), (1,), torch.bool, None, reductions.VALUES)
-            are_positive.borrow(1)
+            borrow(gpu, 1)
     return scratch
 
 
@@ -243,9 +243,9 @@ def _scattered_mean(gpu: GPU, src: Tensor, reduce: str, result: Tensor) -> None:
 
 def _mean_by_index(gpu: GPU, source: Tensor, reduce: str, result: Tensor) -> None:
     if reduce == "mean":
-        counts = Scratch(gpu, result.nbytes)
-        counts.borrow(source.nbytes)
-        counts.borrow(result.numel())
+        with Scratch(gpu, result.nbytes):
+            borrow(gpu, source.nbytes)
+            borrow(gpu, result.numel())
 
 
 def _before_segments(gpu: GPU, lengths: Tensor | None, unsafe: bool) -> None:
@@ -278,9 +278,9 @@ def _segments(
     scratch.take((lengths.numel() + rows) * size)
     scratch.drop(first)
     if rows == 1:
-        scratch.borrow(cub.scan_bytes(lengths.numel() + 1, size, gpu.version))
+        borrow(gpu, cub.scan_bytes(lengths.numel() + 1, size, gpu.version))
     if of_a_row:
-        scratch.borrow(1)
+        borrow(gpu, 1)
 
 
 def _unfold_backward(

@@ -131,10 +131,6 @@ class Scratch:
         self._gpu.estimates.taken(self._estimated[address], f"{library}'s workspace for {what}")
         return address
 
-    def borrow(self, nbytes: int) -> None:
-        """Allocate ``nbytes`` and free them."""
-        self.drop(self.take(nbytes))
-
     def drop(self, *addresses: int) -> None:
         """Free temporaries early, in this order."""
         for address in filter(None, addresses):

@@ -293,23 +293,23 @@ def _by_reflections(gpu: GPU, A: Tensor, made: Tensor) -> None:
     copied_scales = count_of(made) * scales.shape[-1] * A.element_size() if is_copied else 0
     if is_tall:
         scratch.take(copied_scales)
-        scratch.borrow(CODE)
+        borrow(gpu, CODE)
         triangles(gpu, every, made)
     else:
         triangles(gpu, every, made)
         scratch.take(copied_scales)
-        scratch.borrow(CODE)
+        borrow(gpu, CODE)
 
 
 # Determinants.
 
 
-def _swaps(scratch: Scratch, count: int, rows: int) -> int:
+def _swaps(gpu: GPU, scratch: Scratch, count: int, rows: int) -> int:
     """Take the number of rows that pivots have moved; returns its address."""
     places = scratch.take(rows * CODE)
     moved = scratch.take(count * rows)
     sums = scratch.take(count * INDEX_BYTES)
-    scratch.borrow(count * rows * INDEX_BYTES)
+    borrow(gpu, count * rows * INDEX_BYTES)
     scratch.drop(moved, places)
     return sums
 
@@ -320,7 +320,7 @@ def _determined(gpu: GPU, A: Tensor) -> None:
     scratch = Scratch(gpu, count * CODE)
     factorize(gpu, A, "linalg_det")
     scratch.take(count * A.element_size())
-    scratch.drop(_swaps(scratch, count, rows))
+    scratch.drop(_swaps(gpu, scratch, count, rows))
 
 
 def _sign_and_logarithm(gpu: GPU, A: Tensor) -> None:
@@ -328,7 +328,7 @@ def _sign_and_logarithm(gpu: GPU, A: Tensor) -> None:
     count, rows, size = count_of(A), A.shape[-1], A.element_size()
     scratch = Scratch(gpu, count * CODE)
     factorize(gpu, A, "linalg_slogdet")
-    sums = _swaps(scratch, count, rows)
+    sums = _swaps(gpu, scratch, count, rows)
     borrow(gpu, count * rows * size, count * size)
     scratch.drop(sums)
     # Of complex numbers the real parts are taken behind.
