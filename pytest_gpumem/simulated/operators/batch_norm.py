@@ -56,7 +56,7 @@ def batch_norm(gpu: GPU, *args: Any) -> Tensor:
     """``aten::batch_norm`` as CUDA takes it apart."""
     input, weight, bias = args[:3]
     if not (input.is_cuda and _by_cudnn(gpu, *args[:6])):
-        return _batch_norm(*args)  # type: ignore[no-any-return]  # an operator
+        return torch.ops.aten.batch_norm.default.decompose(*args)  # type: ignore[no-any-return]  # an operator
     kept = [input.contiguous(memory_format=suggested_format(input))]
     kept += [weight.contiguous(), bias.contiguous()]
     output: Tensor
@@ -64,9 +64,6 @@ def batch_norm(gpu: GPU, *args: Any) -> Tensor:
     # _batch_norm_impl_index drops its copies, batch_norm then the rest of its results.
     del kept
     return output
-
-
-_batch_norm = torch.ops.aten.batch_norm.default.decompose
 
 
 def _accumulated_bytes(tensor: Tensor) -> int:

@@ -24,8 +24,6 @@ from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow
 
-_as_it_is = torch.ops.aten.isclose.default.decompose
-
 
 def isclose(self: Tensor, other: Tensor, rtol: float, atol: float, equal_nan: bool) -> Tensor:
     """``aten::isclose``; where NaN equals NaN it works in place, which C++ does not of subclasses.
@@ -34,7 +32,7 @@ def isclose(self: Tensor, other: Tensor, rtol: float, atol: float, equal_nan: bo
     """
     is_wide = self.is_floating_point() or self.is_complex()
     if not (equal_nan and is_wide and self.dtype == other.dtype and rtol >= 0 and atol >= 0):
-        return _as_it_is(self, other, rtol, atol, equal_nan)  # type: ignore[no-any-return]  # an operator
+        return torch.ops.aten.isclose.default.decompose(self, other, rtol, atol, equal_nan)  # type: ignore[no-any-return]  # an operator
     close = self == other
     are_nan, others = self.isnan(), other.isnan()
     close.__ior__(are_nan.__iand__(others))

@@ -294,7 +294,7 @@ def _unfold_backward(
 def one_hot(self: Tensor, num_classes: int) -> Tensor:
     """``aten::one_hot`` (native/Onehot.cpp): ones are scattered into zeros, unlike on ``meta``."""
     if self.dtype != torch.int64 or not self.numel() or num_classes < -1 or num_classes == 0:
-        return _one_hot_as_it_is(self, num_classes)  # type: ignore[no-any-return]  # an operator
+        return _aten.one_hot.default.decompose(self, num_classes)  # type: ignore[no-any-return]  # an operator
     if num_classes == -1:
         num_classes = int(self.max().item()) + 1
     result = torch.zeros((*self.shape, num_classes), dtype=self.dtype, device=self.device)
@@ -311,9 +311,6 @@ def masked_scatter_backward(grad_output: Tensor, mask: Tensor, sizes: Sequence[i
     whole = torch.cat([chosen, zeros])
     del zeros, chosen
     return whole.view(sizes)
-
-
-_one_hot_as_it_is = torch.ops.aten.one_hot.default.decompose
 
 
 ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.one_hot.default": one_hot}

@@ -186,11 +186,8 @@ def _mv(gpu: GPU, self: Tensor, vec: Tensor, result: Tensor, mat: Tensor | None 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``aten::linear`` as CUDA takes it apart: the bias is added in place where it is added."""
     if bias is None or input.dim() <= 2 or input.is_contiguous():
-        return _decomposed(input, weight, bias)  # type: ignore[no-any-return]  # an operator
+        return torch.ops.aten.linear.default.decompose(input, weight, bias)  # type: ignore[no-any-return]  # an operator
     return torch.matmul(input, weight.t()).add_(bias)
-
-
-_decomposed = torch.ops.aten.linear.default.decompose
 
 
 _empty_strided = torch.empty_strided

@@ -58,10 +58,7 @@ def rms_norm(
     ):
         fused = _aten._fused_rms_norm(input, normalized_shape, weight, eps)
         return first_of(fused)  # type: ignore[no-any-return]  # an operator
-    return _rms_norm(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]  # an operator
-
-
-_rms_norm = torch.ops.aten.rms_norm.default.decompose
+    return _aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]  # an operator
 
 
 # Layer norm and root mean square norm.
