@@ -10,10 +10,10 @@ and strides as CUDA's do.
 
 Losses: native/Loss.cpp (binary_cross_entropy_with_logits, mse_loss, smooth_l1_loss: their result is
 made as large as the input before the reduction shrinks it; huber_loss, soft_margin_loss),
-native/cuda/Loss.cu (binary_cross_entropy), NLLLoss2d.cu, MultiMarginLoss.cu, ReduceOps.cpp
-(logsumexp_out_impl); LossCTC.cpp (ctc_loss, ctc_loss_impl) and native/cuda/LossCTC.cu
-(ctc_loss_gpu_template, ctc_loss_backward_gpu_template), of torch 2.6 to 2.15. cuDNN's kernel, which
-takes 32-bit targets in CPU memory, is not simulated: such a loss is computed by ATen's.
+native/cuda/Loss.cu (binary_cross_entropy), NLLLoss2d.cu, MultiMarginLoss.cu; LossCTC.cpp
+(ctc_loss, ctc_loss_impl) and native/cuda/LossCTC.cu (ctc_loss_gpu_template,
+ctc_loss_backward_gpu_template), of torch 2.6 to 2.15. cuDNN's kernel, which takes 32-bit targets in
+CPU memory, is not simulated: such a loss is computed by ATen's.
 """
 
 from __future__ import annotations
@@ -99,37 +99,6 @@ def _of_halves(
 
 _MEAN, _SUM = 1, 2
 """at::Reduction."""
-
-
-def logsumexp(self: Tensor, dim: list[int], keepdim: bool) -> Tensor:
-    """``aten::logsumexp`` as its native function computes it."""
-    if not (self.is_floating_point() or self.is_complex()):
-        self = self.to(torch.get_default_dtype())
-    highest = torch.amax(torch.real(self), dim, True)
-    shift = highest if keepdim else highest.squeeze(tuple(dim))
-    sizes = shift.abs()
-    are_infinite = sizes == math.inf
-    shift.masked_fill_(are_infinite, 0)
-    del are_infinite, sizes
-    result = torch.sum((self - highest).exp_(), dim, keepdim)
-    result.log_().add_(shift)
-    del shift, highest, self
-    return result
-
-
-def soft_margin_loss_backward(
-    grad_output: Tensor, self: Tensor, target: Tensor, reduction: int
-) -> Tensor:
-    """``aten::soft_margin_loss_backward`` as its native function computes it."""
-    norm = 1.0 / self.numel() if reduction == _MEAN else 1.0
-    negative = -target
-    # In C++ both live until their expression ends, the later one first.
-    product = negative * self
-    exponential = torch.exp(product)
-    del product, negative
-    result = (target * exponential).mul_(-norm)
-    exponential.add_(1)
-    return result.div_(exponential).mul_(grad_output)
 
 
 def _reduce_all(gpu: GPU, elements: int, dtype: torch.dtype) -> None:
@@ -238,8 +207,6 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {
 }
 
 BELOW_AUTOGRAD: dict[str, Composite] = {
-    "aten.logsumexp.default": logsumexp,
-    "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
     "aten._ctc_loss_backward.default": _ctc_backward,
 }
 

@@ -3,9 +3,9 @@
 They have no kernel for CUDA: CompositeExplicitAutograd in native_functions.yaml, where ``meta``
 has a kernel only for the shape of the result. Source: aten/src/ATen/native/Distance.cpp
 (_euclidean_dist, which cdist_impl takes for more than 25 rows), AffineGridGenerator.cpp, Loss.cpp
-(binary_cross_entropy_with_logits), ReduceOps.cpp (dist), BinaryOps.cpp (ldexp), UnaryOps.cpp
-(mvlgamma), TensorAdvancedIndexing.cpp (_unsafe_masked_index) and
-TensorCompare.cpp (isinf); Linear.cpp (_trilinear), torch 2.6 to 2.15.
+(binary_cross_entropy_with_logits, soft_margin_loss_backward), ReduceOps.cpp (dist, logsumexp),
+BinaryOps.cpp (ldexp), UnaryOps.cpp (mvlgamma), TensorAdvancedIndexing.cpp (_unsafe_masked_index,
+masked_scatter_backward), TensorCompare.cpp (isinf) and Linear.cpp (_trilinear), torch 2.6 to 2.15.
 
 Kernels of other libraries are built from torch's operators, too: torchvision's (``vision``), and
 bitsandbytes'. It packs weights to 4 and 8 bits and multiplies by
@@ -45,7 +45,12 @@ _BUILT = (
     "isinf.default",
     "ldexp.Tensor",
     "linalg_pinv.atol_rtol_tensor",
+    "logsumexp.default",
+    "logsumexp.out",
+    "masked_scatter_backward.default",
     "mvlgamma.default",
+    "soft_margin_loss_backward.default",
+    "soft_margin_loss_backward.grad_input",
 )
 
 

@@ -301,24 +301,11 @@ def one_hot(self: Tensor, num_classes: int) -> Tensor:
     return result.scatter_(-1, self.unsqueeze(-1), 1)
 
 
-def masked_scatter_backward(grad_output: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
-    """``aten::masked_scatter_backward`` (native/TensorAdvancedIndexing.cpp), not as on ``meta``."""
-    chosen = grad_output.masked_select(mask)
-    missing = math.prod(sizes) - chosen.numel()
-    if missing <= 0:
-        return chosen.view(sizes)
-    zeros = chosen.new_zeros(missing)
-    whole = torch.cat([chosen, zeros])
-    del zeros, chosen
-    return whole.view(sizes)
-
-
 ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.one_hot.default": one_hot}
 
 BELOW_AUTOGRAD: dict[str, Composite] = {
     # Of a tensor of no dimensions CUDA reads the number from any device.
     "aten.masked_fill.Tensor": lambda self, mask: _aten.masked_fill.Scalar(self, mask, 0),
-    "aten.masked_scatter_backward.default": masked_scatter_backward,
     "aten.masked_fill_.Tensor": lambda self, mask: _aten.masked_fill_.Scalar(self, mask, 0),
 }
 

@@ -37,8 +37,6 @@ from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorEr
 _aten = torch.ops.aten
 _ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _ACCUMULATES = Operator.of(_aten.index_put_.default)
-_MEAN = 1
-"""The mode of a bag whose rows are averaged."""
 _MERGE_SORT_TILE = 256 * 8
 """Threads and 8-byte keys of each: cub/device/dispatch/dispatch_merge_sort.cuh."""
 
@@ -282,32 +280,6 @@ def refusal(what: str) -> UnsupportedOperatorError:
     return UnsupportedOperatorError(f"{what} at {user_line()} cannot run on a simulated GPU")
 
 
-def _bag_gradient(
-    grad: Tensor,
-    indices: Tensor,
-    offset2bag: Tensor,
-    bag_size: Tensor,
-    num_weights: int,
-    scale_grad_by_freq: bool,
-    mode: int,
-    per_sample_weights: Tensor | None,
-    padding_idx: int = -1,
-) -> Any:
-    """Return the gradient of ``EmbeddingBag(sparse=True)``: a row for each index."""
-    rows = grad.index_select(0, offset2bag)
-    if mode == _MEAN:
-        sizes = bag_size.to(rows.dtype)
-        inverted = torch.empty_like(sizes).fill_(1).div_(sizes)
-        shares = inverted.unsqueeze(1).index_select(0, offset2bag)
-        del inverted, sizes
-        rows *= shares
-        del shares
-    if per_sample_weights is not None:
-        rows.mul_(per_sample_weights.unsqueeze(1))
-    of_rows = _aten.embedding_sparse_backward
-    return of_rows(rows, indices, num_weights, padding_idx, scale_grad_by_freq)
-
-
 def _refuse(name: str) -> Tensor:
     raise refusal(f"{name} of a sparse tensor")
 
@@ -410,7 +382,10 @@ PARTS: dict[str, Composite] = {
     "aten.add_.Tensor": _add_,
     "aten.clone.default": _clone,
     "aten._coalesce.default": _coalesce,
-    "aten._embedding_bag_backward.default": _bag_gradient,
+    # Of a bag whose rows' gradients are sparse.
+    "aten._embedding_bag_backward.default": lambda *args: _aten._embedding_bag_sparse_backward(
+        *args[:5], *args[6:9], *args[10:]
+    ),
     "aten.div.Tensor": _div,
     "aten.div_.Tensor": lambda self, other: _become(self, _div(self, other)),
     "aten.mul.Tensor": _mul,
