@@ -1,11 +1,13 @@
 """Operators that autograd sees whole and that one native function builds from others.
 
-They have no kernel for CUDA: CompositeExplicitAutograd in native_functions.yaml, where ``meta``
-has a kernel only for the shape of the result. Source: aten/src/ATen/native/Distance.cpp
-(_euclidean_dist, which cdist_impl takes for more than 25 rows), AffineGridGenerator.cpp, Loss.cpp
-(binary_cross_entropy_with_logits, soft_margin_loss_backward), ReduceOps.cpp (dist, logsumexp),
-BinaryOps.cpp (ldexp), UnaryOps.cpp (mvlgamma), TensorAdvancedIndexing.cpp (_unsafe_masked_index,
-masked_scatter_backward), TensorCompare.cpp (isinf) and Linear.cpp (_trilinear), torch 2.6 to 2.15.
+They have no kernel of CUDA's own: CompositeExplicitAutograd in native_functions.yaml, or one of
+CPU and CUDA, where ``meta`` has a kernel only for the shape of the result. Source:
+aten/src/ATen/native/Distance.cpp (_euclidean_dist, which cdist_impl takes for more than 25 rows),
+AffineGridGenerator.cpp, Loss.cpp (binary_cross_entropy_with_logits, soft_margin_loss_backward),
+ReduceOps.cpp (dist, logsumexp), BinaryOps.cpp (ldexp), UnaryOps.cpp (mvlgamma),
+TensorAdvancedIndexing.cpp (_unsafe_masked_index, masked_scatter_backward), TensorCompare.cpp
+(isinf), Linear.cpp (_trilinear) and transformers/transformer.cpp
+(transformer_encoder_layer_forward), torch 2.6 to 2.15.
 
 Kernels of other libraries are built from torch's operators, too: torchvision's (``vision``), and
 bitsandbytes'. It packs weights to 4 and 8 bits and multiplies by
@@ -34,30 +36,21 @@ from pytest_gpumem.simulated.machine.signatures import overload_of
 from pytest_gpumem.simulated.operators import vision
 from pytest_gpumem.simulated.operators.rules import Composite
 
-_BUILT = (
-    "_euclidean_dist.default",
-    "_trilinear.default",
-    "_unsafe_masked_index.default",
-    "_unsafe_masked_index_put_accumulate.default",
-    "affine_grid_generator.default",
-    "binary_cross_entropy_with_logits.default",
-    "dist.default",
-    "isinf.default",
-    "ldexp.Tensor",
-    "linalg_pinv.atol_rtol_tensor",
-    "logsumexp.default",
-    "logsumexp.out",
-    "masked_scatter_backward.default",
-    "mvlgamma.default",
-    "soft_margin_loss_backward.default",
-    "soft_margin_loss_backward.grad_input",
-)
-
+_BUILT = """
+    _euclidean_dist.default _transformer_encoder_layer_fwd.default _trilinear.default
+    _unsafe_masked_index.default _unsafe_masked_index_put_accumulate.default
+    affine_grid_generator.default binary_cross_entropy_with_logits.default dist.default
+    isinf.default ldexp.Tensor linalg_pinv.atol_rtol_tensor logsumexp.default logsumexp.out
+    masked_scatter_backward.default mvlgamma.default soft_margin_loss_backward.default
+    soft_margin_loss_backward.grad_input
+""".split()
 
 _KEYS = (
     torch._C.DispatchKey.CompositeExplicitAutograd,
     torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional,
+    torch._C.DispatchKey.CPU,
 )
+"""Of a kernel that takes no notice of the device."""
 
 
 def _as_built(name: str, *args: Any) -> Any:
