@@ -6,7 +6,8 @@ aten/src/ATen/native/Distance.cpp (_euclidean_dist, which cdist_impl takes for m
 AffineGridGenerator.cpp, Loss.cpp (binary_cross_entropy_with_logits, soft_margin_loss_backward),
 ReduceOps.cpp (dist, logsumexp), BinaryOps.cpp (ldexp), UnaryOps.cpp (mvlgamma),
 TensorAdvancedIndexing.cpp (_unsafe_masked_index, masked_scatter_backward), TensorCompare.cpp
-(isinf), Linear.cpp (_trilinear) and transformers/transformer.cpp
+(isinf), Linear.cpp (_trilinear), LinearAlgebra.cpp (linalg_polar, linalg_matrix_sqrth: new in
+2.15) and transformers/transformer.cpp
 (transformer_encoder_layer_forward), torch 2.6 to 2.15.
 
 Kernels of other libraries are built from torch's operators, too: torchvision's (``vision``), and
@@ -40,7 +41,8 @@ _BUILT = """
     _euclidean_dist.default _transformer_encoder_layer_fwd.default _trilinear.default
     _unsafe_masked_index.default _unsafe_masked_index_put_accumulate.default
     affine_grid_generator.default binary_cross_entropy_with_logits.default dist.default
-    isinf.default ldexp.Tensor linalg_pinv.atol_rtol_tensor logsumexp.default logsumexp.out
+    isinf.default ldexp.Tensor linalg_matrix_sqrth.default linalg_pinv.atol_rtol_tensor
+    linalg_polar.default linalg_polar.out logsumexp.default logsumexp.out
     masked_scatter_backward.default mvlgamma.default soft_margin_loss_backward.default
     soft_margin_loss_backward.grad_input
 """.split()
@@ -63,7 +65,7 @@ def _as_built(name: str, *args: Any) -> Any:
 
 
 BELOW_AUTOGRAD: dict[str, Composite] = {
-    **{f"aten.{name}": partial(_as_built, name) for name in _BUILT},
+    f"aten.{name}": partial(_as_built, name) for name in _BUILT if overload_of(name)
 }
 
 

@@ -4,9 +4,8 @@ Exponentials are Taylor polynomials, of a degree that the norm of a single matri
 batch are all scaled, so that one degree does, and squared as often as their norms say.
 
 Source: aten/src/ATen/native/LinearAlgebra.cpp (mexp_impl and the functions that it calls,
-linalg_matrix_rank, linalg_polar, linalg_matrix_sqrth) and torch/csrc/autograd/FunctionsManual.cpp
-(linalg_eig_backward); the order of temporaries is that of torch's own code on the dry device, 2.6
-to 2.15.
+linalg_matrix_rank) and torch/csrc/autograd/FunctionsManual.cpp (linalg_eig_backward); the order of
+temporaries is that of torch's own code on the dry device, 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -259,47 +258,6 @@ _POLYNOMIALS: tuple[Callable[[Tensor], Tensor], ...] = (
 # Of values and vectors.
 
 
-def _symmetric(matrix: Tensor) -> Tensor:
-    turned = matrix.mH.resolve_conj()
-    both = matrix + turned
-    del turned
-    return both * 0.5
-
-
-def polar(A: Tensor) -> tuple[Tensor, Tensor]:
-    """``aten::linalg_polar``: the results first, then the product of vectors, values, vectors."""
-    unitary = torch.empty_like(A, memory_format=torch.contiguous_format)
-    columns = A.shape[-1]
-    positive = A.new_empty((*A.shape[:-2], columns, columns))
-    left, values, right = torch.linalg.svd(A, full_matrices=False)
-    given = right.resolve_conj()
-    weighted = values.unsqueeze(-1) * given
-    del given
-    product = right.mH @ weighted
-    del weighted
-    half = _symmetric(product)
-    del product
-    positive.copy_(half)
-    product = left @ right
-    unitary.copy_(product)
-    del product, half, left, values, right
-    return unitary, positive
-
-
-def square_root(self: Tensor) -> Tensor:
-    """``aten::linalg_matrix_sqrth``."""
-    values, vectors = torch.linalg.eigh(self)
-    least = values.clamp_min(0)
-    roots = least.sqrt()
-    del least
-    weighted = vectors * roots.unsqueeze(-2)
-    product = weighted @ vectors.mH
-    del weighted
-    result = _symmetric(product)
-    del product, roots, values, vectors
-    return result
-
-
 def matrix_rank(
     input: Tensor, atol: Tensor | float | None, rtol: Tensor | float | None, hermitian: bool
 ) -> Tensor:
@@ -362,14 +320,10 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {
     ),
 }
 
-_WHOLE: dict[str, Composite] = {
-    "diagonal_scatter": diagonal_scatter,
-    "linalg_matrix_exp": matrix_exp,
-    "linalg_matrix_sqrth": square_root,
-    "linalg_polar": polar,
+BELOW_AUTOGRAD: dict[str, Composite] = {
+    "aten.diagonal_scatter.default": diagonal_scatter,
+    "aten.linalg_matrix_exp.default": matrix_exp,
 }
-BELOW_AUTOGRAD = {f"aten.{name}.default": _WHOLE[name] for name in _WHOLE if hasattr(_aten, name)}
-"""The last two are new in 2.15."""
 
 DECIDING = frozenset({"aten.linalg_matrix_exp.default"})
 """Overloads that decide by values of their parts, which are followed one by one."""
