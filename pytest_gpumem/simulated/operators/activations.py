@@ -36,7 +36,6 @@ from pytest_gpumem.simulated.operators.rules import (
     Scratch,
     borrow,
     copies_of,
-    first_of,
 )
 
 _aten = torch.ops.aten
@@ -97,10 +96,6 @@ def _of_halves(
     return whole(self, dim, dtype)
 
 
-_MEAN, _SUM = 1, 2
-"""at::Reduction."""
-
-
 def _reduce_all(gpu: GPU, elements: int, dtype: torch.dtype) -> None:
     reductions.reduce(gpu, (elements,), (1,), dtype, None, reductions.SUMS)
 
@@ -159,32 +154,12 @@ def _of_classes(
 # Connectionist temporal classification, by ATen's own kernels.
 
 
-def _ctc_loss(overload: Any, *args: Any) -> Any:
-    log_probs, targets, _, _, blank, reduction, zero_infinity = args
-    if not log_probs.is_cuda:
-        return overload.decompose(*args)
-    lengths = [
-        given.flatten().tolist() if isinstance(given, Tensor) else list(given)
-        for given in args[2:4]
-    ]
-    batched = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
-    target = targets.to(log_probs.device, torch.int64)
-    losses = first_of(_aten._ctc_loss.default(batched, target, *lengths, blank, zero_infinity))
-    del target
-    if zero_infinity:
-        nothing = losses.new_zeros(())  # C++ evaluates the last arguments first
-        losses = torch.where(losses == torch.inf, nothing, losses)
-        del nothing
-    if reduction == _MEAN:
-        own = torch.tensor(lengths[1], dtype=losses.dtype, device=losses.device)
-        divisors = own.clamp_min(1)
-        del own
-        mean = (losses / divisors).mean()
-        del divisors
-        return mean
-    if reduction == _SUM:
-        return losses.sum()
-    return losses if log_probs.dim() == 3 else losses.squeeze(0)
+def _ctc_loss(*args: Any) -> Any:
+    """Take lengths to the host, as for a loss that is no subclass."""
+    if not args[0].is_cuda:
+        return _aten.ctc_loss.Tensor.decompose(*args)
+    lengths = [each.flatten().tolist() for each in args[2:4]]
+    return _aten.ctc_loss.IntList(*args[:2], *lengths, *args[4:])
 
 
 def _ctc_backward(log_probs: Tensor, log_alpha: Tensor) -> Tensor:
@@ -202,8 +177,7 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {
     "aten.log_softmax.int": partial(
         _of_halves, _aten.log_softmax.int.decompose, _aten._log_softmax
     ),
-    "aten.ctc_loss.Tensor": partial(_ctc_loss, _aten.ctc_loss.Tensor),
-    "aten.ctc_loss.IntList": partial(_ctc_loss, _aten.ctc_loss.IntList),
+    "aten.ctc_loss.Tensor": _ctc_loss,
 }
 
 BELOW_AUTOGRAD: dict[str, Composite] = {

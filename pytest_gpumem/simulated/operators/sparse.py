@@ -350,16 +350,6 @@ def _product(
     return torch.addmm(added, sparse, dense, beta=beta, alpha=alpha)
 
 
-def _mm(self: Tensor, mat2: Tensor) -> Any:
-    if is_sparse(self) and is_sparse(mat2):
-        return _aten._sparse_sparse_matmul(self, mat2)
-    dense = mat2 if is_sparse(self) else self
-    zeros = dense.new_zeros((self.shape[-2], mat2.shape[-1]))
-    if is_sparse(self):
-        return _aten._sparse_addmm(zeros, self, mat2, beta=0, alpha=1)
-    return _aten._sparse_addmm(zeros.mT, mat2.mT, self.mT, beta=0, alpha=1).mT
-
-
 def _transposed(self: Tensor, dim0: int = 0, dim1: int = 1) -> Tensor:
     if self.dim() != 2 or self.sparse_dim() != 2:
         raise refusal("a transpose of a sparse tensor that is no matrix")
@@ -402,7 +392,7 @@ PARTS: dict[str, Composite] = {
     "aten.isinf.default": partial(_refuse, "isinf"),
     "aten._sparse_addmm.default": _addmm,
     "aten.addmm.default": _addmm,
-    "aten.mm.default": _mm,
+    "aten.mm.default": lambda self, mat2: _aten._sparse_mm(self, mat2),
     "aten.mv.default": lambda self, vec: self.matmul(vec.unsqueeze(-1)).squeeze(-1),
 }
 """By overload, where an argument is sparse, or the result is."""
