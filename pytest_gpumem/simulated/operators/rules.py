@@ -161,7 +161,7 @@ def borrow(gpu: GpuState, *sizes: int) -> None:
 
 
 def copies_of(*names: str, like: str | None = None) -> Callable[..., Scratch]:
-    """Return a part of a rule that takes copies of the arguments ``names``.
+    """Return a part of a rule that takes copies of the arguments ``names``, or of ``result``.
 
     They are copied where they are not contiguous, or laid out as the argument ``like`` suggests.
     """
@@ -169,11 +169,8 @@ def copies_of(*names: str, like: str | None = None) -> Callable[..., Scratch]:
     given = (*names, like) if like and like not in names else names
 
     def take(gpu: GPU, *tensors: Tensor) -> Scratch:
-        read = tensors[: len(names)]
-        if like is None:
-            return Scratch(gpu, *copied(*read))
-        wanted = suggested_format(tensors[given.index(like)])
-        return Scratch(gpu, *copied(*read, memory_format=wanted))
+        wanted = suggested_format(tensors[given.index(like)]) if like else torch.contiguous_format
+        return Scratch(gpu, *copied(*tensors[: len(names)], memory_format=wanted))
 
     kind = inspect.Parameter.POSITIONAL_ONLY
     parameters = [inspect.Parameter(name, kind) for name in ("gpu", *given)]

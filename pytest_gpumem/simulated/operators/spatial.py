@@ -53,11 +53,11 @@ def _reads_channels_last(read: Tensor, written: Tensor, fewest: int) -> bool:
     )
 
 
-def _resized(gpu: GPU, read: Tensor, written: Tensor) -> Scratch:
+def _resized(gpu: GPU, self: Tensor, result: Tensor) -> Scratch:
     """One kernel reads channels last; the other one's contiguous result may be copied, too."""
-    if _reads_channels_last(read, written, _CHANNELS):
-        return Scratch(gpu, *copied(read, memory_format=torch.channels_last))
-    return Scratch(gpu, *copied(written, read))
+    if _reads_channels_last(self, result, _CHANNELS):
+        return Scratch(gpu, *copied(self, memory_format=torch.channels_last))
+    return Scratch(gpu, *copied(result, self))
 
 
 def _bilinear(gpu: GPU, self: Tensor, result: Tensor) -> Scratch:
@@ -147,24 +147,16 @@ RULES = {
     "adaptive_max_pool2d": Rule(after=lambda gpu, self, result: _of_batch(gpu, self, 4, *result)),
     "max_pool3d_with_indices": Rule(after=_volumes),
     "adaptive_max_pool3d": Rule(after=lambda gpu, self: _of_batch(gpu, self, 5)),
-    "adaptive_max_pool2d_backward": Rule(
-        after=lambda gpu, grad_output, indices, result: Scratch(
-            gpu, *copied(grad_output, indices, result)
-        )
-    ),
+    "adaptive_max_pool2d_backward": Rule(after=copies_of("grad_output", "indices", "result")),
     "upsample_bilinear2d": Rule(after=_bilinear),
-    "upsample_nearest2d _upsample_nearest_exact2d": Rule(
-        after=lambda gpu, self, result: _resized(gpu, self, result)
-    ),
+    "upsample_nearest2d _upsample_nearest_exact2d": Rule(after=_resized),
     "upsample_nearest2d_backward upsample_bilinear2d_backward _upsample_nearest_exact2d_backward": (
         Rule(after=lambda gpu, grad_output, result: _resized(gpu, grad_output, result))
     ),
     "upsample_nearest3d _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa": (
-        Rule(after=lambda gpu, self, result: Scratch(gpu, *copied(result, self)))
+        Rule(after=copies_of("result", "self"))
     ),
-    "upsample_trilinear3d_backward": Rule(
-        after=lambda gpu, grad_output, result: Scratch(gpu, *copied(grad_output, result))
-    ),
+    "upsample_trilinear3d_backward": Rule(after=copies_of("grad_output", "result")),
     # max_unpooling2d_forward_out_cuda copies before its result is resized.
     "max_unpool2d max_unpool3d": Rule(before=copies_of("self", "indices")),
     "im2col col2im": Rule(outputs=_into_columns),
