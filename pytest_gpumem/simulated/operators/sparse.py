@@ -224,28 +224,13 @@ def _to_sparse(
             f"to_sparse at {user_line()} cannot run on a simulated GPU with dense dimensions, "
             "without any dimension or to a compressed layout"
         )
-    found = self.nonzero().t()
-    indices = found.clone()
-    del found
-    chosen = self[tuple(row.squeeze(0) for row in indices.chunk(dims, 0))]
-    values = chosen.clone()
-    del chosen
-    return _made(indices, values, self, coalesced=True)
+    return _aten._to_sparse.sparse_dim._op_dk(torch._C.DispatchKey.CPU, self, dims)  # type: ignore[no-any-return]  # an operator
 
 
 def _sparse_mask(self: Tensor, mask: Tensor) -> Tensor:
     if is_sparse(self):
         raise refusal("sparse_mask of a sparse tensor")
-    if self.shape != mask.shape:
-        raise RuntimeError(
-            "sparse_mask(): operands have incompatible sizes; self has size "
-            f"{list(self.shape)} but mask has size {list(mask.shape)}"
-        )
-    if not mask._nnz():
-        return copy_(_clone(mask), mask)
-    kept = mask._values()
-    ones = kept.new_ones(1).expand_as(kept)
-    return _mul(self, _made(mask._indices(), ones, mask))
+    return _aten.sparse_mask.default._op_dk(torch._C.DispatchKey.SparseCPU, self, mask)  # type: ignore[no-any-return]  # an operator
 
 
 def _mul(self: Tensor, other: Tensor) -> Tensor:
