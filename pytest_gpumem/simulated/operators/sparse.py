@@ -338,18 +338,8 @@ def _product(
 def _transposed(self: Tensor, dim0: int = 0, dim1: int = 1) -> Tensor:
     if self.dim() != 2 or self.sparse_dim() != 2:
         raise refusal("a transpose of a sparse tensor that is no matrix")
-    turned = self.clone()
-    if dim0 % 2 == dim1 % 2:
-        return turned
-    first, second = turned._indices().unbind(0)
-    kept = torch.zeros_like(first, memory_format=torch.contiguous_format)
-    kept.copy_(first)
-    first.copy_(second)
-    second.copy_(kept)
-    made: Tensor = _aten._sparse_coo_tensor_unsafe(
-        turned._indices(), turned._values(), (self.shape[1], self.shape[0])
-    )
-    return made._coalesced_(False)
+    explicit = torch._C.DispatchKey.CompositeExplicitAutograd
+    return _aten.transpose.int._op_dk(explicit, self, dim0, dim1)  # type: ignore[no-any-return]  # an operator
 
 
 PARTS: dict[str, Composite] = {
