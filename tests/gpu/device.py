@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -80,7 +81,7 @@ def kept_workspaces() -> set[int]:
     properties = torch.cuda.get_device_properties(0)
     found = set()
     for product in ("gemm", "gemm_lt"):
-        memory = _Counting()
+        memory: Any = _Counting()
         workspaces = Workspaces(
             memory,
             parse_version(None),

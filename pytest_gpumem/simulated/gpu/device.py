@@ -86,7 +86,7 @@ class GpuState:
         self.shared: SharedDevice | None = None
         """Memory that other processes allocate from too; ``None`` for a device of one process."""
         self._collector: Collector | None = None
-        self.estimates = Estimates(self._allocated_and_peak)
+        self.estimates = Estimates(self.allocator)
         self.calls_without_workspace: set[object] = set()
         """Calls of cuDNN whose workspace once did not fit: later ones use none."""
         self.dropout_state = 0
@@ -125,7 +125,7 @@ class GpuState:
         memory.collector = self._collector
         memory.observers = self.allocator.observers
         self.allocator = self.workspaces.memory = memory
-        self.estimates = Estimates(self._allocated_and_peak)
+        self.estimates = Estimates(memory)
         self.calls_without_workspace.clear()
         self.dropout_state = 0
 
@@ -172,9 +172,6 @@ class GpuState:
     def estimated(self) -> int:
         """Bytes of the highest peak allocated whose number only a closed library determines."""
         return self.estimates.in_peak
-
-    def _allocated_and_peak(self) -> tuple[int, int]:
-        return self.allocator.allocated, self.allocator.peak_allocated
 
 
 def parse_version(text: str | None) -> Version:

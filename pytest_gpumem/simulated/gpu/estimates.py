@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.sizes import format_size
 
 
 class Estimates:
     """Follows the blocks of one device that were sized by an estimate.
 
-    ``read`` gives the device's allocated bytes and their peak. Between two blocks being taken or
-    given back the estimated bytes do not change: if the peak rose between them, that many of its
-    bytes are estimated.
+    Between two blocks of ``memory`` being taken or given back the estimated bytes do not change: if
+    the peak rose between them, that many of its bytes are estimated.
     """
 
-    def __init__(self, read: Callable[[], tuple[int, int]]) -> None:
-        self._read = read
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.live = 0
         """Estimated bytes allocated now."""
@@ -30,7 +30,7 @@ class Estimates:
 
     def clear(self) -> None:
         """Reset peaks and places; live blocks stay."""
-        self._seen = self._highest = self._read()[1]
+        self._seen = self._highest = self._memory.peak_allocated
         self._in_peak = 0
         self._largest: tuple[int, str] | None = None
         self._latest = self._at_peak = ""
@@ -38,28 +38,27 @@ class Estimates:
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
         """Leave peaks inside out of the count."""
-        self._follow_peak(self._read()[1], self.live)
+        self._follow_peak()
         known = (self._highest, self._in_peak, self._largest, self._latest, self._at_peak)
         try:
             yield
         finally:
-            self._seen = self._read()[1]
+            self._seen = self._memory.peak_allocated
             self._highest, self._in_peak, self._largest, self._latest, self._at_peak = known
 
     def taken(self, nbytes: int, what: str) -> None:
         """Count an allocated block of ``nbytes`` for ``what``."""
-        allocated, peak = self._read()
-        if allocated != peak:
-            self._follow_peak(peak, self.live)
+        if self._memory.allocated != self._memory.peak_allocated:
+            self._follow_peak()
         self._latest = f"{what} at {user_line()}"
         if self._largest is None or nbytes > self._largest[0]:
             self._largest = (nbytes, self._latest)
         self.live += nbytes
-        self._follow_peak(peak, self.live)
+        self._follow_peak()
 
     def freed(self, nbytes: int) -> None:
         """Stop counting a freed block of ``nbytes``."""
-        self._follow_peak(self._read()[1], self.live)
+        self._follow_peak()
         self.live -= nbytes
 
     def hold(self, tensor: torch.Tensor, nbytes: int, what: str) -> None:
@@ -77,7 +76,7 @@ class Estimates:
     @property
     def in_peak(self) -> int:
         """The estimated bytes in the highest peak since :meth:`clear`."""
-        self._follow_peak(self._read()[1], self.live)
+        self._follow_peak()
         return self._in_peak
 
     @property
@@ -87,11 +86,12 @@ class Estimates:
             return None
         return estimate_note(*self._largest, self.in_peak, self._at_peak)
 
-    def _follow_peak(self, peak: int, live: int) -> None:
+    def _follow_peak(self) -> None:
+        peak = self._memory.peak_allocated
         if peak != self._seen:
             self._seen = peak  # Lower than before: it was reset.
             if peak > self._highest:
-                self._highest, self._in_peak, self._at_peak = peak, live, self._latest
+                self._highest, self._in_peak, self._at_peak = peak, self.live, self._latest
 
 
 def estimate_note(largest: int, at_largest: str, in_peak: int, at_peak: str) -> str:

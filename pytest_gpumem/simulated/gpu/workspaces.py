@@ -28,10 +28,11 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pytest_gpumem.quoting import quoted
 from pytest_gpumem.simulated.common.callsite import provenance
+from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.releases import (
     LARGE_MAJORS,
     LT_KEPT,
@@ -53,18 +54,6 @@ def dropout_state_bytes(multiprocessors: int) -> int:
     multiprocessor: 6,488,064 on an H100 with cuDNN 9.19, and taken to hold for other GPUs.
     """
     return 48 * 1024 * multiprocessors
-
-
-class Memory(Protocol):
-    """The memory that a workspace is taken from: one device's allocator."""
-
-    def malloc(self, size: int, stream: int = 0, context: object = None) -> int:
-        """Allocate ``size`` bytes, return the address."""
-        ...
-
-    def free(self, address: int) -> None:
-        """Free the block at ``address``."""
-        ...
 
 
 @dataclass
@@ -97,16 +86,19 @@ class Workspaces:
             self._keep("cublas", stream)
 
     def gemm_lt(self, stream: int = 0) -> None:
-        """Run a cuBLASLt call (``addmm`` with its bias in the epilogue)."""
-        lifetime = self.settings.lt_lifetime
-        if lifetime == SHARED:
+        """Run a cuBLASLt call (``addmm`` with its bias in the epilogue).
+
+        Lt computes in the workspace of cuBLAS, in a block of its own that is kept, or in one for
+        the time of the call.
+        """
+        if self.settings.per_operation:
+            self._free(self._take(self.settings.lt_bytes, stream))
+        elif self.settings.unified:
             self._keep("cublas", stream)
-        elif lifetime == KEPT:
+        elif self.version >= LT_KEPT:
             if self.version < LT_SHARES:
                 self._keep("cublas", stream)
             self._keep("cublaslt", stream)
-        elif self.settings.per_operation:
-            self._free(self._take(self.settings.lt_bytes, stream))
         else:
             # The temporary is taken before the Lt handle, whose first use creates cuBLAS's.
             address = self._take(self.settings.lt_bytes, stream)
@@ -165,13 +157,6 @@ DEFAULT_BYTES = 8_519_680
 """``:4096:2:16:8``: two blocks of 4096 KiB and eight of 16 KiB."""
 LARGE_BYTES = 33_554_432
 LT_BYTES = 1_048_576
-
-SHARED = "shared"
-"""Lt computes in the cuBLAS workspace of its handle and stream."""
-KEPT = "kept"
-"""Lt has a block of its own, kept for the rest of the process."""
-TEMPORARY = "temporary"
-"""Lt allocates a block for the call and frees it on return."""
 
 
 def default_workspace_bytes(version: Version, capability: tuple[int, int]) -> int:
@@ -237,7 +222,7 @@ class WorkspaceSettings:
 
         def read() -> int:
             # 2.12 takes its default from cuBLAS's, unless the two have workspaces of their own.
-            default = self._parsed() if self._unified else LT_BYTES
+            default = self._parsed() if self.unified else LT_BYTES
             return lt_workspace_bytes(self._version, default)
 
         once = not LT_READ_EVERY_TIME <= self._version < STATIC_SIZE
@@ -246,7 +231,7 @@ class WorkspaceSettings:
             size = self._read("cublaslt", read, once=once)
         # 2.11 takes the unset variable for on here.
         is_unset = "TORCH_CUBLASLT_UNIFIED_WORKSPACE" not in os.environ
-        is_bounded = (self._version == UNSET_IS_UNIFIED and is_unset) or self._unified
+        is_bounded = (self._version == UNSET_IS_UNIFIED and is_unset) or self.unified
         return min(size, self.cublas_bytes) if is_bounded else size
 
     @property
@@ -258,20 +243,8 @@ class WorkspaceSettings:
         )
 
     @property
-    def lt_lifetime(self) -> str:
-        """The owner of the block that Lt computes in."""
-
-        def read() -> str:
-            if self.per_operation:
-                return TEMPORARY
-            if self._unified:
-                return SHARED
-            return KEPT if self._version >= LT_KEPT else TEMPORARY
-
-        return self._read("lifetime", read, once=True)
-
-    @property
-    def _unified(self) -> bool:
+    def unified(self) -> bool:
+        """Whether Lt computes in the cuBLAS workspace of its handle and stream."""
         if self._version < LT_MAY_SHARE or self.per_operation:
             return False
         flag = self._flag("TORCH_CUBLASLT_UNIFIED_WORKSPACE")

@@ -10,16 +10,17 @@ and strides as CUDA's do.
 
 Losses: native/Loss.cpp (binary_cross_entropy_with_logits, mse_loss, smooth_l1_loss: their result is
 made as large as the input before the reduction shrinks it; huber_loss, soft_margin_loss),
-native/cuda/Loss.cu (binary_cross_entropy), NLLLoss2d.cu, MultiMarginLoss.cu, ReduceOps.cpp
-(logsumexp_out_impl); LossCTC.cpp (ctc_loss, ctc_loss_impl) and native/cuda/LossCTC.cu
-(ctc_loss_gpu_template, ctc_loss_backward_gpu_template), of torch 2.6 to 2.15. cuDNN's kernel, which
-takes 32-bit targets in CPU memory, is not simulated: such a loss is computed by ATen's.
+native/cuda/Loss.cu (binary_cross_entropy), NLLLoss2d.cu, MultiMarginLoss.cu; LossCTC.cpp
+(ctc_loss, ctc_loss_impl) and native/cuda/LossCTC.cu (ctc_loss_gpu_template,
+ctc_loss_backward_gpu_template), of torch 2.6 to 2.15. cuDNN's kernel, which takes 32-bit targets in
+CPU memory, is not simulated: such a loss is computed by ATen's.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +36,10 @@ from pytest_gpumem.simulated.operators.rules import (
     Scratch,
     borrow,
     copies_of,
-    first_of,
 )
 
 _aten = torch.ops.aten
+_Softmax = Callable[..., Tensor]
 
 
 def mish_backward(gpu: GPU, grad_output: Tensor, self: Tensor) -> Tensor:
@@ -86,50 +87,13 @@ def _safe(gpu: GPU, self: Tensor, dim: int, result: Tensor) -> None:
     borrow(gpu, result.numel(), rows, result.element_size())
 
 
-def _of_halves(whole: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Composite:
-    """``softmax(input, dim, dtype)``: of float16 to float32 one kernel, else a cast goes before."""
-
-    def of_halves(self: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
-        if dtype is torch.float32 and self.dtype is torch.float16:
-            return kernel(self, dim, True)
-        return whole(self, dim, dtype)
-
-    return of_halves
-
-
-_MEAN, _SUM = 1, 2
-"""at::Reduction."""
-
-
-def logsumexp(self: Tensor, dim: list[int], keepdim: bool, out: Tensor | None = None) -> Tensor:
-    """``aten::logsumexp`` as its native function computes it."""
-    if not (self.is_floating_point() or self.is_complex()):
-        self = self.to(torch.get_default_dtype())
-    highest = torch.amax(torch.real(self), dim, True)
-    shift = highest if keepdim else highest.squeeze(tuple(dim))
-    sizes = shift.abs()
-    are_infinite = sizes == math.inf
-    shift.masked_fill_(are_infinite, 0)
-    del are_infinite, sizes
-    result = torch.sum((self - highest).exp_(), dim, keepdim, out=out)
-    result.log_().add_(shift)
-    del shift, highest, self
-    return result
-
-
-def soft_margin_loss_backward(
-    grad_output: Tensor, self: Tensor, target: Tensor, reduction: int
+def _of_halves(
+    whole: _Softmax, kernel: _Softmax, self: Tensor, dim: int, dtype: torch.dtype | None
 ) -> Tensor:
-    """``aten::soft_margin_loss_backward`` as its native function computes it."""
-    norm = 1.0 / self.numel() if reduction == _MEAN else 1.0
-    negative = -target
-    # In C++ both live until their expression ends, the later one first.
-    product = negative * self
-    exponential = torch.exp(product)
-    del product, negative
-    result = (target * exponential).mul_(-norm)
-    exponential.add_(1)
-    return result.div_(exponential).mul_(grad_output)
+    """``softmax(input, dim, dtype)``: of float16 to float32 one kernel, else a cast goes before."""
+    if dtype is torch.float32 and self.dtype is torch.float16:
+        return kernel(self, dim, True)
+    return whole(self, dim, dtype)
 
 
 def _reduce_all(gpu: GPU, elements: int, dtype: torch.dtype) -> None:
@@ -146,17 +110,14 @@ def _enlarged(self: Tensor, target: Tensor, result: Tensor) -> Iterator[Tensor]:
     yield result
 
 
-def _reducing(*, in_result: bool) -> Rule:
-    """Return the rule of a loss with a value of each element: in its result, or in a temporary."""
-
-    def after(gpu: GPU, self: Tensor, target: Tensor, reduction: int, result: Tensor) -> None:
-        if reduction:
-            elements = _elements(self, target)
-            other = Scratch(gpu, (1 if in_result else elements) * result.element_size())
+def _reduced(
+    in_result: bool, gpu: GPU, self: Tensor, target: Tensor, reduction: int, result: Tensor
+) -> None:
+    """A loss with a value of each element: in its result, or in a temporary."""
+    if reduction:
+        elements = _elements(self, target)
+        with Scratch(gpu, (1 if in_result else elements) * result.element_size()):
             _reduce_all(gpu, elements, result.dtype)
-            other.free()
-
-    return Rule(outputs=_enlarged, after=after)
 
 
 def _huber(gpu: GPU, self: Tensor, reduction: int, result: Tensor) -> None:
@@ -176,13 +137,11 @@ def _target_first(
     gpu: GPU, self: Tensor, target: Tensor, reduction: int, result: tuple[Tensor, Tensor]
 ) -> Iterator[Tensor]:
     """Yield target flags and the loss, rows' losses between (multilabel_margin_loss_forward)."""
-    copies = Scratch(gpu, *copied(self, target))
-    yield result[1]
     is_reduced = self.dim() == 2 and reduction
-    rows = Scratch(gpu, self.shape[0] * self.element_size() if is_reduced else 0)
-    yield result[0]
-    rows.free()
-    copies.free()
+    with Scratch(gpu, *copied(self, target)) as scratch:
+        yield result[1]
+        scratch.take(self.shape[0] * self.element_size() if is_reduced else 0)
+        yield result[0]
 
 
 def _of_classes(
@@ -195,35 +154,12 @@ def _of_classes(
 # Connectionist temporal classification, by ATen's own kernels.
 
 
-def _ctc_loss(overload: Any) -> Composite:
-    def ctc_loss(*args: Any) -> Any:
-        log_probs, targets, _, _, blank, reduction, zero_infinity = args
-        if not log_probs.is_cuda:
-            return overload.decompose(*args)
-        lengths = [
-            given.flatten().tolist() if isinstance(given, Tensor) else list(given)
-            for given in args[2:4]
-        ]
-        batched = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
-        target = targets.to(log_probs.device, torch.int64)
-        losses = first_of(_aten._ctc_loss.default(batched, target, *lengths, blank, zero_infinity))
-        del target
-        if zero_infinity:
-            nothing = losses.new_zeros(())  # C++ evaluates the last arguments first
-            losses = torch.where(losses == torch.inf, nothing, losses)
-            del nothing
-        if reduction == _MEAN:
-            own = torch.tensor(lengths[1], dtype=losses.dtype, device=losses.device)
-            divisors = own.clamp_min(1)
-            del own
-            mean = (losses / divisors).mean()
-            del divisors
-            return mean
-        if reduction == _SUM:
-            return losses.sum()
-        return losses if log_probs.dim() == 3 else losses.squeeze(0)
-
-    return ctc_loss
+def _ctc_loss(*args: Any) -> Any:
+    """Take lengths to the host, as for a loss that is no subclass."""
+    if not args[0].is_cuda:
+        return _aten.ctc_loss.Tensor.decompose(*args)
+    lengths = [each.flatten().tolist() for each in args[2:4]]
+    return _aten.ctc_loss.IntList(*args[:2], *lengths, *args[4:])
 
 
 def _ctc_backward(log_probs: Tensor, log_alpha: Tensor) -> Tensor:
@@ -237,16 +173,14 @@ def _ctc_backward(log_probs: Tensor, log_alpha: Tensor) -> Tensor:
 ABOVE_AUTOGRAD: dict[str, Composite] = {
     "aten.mish_backward.default": mish_backward,
     "aten.dropout.default": dropout,
-    "aten.softmax.int": _of_halves(_aten.softmax.int.decompose, _aten._softmax),
-    "aten.log_softmax.int": _of_halves(_aten.log_softmax.int.decompose, _aten._log_softmax),
-    "aten.ctc_loss.Tensor": _ctc_loss(_aten.ctc_loss.Tensor),
-    "aten.ctc_loss.IntList": _ctc_loss(_aten.ctc_loss.IntList),
+    "aten.softmax.int": partial(_of_halves, _aten.softmax.int.decompose, _aten._softmax),
+    "aten.log_softmax.int": partial(
+        _of_halves, _aten.log_softmax.int.decompose, _aten._log_softmax
+    ),
+    "aten.ctc_loss.Tensor": _ctc_loss,
 }
 
 BELOW_AUTOGRAD: dict[str, Composite] = {
-    "aten.logsumexp.default": logsumexp,
-    "aten.logsumexp.out": logsumexp,
-    "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
     "aten._ctc_loss_backward.default": _ctc_backward,
 }
 
@@ -266,14 +200,13 @@ RULES = {
     ),
     # The buffer is empty on CUDA.
     "log_sigmoid_forward": Rule(outputs=lambda result: result[:1]),
-    "mse_loss smooth_l1_loss": _reducing(in_result=False),
-    "binary_cross_entropy soft_margin_loss": _reducing(in_result=True),
+    "mse_loss smooth_l1_loss": Rule(outputs=_enlarged, after=partial(_reduced, False)),
+    "binary_cross_entropy soft_margin_loss": Rule(outputs=_enlarged, after=partial(_reduced, True)),
     "huber_loss": Rule(
         before=lambda gpu, self, reduction: Scratch(gpu, self.nbytes if reduction else 0),
         after=_huber,
     ),
-    "nll_loss_forward": Rule(after=copies_of("self", "target")),
-    "nll_loss_backward": Rule(after=copies_of("self", "target")),
+    "nll_loss_forward nll_loss_backward": Rule(after=copies_of("self", "target")),
     "nll_loss2d_forward": Rule(outputs=lambda result: result[::-1], after=_of_classes),
     "multi_margin_loss": Rule(after=_margin_of_rows),
     "multi_margin_loss_backward": Rule(after=copies_of("self", "grad_output", "target")),

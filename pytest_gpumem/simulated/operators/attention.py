@@ -60,25 +60,18 @@ def scaled_dot_product_attention(gpu: GPU, *args: Any) -> Tensor:
     if kernel == FLASH:
         padded = [with_padded_heads(tensor) for tensor in (query, key, value)]
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        out: Tensor = first_of(
-            _aten._scaled_dot_product_flash_attention(*padded, *options, False, scale=scale)
-        )
+        flash = _aten._scaled_dot_product_flash_attention
+        out: Tensor = first_of(flash(*padded, *options, scale=scale))
         size = value.shape[-1]
         return out if out.shape[-1] == size else out[..., :size]
     if kernel == EFFICIENT:
         if mask is not None:
             mask = _aligned(mask).expand(*query.shape[:3], key.shape[2])
         keeps = call.trains or (mask is not None and mask.requires_grad and call.grad_mode)
-        return first_of(  # type: ignore[no-any-return]  # an operator
-            _aten._scaled_dot_product_efficient_attention(
-                query, key, value, mask, keeps, *options, scale=scale
-            )
-        )
-    return first_of(  # type: ignore[no-any-return]  # an operator
-        _aten._scaled_dot_product_cudnn_attention(
-            query, key, value, mask, call.trains, *options, False, scale=scale
-        )
-    )
+        fused = _aten._scaled_dot_product_efficient_attention
+    else:
+        keeps, fused = call.trains, _aten._scaled_dot_product_cudnn_attention
+    return first_of(fused(query, key, value, mask, keeps, *options, scale=scale))  # type: ignore[no-any-return]  # an operator
 
 
 ABOVE_AUTOGRAD: dict[str, Composite] = {
@@ -191,9 +184,8 @@ def generator_state(gpu: GPU, dropout_p: float, state: Sequence[Tensor]) -> Iter
 
     The seeds are made for the capture of a graph; dropout makes others, and gives these back.
     """
-    replaced = Scratch(gpu, _RNG_STATE if dropout_p and state else 0)
-    yield from reversed(state) if dropout_p else state
-    replaced.free()
+    with Scratch(gpu, _RNG_STATE if dropout_p and state else 0):
+        yield from reversed(state) if dropout_p else state
 
 
 def efficient_outputs(gpu: GPU, dropout_p: float, result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -231,10 +223,8 @@ _RNG_STATE = 16
 """Two numbers of 64 bits."""
 
 
-def _copies_by_length(gpu: GPU, grad: Tensor, out: Tensor | None = None) -> Scratch:
-    return Scratch(
-        gpu, *copied(*(each.transpose(1, 2) for each in (grad, out) if each is not None))
-    )
+def _copies_by_length(gpu: GPU, *read: Tensor) -> Scratch:
+    return Scratch(gpu, *copied(*(each.transpose(1, 2) for each in read)))
 
 
 def flash_backward(gpu: GPU, query: Tensor, key: Tensor, starts: Tensor | None = None) -> None:

@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -200,13 +200,11 @@ class CastCache:
         return kernel
 
     def _float32_output(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
-        position, by_keyword = _place_of_dtype(overload)
-        named = args[position] if not by_keyword and len(args) > position else None
-        if _eligible(args[0]) and named is None and kwargs.get("dtype") is None:
-            if by_keyword or len(args) <= position:
-                kwargs = {**kwargs, "dtype": torch.float32}
-            else:
-                args = (*args[:position], torch.float32, *args[position + 1 :])
+        is_third = overload._schema.name.endswith("softmax")  # of the others by keyword alone
+        dtype = args[2] if is_third and len(args) > 2 else kwargs.get("dtype")
+        if dtype is None and _eligible(args[0]):
+            args = args[:2] if is_third else args
+            kwargs = {**kwargs, "dtype": torch.float32}
         return overload(*args, **kwargs)
 
     def _float32_norm(self, overload: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -253,14 +251,6 @@ class CastCache:
             "torch.nn.functional.binary_cross_entropy_with_logits\nor "
             "torch.nn.BCEWithLogitsLoss."
         )
-
-
-@cache
-def _place_of_dtype(overload: Any) -> tuple[int, bool]:
-    """Return the position of the argument ``dtype``, and whether it is given by keyword only."""
-    arguments = overload._schema.arguments
-    position = next(at for at, argument in enumerate(arguments) if argument.name == "dtype")
-    return position, arguments[position].kwarg_only
 
 
 def _eligible(tensor: Any) -> bool:

@@ -56,7 +56,7 @@ def batch_norm(gpu: GPU, *args: Any) -> Tensor:
     """``aten::batch_norm`` as CUDA takes it apart."""
     input, weight, bias = args[:3]
     if not (input.is_cuda and _by_cudnn(gpu, *args[:6])):
-        return _batch_norm(*args)  # type: ignore[no-any-return]  # an operator
+        return torch.ops.aten.batch_norm.default.decompose(*args)  # type: ignore[no-any-return]  # an operator
     kept = [input.contiguous(memory_format=suggested_format(input))]
     kept += [weight.contiguous(), bias.contiguous()]
     output: Tensor
@@ -64,9 +64,6 @@ def batch_norm(gpu: GPU, *args: Any) -> Tensor:
     # _batch_norm_impl_index drops its copies, batch_norm then the rest of its results.
     del kept
     return output
-
-
-_batch_norm = torch.ops.aten.batch_norm.default.decompose
 
 
 def _accumulated_bytes(tensor: Tensor) -> int:
@@ -121,10 +118,9 @@ def _batch_norm_forward(
     if training and is_general:
         # make_reduction: of 16 bits only float16 is read as it is into two results.
         is_converted = input.dtype == torch.bfloat16
-        converted = Scratch(gpu, input.numel() * _accumulated_bytes(input) if is_converted else 0)
         kept = [dim for dim in range(input.dim()) if dim != 1]
-        reductions.reduce_tensor(gpu, input, kept, reductions.MOMENTS)
-        converted.free()
+        with Scratch(gpu, input.numel() * _accumulated_bytes(input) if is_converted else 0):
+            reductions.reduce_tensor(gpu, input, kept, reductions.MOMENTS)
     elif training and are_channels_last:
         _stage(gpu, input, _MOMENTS)
     if is_general:
@@ -140,16 +136,11 @@ def _batch_norm_backward(
     output_mask: Sequence[bool],
     result: Gradients,
 ) -> Iterator[Tensor]:
-    adopt = gpu.simulation.storages.track
     by_input, by_weight, by_bias = output_mask
-    grad_input, grad_weight, grad_bias = result
     reduces = train or by_weight or by_bias
     if reduces and by_input and not _reads_channels_last(input) and input.numel() <= INDEXABLE:
-        scratch = Scratch(gpu, 0 if _merges(grad_out) else grad_out.nbytes)
-        for gradient, wanted in zip(result, output_mask, strict=True):
-            if wanted and gradient is not None:
-                yield gradient
-        scratch.free()
+        with Scratch(gpu, 0 if _merges(grad_out) else grad_out.nbytes):
+            yield from (gradient for gradient in result if gradient is not None)
         return
     scratch = Scratch(gpu)
     if reduces:
@@ -157,26 +148,17 @@ def _batch_norm_backward(
         if save_mean is not None and not save_mean.numel():
             scratch.take(sums)
         scratch.take(sums, sums)
-        for gradient in (grad_weight, grad_bias):
-            if gradient is not None:
-                adopt(gradient, gpu)
+        yield from (gradient for gradient in result[1:] if gradient is not None)
         if _reads_channels_last(grad_out) and _reads_channels_last(input):
             _stage(gpu, input, _SUMS)
-    if by_input and grad_input is not None:
-        adopt(grad_input, gpu)
-    scratch.free()
+    if by_input and result[0] is not None:
+        yield result[0]
 
 
-def _update(
-    gpu: GPU,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-) -> None:
+def _update(gpu: GPU, *args: Any) -> None:
     """_batch_norm_with_update_cuda, of programs that torch.export made."""
-    if not _by_cudnn(gpu, input, weight, bias, running_mean, running_var, training=True):
+    input, weight, bias, mean, variance = args[:5]
+    if not _by_cudnn(gpu, input, weight, bias, mean, variance, training=True):
         _batch_norm_forward(gpu, input, weight, bias, training=True)
 
 
@@ -280,7 +262,6 @@ BELOW_AUTOGRAD: dict[str, Composite] = {
     "aten.batch_norm_backward_reduce.default": _backward_reduce,
     "aten.batch_norm_backward_elemt.default": _backward_elemt,
 }
-"""By overload."""
 
 RULES = {
     "native_batch_norm": Rule(after=_batch_norm_forward),

@@ -1,12 +1,14 @@
 """Operators that autograd sees whole and that one native function builds from others.
 
-They have no kernel for CUDA: CompositeExplicitAutograd in native_functions.yaml, where ``meta``
-has a kernel only for the shape of the result. Source: aten/src/ATen/native/Distance.cpp
-(_euclidean_dist, which cdist_impl takes for more than 25 rows), AffineGridGenerator.cpp, Loss.cpp
-(binary_cross_entropy_with_logits), ReduceOps.cpp (dist), BinaryOps.cpp (ldexp), UnaryOps.cpp
-(mvlgamma), TensorAdvancedIndexing.cpp (_unsafe_masked_index) and
-TensorCompare.cpp (isinf); Linear.cpp (_trilinear, sumproduct_pair: a product of three tensors, one
-slice after the other), torch 2.6 to 2.15.
+They have no kernel of CUDA's own: CompositeExplicitAutograd in native_functions.yaml, or one of
+CPU and CUDA, where ``meta`` has a kernel only for the shape of the result. Source:
+aten/src/ATen/native/Distance.cpp (_euclidean_dist, which cdist_impl takes for more than 25 rows),
+AffineGridGenerator.cpp, Loss.cpp (binary_cross_entropy_with_logits, soft_margin_loss_backward),
+ReduceOps.cpp (dist, logsumexp), BinaryOps.cpp (ldexp), UnaryOps.cpp (mvlgamma),
+TensorAdvancedIndexing.cpp (_unsafe_masked_index, masked_scatter_backward), TensorCompare.cpp
+(isinf), Linear.cpp (_trilinear), LinearAlgebra.cpp (linalg_polar, linalg_matrix_sqrth: new in
+2.15) and transformers/transformer.cpp
+(transformer_encoder_layer_forward), torch 2.6 to 2.15.
 
 Kernels of other libraries are built from torch's operators, too: torchvision's (``vision``), and
 bitsandbytes'. It packs weights to 4 and 8 bits and multiplies by
@@ -20,10 +22,9 @@ TensorIterator whose type all inputs are promoted to), torch 2.6 to 2.15.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -32,149 +33,58 @@ from torch._prims_common import compute_elementwise_output_strides
 from torch.nn import functional
 
 from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.machine.signatures import overload_of
 from pytest_gpumem.simulated.operators import vision
 from pytest_gpumem.simulated.operators.rules import Composite
 
-_BUILT = (
-    "_euclidean_dist.default",
-    "_unsafe_masked_index.default",
-    "_unsafe_masked_index_put_accumulate.default",
-    "affine_grid_generator.default",
-    "binary_cross_entropy_with_logits.default",
-    "dist.default",
-    "isinf.default",
-    "ldexp.Tensor",
-    "ldexp_.default",
-    "linalg_pinv.atol_rtol_tensor",
-    "mvlgamma.default",
-    "mvlgamma_.default",
-)
-
+_BUILT = """
+    _euclidean_dist.default _transformer_encoder_layer_fwd.default _trilinear.default
+    _unsafe_masked_index.default _unsafe_masked_index_put_accumulate.default
+    affine_grid_generator.default binary_cross_entropy_with_logits.default dist.default
+    isinf.default ldexp.Tensor ldexp_.default linalg_matrix_sqrth.default
+    linalg_pinv.atol_rtol_tensor linalg_polar.default linalg_polar.out logsumexp.default
+    logsumexp.out masked_scatter_backward.default mvlgamma.default mvlgamma_.default
+    soft_margin_loss_backward.default
+""".split()
 
 _KEYS = (
     torch._C.DispatchKey.CompositeExplicitAutograd,
     torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional,
+    torch._C.DispatchKey.CPU,
 )
+"""Of a kernel that takes no notice of the device."""
 
 
-def _as_built(name: str) -> Composite:
-    name, _, overload = name.partition(".")
-
-    def built(*args: Any) -> Any:
-        operator = getattr(getattr(torch.ops.aten, name), overload)
-        named = [each.name for each in operator._schema.arguments if each.kwarg_only]
-        given, kept = args[: len(args) - len(named)], args[len(args) - len(named) :]
-        kwargs = dict(zip(named, kept, strict=True))
-        for key in _KEYS:
-            if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key.name):
-                return operator._op_dk(key, *given, **kwargs)
-        raise AssertionError(operator)
-
-    return built
+def _as_built(name: str, *args: Any) -> Any:
+    operator: Any = overload_of(name)
+    given, named = _passed(operator, args)
+    key = next(key for key in _KEYS if operator.has_kernel_for_dispatch_key(key))
+    return operator._op_dk(key, *given, **named)
 
 
-def trilinear(*args: Any) -> Tensor:
-    """``aten::_trilinear``: sums over ``sumdim`` of products, unrolled along ``unroll_dim``."""
-    *given, sumdim, unroll_dim = args
-    expands = given[3:]
-    tensors = [_expanded(tensor, expand) for tensor, expand in zip(given, expands, strict=False)]
-    sizes = [
-        next(
-            tensor.shape[dim]
-            for tensor, expand in zip(tensors, expands, strict=True)
-            if dim not in expand
-        )
-        for dim in range(tensors[0].dim())
-    ]
-    summed = [dim for dim in sumdim if dim != unroll_dim]
-    of_two = [dim for dim in summed if dim in expands[2]]
-    of_three = [dim for dim in summed if dim not in expands[2]]
-    shape = [1 if dim in sumdim else size for dim, size in enumerate(sizes)]
-    output = torch.zeros(shape, dtype=tensors[0].dtype, device=tensors[0].device)
-    if all(tensor.numel() for tensor in tensors):
-        for at in range(sizes[unroll_dim]):
-            one, two, three = (
-                tensor.narrow(unroll_dim, at if tensor.shape[unroll_dim] > 1 else 0, 1)
-                for tensor in tensors
-            )
-            first = _sumproduct_pair(one, two, of_two)
-            second = _sumproduct_pair(first, three, of_three)
-            del first  # buf is assigned anew
-            target = output if unroll_dim in sumdim else output.narrow(unroll_dim, at, 1)
-            target.add_(second)
-            del second, target
-    return output.squeeze(tuple(sumdim))
-
-
-def _expanded(tensor: Tensor, dims: Sequence[int]) -> Tensor:
-    for dim in sorted(dims):
-        tensor = tensor.unsqueeze(dim)
-    return tensor
-
-
-def _sumproduct_pair(left: Tensor, right: Tensor, sum_dims: Sequence[int]) -> Tensor:
-    """Return a batched product of matrices; sums keep their dimensions."""
-    if not sum_dims:
-        return left * right
-    both, of_left, of_right = [], [], []
-    size = 1
-    for dim in range(left.dim()):
-        is_left, is_right = left.shape[dim] != 1, right.shape[dim] != 1
-        if dim in sum_dims:
-            if is_left and is_right:
-                size *= left.shape[dim]
-            elif is_left:
-                left = left.sum(dim, keepdim=True)
-            elif is_right:
-                right = right.sum(dim, keepdim=True)
-        elif is_left and is_right:
-            both.append(dim)
-        elif is_left:
-            of_left.append(dim)
-        else:
-            of_right.append(dim)
-    sizes = [
-        math.prod(tensor.shape[dim] for dim in dims)
-        for tensor, dims in ((left, both), (left, of_left), (right, of_right))
-    ]
-    summed = list(sum_dims)
-    rows = left.permute([*both, *of_left, *summed, *of_right])
-    columns = right.permute([*both, *summed, *of_right, *of_left])
-    rows = rows.reshape(sizes[0], sizes[1], size)
-    columns = columns.reshape(sizes[0], size, sizes[2])
-    product = torch.bmm(rows, columns)
-    del rows, columns
-    order = [*both, *of_left, *summed, *of_right]
-    # Of a dimension that is left, one of both has the size, and the other is 1.
-    shape = [1 if dim in summed else max(left.shape[dim], right.shape[dim]) for dim in order]
-    return product.view(shape).permute([order.index(dim) for dim in range(left.dim())])
-
-
-def _copied(name: str, overload: str = "default") -> Composite:
-    """Return an overload with ``out`` that CUDA computes by the one without, and copies.
+def _copied(name: str, *args: Any) -> Tensor:
+    """Call the overload ``name``, and copy its result to the last of ``args``, as CUDA does.
 
     Source: mvlgamma_out of aten/src/ATen/native/UnaryOps.cpp; cuda/SummaryOps.cu
     (_histc_out_cuda), cuda/SpectralOps.cpp (_fft_c2c_cufft_out, _fft_c2r_cufft_out),
     torch 2.6 to 2.15.
     """
-    function = getattr(getattr(torch.ops.aten, name), overload)
-    arguments = function._schema.arguments
+    operator: Any = overload_of(name)
+    *args_without, out = args
+    given, named = _passed(operator, args_without)
+    result = operator(*given, **named)
+    return torch.mul(result, 1, out=out)
 
-    def computed(*args: Any) -> Tensor:
-        *given, out = args
-        named = {
-            argument.name: value
-            for argument, value in zip(arguments, given, strict=True)
-            if argument.kwarg_only
-        }
-        result = function(*given[: len(given) - len(named)], **named)
-        return torch.mul(result, 1, out=out)
 
-    return computed
+def _passed(operator: Any, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return all arguments of a call by position, and those that are passed by name."""
+    named = [each.name for each in operator._schema.arguments if each.kwarg_only]
+    count = len(args) - len(named)
+    return args[:count], dict(zip(named, args[count:], strict=True))
 
 
 ABOVE_AUTOGRAD: dict[str, Composite] = {
-    f"aten.linalg_matrix_rank.{out}": _copied("linalg_matrix_rank", overload)
+    f"aten.linalg_matrix_rank.{out}": partial(_copied, f"linalg_matrix_rank.{overload}")
     for out, overload in (
         ("out", "default"),
         ("out_tol_tensor", "tol_tensor"),
@@ -199,12 +109,13 @@ def _fft_r2c_out(
 
 
 BELOW_AUTOGRAD: dict[str, Composite] = {
-    **{f"aten.{name}.out": _copied(name) for name in ("mvlgamma", "histc", "_fft_c2c", "_fft_c2r")},
+    **{
+        f"aten.{name}.out": partial(_copied, name)
+        for name in ("mvlgamma", "histc", "_fft_c2c", "_fft_c2r")
+    },
     "aten._fft_r2c.out": _fft_r2c_out,
-    "aten._trilinear.default": trilinear,
-    **{f"aten.{name}": _as_built(name) for name in _BUILT},
+    **{f"aten.{name}": partial(_as_built, name) for name in _BUILT if overload_of(name)},
 }
-"""By overload."""
 
 
 _KERNELS = "bitsandbytes.backends.cuda.ops"
@@ -275,7 +186,6 @@ PARTS: dict[str, Composite] = {
     "bitsandbytes.quantize_4bit.default": _quantize_4bit,
     "bitsandbytes.quantize_blockwise.default": _quantize_blockwise,
 }
-"""By overload."""
 
 
 def jiterated(function: Any, *tensors: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:

@@ -24,8 +24,6 @@ from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow
 
-_as_it_is = torch.ops.aten.isclose.default.decompose
-
 
 def isclose(self: Tensor, other: Tensor, rtol: float, atol: float, equal_nan: bool) -> Tensor:
     """``aten::isclose``; where NaN equals NaN it works in place, which C++ does not of subclasses.
@@ -34,7 +32,7 @@ def isclose(self: Tensor, other: Tensor, rtol: float, atol: float, equal_nan: bo
     """
     is_wide = self.is_floating_point() or self.is_complex()
     if not (equal_nan and is_wide and self.dtype == other.dtype and rtol >= 0 and atol >= 0):
-        return _as_it_is(self, other, rtol, atol, equal_nan)  # type: ignore[no-any-return]  # an operator
+        return torch.ops.aten.isclose.default.decompose(self, other, rtol, atol, equal_nan)  # type: ignore[no-any-return]  # an operator
     close = self == other
     are_nan, others = self.isnan(), other.isnan()
     close.__ior__(are_nan.__iand__(others))
@@ -63,10 +61,6 @@ def equal_unseen(self: Tensor, other: Tensor) -> bool | None:
     return True if is_same or not self.numel() else None
 
 
-def _equal(self: Tensor, other: Tensor) -> None:
-    _all(self == other)
-
-
 def _all(each: Tensor) -> None:
     every = each.all()
     del every
@@ -78,7 +72,10 @@ def _allclose(
     _all(torch.isclose(self, other, rtol, atol, equal_nan))
 
 
-PARTS: dict[str, Callable[..., None]] = {"aten::equal": _equal, "aten::allclose": _allclose}
+PARTS: dict[str, Callable[..., None]] = {
+    "aten::equal": lambda self, other: _all(self == other),
+    "aten::allclose": _allclose,
+}
 """Functions that run the parts of an operator whose result is a Python number."""
 
 
@@ -141,6 +138,14 @@ _STATIC_TILE = 512 * 16
 """Elements that a block of nonzero_static_cuda_out_impl (Nonzero.cu) counts at once."""
 
 
+def count_set(gpu: GPU, self: Tensor) -> Scratch:
+    """Count the elements that are set: the number stays for as long as the scratch."""
+    scratch = Scratch(gpu, *copied(self), 4)
+    model = gpu.model
+    borrow(gpu, cub.device_sum_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
+    return scratch
+
+
 def _before(
     gpu: GPU, self: Tensor, return_inverse: bool, dim: int | None = None, sorted: bool | None = None
 ) -> Scratch | None:
@@ -150,12 +155,9 @@ def _before(
     """
     if dim is not None or not self.numel():
         return None
-    scratch = Scratch(gpu, *copied(self))
     if sorted is not None and self.dtype == torch.bool:
-        scratch.take(4)
-        model = gpu.model
-        scratch.borrow(cub.device_sum_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
-        return scratch
+        return count_set(gpu, self)
+    scratch = Scratch(gpu, *copied(self))
     count, size = self.numel(), self.element_size()
     if sorted is not None:
         index = INDEX_BYTES if return_inverse else 0
@@ -163,7 +165,7 @@ def _before(
         indices = scratch.take(count * index)
         scratch.take(count * index)
         at = gpu.model.compute_capability, gpu.model.sm_count
-        scratch.borrow(cub.radix_sort_pairs_bytes(count, size, index, 8 * size, *at))
+        borrow(gpu, cub.radix_sort_pairs_bytes(count, size, index, 8 * size, *at))
         scratch.drop(indices)
     if return_inverse:
         # The inverse is there already; it comes to stay where this leaves room.
@@ -222,9 +224,8 @@ def _bins(gpu: GPU, self: Tensor, weights: Tensor | None) -> Scratch:
 
 def _extremes(gpu: GPU, tensor: Tensor, count: int) -> None:
     for _ in range(count):
-        extreme = Scratch(gpu, tensor.element_size())
-        reductions.reduce_tensor(gpu, tensor, None, reductions.VALUES)
-        extreme.free()
+        with Scratch(gpu, tensor.element_size()):
+            reductions.reduce_tensor(gpu, tensor, None, reductions.VALUES)
 
 
 def _zero_points(gpu: GPU, zero_point: Tensor) -> None:
@@ -237,9 +238,8 @@ def _range(gpu: GPU, self: Tensor, min: float, max: float) -> None:
     if min != max or not self.numel():
         return
     if gpu.version >= BOTH_EXTREMES_SINCE:
-        extremes = Scratch(gpu, self.element_size(), self.element_size())
-        reductions.reduce_tensor(gpu, self, None, reductions.TWO_VALUES)
-        extremes.free()
+        with Scratch(gpu, self.element_size(), self.element_size()):
+            reductions.reduce_tensor(gpu, self, None, reductions.TWO_VALUES)
     else:
         _extremes(gpu, self, 2)
 

@@ -24,10 +24,10 @@ from pytest_gpumem.simulated.operators.convolution_choice import (
     CUDNN,
     DEPTHWISE,
     SLOW,
-    ConvolutionKernels,
     Parameters,
     SlowConvolution,
     common_format,
+    kernel_of,
     parameters_of,
 )
 from pytest_gpumem.simulated.operators.layout import suggested_format
@@ -132,13 +132,16 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, parameters: Param
 
 
 @dataclass(frozen=True)
-class ConvolutionCall(ConvolutionKernels):
+class ConvolutionCall:
     """A convolution on a device."""
+
+    gpu: GPU
+    parameters: Parameters
 
     def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output, after everything was allocated and freed as CUDA does."""
         _check(input, weight, bias, self.parameters)
-        kernel = self.kernel(input, weight)
+        kernel = kernel_of(self.gpu, self.parameters, input, weight)
         shape = self.parameters.output_shape(input.shape, weight.shape)
         if kernel == CUDNN:
             direction = cudnn.INPUT if self.parameters.transposed else cudnn.FORWARD
@@ -229,16 +232,15 @@ class ConvolutionCall(ConvolutionKernels):
         if groups == 1:
             return slow.forward(input, weight, shape, has_bias)
         part = (shape[0], shape[1] // groups, *shape[2:])
-        outputs = []
-        for own, filters in zip(input.chunk(groups, 1), weight.chunk(groups, 0), strict=True):
-            outputs.append(slow.forward(own.contiguous(), filters, part, has_bias))
+        chunks = zip(input.chunk(groups, 1), weight.chunk(groups, 0), strict=True)
+        outputs = [slow.forward(own.contiguous(), each, part, has_bias) for own, each in chunks]
         return torch.cat(outputs, 1)
 
     def backward(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
     ) -> Gradients:
         """Return the gradients that ``mask`` selects."""
-        kernel = self.kernel(input, weight)
+        kernel = kernel_of(self.gpu, self.parameters, input, weight)
         if kernel == SLOW:
             return self._slow_backward(grad_output, input, weight, mask)
         if kernel == CUDNN:

@@ -80,78 +80,64 @@ def parameters_of(
     return Parameters(*sizes, transposed, expanded(output_padding, 0), groups)
 
 
-@dataclass(frozen=True)
-class ConvolutionKernels:
-    """A convolution on a device, with the kernel for its tensors."""
+def kernel_of(gpu: GPU, parameters: Parameters, input: Tensor, weight: Tensor) -> str:
+    """_select_conv_backend for CUDA tensors."""
+    if not input.shape[0] or not input.shape[1]:
+        return EMPTY
+    is_for_cudnn = _is_for_cudnn(gpu, parameters, input, weight)
+    depthwise = (
+        not parameters.transposed
+        and input.shape[1] == parameters.groups > 1
+        and not weight.shape[0] % input.shape[1]
+    )
+    if not depthwise:
+        return CUDNN if is_for_cudnn else SLOW
+    if common_format(input, weight) is CONTIGUOUS:
+        is_for_cudnn = is_for_cudnn and _is_half_depthwise(gpu, parameters, input, weight)
+    return CUDNN if is_for_cudnn else DEPTHWISE
 
-    gpu: GPU
-    parameters: Parameters
 
-    def kernel(self, input: Tensor, weight: Tensor) -> str:
-        """_select_conv_backend for CUDA tensors."""
-        parameters = self.parameters
-        if not input.shape[0] or not input.shape[1]:
-            return EMPTY
-        depthwise = (
-            not parameters.transposed
-            and input.shape[1] == parameters.groups > 1
-            and not weight.shape[0] % input.shape[1]
-        )
-        if depthwise:
-            return CUDNN if self._cudnn_depthwise(input, weight) else DEPTHWISE
-        return CUDNN if self._cudnn(input, weight) else SLOW
+def _is_for_cudnn(gpu: GPU, parameters: Parameters, input: Tensor, weight: Tensor) -> bool:
+    if not torch.backends.cudnn.enabled:
+        return False
+    is_ampere = gpu.model.compute_capability >= (8, 0)
+    if torch.bfloat16 in (input.dtype, weight.dtype) and not is_ampere:
+        return False
+    if (
+        gpu.version in _BROKEN_VOLUMES
+        and input.dtype in HALF_DTYPES
+        and weight.dim() == 5
+        and set(weight.shape[2:]) != {1}
+        and common_format(input, weight) is CONTIGUOUS
+    ):
+        return False
+    # cuDNN 9.3, in the wheels of 2.7 and later, indexes with 64 bits.
+    if gpu.version < (2, 7):
+        sizes = input.shape, parameters.output_shape(input.shape, weight.shape)
+        if any(math.prod(size[1:]) > INDEXABLE for size in sizes):
+            return False  # needs_64bit_indexing_no_split
+    if (
+        gpu.version < (2, 9)
+        and torch.backends.cudnn.deterministic
+        and parameters.dilated
+        and common_format(input, weight) is CONTIGUOUS
+    ):
+        return False
+    paddings = zip(parameters.output_padding, parameters.stride, strict=True)
+    return all(padding < step for padding, step in paddings)
 
-    def _cudnn(self, input: Tensor, weight: Tensor) -> bool:
-        parameters = self.parameters
-        if not torch.backends.cudnn.enabled:
-            return False
-        if torch.bfloat16 in (input.dtype, weight.dtype) and not self.ampere:
-            return False
-        if (
-            self.gpu.version in _BROKEN_VOLUMES
-            and input.dtype in HALF_DTYPES
-            and weight.dim() == 5
-            and set(weight.shape[2:]) != {1}
-            and common_format(input, weight) is CONTIGUOUS
-        ):
-            return False
-        # cuDNN 9.3, in the wheels of 2.7 and later, indexes with 64 bits.
-        if self.gpu.version < (2, 7):
-            sizes = input.shape, parameters.output_shape(input.shape, weight.shape)
-            if any(math.prod(size[1:]) > INDEXABLE for size in sizes):
-                return False  # needs_64bit_indexing_no_split
-        if (
-            self.gpu.version < (2, 9)
-            and torch.backends.cudnn.deterministic
-            and parameters.dilated
-            and common_format(input, weight) is CONTIGUOUS
-        ):
-            return False
-        paddings = zip(parameters.output_padding, parameters.stride, strict=True)
-        return all(padding < step for padding, step in paddings)
 
-    def _cudnn_depthwise(self, input: Tensor, weight: Tensor) -> bool:
-        parameters = self.parameters
-        if not torch.backends.cudnn.enabled:
-            return False
-        if common_format(input, weight) is not CONTIGUOUS:
-            return self._cudnn(input, weight)
-        stride = parameters.stride
-        return (
-            input.dtype == weight.dtype == torch.float16
-            and input.dim() == 4
-            and not parameters.dilated
-            and (stride[0] == stride[1] or input.shape[2] == 1)
-            and input.shape[1] >= 32
-            and self.gpu.model.compute_capability >= (7, 0)
-            and self._cudnn(input, weight)
-            and _suits_cudnn_depthwise(tuple(input.shape), stride[1], tuple(weight.shape[2:]))
-        )
-
-    @property
-    def ampere(self) -> bool:
-        """Whether the GPU is of that architecture, or a later one."""
-        return self.gpu.model.compute_capability >= (8, 0)
+def _is_half_depthwise(gpu: GPU, parameters: Parameters, input: Tensor, weight: Tensor) -> bool:
+    stride = parameters.stride
+    return (
+        input.dtype == weight.dtype == torch.float16
+        and input.dim() == 4
+        and not parameters.dilated
+        and (stride[0] == stride[1] or input.shape[2] == 1)
+        and input.shape[1] >= 32
+        and gpu.model.compute_capability >= (7, 0)
+        and _suits_cudnn_depthwise(tuple(input.shape), stride[1], tuple(weight.shape[2:]))
+    )
 
 
 def common_format(one: Tensor, other: Tensor) -> torch.memory_format:
@@ -191,9 +177,8 @@ class SlowConvolution:
         """Return the output of ``shape``, after everything was allocated and freed as CUDA does."""
         # Of three dimensions, transposed: empty_like(input), resized.
         is_resized = self.parameters.transposed and input.dim() == 5
-        first = Scratch(self.gpu, input.nbytes if is_resized else 0)
-        output = input.new_empty(shape)
-        first.free()
+        with Scratch(self.gpu, input.nbytes if is_resized else 0):
+            output = input.new_empty(shape)
         columns = Scratch(self.gpu)
         if self._has_columns(input, weight):
             columns.take(self._column_bytes(input, weight, shape))
@@ -246,12 +231,11 @@ class SlowConvolution:
         grad_input = input.new_empty(input.shape) if mask[0] else None
         grad_weight = weight.new_empty(weight.shape) if mask[1] else None
         grad_bias = weight.new_empty((weight.shape[0],)) if mask[2] else None
-        columns = Scratch(self.gpu, self._column_bytes(input, weight, grad_output.shape))
-        for sample in grad_output:
-            self._multiply(sum(map(bool, mask[:2])))
-            if mask[2]:
-                sample.sum([*range(1, sample.dim())])
-        columns.free()
+        with Scratch(self.gpu, self._column_bytes(input, weight, grad_output.shape)):
+            for sample in grad_output:
+                self._multiply(sum(map(bool, mask[:2])))
+                if mask[2]:
+                    sample.sum([*range(1, sample.dim())])
         return grad_input, grad_weight, grad_bias
 
     def _of_transposed(
@@ -260,9 +244,8 @@ class SlowConvolution:
         """Each gradient has columns of its own."""
 
         def multiply() -> None:
-            columns = Scratch(self.gpu, self._column_bytes(input, weight, grad_output.shape))
-            self._multiply(input.shape[0])
-            columns.free()
+            with Scratch(self.gpu, self._column_bytes(input, weight, grad_output.shape)):
+                self._multiply(input.shape[0])
 
         grad_input = input.new_empty(input.shape) if mask[0] else None
         if mask[0]:

@@ -116,11 +116,6 @@ class Recurrent:
         )
 
     @property
-    def is_wave(self) -> bool:
-        """Whether its layers can run behind each other, some steps apart."""
-        return self.layers > 1 and self.directions == 1
-
-    @property
     def drops(self) -> bool:
         """Whether numbers between layers are dropped."""
         return self.is_training and self.has_dropout and self.layers > 1
@@ -214,8 +209,9 @@ def _backward(call: Recurrent) -> tuple[int, int]:
         weights = inputs + call.bytes_of(call.rows, (2 + between + projected) * hidden)
         data = call.bytes_of(call.rows, (6 + between) * hidden)
     else:
-        wave = min(call.rows, _WAVE * (call.layers - 1) * call.batch)
-        rows = wave if call.is_wave else call.rows
+        rows = call.rows
+        if call.layers > 1:
+            rows = min(rows, _WAVE * (call.layers - 1) * call.batch)
         projected = call.rows if call.projected else 0
         weights = inputs + call.bytes_of(rows + projected, hidden)
         data = call.bytes_of(call.rows + rows, hidden)

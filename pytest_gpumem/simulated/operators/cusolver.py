@@ -28,20 +28,8 @@ def workspace_bytes(
     return _SIZES[routine](rows, columns, size) if capability == _CAPABILITY else None
 
 
-def _potrf(rows: int, columns: int, size: int) -> int | None:
-    return 128 + round_up(4 * (-(-rows // _TILE)) ** 2, _TILE) if rows <= 512 else None
-
-
-def _getrf(rows: int, columns: int, size: int) -> int | None:
-    return 256 + 16 * round_up(rows, _TILE) if rows == columns <= 512 else None
-
-
 def _reflectors(columns: int) -> int:
     return 512 * (1024 + 2 * max(columns, 256))
-
-
-def _geqrf(rows: int, columns: int, size: int) -> int | None:
-    return _reflectors(columns) * size + 128 if rows <= 1024 and columns <= 512 else None
 
 
 def _orgqr(rows: int, columns: int, size: int) -> int | None:
@@ -50,10 +38,6 @@ def _orgqr(rows: int, columns: int, size: int) -> int | None:
     if columns < 128 or rows > 1024:
         return None
     return (128 * (rows + 2 * columns + 128) + 256) * size
-
-
-def _sytrf(rows: int, columns: int, size: int) -> int | None:
-    return max(98_432, 64 * (rows + 1) * size) if size == 4 or rows >= 512 else None
 
 
 def _gesvdj(rows: int, columns: int, size: int) -> int | None:
@@ -65,18 +49,22 @@ def _gesvdj(rows: int, columns: int, size: int) -> int | None:
     return (_reflectors(least) + 32 + round_up(least, _TILE) + turned) * size
 
 
-def _gesvdj_batched(rows: int, columns: int, size: int) -> int | None:
-    return 992 * size
-
-
 _SIZES: dict[str, Callable[[int, int, int], int | None]] = {
-    "potrf": _potrf,
-    "getrf": _getrf,
-    "geqrf": _geqrf,
+    "potrf": lambda rows, columns, size: (
+        128 + round_up(4 * (-(-rows // _TILE)) ** 2, _TILE) if rows <= 512 else None
+    ),
+    "getrf": lambda rows, columns, size: (
+        256 + 16 * round_up(rows, _TILE) if rows == columns <= 512 else None
+    ),
+    "geqrf": lambda rows, columns, size: (
+        _reflectors(columns) * size + 128 if rows <= 1024 and columns <= 512 else None
+    ),
     "orgqr": _orgqr,
-    "sytrf": _sytrf,
+    "sytrf": lambda rows, columns, size: (
+        max(98_432, 64 * (rows + 1) * size) if size == 4 or rows >= 512 else None
+    ),
     "gesvdj": _gesvdj,
-    "gesvdjBatched": _gesvdj_batched,
+    "gesvdjBatched": lambda rows, columns, size: 992 * size,
 }
 ROUTINES = tuple(_SIZES)
 """``enum routine`` of ``dry/source/cusolver.c``."""

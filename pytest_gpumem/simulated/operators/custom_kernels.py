@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, TypeVar
@@ -100,23 +101,22 @@ class Descriptions:
                 self._open = None
 
 
+@dataclass(eq=False)
 class _Replaced:
     """A function that is described: ``owner.name``."""
 
-    def __init__(self, owner: Any, name: str, function: Any, description: Description) -> None:
-        self.owner = owner
-        self.name = name
-        self.function = function
-        self.description = description
-        self._wrote: Wrote = _ignore
-        self._codes: tuple[CodeType, CodeType] | None = None
-        """The function's own code, and code that calls the description instead."""
+    owner: Any
+    name: str
+    function: Any
+    description: Description
+    _wrote: Wrote = lambda *values: None
+    _codes: tuple[CodeType, CodeType] | None = None
+    """The function's own code, and code that calls the description instead."""
 
     @contextmanager
     def applied(self, wrote: Wrote) -> Iterator[None]:
         """Call the description instead, whatever name the function was imported under."""
-        function = self.function
-        owner, name = self.owner, self.name
+        owner, name, function = self.owner, self.name, self.function
         own: Any = function
         replacement: Any
         if isinstance(function, FunctionType):
@@ -154,10 +154,6 @@ class _Replaced:
             lambda *args, **options: self.description(*args, **options),
             lambda *values: self._wrote(*values),
         )
-
-
-def _ignore(*values: Any) -> None:
-    """Ignore the results of a kernel."""
 
 
 def _instead_of(

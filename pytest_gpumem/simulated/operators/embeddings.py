@@ -14,8 +14,8 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import cub
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, accumulated, copied
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch
-from pytest_gpumem.simulated.operators.sorting import sort_row
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow
+from pytest_gpumem.simulated.operators.sorting import sort_slices
 
 INDICES_WITHOUT_SORT = 3072
 """Most indices for which one kernel adds the rows up in place."""
@@ -59,12 +59,12 @@ def _before_backward(
     bits = 8 * element
     if gpu.version >= _SORTED_BY_USED_BITS_SINCE:
         bits = cub.bits_of(num_weights if padding_idx >= 0 else num_weights - 1 - padding_idx)
-    scratch.borrow(cub.radix_sort_pairs_bytes(count, element, element, bits, capability))
+    borrow(gpu, cub.radix_sort_pairs_bytes(count, element, element, bits, capability))
     scratch.drop(positions)
     if scale_grad_by_freq:
         scratch.take(count * element)
         for _ in ("counts", "the highest of each row"):
-            scratch.borrow(cub.sum_by_key_bytes(count, element, capability))
+            borrow(gpu, cub.sum_by_key_bytes(count, element, capability))
     return scratch
 
 
@@ -84,11 +84,11 @@ def _after_backward(
     version, capability = gpu.version, gpu.model.compute_capability
     scratch = Scratch(gpu, count * element, INDEX_BYTES)
     keys = scratch.take(count * element)
-    scratch.borrow(cub.unique_by_key_bytes(count, element, capability, version))
+    borrow(gpu, cub.unique_by_key_bytes(count, element, capability, version))
     scratch.drop(keys)
     segments = min(count, rows)
     scratch.take(segments * element, segments * element)
-    scratch.borrow(cub.scan_bytes(segments, element, version))
+    borrow(gpu, cub.scan_bytes(segments, element, version))
     scratch.take(INDEX_BYTES)
     partial_sums = count // _ROWS_PER_PARTIAL_SUM + segments
     scratch.take(partial_sums * element)
@@ -111,21 +111,16 @@ def _is_atomic(gpu: GPU, segments: int, partial_sums: int, width: int) -> bool:
     )
 
 
-def _bag_outputs(result: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    output, bag_of_index, bag_sizes, highest = result
-    return bag_sizes, bag_of_index, output, highest
-
-
 def _renorm(gpu: GPU, indices: Tensor) -> None:
     count, nbytes = indices.numel(), indices.nbytes
     if not count:
         return
     scratch = Scratch(gpu, nbytes)
     positions = scratch.take(count * INDEX_BYTES)
-    sort_row(gpu, count, indices.element_size())
+    sort_slices(gpu, indices.new_empty(count, device="meta"), 0, (1,))
     scratch.drop(positions)
     scratch.take(nbytes, INDEX_BYTES)
-    scratch.borrow(cub.unique_bytes(count, gpu.model.compute_capability, gpu.version))
+    borrow(gpu, cub.unique_bytes(count, gpu.model.compute_capability, gpu.version))
 
 
 def _in_a_row(gpu: GPU, indices: Tensor) -> Scratch | None:
@@ -138,6 +133,9 @@ RULES = {
     "embedding_dense_backward _embedding_bag_backward": Rule(
         before=_before_backward, after=_after_backward
     ),
-    "_embedding_bag _embedding_bag_forward_only": Rule(outputs=_bag_outputs),
+    # Sizes of bags, the bag of each index, the output, and the highest places.
+    "_embedding_bag _embedding_bag_forward_only": Rule(
+        outputs=lambda result: (result[2], result[1], result[0], result[3])
+    ),
     "embedding_renorm_": Rule(after=_renorm),
 }

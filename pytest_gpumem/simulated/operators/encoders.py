@@ -6,16 +6,14 @@ ordinary operators; else it has kernels of its own (masked_softmax of attention.
 nested tensors call the kernels with (batch, length, heads, size), or with sequences of several
 lengths one behind the other.
 
-Source: aten/src/ATen/native/transformers/transformer.cpp (transformer_encoder_layer_forward,
-linear_for_ffn), cuda/attention.cu (native_multi_head_attention_cuda, _flash_attention_forward,
-_efficient_attention_forward), attention_backward.cu and flash_attn/flash_api.cpp (mha_varlen_fwd,
-mha_varlen_bwd), of torch 2.6 to 2.15.
+Source: aten/src/ATen/native/transformers/cuda/attention.cu (native_multi_head_attention_cuda,
+_flash_attention_forward, _efficient_attention_forward), attention_backward.cu and
+flash_attn/flash_api.cpp (mha_varlen_fwd, mha_varlen_bwd), of torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +25,6 @@ from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators import attention
 from pytest_gpumem.simulated.operators.attention_choice import EFFICIENT, FLASH, AttentionCall
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, copies_of
-
-_aten = torch.ops.aten
 
 
 def is_followed(tokens: Tensor) -> bool:
@@ -111,42 +107,6 @@ def _by_own_kernels(
     return result, scores
 
 
-def _encoder_layer(
-    gpu: GPU,
-    src: Tensor,
-    embed_dim: int,
-    num_heads: int,
-    use_gelu: bool,
-    norm_first: bool,
-    eps: float,
-    mask: Tensor | None,
-    *args: Any,
-) -> Tensor:
-    # Each a weight and its bias, the first of them two.
-    weights = args[3], args[4], args[5], args[6]
-    first, second = args[10:12], args[12:14]
-    weight_1, bias_1, weight_2, bias_2 = args[14:18]
-
-    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return functional.layer_norm(x, (embed_dim,), weight, bias, eps)
-
-    x = norm(src, *first) if norm_first else src
-    x = _attention(gpu, x, num_heads, *weights, mask, False, False)[0]
-    x.add_(src)
-    if not norm_first:
-        x = norm(x, *first)
-    before = x
-    if norm_first:
-        x = norm(x, *second)
-    rows = x.flatten(0, 1)
-    rows = _aten._addmm_activation(bias_1, rows, weight_1.t(), use_gelu=use_gelu)
-    rows = torch.addmm(bias_2, rows, weight_2.t())
-    x = rows.view(src.shape)
-    del rows
-    x.add_(before)
-    return x if norm_first else norm(x, *second)
-
-
 def _heads_first(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2)
 
@@ -216,7 +176,6 @@ def _gradients(
 
 BELOW_AUTOGRAD: dict[str, Composite] = {
     "aten._native_multi_head_attention.default": _attention,
-    "aten._transformer_encoder_layer_fwd.default": _encoder_layer,
 }
 
 RULES = {

@@ -42,9 +42,8 @@ def is_by_columns(matrices: Tensor) -> bool:
 def pointers(gpu: GPU, *matrices: Tensor) -> None:
     """Take lists of pointers to the matrices of batches, for a call of cuBLAS."""
     sizes = [count_of(each) * INDEX_BYTES if each.shape[-2:].numel() else 0 for each in matrices]
-    scratch = Scratch(gpu, *sizes)
-    gpu.workspaces.gemm(gpu.stream)
-    scratch.free()
+    with Scratch(gpu, *sizes):
+        gpu.workspaces.gemm(gpu.stream)
 
 
 def check_errors(gpu: GPU, count: int) -> None:
@@ -62,13 +61,6 @@ def _solve(gpu: GPU, operator: str, routine: str, A: Tensor, times: int = 1) -> 
 
 WITHOUT_MAGMA = (2, 15)
 """First release without MAGMA's factors of batches; 2.13 has them."""
-
-
-def _is_of_magma(gpu: GPU, A: Tensor) -> bool:
-    """Return whether MAGMA factorizes a batch, or what is not square."""
-    count, (rows, columns) = count_of(A), A.shape[-2:]
-    is_small = count == 1 or rows <= 16 or (rows <= 128 and count <= 16)
-    return gpu.version < WITHOUT_MAGMA and not (rows == columns and is_small)
 
 
 def _is_batch_of_cublas(gpu: GPU, A: Tensor) -> bool:
@@ -95,14 +87,16 @@ def factorize(gpu: GPU, A: Tensor, operator: str, *, pivot: bool = True) -> None
     """linalg_lu_factor_ex into results that are there, for ``operator``."""
     if not A.numel():
         return
-    if _is_of_magma(gpu, A):
-        gpu.workspaces.gemm(gpu.stream)  # its queue has a handle of cuBLAS
+    count, (rows, columns) = count_of(A), A.shape[-2:]
+    is_small = count == 1 or rows <= 16 or (rows <= 128 and count <= 16)
+    if gpu.version < WITHOUT_MAGMA and not (rows == columns and is_small):
+        gpu.workspaces.gemm(gpu.stream)  # MAGMA's queue has a handle of cuBLAS
     elif _is_batch_of_cublas(gpu, A):
         pointers(gpu, A)
     else:
-        _solve(gpu, operator, "getrf", A, count_of(A))
+        _solve(gpu, operator, "getrf", A, count)
     if not pivot:
-        borrow(gpu, min(A.shape[-2:]) * CODE)
+        borrow(gpu, min(rows, columns) * CODE)
 
 
 def permutation(scratch: Scratch, count: int, rows: int) -> None:
@@ -115,9 +109,7 @@ def permutation(scratch: Scratch, count: int, rows: int) -> None:
 
 def _unpacked(gpu: GPU, LU_data: Tensor, unpack_pivots: bool) -> None:
     if unpack_pivots:
-        scratch = Scratch(gpu)
-        permutation(scratch, count_of(LU_data), LU_data.shape[-2])
-        scratch.free()
+        permutation(Scratch(gpu), count_of(LU_data), LU_data.shape[-2])
 
 
 def _lu(gpu: GPU, A: Tensor, pivot: bool) -> None:
@@ -125,15 +117,10 @@ def _lu(gpu: GPU, A: Tensor, pivot: bool) -> None:
     count, least = count_of(A), min(A.shape[-2:])
     # Where that is the same by rows, they are in the result.
     both = Scratch(gpu, A.nbytes if A.shape[-2:] != (1, 1) else 0)
-    scratch = Scratch(gpu, count * least * CODE, count * CODE)
-    factorize(gpu, A, "linalg_lu", pivot=pivot)
-    both.free()
-    _unpacked(gpu, A, pivot)
-    scratch.free()
-
-
-def _lu_factor(gpu: GPU, A: Tensor, pivot: bool) -> None:
-    factorize(gpu, A, "linalg_lu_factor_ex", pivot=pivot)
+    with Scratch(gpu, count * least * CODE, count * CODE):
+        factorize(gpu, A, "linalg_lu", pivot=pivot)
+        both.free()
+        _unpacked(gpu, A, pivot)
 
 
 def _cholesky(gpu: GPU, self: Tensor) -> None:
@@ -151,10 +138,9 @@ def _symmetric_factors(gpu: GPU, self: Tensor) -> None:
 def _cholesky_at_once(gpu: GPU, self: Tensor) -> None:
     """The operator of its own that ``torch.cholesky`` calls up to 2.13."""
     if self.numel():
-        codes = Scratch(gpu, count_of(self) * CODE)
-        _cholesky(gpu, self)
-        check_errors(gpu, count_of(self))
-        codes.free()
+        with Scratch(gpu, count_of(self) * CODE):
+            _cholesky(gpu, self)
+            check_errors(gpu, count_of(self))
 
 
 # Reflections: Q and R.
@@ -166,23 +152,17 @@ def reflect(gpu: GPU, A: Tensor, scales: Tensor, operator: str) -> None:
     if rows <= 256 and count_of(A) >= max(2, rows // 16):
         pointers(gpu, A, scales.unsqueeze(-1))
     else:
-        code = Scratch(gpu, CODE)
-        _solve(gpu, operator, "geqrf", A, count_of(A))
-        code.free()
+        with Scratch(gpu, CODE):
+            _solve(gpu, operator, "geqrf", A, count_of(A))
 
 
 def _made_of_reflections(gpu: GPU, operator: str, Q: Tensor, reflections: int) -> None:
     """apply_orgqr, into ``Q``."""
-    code = Scratch(gpu, CODE)
-    if Q.shape[-1] == reflections:
-        _solve(gpu, operator, "orgqr", Q, count_of(Q))
-    else:
-        leave_out(gpu, operator)
-    code.free()
-
-
-def _reflected(gpu: GPU, result: tuple[Tensor, Tensor]) -> None:
-    reflect(gpu, *result, "geqrf")
+    with Scratch(gpu, CODE):
+        if Q.shape[-1] == reflections:
+            _solve(gpu, operator, "orgqr", Q, count_of(Q))
+        else:
+            leave_out(gpu, operator)
 
 
 def _orthogonal(gpu: GPU, A: Tensor, mode: str, result: tuple[Tensor, Tensor]) -> None:
@@ -195,7 +175,6 @@ def _orthogonal(gpu: GPU, A: Tensor, mode: str, result: tuple[Tensor, Tensor]) -
     reflect(gpu, A, scales, "linalg_qr")
     if mode != "r" and scales.shape[-1]:
         _made_of_reflections(gpu, "linalg_qr", result[0], scales.shape[-1])
-    scratch.free()
 
 
 def _from_reflections(gpu: GPU, input: Tensor, tau: Tensor) -> None:
@@ -224,7 +203,6 @@ def decompose(
         return
     count, (rows, columns), size = count_of(A), A.shape[-2:], A.element_size()
     least, most = min(rows, columns), max(rows, columns)
-    scratch = Scratch(gpu, count * CODE)
     overwritten = [A.nbytes]
     if driver == "gesvd":
         # Values of a workspace, and vectors before they are transposed.
@@ -242,16 +220,15 @@ def decompose(
             overwritten.append(count * size * most * most)
     elif not compute_uv:
         overwritten += [size * rows * least, size * columns * least]
-    given = Scratch(gpu, *overwritten)
-    if driver in (None, "gesvdj") and most <= _SMALL:
-        _solve(gpu, "linalg_svd", "gesvdjBatched", A)
-    elif driver in (None, "gesvdj") and not full:
-        _solve(gpu, "linalg_svd", "gesvdj", A)
-    else:
-        leave_out(gpu, "linalg_svd")
-    given.free()
-    check_errors(gpu, count)
-    scratch.free()
+    with Scratch(gpu, count * CODE):
+        with Scratch(gpu, *overwritten):
+            if driver in (None, "gesvdj") and most <= _SMALL:
+                _solve(gpu, "linalg_svd", "gesvdjBatched", A)
+            elif driver in (None, "gesvdj") and not full:
+                _solve(gpu, "linalg_svd", "gesvdj", A)
+            else:
+                leave_out(gpu, "linalg_svd")
+        check_errors(gpu, count)
 
 
 def _singular(
@@ -271,9 +248,8 @@ def _singular(
 def _symmetric(gpu: GPU, A: Tensor, compute_v: bool) -> None:
     leave_out(gpu, "linalg_eigh")
     if A.numel():
-        codes = Scratch(gpu, *[] if compute_v else [A.nbytes], count_of(A) * CODE)
-        check_errors(gpu, count_of(A))
-        codes.free()
+        with Scratch(gpu, 0 if compute_v else A.nbytes, count_of(A) * CODE):
+            check_errors(gpu, count_of(A))
 
 
 def _is_finite(gpu: GPU, self: Tensor) -> None:
@@ -287,8 +263,7 @@ def _is_finite(gpu: GPU, self: Tensor) -> None:
         scratch.drop(equal, unequal, sizes)
     if self.is_complex():
         scratch.drop(finite)
-    scratch.borrow(1)
-    scratch.free()
+    borrow(gpu, 1)
 
 
 _ON_DEVICE = (2, 10)
@@ -313,10 +288,10 @@ def _general(gpu: GPU, self: Tensor, values: Tensor, vectors: Tensor | None) -> 
     is_real = not self.is_complex()
     parts = scratch.take(values.nbytes if is_real else 0)
     real_vectors = scratch.take(self.nbytes if is_real and vectors is not None else 0)
-    scratch.borrow(0 if is_by_columns(self) else self.nbytes)
+    borrow(gpu, 0 if is_by_columns(self) else self.nbytes)
     if is_real:
         flags = scratch.take(values.numel())
-        scratch.borrow(1)
+        borrow(gpu, 1)
         scratch.drop(flags, real_vectors, parts)
     yield values
     if vectors is not None:
@@ -365,12 +340,14 @@ RULES = {
     # u, vh, values
     "_linalg_svd": Rule(outputs=lambda result: (result[0], result[2], result[1]), after=_singular),
     "cholesky": Rule(after=_cholesky_at_once),
-    "geqrf": Rule(after=_reflected),
+    "geqrf": Rule(after=lambda gpu, result: reflect(gpu, result[0], result[1], "geqrf")),
     "linalg_cholesky_ex": Rule(after=_cholesky),
     "linalg_eig": Rule(outputs=_eigen),
     "linalg_householder_product": Rule(after=_from_reflections),
     "linalg_lu": Rule(after=_lu),
-    "linalg_lu_factor_ex": Rule(after=_lu_factor),
+    "linalg_lu_factor_ex": Rule(
+        after=lambda gpu, A, pivot: factorize(gpu, A, "linalg_lu_factor_ex", pivot=pivot)
+    ),
     "linalg_qr": Rule(after=_orthogonal),
     "lu_unpack": Rule(after=_unpacked),
     "ormqr": Rule(after=_multiplied),

@@ -23,7 +23,7 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.operators import cub, reductions
-from pytest_gpumem.simulated.operators.comparisons import BOTH_EXTREMES_SINCE
+from pytest_gpumem.simulated.operators.comparisons import BOTH_EXTREMES_SINCE, count_set
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, borrow
 
@@ -34,16 +34,10 @@ _LEAST_REPEAT_SINCE = (2, 15)
 """Until then the host asks whether all repeats are positive, since then for the least of them."""
 
 
-def _converted(gpu: GPU, indices: _Indices) -> Scratch:
-    scratch = Scratch(gpu)
-    _convert(scratch, _given(gpu, indices))
-    return scratch
-
-
-def _convert(scratch: Scratch, given: list[Tensor]) -> None:
+def _converted(scratch: Scratch, given: list[Tensor]) -> Scratch:
     """make_info: indices from the CPU, and 32-bit ones, become 64-bit ones on the device."""
     if not given or any(index.dtype in _FLAGS for index in given):
-        return
+        return scratch
     count = torch.broadcast_shapes(*(index.shape for index in given)).numel()
     for index in given:
         if _on_cpu(index):
@@ -52,6 +46,7 @@ def _convert(scratch: Scratch, given: list[Tensor]) -> None:
         if index.dtype == torch.int32:
             scratch.take(count * INDEX_BYTES)
     _in_step(scratch, given)
+    return scratch
 
 
 def _in_step(scratch: Scratch, given: list[Tensor]) -> None:
@@ -96,9 +91,7 @@ def _before_index_put(
         return None
     given = _given(gpu, indices)
     scratch = Scratch(gpu, values.element_size() if _is_number(storages, values) else 0)
-    if not _is_sorted(values, accumulate):
-        _convert(scratch, given)
-    return scratch
+    return scratch if _is_sorted(values, accumulate) else _converted(scratch, given)
 
 
 def _is_number(storages: Storages, values: Tensor) -> bool:
@@ -175,21 +168,19 @@ def _put_sorted(
         scratch.take(count * INDEX_BYTES)
     bits = cub.bits_of(self.numel() // math.prod(self.shape[places[-1] + 1 :]) - 1)
     capability = gpu.model.compute_capability
-    scratch.borrow(cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability))
+    borrow(gpu, cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability))
 
 
 def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
     """wrapIndexOnce: the extremes of an index are compared with the size."""
     both = gpu.version >= BOTH_EXTREMES_SINCE
     for comparisons in (2,) if both else (1, 1):
-        extremes = Scratch(gpu, *[INDEX_BYTES] * comparisons)
-        contiguous = Scratch(gpu, count * INDEX_BYTES if is_copied else 0)
         kind = reductions.TWO_VALUES if both else reductions.VALUES
-        reductions.reduce(gpu, (count,), (1,), torch.int64, None, kind)
-        contiguous.free()
-        for _ in range(comparisons):
-            extremes.borrow(1)
-        extremes.free()
+        with Scratch(gpu, *[INDEX_BYTES] * comparisons):
+            with Scratch(gpu, count * INDEX_BYTES if is_copied else 0):
+                reductions.reduce(gpu, (count,), (1,), torch.int64, None, kind)
+            for _ in range(comparisons):
+                borrow(gpu, 1)
 
 
 def _where(gpu: GPU, self: Tensor, other: Tensor) -> Scratch:
@@ -206,13 +197,6 @@ def _where(gpu: GPU, self: Tensor, other: Tensor) -> Scratch:
     return scratch
 
 
-def _count_set(gpu: GPU, self: Tensor) -> Scratch:
-    scratch = Scratch(gpu, *copied(self), 4)
-    model = gpu.model
-    scratch.borrow(cub.device_sum_bytes(self.numel(), model.sm_count, model.max_threads_per_sm))
-    return scratch
-
-
 def _place_set(gpu: GPU, self: Tensor) -> None:
     if self.dim():
         capability = gpu.model.compute_capability
@@ -226,9 +210,8 @@ def _scattered_by_mask(gpu: GPU, result: Tensor, mask: Tensor, source: Tensor) -
         return
     scratch = Scratch(gpu, count * INDEX_BYTES)
     scratch.take(*copied(mask.expand(result.shape)))
-    scratch.borrow(cub.scan_bytes(count, INDEX_BYTES, gpu.version))
+    borrow(gpu, cub.scan_bytes(count, INDEX_BYTES, gpu.version))
     scratch.take(*copied(source))
-    scratch.free()
 
 
 def _before_repeats(gpu: GPU, repeats: Tensor, output_size: int | None) -> Scratch | None:
@@ -237,16 +220,14 @@ def _before_repeats(gpu: GPU, repeats: Tensor, output_size: int | None) -> Scrat
     if not count:
         return None
     scratch = Scratch(gpu, count * INDEX_BYTES)
-    widened = Scratch(gpu, count * INDEX_BYTES if repeats.dtype == torch.int32 else 0)
-    widened.borrow(cub.scan_bytes(count, INDEX_BYTES, gpu.version))
-    widened.free()
+    widened = count * INDEX_BYTES if repeats.dtype == torch.int32 else 0
+    borrow(gpu, widened, cub.scan_bytes(count, INDEX_BYTES, gpu.version))
     if output_size is None and gpu.version >= _LEAST_REPEAT_SINCE:
-        scratch.borrow(INDEX_BYTES)
+        borrow(gpu, INDEX_BYTES)
     elif output_size is None:
-        are_positive = Scratch(gpu, count)
-        reductions.reduce(gpu, (count,), (1,), torch.bool, None, reductions.VALUES)
-        are_positive.borrow(1)
-        are_positive.free()
+        with Scratch(gpu, count):
+            reductions.reduce(gpu, (count,), (1,), torch.bool, None, reductions.VALUES)
+            borrow(gpu, 1)
     return scratch
 
 
@@ -262,9 +243,9 @@ def _scattered_mean(gpu: GPU, src: Tensor, reduce: str, result: Tensor) -> None:
 
 def _mean_by_index(gpu: GPU, source: Tensor, reduce: str, result: Tensor) -> None:
     if reduce == "mean":
-        counts = Scratch(gpu, result.nbytes)
-        counts.borrow(source.nbytes)
-        counts.borrow(result.numel())
+        with Scratch(gpu, result.nbytes):
+            borrow(gpu, source.nbytes)
+            borrow(gpu, result.numel())
 
 
 def _before_segments(gpu: GPU, lengths: Tensor | None, unsafe: bool) -> None:
@@ -297,9 +278,9 @@ def _segments(
     scratch.take((lengths.numel() + rows) * size)
     scratch.drop(first)
     if rows == 1:
-        scratch.borrow(cub.scan_bytes(lengths.numel() + 1, size, gpu.version))
+        borrow(gpu, cub.scan_bytes(lengths.numel() + 1, size, gpu.version))
     if of_a_row:
-        scratch.borrow(1)
+        borrow(gpu, 1)
 
 
 def _unfold_backward(
@@ -313,26 +294,11 @@ def _unfold_backward(
 def one_hot(self: Tensor, num_classes: int) -> Tensor:
     """``aten::one_hot`` (native/Onehot.cpp): ones are scattered into zeros, unlike on ``meta``."""
     if self.dtype != torch.int64 or not self.numel() or num_classes < -1 or num_classes == 0:
-        return _one_hot_as_it_is(self, num_classes)  # type: ignore[no-any-return]  # an operator
+        return _aten.one_hot.default.decompose(self, num_classes)  # type: ignore[no-any-return]  # an operator
     if num_classes == -1:
         num_classes = int(self.max().item()) + 1
     result = torch.zeros((*self.shape, num_classes), dtype=self.dtype, device=self.device)
     return result.scatter_(-1, self.unsqueeze(-1), 1)
-
-
-def masked_scatter_backward(grad_output: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
-    """``aten::masked_scatter_backward`` (native/TensorAdvancedIndexing.cpp), not as on ``meta``."""
-    chosen = grad_output.masked_select(mask)
-    missing = math.prod(sizes) - chosen.numel()
-    if missing <= 0:
-        return chosen.view(sizes)
-    zeros = chosen.new_zeros(missing)
-    whole = torch.cat([chosen, zeros])
-    del zeros, chosen
-    return whole.view(sizes)
-
-
-_one_hot_as_it_is = torch.ops.aten.one_hot.default.decompose
 
 
 ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.one_hot.default": one_hot}
@@ -340,15 +306,16 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.one_hot.default": one_hot}
 BELOW_AUTOGRAD: dict[str, Composite] = {
     # Of a tensor of no dimensions CUDA reads the number from any device.
     "aten.masked_fill.Tensor": lambda self, mask: _aten.masked_fill.Scalar(self, mask, 0),
-    "aten.masked_scatter_backward.default": masked_scatter_backward,
     "aten.masked_fill_.Tensor": lambda self, mask: _aten.masked_fill_.Scalar(self, mask, 0),
 }
 
 RULES = {
-    "index _unsafe_index": Rule(before=_converted),
+    "index _unsafe_index": Rule(
+        before=lambda gpu, indices: _converted(Scratch(gpu), _given(gpu, indices))
+    ),
     "_unsafe_index_put": Rule(before=_before_index_put, after=_put_sorted),
     "index_put_ index_put _index_put_impl_": Rule(before=_before_index_put, after=_index_put),
-    "nonzero": Rule(before=_count_set, after=_place_set),
+    "nonzero": Rule(before=count_set, after=_place_set),
     "where": Rule(before=_where),
     "masked_scatter masked_scatter_": Rule(after=_scattered_by_mask),
     "repeat_interleave": Rule(before=_before_repeats),

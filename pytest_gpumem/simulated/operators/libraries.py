@@ -73,20 +73,15 @@ def _transformed(
     # Of values to fewer values the library counts the longer side.
     counted = [max(sizes[dim], made[0][dim]) for dim in dims]
     is_half = dtype in (torch.float16, torch.complex32)
-    if is_half:
-        _refuse_unless_powers(counted)
+    if is_half and any(size & (size - 1) for size in counted):
+        raise RuntimeError(
+            "cuFFT only supports dimensions whose sizes are powers of two when computing in half "
+            f"precision, but got a signal size of{counted}"
+        )
     is_read = not is_half or transformed[-1] == 1
     if step is None or not is_read or not _is_embedded(batch, step, counted, transformed):
         borrow(gpu, torch.Size(sizes).numel() * dtype.itemsize)
     return made
-
-
-def _refuse_unless_powers(sizes: Sequence[int]) -> None:
-    if any(size & (size - 1) for size in sizes):
-        raise RuntimeError(
-            "cuFFT only supports dimensions whose sizes are powers of two when computing in half "
-            f"precision, but got a signal size of{list(sizes)}"
-        )
 
 
 def _batches(given: _Layout, dims: Sequence[int]) -> list[int]:
@@ -161,7 +156,6 @@ def _between(
         if is_given and len(dims) > _DIMS_AT_ONCE:
             other.take(torch.Size(part[0]).numel() * dtype.itemsize)
             is_given = False
-    other.free()
 
 
 def _all_made(layout: _Layout, dims: Sequence[int]) -> _Layout:
@@ -210,15 +204,13 @@ def _to_complex(gpu: GPU, self: Tensor, dim: Sequence[int], result: Tensor) -> N
     half = self.shape[dim[-1]] // 2 + 1
     # A pair of real values has to be aligned as a complex one.
     is_odd = self.storage_offset() % 2 and dtype is self.dtype
-    aligned = Scratch(gpu, self.nbytes if is_odd else 0)
-    if _is_at_once(dim):
-        _transformed(gpu, layout, [*_by_strides(layout, dim[:-1]), dim[-1]], dtype, half)
-    else:
-        layout = _transformed(gpu, layout, dim[-1:], dtype, half)
-        other = Scratch(gpu, result.nbytes)
-        _between(gpu, layout, dim[:-1], result.dtype, is_given=False)
-        other.free()
-    aligned.free()
+    with Scratch(gpu, self.nbytes if is_odd else 0) as scratch:
+        if _is_at_once(dim):
+            _transformed(gpu, layout, [*_by_strides(layout, dim[:-1]), dim[-1]], dtype, half)
+        else:
+            layout = _transformed(gpu, layout, dim[-1:], dtype, half)
+            scratch.take(result.nbytes)
+            _between(gpu, layout, dim[:-1], result.dtype, is_given=False)
 
 
 def _to_complex_shape(self: Tensor, dim: Sequence[int], onesided: bool) -> Tensor:
@@ -241,13 +233,12 @@ def _before_real(self: Tensor, dim: Sequence[int]) -> _Layout:
 
 def _to_real(gpu: GPU, self: Tensor, dim: Sequence[int], last_dim_size: int) -> None:
     leave_out(gpu, "irfft", "cuFFT")
-    copy = Scratch(gpu, self.nbytes)
     is_at_once = _is_at_once(dim)
-    if not is_at_once:
-        _between(gpu, _layout(self), dim[:-1], self.dtype, is_given=True)
     last = dim if is_at_once else dim[-1:]
-    _transformed(gpu, _before_real(self, dim), last, self.dtype, last_dim_size)
-    copy.free()
+    with Scratch(gpu, self.nbytes):
+        if not is_at_once:
+            _between(gpu, _layout(self), dim[:-1], self.dtype, is_given=True)
+        _transformed(gpu, _before_real(self, dim), last, self.dtype, last_dim_size)
 
 
 def _to_real_shape(self: Tensor, dim: Sequence[int], last_dim_size: int) -> Tensor:

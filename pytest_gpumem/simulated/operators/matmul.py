@@ -30,10 +30,6 @@ from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
 _LT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
-def _mm(gpu: GPU, self: Tensor, mat2: Tensor, result: Tensor) -> None:
-    _product(gpu, self, mat2, result, by_lt=False)
-
-
 def _addmm(gpu: GPU, self: Tensor, mat1: Tensor, mat2: Tensor, beta: float, result: Tensor) -> None:
     by_lt = _bias_in_epilogue(gpu, self, mat1, mat2, beta, result) or (
         gpu.version >= _SUMS_BY_LT_SINCE
@@ -63,23 +59,21 @@ def _addmm_activation(
     _product(gpu, mat1, mat2, result, by_lt=by_lt)
 
 
-def _product(gpu: GPU, mat1: Tensor, mat2: Tensor, result: Tensor, *, by_lt: bool) -> None:
-    if result.numel() and mat1.numel():
+def _product(gpu: GPU, self: Tensor, mat2: Tensor, result: Tensor, *, by_lt: bool = False) -> None:
+    if result.numel() and self.numel():
         is_transposed = result.is_contiguous()
-        operands = (mat2, mat1) if is_transposed else (mat1, mat2)
+        operands = (mat2, self) if is_transposed else (self, mat2)
         copied = [each.nbytes for each in operands if not _readable(each, is_transposed)]
         _multiply(gpu, copied, by_lt=by_lt)
 
 
 def _multiply(gpu: GPU, copied: Sequence[int], *, by_lt: bool = False) -> None:
     """Call the library while copies of operands exist."""
-    copies = Scratch(gpu, *copied) if copied else None
-    if by_lt:
-        gpu.workspaces.gemm_lt(gpu.stream)
-    else:
-        gpu.workspaces.gemm(gpu.stream)
-    if copies is not None:
-        copies.free()
+    with Scratch(gpu, *copied):
+        if by_lt:
+            gpu.workspaces.gemm_lt(gpu.stream)
+        else:
+            gpu.workspaces.gemm(gpu.stream)
 
 
 def _each_batch(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:
@@ -189,18 +183,11 @@ def _mv(gpu: GPU, self: Tensor, vec: Tensor, result: Tensor, mat: Tensor | None 
     _multiply(gpu, copied)
 
 
-def _dot(gpu: GPU) -> None:
-    gpu.workspaces.gemm(gpu.stream)
-
-
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``aten::linear`` as CUDA takes it apart: the bias is added in place where it is added."""
     if bias is None or input.dim() <= 2 or input.is_contiguous():
-        return _decomposed(input, weight, bias)  # type: ignore[no-any-return]  # an operator
+        return torch.ops.aten.linear.default.decompose(input, weight, bias)  # type: ignore[no-any-return]  # an operator
     return torch.matmul(input, weight.t()).add_(bias)
-
-
-_decomposed = torch.ops.aten.linear.default.decompose
 
 
 _empty_strided = torch.empty_strided
@@ -211,11 +198,7 @@ _DESCRIPTOR = 128
 
 
 def _shapes(
-    gpu: GPU,
-    self: Tensor,
-    mat2: Tensor,
-    offs: Tensor | None,
-    out_dtype: torch.dtype | None,
+    gpu: GPU, self: Tensor, mat2: Tensor, offs: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
     """create_grouped_gemm_output_tensor, of arguments that CUDA accepts."""
     if gpu.version < (2, 9) and gpu.model.compute_capability[0] != 9:
@@ -262,12 +245,6 @@ def _fast(gpu: GPU, self: Tensor, mat2: Tensor, offs: Tensor | None) -> None:
     _by_cutlass(gpu, _arguments(groups, 3), by_sm)
 
 
-def _scaled_shapes(
-    gpu: GPU, self: Tensor, mat2: Tensor, offs: Tensor | None, out_dtype: torch.dtype | None
-) -> Tensor:
-    return _shapes(gpu, self, mat2, offs, out_dtype or torch.bfloat16)
-
-
 def _scaled_fast(gpu: GPU, self: Tensor, mat2: Tensor, scale_a: Any, offs: Tensor | None) -> None:
     groups = _groups(self, mat2, offs)
     if (scale_a if isinstance(scale_a, Tensor) else scale_a[0]).dtype is torch.float32:
@@ -307,17 +284,21 @@ def _scaled_grouped_device(gpu: GPU) -> None:
 ABOVE_AUTOGRAD: dict[str, Composite] = {"aten.linear.default": linear}
 
 RULES = {
-    "mm": Rule(after=_mm),
+    "mm": Rule(after=lambda gpu, self, mat2, result: _product(gpu, self, mat2, result)),
     "bmm": Rule(after=_bmm),
     "baddbmm baddbmm_": Rule(after=_batched),
     "addbmm addbmm_": Rule(after=_each_batch),
     "mv addmv addmv_": Rule(after=_mv),
     "addmm addmm_": Rule(after=_addmm),
     "_addmm_activation": Rule(after=_addmm_activation),
-    "dot vdot": Rule(after=_dot),
+    "dot vdot": Rule(after=lambda gpu: gpu.workspaces.gemm(gpu.stream)),
     "_grouped_mm": Rule(shapes=_shapes, after=_grouped),
     "_scaled_grouped_mm": Rule(before=_scaled_grouped_device, after=_scaled_fast),
     "_scaled_grouped_mm_v2": Rule(
-        before=_scaled_grouped_device, shapes=_scaled_shapes, after=_scaled_fast
+        before=_scaled_grouped_device,
+        shapes=lambda gpu, self, mat2, offs, out_dtype: _shapes(
+            gpu, self, mat2, offs, out_dtype or torch.bfloat16
+        ),
+        after=_scaled_fast,
     ),
 }

@@ -4,9 +4,8 @@ Exponentials are Taylor polynomials, of a degree that the norm of a single matri
 batch are all scaled, so that one degree does, and squared as often as their norms say.
 
 Source: aten/src/ATen/native/LinearAlgebra.cpp (mexp_impl and the functions that it calls,
-linalg_matrix_rank, linalg_polar, linalg_matrix_sqrth) and torch/csrc/autograd/FunctionsManual.cpp
-(linalg_eig_backward); the order of temporaries is that of torch's own code on the dry device, 2.6
-to 2.15.
+linalg_matrix_rank) and torch/csrc/autograd/FunctionsManual.cpp (linalg_eig_backward); the order of
+temporaries is that of torch's own code on the dry device, 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -95,9 +94,7 @@ def _squared(matrices: Tensor, norm: Tensor, bound: float) -> Tensor:
     polynomials = _degree_18(scaled)
     sorted_times, order = times.sort()
     sorted_times = sorted_times.to(torch.int64)
-    counts = _last_of(
-        torch.unique_consecutive(sorted_times, return_inverse=True, return_counts=True)
-    )
+    counts = torch.unique_consecutive(sorted_times, return_inverse=True, return_counts=True)[-1]
     sums = counts.cumsum(0)
     ends = sums - 1
     del sums
@@ -120,17 +117,13 @@ def _squared(matrices: Tensor, norm: Tensor, bound: float) -> Tensor:
         pieces.append(rest[: end - before])
         rest = rest[end - before :]
     joined = torch.cat(pieces)
-    places = _last_of(order.sort())
+    places = order.sort()[-1]
     result = joined.index_select(0, places)
     del places, joined, rest
     while pieces:
         del pieces[0]
     del steps, different, ends, counts, sorted_times, order, polynomials, scaled, factors, times
     return result
-
-
-def _last_of(results: Sequence[Tensor]) -> Tensor:
-    return results[-1]
 
 
 # Polynomials.
@@ -163,15 +156,10 @@ def _brought(matrices: Tensor, coefficients: Sequence[Sequence[float]]) -> Tenso
     return torch.tensor(coefficients, dtype=real, device="cpu").to(matrices.device)
 
 
-def _combined(matrices: Tensor, coefficients: Sequence[Sequence[float]]) -> Tensor:
-    """Return sums of ``matrices`` with ``coefficients``."""
-    brought = _brought(matrices, coefficients)
-    sums: Tensor = _aten._compute_linear_combination(matrices, brought)
-    return sums
-
-
 def _sum_of(matrices: Tensor, *coefficients: float) -> Tensor:
-    return _combined(matrices, [coefficients]).squeeze(0)
+    brought = _brought(matrices, [coefficients])
+    sums: Tensor = _aten._compute_linear_combination(matrices, brought)
+    return sums.squeeze(0)
 
 
 def _degree_1(matrices: Tensor) -> Tensor:
@@ -209,26 +197,19 @@ def _degree_8(matrices: Tensor) -> Tensor:
 _COEFFICIENTS_12 = (
     (9.0198e-16, 0.46932117595418237389, -0.20099424927047284052, -0.04623946134063071740),
     (
-        5.31597895759871264183,
-        1.19926790417132231573,
-        0.01179296240992997031,
-        0.01108844528519167989,
+        *(5.31597895759871264183, 1.19926790417132231573),
+        *(0.01179296240992997031, 0.01108844528519167989),
     ),
     (
-        0.18188869982170434744,
-        0.05502798439925399070,
-        0.09351590770535414968,
-        0.00610700528898058230,
+        *(0.18188869982170434744, 0.05502798439925399070),
+        *(0.09351590770535414968, 0.00610700528898058230),
     ),
     (-2.0861320e-13, -0.13181061013830184015, -0.02027855540589259079, -0.00675951846863086359),
 )
 _COEFFICIENTS_18 = (
     (
-        0.0,
-        -1.00365581030144618291e-01,
-        -8.02924648241156932449e-03,
-        -8.92138498045729985177e-04,
-        0.0,
+        *(0.0, -1.00365581030144618291e-01, -8.02924648241156932449e-03),
+        *(-8.92138498045729985177e-04, 0.0),
     ),
     (
         *(0.0, 3.97849749499645077844e-01, 1.36783778460411720168e00),
@@ -264,61 +245,17 @@ def _by_coefficients(
     return result
 
 
-def _degree_12(matrices: Tensor) -> Tensor:
-    return _by_coefficients(matrices, _COEFFICIENTS_12, (2, 3, 3))
-
-
 def _degree_18(matrices: Tensor) -> Tensor:
     return _by_coefficients(matrices, _COEFFICIENTS_18, (3, 0, 4))
 
 
 _POLYNOMIALS: tuple[Callable[[Tensor], Tensor], ...] = (
-    *(_degree_1, _degree_2, _degree_4, _degree_8, _degree_12),
+    *(_degree_1, _degree_2, _degree_4, _degree_8),
+    lambda matrices: _by_coefficients(matrices, _COEFFICIENTS_12, (2, 3, 3)),
 )
 
 
 # Of values and vectors.
-
-
-def _symmetric(matrix: Tensor) -> Tensor:
-    turned = matrix.mH.resolve_conj()
-    both = matrix + turned
-    del turned
-    return both * 0.5
-
-
-def polar(A: Tensor) -> tuple[Tensor, Tensor]:
-    """``aten::linalg_polar``: the results first, then the product of vectors, values, vectors."""
-    unitary = torch.empty_like(A, memory_format=torch.contiguous_format)
-    columns = A.shape[-1]
-    positive = A.new_empty((*A.shape[:-2], columns, columns))
-    left, values, right = torch.linalg.svd(A, full_matrices=False)
-    given = right.resolve_conj()
-    weighted = values.unsqueeze(-1) * given
-    del given
-    product = right.mH @ weighted
-    del weighted
-    half = _symmetric(product)
-    del product
-    positive.copy_(half)
-    product = left @ right
-    unitary.copy_(product)
-    del product, half, left, values, right
-    return unitary, positive
-
-
-def square_root(self: Tensor) -> Tensor:
-    """``aten::linalg_matrix_sqrth``."""
-    values, vectors = torch.linalg.eigh(self)
-    least = values.clamp_min(0)
-    roots = least.sqrt()
-    del least
-    weighted = vectors * roots.unsqueeze(-2)
-    product = weighted @ vectors.mH
-    del weighted
-    result = _symmetric(product)
-    del product, roots, values, vectors
-    return result
 
 
 def matrix_rank(
@@ -383,14 +320,10 @@ ABOVE_AUTOGRAD: dict[str, Composite] = {
     ),
 }
 
-_WHOLE: dict[str, Composite] = {
-    "diagonal_scatter": diagonal_scatter,
-    "linalg_matrix_exp": matrix_exp,
-    "linalg_matrix_sqrth": square_root,
-    "linalg_polar": polar,
+BELOW_AUTOGRAD: dict[str, Composite] = {
+    "aten.diagonal_scatter.default": diagonal_scatter,
+    "aten.linalg_matrix_exp.default": matrix_exp,
 }
-BELOW_AUTOGRAD = {f"aten.{name}.default": _WHOLE[name] for name in _WHOLE if hasattr(_aten, name)}
-"""The last two are new in 2.15."""
 
 DECIDING = frozenset({"aten.linalg_matrix_exp.default"})
 """Overloads that decide by values of their parts, which are followed one by one."""

@@ -14,9 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import decompositions
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as KIND
+from torch._prims_common import elementwise_dtypes
 
+from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.operators.layout import accumulated, suggested_format
 from pytest_gpumem.simulated.operators.rules import Gradients, is_traced
+
+_aten = torch.ops.aten
 
 
 def _like_first(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -145,12 +150,6 @@ native/BinaryOps.cpp (copysign, logit_backward), PixelShuffle.cpp, DistributionT
 (normal_impl) and cuda/RreluWithNoise.cu.
 """
 
-_FUSED_OPTIMIZERS = (
-    "_fused_sgd_ _fused_sgd_.tensor_lr _fused_adagrad_ _fused_adagrad_.tensor_lr "
-    "_fused_adam_.tensor_lr _fused_adamw_.tensor_lr"
-).split()
-"""Operators that only write to their arguments."""
-
 SHAPES: dict[str, Callable[..., Any]] = {
     "_compute_linear_combination": lambda tensors, coefficients: tensors.new_empty(
         (len(coefficients), *tensors.shape[1:])
@@ -159,16 +158,15 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "cudnn_grid_sampler_backward": lambda *read: tuple(
         each.new_empty(each.shape) for each in read[:2]
     ),
-    "_standard_gamma": _like_first,
-    "_standard_gamma_grad": _like_first,
+    **dict.fromkeys(
+        "_standard_gamma _standard_gamma_grad _sample_dirichlet _dirichlet_grad binomial".split(),
+        _like_first,
+    ),
     **dict.fromkeys(
         "multi_margin_loss_backward multilabel_margin_loss_backward "
         "fractional_max_pool3d_backward".split(),
         _contiguous,
     ),
-    "binomial": _like_first,
-    "_sample_dirichlet": _like_first,
-    "_dirichlet_grad": _like_first,
     "geqrf": lambda matrix: (
         matrix.new_empty(matrix.mT.shape).mT,
         matrix.new_empty((*matrix.shape[:-2], min(matrix.shape[-2:]))),
@@ -183,6 +181,72 @@ SHAPES: dict[str, Callable[..., Any]] = {
         ),
         lambda tensor, *_: (torch.empty_like(tensor), torch.empty_like(tensor, dtype=torch.bool)),
     ),
-    **dict.fromkeys(_FUSED_OPTIMIZERS, lambda *args, **kwargs: None),
+    # These only write to their arguments.
+    **dict.fromkeys(
+        "_fused_sgd_ _fused_sgd_.tensor_lr _fused_adagrad_ _fused_adagrad_.tensor_lr "
+        "_fused_adam_.tensor_lr _fused_adamw_.tensor_lr".split(),
+        lambda *args, **kwargs: None,
+    ),
 }
 """By operator name, and what compiled code calls with a buffer of its own for the result."""
+
+
+def _is_zero(one: Any) -> bool:
+    return isinstance(one, Tensor) and one._is_zerotensor()
+
+
+def _asked(self: Any, other: Any, kind: Any = KIND.DEFAULT) -> tuple[torch.Size, dict[str, Any]]:
+    """Return shape and options of a result, after the zeros were made to ask ``meta`` for them."""
+    for each in filter(_is_zero, (other, self)):
+        _aten.zeros((), dtype=each.dtype, device=META)
+    shapes = [each.shape for each in (self, other) if isinstance(each, Tensor)]
+    _, dtype = elementwise_dtypes(self, other, type_promotion_kind=kind)
+    return torch.broadcast_shapes(*shapes), {"dtype": dtype, "device": META}
+
+
+def _product(self: Any, other: Any) -> Tensor:
+    shape, options = _asked(self, other)
+    return _aten._efficientzerotensor(shape, **options)  # type: ignore[no-any-return]
+
+
+def _quotient(self: Any, other: Any) -> Tensor:
+    shape, options = _asked(self, other, KIND.INT_TO_FLOAT)
+    if _is_zero(other):
+        number = torch.nan if _is_zero(self) else torch.inf
+        return _aten.full(shape, number, **options)  # type: ignore[no-any-return]
+    return _aten._efficientzerotensor(shape, **options)  # type: ignore[no-any-return]
+
+
+def _sum(self: Any, other: Any, *, alpha: Any = 1) -> Tensor:
+    given = other if _is_zero(self) else self
+    if _is_zero(given):
+        return _product(self, other)
+    shape, options = _asked(self, other)
+    if isinstance(given, Tensor):
+        copied = _aten._to_copy(given.expand(shape), dtype=options["dtype"])
+    else:
+        copied = _aten.full(shape, given, **options)
+    result: Tensor = copied.mul(alpha) if given is other and alpha != 1 else copied
+    return result
+
+
+def _dot(self: Tensor, other: Tensor) -> Tensor:
+    return _aten._efficientzerotensor((), dtype=self.dtype, device=META)  # type: ignore[no-any-return]
+
+
+ZEROS: dict[str, Callable[..., Tensor]] = {
+    "add.Tensor": _sum,
+    "sub.Tensor": lambda self, other, *, alpha=1: _sum(self, other, alpha=-alpha),
+    "mul.Tensor": _product,
+    "div.Tensor": _quotient,
+    "dot": _dot,
+    "vdot": _dot,
+}
+"""By overload, for torch's dispatch key ``ZeroTensor``: zeros without memory, which forward-mode
+derivatives add up (``torch._efficientzerotensor``).
+
+Sums and products of them have kernels of their own, which find type and shape of a result on
+``meta``: zeros go there as one number that is expanded, in memory for so long. Source:
+aten/src/ATen/native/BinaryOps.cpp (maybe_add_maybe_sub, mul_zerotensor, div_zerotensor),
+native/cuda/Blas.cpp (dot_cuda), ATen/ZeroTensorFallback.cpp; seen with torch 2.11 and 2.15.
+"""

@@ -10,22 +10,15 @@ each pair of rows writes its part of a gradient, and ``sum_out`` adds them up), 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import accumulated
-from pytest_gpumem.simulated.operators.reductions import (
-    MOMENTS,
-    NORMS,
-    SUMS,
-    Over,
-    outputs_of,
-    reduce,
-    reduce_tensor,
-)
+from pytest_gpumem.simulated.operators.reductions import Over, outputs_of
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, borrow
 
 
@@ -34,22 +27,18 @@ def _as_complex(gpu: GPU, self: Tensor) -> Scratch:
     return Scratch(gpu, self.nbytes if self.is_complex() else 0)
 
 
-def _moments(outputs: int) -> Callable[..., Scratch | None]:
-    """Return the part of a rule that computes ``outputs`` numbers of each part by itself."""
-
-    def before(gpu: GPU, self: Tensor, dim: Over = None) -> Scratch | None:
-        if not self.is_complex():
-            return None
-        scratch = Scratch(gpu)
-        real = self.dtype.to_real()
-        strides = tuple([2 * stride for stride in self.stride()])
-        kept = outputs_of(self, dim) * real.itemsize
-        for _ in ("real", "imaginary"):
-            scratch.take(*[kept] * outputs)
-            reduce(gpu, tuple(self.shape), strides, real, dim, MOMENTS)
-        return scratch
-
-    return before
+def _moments(outputs: int, gpu: GPU, self: Tensor, dim: Over = None) -> Scratch | None:
+    """Compute ``outputs`` numbers of real and imaginary parts, each by itself."""
+    if not self.is_complex():
+        return None
+    scratch = Scratch(gpu)
+    real = self.dtype.to_real()
+    strides = tuple([2 * stride for stride in self.stride()])
+    kept = outputs_of(self, dim) * real.itemsize
+    for _ in ("real", "imaginary"):
+        scratch.take(*[kept] * outputs)
+        reductions.reduce(gpu, tuple(self.shape), strides, real, dim, reductions.MOMENTS)
+    return scratch
 
 
 def _real_moments(
@@ -57,7 +46,7 @@ def _real_moments(
 ) -> None:
     if not self.is_complex():
         first = result if isinstance(result, Tensor) else result[0]
-        reduce_tensor(gpu, self, dim, MOMENTS, first.dtype)
+        reductions.reduce_tensor(gpu, self, dim, reductions.MOMENTS, first.dtype)
 
 
 def _base(gpu: GPU, self: Tensor | complex, exponent: Tensor | complex) -> Scratch | None:
@@ -76,10 +65,9 @@ def _number(gpu: GPU, self: Tensor | complex) -> None:
 
 def _parts(gpu: GPU, shape: tuple[int, int, int, int], like: Tensor) -> None:
     """Allocate and free (batch, others, rows, columns), and the memory of summing over others."""
-    parts = Scratch(gpu, math.prod(shape) * like.element_size())
     strides = math.prod(shape[1:]), math.prod(shape[2:]), shape[3], 1
-    reduce(gpu, shape, strides, like.dtype, 1, SUMS)
-    parts.free()
+    with Scratch(gpu, math.prod(shape) * like.element_size()):
+        reductions.reduce(gpu, shape, strides, like.dtype, 1, reductions.SUMS)
 
 
 _ZERO_NORMS = (2, 15)
@@ -118,7 +106,7 @@ def _norm(
     if self.is_complex() and ord != 0 and p != 0 and are_single:
         borrow(gpu, self.nbytes)
     else:
-        reduce_tensor(gpu, self, dim, NORMS, result.dtype)
+        reductions.reduce_tensor(gpu, self, dim, reductions.NORMS, result.dtype)
 
 
 RULES = {
@@ -126,8 +114,8 @@ RULES = {
     "abs": Rule(after=_as_complex),
     "angle": Rule(before=_as_complex),
     "pow": Rule(before=_base, after=_number),
-    "var std": Rule(before=_moments(1), after=_real_moments),
-    "var_mean std_mean": Rule(before=_moments(2), after=_real_moments),
+    "var std": Rule(before=partial(_moments, 1), after=_real_moments),
+    "var_mean std_mean": Rule(before=partial(_moments, 2), after=_real_moments),
     "_cdist_backward": Rule(after=_cdist_backward),
     "_pdist_backward": Rule(after=_pdist_backward),
     "linalg_vector_norm norm": Rule(after=_norm),

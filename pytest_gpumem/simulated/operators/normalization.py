@@ -58,10 +58,7 @@ def rms_norm(
     ):
         fused = _aten._fused_rms_norm(input, normalized_shape, weight, eps)
         return first_of(fused)  # type: ignore[no-any-return]  # an operator
-    return _rms_norm(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]  # an operator
-
-
-_rms_norm = torch.ops.aten.rms_norm.default.decompose
+    return _aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]  # an operator
 
 
 # Layer norm and root mean square norm.
@@ -78,10 +75,6 @@ def _sums_by_blocks(gpu: GPU, rows: int, columns: int) -> bool:
     )
 
 
-def _blocks(rows: int, columns: int) -> int:
-    return min(_LARGEST_GRID // -(-columns // _WARP), -(-rows // _WARP))
-
-
 def _layer_norm_gradients(
     gpu: GPU, grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int], result: Gradients
 ) -> Iterator[Tensor]:
@@ -91,19 +84,18 @@ def _layer_norm_gradients(
     if not given or not _sums_by_blocks(gpu, rows, columns):
         yield from (tensor for tensor in result if tensor is not None)
         return
-    adopt = gpu.simulation.storages.track
     scratch = Scratch(gpu)
     if grad_input is not None:
-        adopt(grad_input, gpu)
+        yield grad_input
     first = [scratch.take(tensor.nbytes) for tensor in given]
     if not grad_out.is_contiguous():
         scratch.take(grad_out.nbytes)
-    blocks = _blocks(rows, columns)
+    blocks = min(_LARGEST_GRID // -(-columns // _WARP), -(-rows // _WARP))
     for _ in given:
         scratch.take(blocks * columns * input.element_size())
     for tensor, earlier in zip(given, first, strict=True):
         # The sum of the partial results takes the place of the memory allocated for it.
-        adopt(tensor, gpu)
+        yield tensor
         shape = blocks, columns
         reductions.reduce(gpu, shape, (columns, 1), input.dtype, 0, reductions.SUMS)
         scratch.drop(earlier)

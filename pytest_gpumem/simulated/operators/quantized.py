@@ -9,6 +9,7 @@ or say it in other words; the words here are those of 2.15 on the dry device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,37 +38,25 @@ def refuse(gpu: GPU, operator: str, capabilities: str) -> None:
     )
 
 
-def _scaled_mm(
-    gpu: GPU, self: Tensor, mat2: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
-) -> None:
-    _refuse_scaled(gpu, self, mat2, bias, out_dtype, RuntimeError)
-
-
-def _scaled_mm_v2(
-    gpu: GPU, self: Tensor, mat2: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
-) -> None:
-    _refuse_scaled(gpu, self, mat2, bias, out_dtype, ValueError)
-
-
 def _refuse_scaled(
+    error: type[Exception],
     gpu: GPU,
-    mat1: Tensor,
+    self: Tensor,
     mat2: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
-    error: type[Exception],
 ) -> None:
     capability = gpu.model.compute_capability
     if capability < (8, 9):
         refuse(gpu, "_scaled_mm", ">= 9.0 or 8.9")
-    if not mat1.dim() == mat2.dim() == 2:
-        raise error(f"both matrices have two dims, got {mat1.dim()} and {mat2.dim()}")
-    for fault in _faults_of_scaled(mat1, mat2, bias, out_dtype or mat1.dtype):
+    if not self.dim() == mat2.dim() == 2:
+        raise error(f"both matrices have two dims, got {self.dim()} and {mat2.dim()}")
+    for fault in _faults_of_scaled(self, mat2, bias, out_dtype or self.dtype):
         raise error(fault)
-    if mat1.dtype is mat2.dtype is torch.float8_e5m2:
+    if self.dtype is mat2.dtype is torch.float8_e5m2:
         raise ValueError("Multiplication of two Float8_e5m2 matrices is not supported")
-    is_read = capability >= (10, 0) or not (mat1.numel() and mat2.numel())
-    if not is_read and (mat1.stride(1) != 1 or mat2.stride(0) != 1):
+    is_read = capability >= (10, 0) or not (self.numel() and mat2.numel())
+    if not is_read and (self.stride(1) != 1 or mat2.stride(0) != 1):
         raise RuntimeError(
             "Only multiplication of row-major and column-major matrices is supported by cuBLASLt"
         )
@@ -115,16 +104,11 @@ def _scaled(gpu: GPU, result: Tensor, self: Tensor, scale_a: Tensor, scale_b: Te
 
 def _scaled_v2(gpu: GPU, result: Tensor, self: Tensor, recipe_a: Sequence[int]) -> None:
     # Two scales of a matrix: those of whole matrices are multiplied before.
-    factor = Scratch(gpu, *[4] * (len(recipe_a) - 1))
-    _multiply(gpu, result, self, by_row=list(recipe_a) == [_ROWWISE])
-    factor.free()
+    with Scratch(gpu, *[4] * (len(recipe_a) - 1)):
+        _multiply(gpu, result, self, by_row=list(recipe_a) == [_ROWWISE])
 
 
-def _scaled_addmm(gpu: GPU, result: Tensor, mat1: Tensor) -> None:
-    _multiply(gpu, result, mat1, by_row=False)
-
-
-def _multiply(gpu: GPU, result: Tensor, mat1: Tensor, *, by_row: bool) -> None:
+def _multiply(gpu: GPU, result: Tensor, mat1: Tensor, *, by_row: bool = False) -> None:
     """By cuBLASLt, or where that has no kernel for scales of rows, by CUTLASS."""
     if not result.numel() or not mat1.numel():
         return
@@ -177,9 +161,9 @@ def _weight_int8pack_mm(gpu: GPU, self: Tensor, mat2: Tensor, scales: Tensor) ->
 
 
 RULES = {
-    "_scaled_mm": Rule(before=_scaled_mm, after=_scaled),
-    "_scaled_mm_v2": Rule(before=_scaled_mm_v2, after=_scaled_v2),
-    "_scaled_addmm": Rule(after=_scaled_addmm),
+    "_scaled_mm": Rule(before=partial(_refuse_scaled, RuntimeError), after=_scaled),
+    "_scaled_mm_v2": Rule(before=partial(_refuse_scaled, ValueError), after=_scaled_v2),
+    "_scaled_addmm": Rule(after=lambda gpu, result, mat1: _multiply(gpu, result, mat1)),
     "_int_mm": Rule(before=_int_mm),
     "_weight_int8pack_mm": Rule(before=_weight_int8pack_mm),
 }

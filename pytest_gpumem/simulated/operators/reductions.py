@@ -23,7 +23,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -264,18 +265,6 @@ def outputs_of(tensor: Tensor, dims: Over) -> int:
     return math.prod(size for dim, size in enumerate(tensor.shape) if dim not in reduced)
 
 
-def _over(accumulator: Accumulator) -> Rule:
-    """Return a rule for an operator that reads its input as it is."""
-
-    def after(
-        gpu: GPU, self: Tensor, result: Tensor | tuple[Tensor, ...], dim: Over = None
-    ) -> None:
-        first = result if isinstance(result, Tensor) else result[0]
-        reduce_tensor(gpu, self, dim, accumulator, first.dtype)
-
-    return Rule(after=after)
-
-
 def reduce_tensor(
     gpu: GPU, tensor: Tensor, dims: Over, kind: Accumulator, result: torch.dtype | None = None
 ) -> None:
@@ -292,9 +281,8 @@ def _sum(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:
 
 
 def _converted_sum(gpu: GPU, self: Tensor, result: Tensor, dim: Over) -> None:
-    converted = Scratch(gpu, self.numel() * result.element_size())
-    reduce(gpu, tuple(self.shape), self.stride(), result.dtype, dim, SUMS)
-    converted.free()
+    with Scratch(gpu, self.numel() * result.element_size()):
+        reduce(gpu, tuple(self.shape), self.stride(), result.dtype, dim, SUMS)
 
 
 def _position(gpu: GPU, self: Tensor, dim: int | None, result: Tensor) -> None:
@@ -303,31 +291,25 @@ def _position(gpu: GPU, self: Tensor, dim: int | None, result: Tensor) -> None:
         return
     row = self.reshape(-1)
     is_copied = storage_key(row) != storage_key(self)
-    copy = Scratch(gpu, self.nbytes if is_copied else 0)
-    reduce_tensor(gpu, row, 0, VALUE_AND_INDEX, result.dtype)
-    copy.free()
+    with Scratch(gpu, self.nbytes if is_copied else 0):
+        reduce_tensor(gpu, row, 0, VALUE_AND_INDEX, result.dtype)
 
 
-def _of_all_or_along(whole: Accumulator, along: Accumulator) -> Rule:
-    """Return a rule for an operator whose kernel for all elements reads a row (max_all)."""
-
-    def after(
-        gpu: GPU, self: Tensor, result: Tensor | tuple[Tensor, Tensor], dim: Over = None
-    ) -> None:
-        if dim is not None:
-            first = result if isinstance(result, Tensor) else result[0]
-            reduce_tensor(gpu, self, dim, along, first.dtype)
-            return
-        copy = Scratch(gpu, *copied(self))
+def _of_all_or_along(
+    whole: Accumulator, along: Accumulator, gpu: GPU, self: Tensor, result: Any, dim: Over = None
+) -> None:
+    """The kernel for all elements reads a row (max_all)."""
+    if dim is not None:
+        first = result if isinstance(result, Tensor) else result[0]
+        reduce_tensor(gpu, self, dim, along, first.dtype)
+        return
+    with Scratch(gpu, *copied(self)):
         reduce(gpu, (self.numel(),), (1,), self.dtype, 0, whole)
-        copy.free()
-
-    return Rule(after=after)
 
 
 def _truth(gpu: GPU, self: Tensor, result: Tensor, dim: Over = None) -> None:
     if self.numel() == 1 and self.dtype != torch.bool:
-        Scratch(gpu, 1).free()  # allany_impl: result.copy_(self.view_as(result).to(kBool))
+        borrow(gpu, 1)  # allany_impl: result.copy_(self.view_as(result).to(kBool))
     else:
         reduce_tensor(gpu, self, dim, _TRUTH, result.dtype)
 
@@ -343,9 +325,8 @@ _FAST_ORDERS = frozenset({1, 2, math.inf})
 
 
 def _is_one_launch(tensors: Sequence[Tensor]) -> bool:
-    first = tensors[0] if tensors else None
-    return first is not None and all(
-        tensor.dtype == first.dtype and tensor.device == first.device and is_dense(tensor)
+    return bool(tensors) and all(
+        (tensor.dtype, tensor.device) == (tensors[0].dtype, tensors[0].device) and is_dense(tensor)
         for tensor in tensors
     )
 
@@ -394,18 +375,19 @@ def _after_max(gpu: GPU, self: Sequence[Tensor]) -> None:
 
 def _sums_of_rows(gpu: GPU, self: Tensor) -> None:
     """_s_dirichlet_cuda (Distributions.cpp): numbers are divided by the sums of their rows."""
-    sums = Scratch(gpu, self.nbytes // max(self.shape[-1], 1))
-    reduce_tensor(gpu, self, (-1,), SUMS)
-    sums.free()
+    with Scratch(gpu, self.nbytes // max(self.shape[-1], 1)):
+        reduce_tensor(gpu, self, (-1,), SUMS)
 
 
 RULES = {
     "_sample_dirichlet": Rule(after=_sums_of_rows),
     "sum nansum mean prod": Rule(after=_sum),
     "argmax argmin": Rule(after=_position),
-    "max min": _of_all_or_along(VALUES, VALUE_AND_INDEX),
-    "amax amin": _over(VALUES),
-    "aminmax": _of_all_or_along(TWO_VALUES, TWO_VALUES),
+    "max min": Rule(after=partial(_of_all_or_along, VALUES, VALUE_AND_INDEX)),
+    "amax amin": Rule(
+        after=lambda gpu, self, dim, result: reduce_tensor(gpu, self, dim, VALUES, result.dtype)
+    ),
+    "aminmax": Rule(after=partial(_of_all_or_along, TWO_VALUES, TWO_VALUES)),
     "any all": Rule(after=_truth),
     # (self != 0).sum(dim), but of truth, which is summed as it is
     "count_nonzero": Rule(

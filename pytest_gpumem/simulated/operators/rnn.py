@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.cpu_kernels import recurrent
 from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.operators import cudnn_rnn
 from pytest_gpumem.simulated.operators.rules import Composite, Scratch, is_traced
 
@@ -103,28 +104,24 @@ def flat_copies(
     return buffer, [view.copy_(weight) for view, weight in zip(views, weights, strict=True)]
 
 
-def _layer(name: str, overload: Any) -> Composite:
-    """Return the composite of padded sequences, or of packed ones, which have batch sizes."""
+def _layer(name: str, overload: Any, gpu: GPU, *args: Any) -> Any:
+    """Run a layer on padded sequences, or on packed ones, which have batch sizes."""
     is_packed = overload._overloadname == "data"
-
-    def layer(gpu: GPU, *args: Any) -> Any:
-        input, *rest = args
-        batch_sizes = rest.pop(0) if is_packed else None
-        hx, params, *shape = rest
-        if is_packed:
-            shape.append(False)
-        # cudnn_is_acceptable since 2.11 accepts a type that its Python namesake does not: bfloat16
-        # parameters are never made one buffer, and each call copies them into one.
-        also = gpu.version >= (2, 11)
-        if is_acceptable(input, {*_DTYPES, torch.bfloat16} if also else _DTYPES):
-            lengths = [] if batch_sizes is None else batch_sizes.tolist()
-            return _run(gpu, name, input, hx, params, shape, lengths)
-        has_cell = not is_packed and name in ("lstm", "gru")
-        if has_cell and input.is_cuda and not is_traced(input):
-            return run_in_steps(gpu, name, input, hx, params, shape)
-        return overload.decompose(*args)
-
-    return layer
+    input, *rest = args
+    batch_sizes = rest.pop(0) if is_packed else None
+    hx, params, *shape = rest
+    if is_packed:
+        shape.append(False)
+    # cudnn_is_acceptable since 2.11 accepts a type that its Python namesake does not: bfloat16
+    # parameters are never made one buffer, and each call copies them into one.
+    also = gpu.version >= (2, 11)
+    if is_acceptable(input, {*_DTYPES, torch.bfloat16} if also else _DTYPES):
+        lengths = [] if batch_sizes is None else batch_sizes.tolist()
+        return _run(gpu, name, input, hx, params, shape, lengths)
+    has_cell = not is_packed and name in ("lstm", "gru")
+    if has_cell and input.is_cuda and not is_traced(input):
+        return run_in_steps(gpu, name, input, hx, params, shape)
+    return overload.decompose(*args)
 
 
 def _run(
@@ -180,9 +177,8 @@ def _forward(
     workspace = _workspace(gpu, call)
     reserve = input.new_empty(cudnn_rnn.reserve_bytes(call) if train else 0, dtype=torch.uint8)
     if train:
-        nbytes = gpu.allocator.block(
-            gpu.simulation.storages.by_key[reserve.untyped_storage()._cdata].address
-        )
+        address = gpu.simulation.storages.by_key[storage_key(reserve)].address
+        nbytes = gpu.allocator.block(address)
         gpu.estimates.hold(reserve, nbytes, f"cuDNN's reserve for {call.name}")
     workspace.free()
     if batch_first and not batch_sizes:
@@ -233,10 +229,8 @@ def _backward(
         states.append(torch.zeros_like(cx) if grad_cy is None else grad_cy)
     by_time = input.transpose(0, 1) if transposed else input
     call = _recurrent(by_time, settings)
-    kept = [
-        by_time.contiguous(),
-        (grad_output.transpose(0, 1) if transposed else grad_output).contiguous(),
-    ]
+    gradient = grad_output.transpose(0, 1) if transposed else grad_output
+    kept = [by_time.contiguous(), gradient.contiguous()]
     dx = input.new_empty(by_time.shape)
     kept += [state.contiguous() for state in states]
     dhx = torch.empty_like(hx)
@@ -247,13 +241,12 @@ def _backward(
     if output_mask[3]:
         copied = by_time.contiguous()
         buffer = torch.zeros_like(weight_buf)
-        workspace = _workspace(gpu, call)
-        if weight_stride0 in _WITHOUT_BIASES:
-            # cuDNN's layers have biases all the same: the part of the weights is copied.
-            grads = [torch.empty_like(one) for one in weight]
-        else:
-            grads = _views(buffer, weight)
-        workspace.free()
+        with _workspace(gpu, call):
+            if weight_stride0 in _WITHOUT_BIASES:
+                # cuDNN's layers have biases all the same: the part of the weights is copied.
+                grads = [torch.empty_like(one) for one in weight]
+            else:
+                grads = _views(buffer, weight)
         del copied, buffer
     return dx.transpose(0, 1) if transposed else dx, dhx, dcx, grads
 
@@ -427,7 +420,7 @@ def run_in_steps(
 
 ABOVE_AUTOGRAD: dict[str, Composite] = {
     **{
-        f"aten.{name}.{overload}": _layer(name, getattr(getattr(_aten, name), overload))
+        f"aten.{name}.{overload}": partial(_layer, name, getattr(getattr(_aten, name), overload))
         for name in _MODES
         for overload in ("input", "data")
     },

@@ -94,7 +94,7 @@ class Scratch:
     """Temporaries of one operator call; :meth:`free` gives back the newest first, as C++ does.
 
     The first ones, of ``sizes`` bytes, are taken at once. As in C++ they live no longer than the
-    function that has them, also where it ends with an error.
+    block or function that has them, also where it ends with an error.
     """
 
     def __init__(self, gpu: GpuState, *sizes: int) -> None:
@@ -131,22 +131,21 @@ class Scratch:
         self._gpu.estimates.taken(self._estimated[address], f"{library}'s workspace for {what}")
         return address
 
-    def borrow(self, nbytes: int) -> None:
-        """Allocate ``nbytes`` and free them."""
-        self.drop(self.take(nbytes))
-
     def drop(self, *addresses: int) -> None:
         """Free temporaries early, in this order."""
         for address in filter(None, addresses):
             self._addresses.remove(address)
             self._give_back(address)
 
-    def free(self) -> None:
+    def free(self, *error: object) -> None:
         """Free the rest, newest first."""
         while self._addresses:
             self._give_back(self._addresses.pop())
 
-    __del__ = free
+    def __enter__(self) -> Scratch:
+        return self
+
+    __exit__ = __del__ = free
 
     def _give_back(self, address: int) -> None:
         self._gpu.allocator.free(address)
@@ -162,7 +161,7 @@ def borrow(gpu: GpuState, *sizes: int) -> None:
 
 
 def copies_of(*names: str, like: str | None = None) -> Callable[..., Scratch]:
-    """Return a part of a rule that takes copies of the arguments ``names``.
+    """Return a part of a rule that takes copies of the arguments ``names``, or of ``result``.
 
     They are copied where they are not contiguous, or laid out as the argument ``like`` suggests.
     """
@@ -170,11 +169,8 @@ def copies_of(*names: str, like: str | None = None) -> Callable[..., Scratch]:
     given = (*names, like) if like and like not in names else names
 
     def take(gpu: GPU, *tensors: Tensor) -> Scratch:
-        read = tensors[: len(names)]
-        if like is None:
-            return Scratch(gpu, *copied(*read))
-        wanted = suggested_format(tensors[given.index(like)])
-        return Scratch(gpu, *copied(*read, memory_format=wanted))
+        wanted = suggested_format(tensors[given.index(like)]) if like else torch.contiguous_format
+        return Scratch(gpu, *copied(*tensors[: len(names)], memory_format=wanted))
 
     kind = inspect.Parameter.POSITIONAL_ONLY
     parameters = [inspect.Parameter(name, kind) for name in ("gpu", *given)]

@@ -68,17 +68,8 @@ def _solve_triangular(gpu: GPU, A: Tensor, solved: Tensor, *, by_columns: bool =
     given = _expanded(A, solved)
     is_conjugate = by_columns and given.is_conj() and is_by_columns(given)
     is_ready = (is_by_columns(given) or given.is_contiguous()) and not is_conjugate
-    copy = Scratch(gpu, 0 if is_ready else given.nbytes)
-    triangles(gpu, given, solved)
-    copy.free()
-
-
-def _triangular(gpu: GPU, self: Tensor, result: Tensor) -> None:
-    _solve_triangular(gpu, self, result, by_columns=False)
-
-
-def _triangular_with_copy(gpu: GPU, result: tuple[Tensor, Tensor]) -> None:
-    triangles(gpu, result[1], result[0])
+    with Scratch(gpu, 0 if is_ready else given.nbytes):
+        triangles(gpu, given, solved)
 
 
 # With the factors of LU.
@@ -103,7 +94,7 @@ def _by_factors(
         return
     solved = result if left else result.mT
     transposed = adjoint == left
-    copy = Scratch(gpu, 0 if is_by_columns(LU) else LU.nbytes)
+    scratch = Scratch(gpu, 0 if is_by_columns(LU) else LU.nbytes)
     rows, sides = LU.shape[-1], solved.shape[-1]
     if rows <= 64:
         few, for_cusolver = 8, sides <= 64 or transposed or rows <= 32
@@ -121,10 +112,8 @@ def _by_factors(
         # maybe_expand_lu, maybe_expand_pivots
         is_given = count_of(LU) == count_of(solved)
         every = count_of(solved) * rows
-        expanded = Scratch(gpu, *[] if is_given else [every * rows * LU.itemsize, every * CODE])
+        scratch.take(*[] if is_given else [every * rows * LU.itemsize, every * CODE])
         solve(gpu, LU.new_empty((*solved.shape[:-2], rows, rows), device="meta"), solved)
-        expanded.free()
-    copy.free()
 
 
 def _by_triangles(gpu: GPU, LU: Tensor, solved: Tensor, *, transposed: bool) -> None:
@@ -139,7 +128,6 @@ def _by_triangles(gpu: GPU, LU: Tensor, solved: Tensor, *, transposed: bool) -> 
         triangles(gpu, LU, solved)
     if transposed:
         scratch.take(solved.nbytes)
-    scratch.free()
 
 
 _BY_COLUMNS = (2, 11)
@@ -154,11 +142,10 @@ def _is_turned(gpu: GPU, A: Tensor) -> bool:
 def _inverted(gpu: GPU, A: Tensor) -> None:
     if not A.numel():
         return
-    scratch = Scratch(gpu, A.nbytes, count_of(A) * A.shape[-1] * CODE)
-    factorize(gpu, A, "linalg_inv_ex")
-    made = A.new_empty(A.mT.shape, device="meta").mT
-    _by_factors(gpu, made, made, adjoint=_is_turned(gpu, A))
-    scratch.free()
+    with Scratch(gpu, A.nbytes, count_of(A) * A.shape[-1] * CODE):
+        factorize(gpu, A, "linalg_inv_ex")
+        made = A.new_empty(A.mT.shape, device="meta").mT
+        _by_factors(gpu, made, made, adjoint=_is_turned(gpu, A))
 
 
 def _solved(gpu: GPU, A: Tensor, B: Tensor, left: bool) -> None:
@@ -167,10 +154,9 @@ def _solved(gpu: GPU, A: Tensor, B: Tensor, left: bool) -> None:
     batch = torch.broadcast_shapes(A.shape[:-2], sides.shape[:-2])
     solution = sides.new_empty((*batch, *sides.shape[-2:]), device="meta")
     # Vectors are copied into matrices of one column.
-    copy = Scratch(gpu, solution.nbytes if sides is not B else 0)
     factors = A.new_empty(A.mT.shape, device="meta").mT
-    _by_factors(gpu, factors, solution, left=left, adjoint=_is_turned(gpu, A))
-    copy.free()
+    with Scratch(gpu, solution.nbytes if sides is not B else 0):
+        _by_factors(gpu, factors, solution, left=left, adjoint=_is_turned(gpu, A))
 
 
 # With a Cholesky factor.
@@ -188,9 +174,8 @@ def _by_root(gpu: GPU, A: Tensor, solved: Tensor, *, upper: bool) -> None:
     if count_of(solved) == 1:
         borrow(gpu, CODE, given.nbytes)
     elif gpu.version < _BY_TRIANGLES:
-        copy = Scratch(gpu, given.nbytes)
-        gpu.workspaces.gemm(gpu.stream)
-        copy.free()
+        with Scratch(gpu, given.nbytes):
+            gpu.workspaces.gemm(gpu.stream)
     else:
         lower = given.mH if upper else given
         _solve_triangular(gpu, lower, solved)
@@ -200,15 +185,14 @@ def _by_root(gpu: GPU, A: Tensor, solved: Tensor, *, upper: bool) -> None:
 def _cholesky_inverted(gpu: GPU, self: Tensor, upper: bool) -> None:
     """The solution for ones, with a copy of the factor, which up to 2.11 is the only one."""
     leave_out(gpu, "cholesky_inverse")
-    scratch = Scratch(gpu, self.nbytes)
-    if gpu.version >= _BY_TRIANGLES:
-        copy = self.new_empty(self.mT.shape, device="meta").mT
-        _by_root(gpu, copy, copy, upper=upper)
-    elif count_of(self) == 1:
-        borrow(gpu, CODE)
-    else:
-        gpu.workspaces.gemm(gpu.stream)
-    scratch.free()
+    with Scratch(gpu, self.nbytes):
+        if gpu.version >= _BY_TRIANGLES:
+            copy = self.new_empty(self.mT.shape, device="meta").mT
+            _by_root(gpu, copy, copy, upper=upper)
+        elif count_of(self) == 1:
+            borrow(gpu, CODE)
+        else:
+            gpu.workspaces.gemm(gpu.stream)
 
 
 def _cholesky_solved(gpu: GPU, input2: Tensor, upper: bool, result: Tensor) -> Iterator[Tensor]:
@@ -218,10 +202,9 @@ def _cholesky_solved(gpu: GPU, input2: Tensor, upper: bool, result: Tensor) -> I
         yield result
         _by_root(gpu, input2, result, upper=upper)
         return
-    code = Scratch(gpu, CODE)
-    yield result
-    borrow(gpu, _expanded(input2, result).nbytes)
-    code.free()
+    with Scratch(gpu, CODE):
+        yield result
+        borrow(gpu, _expanded(input2, result).nbytes)
 
 
 def _symmetric(gpu: GPU, LD: Tensor, pivots: Tensor, result: Tensor) -> None:
@@ -282,9 +265,8 @@ def _least_squares(gpu: GPU, self: Tensor, b: Tensor, result: _Fit) -> Iterator[
         given = self.new_empty(self.mT.shape, device="meta").mT
         if columns <= rows <= 256 and count_of(made) >= max(2, rows // 16):
             every = _expanded(given, made)
-            copies = Scratch(gpu, every.nbytes)
-            pointers(gpu, every, made)
-            copies.free()
+            with Scratch(gpu, every.nbytes):
+                pointers(gpu, every, made)
         else:
             _by_reflections(gpu, given, made)
     if self.is_complex():
@@ -311,24 +293,23 @@ def _by_reflections(gpu: GPU, A: Tensor, made: Tensor) -> None:
     copied_scales = count_of(made) * scales.shape[-1] * A.element_size() if is_copied else 0
     if is_tall:
         scratch.take(copied_scales)
-        scratch.borrow(CODE)
+        borrow(gpu, CODE)
         triangles(gpu, every, made)
     else:
         triangles(gpu, every, made)
         scratch.take(copied_scales)
-        scratch.borrow(CODE)
-    scratch.free()
+        borrow(gpu, CODE)
 
 
 # Determinants.
 
 
-def _swaps(scratch: Scratch, count: int, rows: int) -> int:
+def _swaps(gpu: GPU, scratch: Scratch, count: int, rows: int) -> int:
     """Take the number of rows that pivots have moved; returns its address."""
     places = scratch.take(rows * CODE)
     moved = scratch.take(count * rows)
     sums = scratch.take(count * INDEX_BYTES)
-    scratch.borrow(count * rows * INDEX_BYTES)
+    borrow(gpu, count * rows * INDEX_BYTES)
     scratch.drop(moved, places)
     return sums
 
@@ -339,8 +320,7 @@ def _determined(gpu: GPU, A: Tensor) -> None:
     scratch = Scratch(gpu, count * CODE)
     factorize(gpu, A, "linalg_det")
     scratch.take(count * A.element_size())
-    scratch.drop(_swaps(scratch, count, rows))
-    scratch.free()
+    scratch.drop(_swaps(gpu, scratch, count, rows))
 
 
 def _sign_and_logarithm(gpu: GPU, A: Tensor) -> None:
@@ -348,13 +328,12 @@ def _sign_and_logarithm(gpu: GPU, A: Tensor) -> None:
     count, rows, size = count_of(A), A.shape[-1], A.element_size()
     scratch = Scratch(gpu, count * CODE)
     factorize(gpu, A, "linalg_slogdet")
-    sums = _swaps(scratch, count, rows)
+    sums = _swaps(gpu, scratch, count, rows)
     borrow(gpu, count * rows * size, count * size)
     scratch.drop(sums)
     # Of complex numbers the real parts are taken behind.
     diagonal = count * rows * size
     borrow(gpu, *[diagonal // 2, diagonal] if A.is_complex() else [diagonal])
-    scratch.free()
 
 
 RULES = {
@@ -367,6 +346,9 @@ RULES = {
     "linalg_ldl_solve": Rule(after=_symmetric),
     "linalg_lstsq": Rule(shapes=_fit, outputs=_least_squares),
     "linalg_lu_solve": Rule(after=_lu_solved),
-    "linalg_solve_triangular": Rule(after=_triangular),
-    "triangular_solve": Rule(after=_triangular_with_copy),
+    "linalg_solve_triangular": Rule(
+        after=lambda gpu, self, result: _solve_triangular(gpu, self, result, by_columns=False)
+    ),
+    # the solution and a copy of the triangle
+    "triangular_solve": Rule(after=lambda gpu, result: triangles(gpu, result[1], result[0])),
 }

@@ -60,14 +60,6 @@ def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int
     _sort_contiguous(gpu, tensor.numel(), length, tensor.element_size())
 
 
-def sort_row(gpu: GPU, elements: int, element_bytes: int) -> None:
-    """Allocate and free the memory of sorting a contiguous row into given results."""
-    if elements <= _SORTED_IN_SHARED_MEMORY:
-        borrow(gpu, elements * INDEX_BYTES)
-    else:
-        _sort_contiguous(gpu, elements, elements, element_bytes)
-
-
 def _with_last(tensor: Tensor, dim: int) -> tuple[int, ...]:
     """infer_dense_strides_dim_last: ``dim`` innermost, the others in their order of stride."""
     order = sorted(
@@ -98,17 +90,17 @@ def _sort_batch(gpu: GPU, elements: int, length: int, element_bytes: int) -> Non
         own.take(length * INDEX_BYTES)
         storage = cub.radix_sort_pairs_bytes(length, *pair, capability, sms)
         for _ in range(slices):
-            own.borrow(storage)
+            borrow(gpu, storage)
     elif slices < _SLICES_SORTED_AT_ONCE:
         own.take(elements * INDEX_BYTES, elements * INDEX_BYTES)
         keys = own.take(elements * element_bytes)
-        own.borrow(cub.radix_sort_pairs_bytes(elements, *pair, capability, sms))
+        borrow(gpu, cub.radix_sort_pairs_bytes(elements, *pair, capability, sms))
         own.drop(keys)
         bits = max(1, math.ceil(math.log2(slices)))
-        own.borrow(cub.radix_sort_pairs_bytes(elements, 8, 0, bits, capability))
+        borrow(gpu, cub.radix_sort_pairs_bytes(elements, 8, 0, bits, capability))
     else:
         own.take(elements * INDEX_BYTES)
-        own.borrow(cub.segmented_sort_pairs_bytes(elements, element_bytes, INDEX_BYTES))
+        borrow(gpu, cub.segmented_sort_pairs_bytes(elements, element_bytes, INDEX_BYTES))
 
 
 # Top k.
@@ -143,7 +135,7 @@ def _topk(gpu: GPU, self: Tensor, k: int, dim: int, sorted: bool, result: _Pair)
     if sorted and k > _SORTED_IN_SHARED_MEMORY:
         scratch.take(indices.nbytes, values.nbytes)
         sort_slices(gpu, values, dim, values.stride())
-        scratch.borrow(indices.nbytes)
+        borrow(gpu, indices.nbytes)
 
 
 def _topk_of_many_blocks(gpu: GPU, slices: int, length: int, element_bytes: int) -> None:
@@ -160,7 +152,7 @@ def _topk_of_many_blocks(gpu: GPU, slices: int, length: int, element_bytes: int)
         scratch.take(slices * _RADIX_DIGITS * 4)
     scratch.take(blocks * 4, blocks * 4)
     for _ in range(2):
-        scratch.borrow(cub.sum_by_key_bytes(blocks, 4, model.compute_capability))
+        borrow(gpu, cub.sum_by_key_bytes(blocks, 4, model.compute_capability))
 
 
 # Median, mode, k-th value.
@@ -231,7 +223,7 @@ def _scan_one_row(gpu: GPU, scratch: Scratch, elements: int, result: Tensor) -> 
         carried = scratch.take(size) if first else 0
         count = min(elements - first, cub.LARGEST_SCAN)
         is_complex = result.is_complex()
-        scratch.borrow(cub.scan_bytes(count, size, gpu.version, is_complex=is_complex))
+        borrow(gpu, cub.scan_bytes(count, size, gpu.version, is_complex=is_complex))
         scratch.drop(carried)
 
 
@@ -307,15 +299,15 @@ def _check_weights(gpu: GPU, scratch: Scratch, weights: Tensor, rows: int) -> No
         scratch.take(1)
         scratch.drop(are_zero)
     scratch.drop(sums)
-    scratch.borrow(1)
+    borrow(gpu, 1)
 
 
 def _check(gpu: GPU, std: Tensor | float = 1.0) -> None:
     """``std.min().ge(0)``: no deviation is below zero."""
     if isinstance(std, Tensor) and std.numel():
-        least = Scratch(gpu, std.element_size())
-        reductions.reduce_tensor(gpu, std, None, reductions.VALUES)
-        least.borrow(1)
+        with Scratch(gpu, std.element_size()):
+            reductions.reduce_tensor(gpu, std, None, reductions.VALUES)
+            borrow(gpu, 1)
 
 
 def _normal(

@@ -18,6 +18,7 @@ torch/csrc/autograd/functions/accumulate_grad.h, of torch 2.6.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +37,6 @@ from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorEr
 _aten = torch.ops.aten
 _ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _ACCUMULATES = Operator.of(_aten.index_put_.default)
-_MEAN = 1
-"""The mode of a bag whose rows are averaged."""
 _MERGE_SORT_TILE = 256 * 8
 """Threads and 8-byte keys of each: cub/device/dispatch/dispatch_merge_sort.cuh."""
 
@@ -225,28 +224,13 @@ def _to_sparse(
             f"to_sparse at {user_line()} cannot run on a simulated GPU with dense dimensions, "
             "without any dimension or to a compressed layout"
         )
-    found = self.nonzero().t()
-    indices = found.clone()
-    del found
-    chosen = self[tuple(row.squeeze(0) for row in indices.chunk(dims, 0))]
-    values = chosen.clone()
-    del chosen
-    return _made(indices, values, self, coalesced=True)
+    return _aten._to_sparse.sparse_dim._op_dk(torch._C.DispatchKey.CPU, self, dims)  # type: ignore[no-any-return]  # an operator
 
 
 def _sparse_mask(self: Tensor, mask: Tensor) -> Tensor:
     if is_sparse(self):
         raise refusal("sparse_mask of a sparse tensor")
-    if self.shape != mask.shape:
-        raise RuntimeError(
-            "sparse_mask(): operands have incompatible sizes; self has size "
-            f"{list(self.shape)} but mask has size {list(mask.shape)}"
-        )
-    if not mask._nnz():
-        return copy_(_clone(mask), mask)
-    kept = mask._values()
-    ones = kept.new_ones(1).expand_as(kept)
-    return _mul(self, _made(mask._indices(), ones, mask))
+    return _aten.sparse_mask.default._op_dk(torch._C.DispatchKey.SparseCPU, self, mask)  # type: ignore[no-any-return]  # an operator
 
 
 def _mul(self: Tensor, other: Tensor) -> Tensor:
@@ -281,39 +265,8 @@ def refusal(what: str) -> UnsupportedOperatorError:
     return UnsupportedOperatorError(f"{what} at {user_line()} cannot run on a simulated GPU")
 
 
-def _bag_gradient(
-    grad: Tensor,
-    indices: Tensor,
-    offset2bag: Tensor,
-    bag_size: Tensor,
-    num_weights: int,
-    scale_grad_by_freq: bool,
-    mode: int,
-    per_sample_weights: Tensor | None,
-    padding_idx: int = -1,
-) -> Tensor:
-    """Return the gradient of ``EmbeddingBag(sparse=True)``: a row for each index."""
-    rows = grad.index_select(0, offset2bag)
-    if mode == _MEAN:
-        sizes = bag_size.to(rows.dtype)
-        inverted = torch.empty_like(sizes).fill_(1).div_(sizes)
-        shares = inverted.unsqueeze(1).index_select(0, offset2bag)
-        del inverted, sizes
-        rows *= shares
-        del shares
-    if per_sample_weights is not None:
-        rows.mul_(per_sample_weights.unsqueeze(1))
-    made: Tensor = _aten.embedding_sparse_backward(
-        rows, indices, num_weights, padding_idx, scale_grad_by_freq
-    )
-    return made
-
-
-def _refused(name: str) -> Composite:
-    def refuse() -> Tensor:
-        raise refusal(f"{name} of a sparse tensor")
-
-    return refuse
+def _refuse(name: str) -> Tensor:
+    raise refusal(f"{name} of a sparse tensor")
 
 
 def is_in_parts(name: str, args: Args) -> bool:
@@ -382,38 +335,11 @@ def _product(
     return torch.addmm(added, sparse, dense, beta=beta, alpha=alpha)
 
 
-def _mm(self: Tensor, mat2: Tensor) -> Tensor:
-    if is_sparse(self) and is_sparse(mat2):
-        both: Tensor = _aten._sparse_sparse_matmul(self, mat2)
-        return both
-    dense = mat2 if is_sparse(self) else self
-    zeros = dense.new_zeros((self.shape[-2], mat2.shape[-1]))
-    if is_sparse(self):
-        product: Tensor = _aten._sparse_addmm(zeros, self, mat2, beta=0, alpha=1)
-        return product
-    turned: Tensor = _aten._sparse_addmm(zeros.mT, mat2.mT, self.mT, beta=0, alpha=1)
-    return turned.mT
-
-
-def _mv(self: Tensor, vec: Tensor) -> Tensor:
-    return self.matmul(vec.unsqueeze(-1)).squeeze(-1)
-
-
 def _transposed(self: Tensor, dim0: int = 0, dim1: int = 1) -> Tensor:
     if self.dim() != 2 or self.sparse_dim() != 2:
         raise refusal("a transpose of a sparse tensor that is no matrix")
-    turned = self.clone()
-    if dim0 % 2 == dim1 % 2:
-        return turned
-    first, second = turned._indices().unbind(0)
-    kept = torch.zeros_like(first, memory_format=torch.contiguous_format)
-    kept.copy_(first)
-    first.copy_(second)
-    second.copy_(kept)
-    made: Tensor = _aten._sparse_coo_tensor_unsafe(
-        turned._indices(), turned._values(), (self.shape[1], self.shape[0])
-    )
-    return made._coalesced_(False)
+    explicit = torch._C.DispatchKey.CompositeExplicitAutograd
+    return _aten.transpose.int._op_dk(explicit, self, dim0, dim1)  # type: ignore[no-any-return]  # an operator
 
 
 PARTS: dict[str, Composite] = {
@@ -421,7 +347,10 @@ PARTS: dict[str, Composite] = {
     "aten.add_.Tensor": _add_,
     "aten.clone.default": _clone,
     "aten._coalesce.default": _coalesce,
-    "aten._embedding_bag_backward.default": _bag_gradient,
+    # Of a bag whose rows' gradients are sparse.
+    "aten._embedding_bag_backward.default": lambda *args: _aten._embedding_bag_sparse_backward(
+        *args[:5], *args[6:9], *args[10:]
+    ),
     "aten.div.Tensor": _div,
     "aten.div_.Tensor": lambda self, other: _become(self, _div(self, other)),
     "aten.mul.Tensor": _mul,
@@ -433,13 +362,13 @@ PARTS: dict[str, Composite] = {
     "aten._to_sparse.default": _to_sparse,
     "aten._to_sparse.sparse_dim": _to_sparse,
     # meta has kernels for these, which count no elements.
-    "aten.add.out": _refused("add(out=)"),
-    "aten.copy_sparse_to_sparse_.default": _refused("copy_sparse_to_sparse_"),
-    "aten.isinf.default": _refused("isinf"),
+    "aten.add.out": partial(_refuse, "add(out=)"),
+    "aten.copy_sparse_to_sparse_.default": partial(_refuse, "copy_sparse_to_sparse_"),
+    "aten.isinf.default": partial(_refuse, "isinf"),
     "aten._sparse_addmm.default": _addmm,
     "aten.addmm.default": _addmm,
-    "aten.mm.default": _mm,
-    "aten.mv.default": _mv,
+    "aten.mm.default": lambda self, mat2: _aten._sparse_mm(self, mat2),
+    "aten.mv.default": lambda self, vec: self.matmul(vec.unsqueeze(-1)).squeeze(-1),
 }
 """By overload, where an argument is sparse, or the result is."""
 

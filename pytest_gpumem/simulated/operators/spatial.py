@@ -24,25 +24,6 @@ from pytest_gpumem.simulated.operators.layout import INDEXABLE, copied, suggeste
 from pytest_gpumem.simulated.operators.rnn import is_acceptable
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, copies_of, is_traced
 
-_READING = {
-    copies_of("self", like="self"): "max_pool2d_with_indices avg_pool2d",
-    copies_of("grad_output", like="self"): "_adaptive_avg_pool2d_backward",
-    copies_of("self", "grad_output", like="self"): "avg_pool2d_backward",
-    copies_of("grad_output", "self", "indices", like="self"): "max_pool2d_with_indices_backward",
-    copies_of("self"): """
-        reflection_pad1d reflection_pad2d reflection_pad3d upsample_nearest1d
-        _upsample_nearest_exact1d avg_pool3d
-    """,
-    copies_of("grad_output"): """
-        reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
-        upsample_bicubic2d_backward _upsample_bicubic2d_aa_backward upsample_nearest1d_backward
-        _upsample_nearest_exact1d_backward upsample_nearest3d_backward
-        _upsample_nearest_exact3d_backward upsample_linear1d_backward
-        _upsample_bilinear2d_aa_backward adaptive_max_pool3d_backward
-    """,
-}
-"""Operators by the copies that their kernels read."""
-
 
 def _into_columns(gpu: GPU, self: Tensor, result: Tensor) -> Iterator[Tensor]:
     """im2col_cuda and col2im_cuda: a result as large as the input, which is then resized.
@@ -53,10 +34,9 @@ def _into_columns(gpu: GPU, self: Tensor, result: Tensor) -> Iterator[Tensor]:
     if result.nbytes < self.nbytes:
         result.untyped_storage().resize_(self.nbytes)
         yield result
-    copies = Scratch(gpu, *copied(self))
-    yield result
-    first.free()
-    copies.free()
+    with Scratch(gpu, *copied(self)):
+        yield result
+        first.free()
 
 
 _CHANNELS = 4
@@ -73,11 +53,11 @@ def _reads_channels_last(read: Tensor, written: Tensor, fewest: int) -> bool:
     )
 
 
-def _resized(gpu: GPU, read: Tensor, written: Tensor) -> Scratch:
+def _resized(gpu: GPU, self: Tensor, result: Tensor) -> Scratch:
     """One kernel reads channels last; the other one's contiguous result may be copied, too."""
-    if _reads_channels_last(read, written, _CHANNELS):
-        return Scratch(gpu, *copied(read, memory_format=torch.channels_last))
-    return Scratch(gpu, *copied(written, read))
+    if _reads_channels_last(self, result, _CHANNELS):
+        return Scratch(gpu, *copied(self, memory_format=torch.channels_last))
+    return Scratch(gpu, *copied(result, self))
 
 
 def _bilinear(gpu: GPU, self: Tensor, result: Tensor) -> Scratch:
@@ -143,7 +123,23 @@ RULES = {
             gpu, *_unless_repeated(self), *copied(grid), *_unless_repeated(grad_output)
         )
     ),
-    **{names: Rule(after=reading) for reading, names in _READING.items()},
+    "max_pool2d_with_indices avg_pool2d": Rule(after=copies_of("self", like="self")),
+    "max_pool2d_with_indices_backward": Rule(
+        after=copies_of("grad_output", "self", "indices", like="self")
+    ),
+    "avg_pool2d_backward": Rule(after=copies_of("self", "grad_output", like="self")),
+    "_adaptive_avg_pool2d_backward": Rule(after=copies_of("grad_output", like="self")),
+    """
+        reflection_pad1d reflection_pad2d reflection_pad3d upsample_nearest1d
+        _upsample_nearest_exact1d avg_pool3d
+    """: Rule(after=copies_of("self")),
+    """
+        reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
+        upsample_bicubic2d_backward _upsample_bicubic2d_aa_backward upsample_nearest1d_backward
+        _upsample_nearest_exact1d_backward upsample_nearest3d_backward
+        _upsample_nearest_exact3d_backward upsample_linear1d_backward
+        _upsample_bilinear2d_aa_backward adaptive_max_pool3d_backward
+    """: Rule(after=copies_of("grad_output")),
     # A copy comes before the output has its size.
     "_adaptive_avg_pool2d": Rule(before=_averaged),
     "_adaptive_avg_pool3d": Rule(before=lambda gpu, self: _of_batch(gpu, self, 5)),
@@ -151,24 +147,16 @@ RULES = {
     "adaptive_max_pool2d": Rule(after=lambda gpu, self, result: _of_batch(gpu, self, 4, *result)),
     "max_pool3d_with_indices": Rule(after=_volumes),
     "adaptive_max_pool3d": Rule(after=lambda gpu, self: _of_batch(gpu, self, 5)),
-    "adaptive_max_pool2d_backward": Rule(
-        after=lambda gpu, grad_output, indices, result: Scratch(
-            gpu, *copied(grad_output, indices, result)
-        )
-    ),
+    "adaptive_max_pool2d_backward": Rule(after=copies_of("grad_output", "indices", "result")),
     "upsample_bilinear2d": Rule(after=_bilinear),
-    "upsample_nearest2d _upsample_nearest_exact2d": Rule(
-        after=lambda gpu, self, result: _resized(gpu, self, result)
-    ),
+    "upsample_nearest2d _upsample_nearest_exact2d": Rule(after=_resized),
     "upsample_nearest2d_backward upsample_bilinear2d_backward _upsample_nearest_exact2d_backward": (
         Rule(after=lambda gpu, grad_output, result: _resized(gpu, grad_output, result))
     ),
     "upsample_nearest3d _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa": (
-        Rule(after=lambda gpu, self, result: Scratch(gpu, *copied(result, self)))
+        Rule(after=copies_of("result", "self"))
     ),
-    "upsample_trilinear3d_backward": Rule(
-        after=lambda gpu, grad_output, result: Scratch(gpu, *copied(grad_output, result))
-    ),
+    "upsample_trilinear3d_backward": Rule(after=copies_of("grad_output", "result")),
     # max_unpooling2d_forward_out_cuda copies before its result is resized.
     "max_unpool2d max_unpool3d": Rule(before=copies_of("self", "indices")),
     "im2col col2im": Rule(outputs=_into_columns),

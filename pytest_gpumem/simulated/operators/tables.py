@@ -17,14 +17,7 @@ from torch.utils._pytree import tree_leaves
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.signatures import overload_of
-from pytest_gpumem.simulated.operators import (
-    meta_kernels,
-    normalization,
-    rnn,
-    slices,
-    vision,
-    zeros,
-)
+from pytest_gpumem.simulated.operators import meta_kernels, normalization, rnn, slices, vision
 from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.operators.rules import BoundRule, Composite, Rule, on_machine
 
@@ -50,9 +43,7 @@ def _of_all(table: str, prefix: str = "") -> dict[str, Any]:
 
 
 _TRANSFORMS = "FuncTorchDynamicLayerFrontMode"
-_IN_TRANSFORMS = (
-    *("dropout", "scaled_dot_product_attention", "rms_norm", "softmax.int", "log_softmax.int"),
-)
+_IN_TRANSFORMS = "dropout scaled_dot_product_attention rms_norm softmax.int log_softmax.int".split()
 _META = torch._C.DispatchKey.Meta
 
 RULES: dict[str, Rule] = {**_of_all("RULES", "aten::"), **vision.RULES}
@@ -104,12 +95,28 @@ def _give_formula(library: torch.library.Library) -> None:
     library.impl("_fused_rms_norm", of_wrapper, "AutogradOther", with_keyset=True)
 
 
-@contextmanager
-def _overriding() -> Iterator[None]:
-    """Leave out torch's warning, the first one of a process, that its own kernel is replaced."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def _replace_kernels(library: torch.library.Library, machine: SimulatedMachine) -> None:
+    """Replace kernels, which torch warns of, at the first one of a process."""
+    for name, implementation in ABOVE_AUTOGRAD.items():
+        operator = name.removeprefix("aten.").removesuffix(".default")
+        overload = overload_of(operator)
+        assert overload is not None
+        kernel = on_machine(implementation, overload, machine)
+        library.impl(operator, kernel, "AutogradMeta")
+        if operator in _IN_TRANSFORMS and MAY_OVERRIDE:
+            kernel = _in_transforms(kernel, overload)
+            library.impl(operator, kernel, _TRANSFORMS, allow_override=True)
+    for name, kernel in meta_kernels.SHAPES.items():
+        found = overload_of(name)
+        if found is not None and not found.has_kernel_for_dispatch_key(_META):
+            library.impl(name, kernel, "Meta")
+    for name, kernel in meta_kernels.WRONG.items() if MAY_OVERRIDE else ():
+        if overload_of(name) is not None:
+            library.impl(name, kernel, "Meta", allow_override=True)
+    if machine.current.version >= normalization.FUSED_SINCE:
+        _give_formula(library)
+    for name, kernel in meta_kernels.ZEROS.items() if MAY_OVERRIDE else ():
+        library.impl(name, kernel, "ZeroTensor", allow_override=True)
 
 
 @contextmanager
@@ -120,28 +127,9 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
     rnn.add_patches(patches)
     patches.apply()
     try:
-        for name, implementation in ABOVE_AUTOGRAD.items():
-            operator = name.removeprefix("aten.").removesuffix(".default")
-            overload = overload_of(operator)
-            assert overload is not None
-            kernel = on_machine(implementation, overload, machine)
-            library.impl(operator, kernel, "AutogradMeta")
-            if operator in _IN_TRANSFORMS and MAY_OVERRIDE:
-                kernel = _in_transforms(kernel, overload)
-                with _overriding():
-                    library.impl(operator, kernel, _TRANSFORMS, allow_override=True)
-        for name, kernel in meta_kernels.SHAPES.items():
-            found = overload_of(name)
-            if found is not None and not found.has_kernel_for_dispatch_key(_META):
-                library.impl(name, kernel, "Meta")
-        for name, kernel in meta_kernels.WRONG.items():
-            if MAY_OVERRIDE and overload_of(name) is not None:
-                library.impl(name, kernel, "Meta", allow_override=True)
-        if machine.current.version >= normalization.FUSED_SINCE:
-            _give_formula(library)
-        for name, kernel in zeros.KERNELS.items() if MAY_OVERRIDE else ():
-            with _overriding():
-                library.impl(name, kernel, "ZeroTensor", allow_override=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _replace_kernels(library, machine)
         with casts.reachable(), slices.made(machine.current.version):
             yield
     finally:

@@ -77,7 +77,6 @@ def _download(
     if not is_in_order or source.shape != shape:
         scratch.take(shape.numel() * dtype.itemsize)
         scratch.drop(converted)
-    scratch.free()
 
 
 def _are_one_stretch(target: Tensor, source: Tensor) -> bool:

@@ -154,4 +154,3 @@ PARTS: dict[str, Composite] = {
     "torchvision.deform_conv2d.default": _deform_conv2d,
     "torchvision._deform_conv2d_backward.default": _deform_conv2d_backward,
 }
-"""By overload."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -13,12 +16,13 @@ class Device:
     """Allocated bytes and their peak."""
 
     def __init__(self) -> None:
-        self.allocated = self.peak = 0
-        self.estimates = Estimates(lambda: (self.allocated, self.peak))
+        self.allocated = self.peak_allocated = 0
+        memory: Any = self
+        self.estimates = Estimates(memory)
 
     def take(self, nbytes: int, estimated: bool = False) -> None:
         self.allocated += nbytes
-        self.peak = max(self.peak, self.allocated)
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
         if estimated:
             self.estimates.taken(nbytes, "a workspace")
 
@@ -57,7 +61,7 @@ def test_peaks_may_be_reset_meanwhile() -> None:
     device.take(100)
     device.take(10, estimated=True)
     device.give(10, estimated=True)
-    device.peak = device.allocated
+    device.peak_allocated = device.allocated
     device.take(4, estimated=True)
     assert device.estimates.in_peak == 10  # the highest of all, of before
     device.estimates.clear()
@@ -96,11 +100,11 @@ def test_reserve_of_a_recurrent_layer_lives_as_long_as_its_graph() -> None:
 
 
 def test_what_is_not_measured_leaves_no_sentence() -> None:
-    memory = [0, 0]
-    estimates = Estimates(lambda: (memory[0], memory[1]))
+    memory: Any = SimpleNamespace(allocated=0, peak_allocated=0)
+    estimates = Estimates(memory)
     with estimates.unmeasured():
-        memory[:] = 100, 100
+        memory.allocated = memory.peak_allocated = 100
         estimates.taken(100, "a workspace")
-        memory[0] = 0
+        memory.allocated = 0
         estimates.freed(100)
     assert (estimates.note, estimates.in_peak) == (None, 0)

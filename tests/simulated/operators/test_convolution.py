@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.operators import convolution
+from pytest_gpumem.simulated.operators import convolution, convolution_choice
 
 IMAGE = 2 * 128 * 32 * 32 * 4
 WEIGHTS = 128 * 128 * 9 * 4
@@ -31,13 +31,13 @@ def image(grad: bool = True) -> torch.Tensor:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were taken."""
     taken: list[str] = []
-    choose: Callable[..., str] = convolution.ConvolutionCall.kernel
+    choose: Callable[..., str] = convolution_choice.kernel_of
 
     def spy(*args: Any) -> str:
         taken.append(choose(*args))
         return taken[-1]
 
-    monkeypatch.setattr(convolution.ConvolutionCall, "kernel", spy)
+    monkeypatch.setattr(convolution, "kernel_of", spy)
     return taken
 
 

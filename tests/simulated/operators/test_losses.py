@@ -26,6 +26,10 @@ def test_logsumexp_subtracts_the_highest(on: Any) -> None:
     assert gpu.of(lambda: torch.logsumexp(x, 1)) == [
         row, row, 64, -64, -row, MATRIX, row, -MATRIX, -row,
     ]  # fmt: skip
+    out = torch.empty(64, device="cuda")
+    assert gpu.of(lambda: torch.logsumexp(x, 1, out=out)) == [
+        row, row, 64, -64, -row, MATRIX, -MATRIX, -row,
+    ]  # fmt: skip
 
 
 def test_cross_entropy_with_logits_holds_two_matrices(on: Any) -> None:
