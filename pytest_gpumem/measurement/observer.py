@@ -130,14 +130,14 @@ class MemoryObserver:
 
     # Wrappers of torch's functions while a test runs.
 
-    def wrappers(self) -> tuple[tuple[Any, str, Callable[[Function], Any]], ...]:
-        """Return functions to be wrapped as long as the test runs: owner, name and how."""
+    def wrappers(self) -> tuple[tuple[Any, str, Function], ...]:
+        """Return owner and name of functions, and what is called in their place with them first."""
         return (
-            (torch.nn.Module, "_apply", self._moving),
-            (torch.nn.Module, "__setstate__", self._restoring),
-            (torch.nn.Parameter, "__new__", self._making),
-            (torch.optim.Optimizer, "zero_grad", self._zeroing),
-            (torch.nn.functional, "scaled_dot_product_attention", self._attending),
+            (torch.nn.Module, "_apply", self._move),
+            (torch.nn.Module, "__setstate__", self._restore),
+            (torch.nn.Parameter, "__new__", self._make),
+            (torch.optim.Optimizer, "zero_grad", self._zero),
+            (torch.nn.functional, "scaled_dot_product_attention", self._attend),
         )
 
     def calling(self, call: Function) -> Function:
@@ -192,96 +192,70 @@ class MemoryObserver:
             self.facts.recomputed(path)
         self.facts.called(path, arguments[0])
 
-    def _moving(self, apply: Function) -> Function:
-        """Wrap ``Module._apply``, which ``cuda()`` and ``to()`` call."""
+    def _move(self, apply: Function, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call ``Module._apply``, as ``cuda()`` and ``to()`` do."""
+        if self._moves:
+            return apply(module, *args, **kwargs)
+        self._moves = True
+        try:
+            result = apply(module, *args, **kwargs)
+        finally:
+            self._moves = False
+        self._called.clear()
+        self.watch(module)
+        return result
 
-        @functools.wraps(apply)
-        def moved(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._moves:
-                return apply(module, *args, **kwargs)
-            self._moves = True
-            try:
-                result = apply(module, *args, **kwargs)
-            finally:
-                self._moves = False
-            self._called.clear()
-            self.watch(module)
-            return result
+    def _make(self, new: Function, *args: Any, **kwargs: Any) -> Any:
+        """Call ``Parameter.__new__``: modules may never be called."""
+        parameter = new(*args, **kwargs)
+        self._see(self._positions(), parameter, PARAMETERS, "", "")
+        return parameter
 
-        return moved
+    def _restore(self, set_state: Function, module: torch.nn.Module, state: Any) -> None:
+        """Call ``Module.__setstate__``, as ``deepcopy`` does."""
+        set_state(module, state)
+        now, owner = self._positions(), type(module).__name__
+        for name, buffer in module._buffers.items():
+            self._see(now, buffer, OTHER, owner, name)
 
-    def _making(self, new: Function) -> Any:
-        """Wrap ``Parameter.__new__``: modules may never be called."""
+    def run_backward(self, run: Function, *args: Any, **kwargs: Any) -> Any:
+        """Call ``run``, autograd's entry, and record it."""
+        mine = self.begin("backward")
+        self.facts.backward(bool(args[2:3] and args[2]))
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self._see_gradients()
+            if mine:
+                self.end()
 
-        @functools.wraps(new)
-        def made(*args: Any, **kwargs: Any) -> Any:
-            parameter = new(*args, **kwargs)
-            self._see(self._positions(), parameter, PARAMETERS, "", "")
-            return parameter
+    def _zero(self, zero: Function, owner: Any, set_to_none: bool = True) -> Any:
+        self.facts.zeroed(set_to_none)
+        return zero(owner, set_to_none)
 
-        return staticmethod(made)
-
-    def _restoring(self, set_state: Function) -> Function:
-        """Wrap ``Module.__setstate__``, which ``deepcopy`` calls."""
-
-        @functools.wraps(set_state)
-        def restored(module: torch.nn.Module, state: Any) -> None:
-            set_state(module, state)
-            now, owner = self._positions(), type(module).__name__
-            for name, buffer in module._buffers.items():
-                self._see(now, buffer, OTHER, owner, name)
-
-        return restored
-
-    def running_backward(self, run: Function) -> Function:
-        """Return a wrapper of ``run``, autograd's entry, that records it."""
-
-        @functools.wraps(run)
-        def ran(*args: Any, **kwargs: Any) -> Any:
-            mine = self.begin("backward")
-            self.facts.backward(bool(args[2:3] and args[2]))
-            try:
-                return run(*args, **kwargs)
-            finally:
-                self._see_gradients()
-                if mine:
-                    self.end()
-
-        return ran
-
-    def _zeroing(self, zero: Function) -> Function:
-        @functools.wraps(zero)
-        def zeroed(owner: Any, set_to_none: bool = True) -> Any:
-            self.facts.zeroed(set_to_none)
-            return zero(owner, set_to_none)
-
-        return zeroed
-
-    def _attending(self, attend: Function) -> Function:
-        @functools.wraps(attend)
-        def attended(
-            query: Any,
-            key: Any,
-            value: Any,
-            attn_mask: Any = None,
-            dropout_p: float = 0.0,
-            is_causal: bool = False,
-            **others: Any,
-        ) -> Any:
-            params = query, key, value, attn_mask, dropout_p, is_causal
-            if torch.compiler.is_compiling() or torch._C._is_tracing():
-                return attend(*params, **others)
-            why = self._attend(*params, bool(others.get("enable_gqa"))) or ""
-            try:
-                return attend(*params, **others)
-            except torch.OutOfMemoryError:
-                self.facts.failed_unfused = why
-                raise
-
-        return attended
+    def _attend(
+        self,
+        attend: Function,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **others: Any,
+    ) -> Any:
+        params = query, key, value, attn_mask, dropout_p, is_causal
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
+            return attend(*params, **others)
+        why = self._attends(*params, bool(others.get("enable_gqa"))) or ""
+        try:
+            return attend(*params, **others)
+        except torch.OutOfMemoryError:
+            self.facts.failed_unfused = why
+            raise
 
     @_tolerant
-    def _attend(self, *params: Any) -> str:
+    def _attends(self, *params: Any) -> str:
         return self.facts.attends(*params)
 
     def begin(self, name: str) -> bool:
