@@ -14,7 +14,6 @@ lock, which the caller has.
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import time
 import weakref
@@ -183,18 +182,16 @@ def wait_for_threads() -> None:
 @contextmanager
 def passes_dropped() -> Iterator[None]:
     """Leave Python's lock to autograd's threads after each pass inside, so that they drop it."""
-    run: Any = torch.autograd.graph._engine_run_backward
 
-    @functools.wraps(run)
-    def ran(*args: Any, **kwargs: Any) -> Any:
+    def run(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return run(*args, **kwargs)
+            return engine(*args, **kwargs)
         finally:
             time.sleep(0)
 
     patches = Patches()
     for module in (torch.autograd, torch.autograd.graph):
-        patches.add(module, "_engine_run_backward", ran)
+        patches.wrap(module, "_engine_run_backward", run)
     with patches.applied():
         yield
 

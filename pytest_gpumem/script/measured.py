@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import tempfile
@@ -14,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -32,6 +30,7 @@ from pytest_gpumem.script.entry import Script, chain
 from pytest_gpumem.script.process import ITERATION, LOAD
 from pytest_gpumem.script.stopping import Alarm, Steps
 from pytest_gpumem.simulated.common.callsite import callers_line, user_line
+from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.surface.checkpoints import gives_no_values, restore_unknown
 from pytest_gpumem.values.measurement import CALL, SETUP, Measurement, PhaseRecord
 
@@ -142,8 +141,6 @@ def checkpoints_protected(note: Callable[[str], None]) -> Iterator[None]:
     A distributed checkpoint is not written to a folder that holds one with values either. ``note``
     is called with a sentence for each.
     """
-    save = torch.save
-    prepare = FileSystemWriter.prepare_local_plan
     elsewhere: list[tempfile.TemporaryDirectory[str]] = []
 
     def note_kept(writer: str, path: Path) -> None:
@@ -152,7 +149,7 @@ def checkpoints_protected(note: Callable[[str], None]) -> Iterator[None]:
             "values"
         )
 
-    def preparing(writer: FileSystemWriter, plan: Any) -> Any:
+    def prepare_local_plan(prepare: Callable[..., Any], writer: FileSystemWriter, plan: Any) -> Any:
         folder = Path(writer.path)
         if any(not _has_no_values(part) for part in folder.glob("*.distcp")):
             elsewhere.append(tempfile.TemporaryDirectory())
@@ -160,41 +157,38 @@ def checkpoints_protected(note: Callable[[str], None]) -> Iterator[None]:
             note_kept(f"a distributed checkpoint at {user_line()}", folder)
         return prepare(writer, plan)
 
-    @functools.wraps(save)
-    def keeping(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    def save(write: Callable[..., None], obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         path = Path(f) if isinstance(f, (str, os.PathLike)) else None
         if path is None or not path.is_file() or _has_no_values(path):
-            save(obj, f, *args, **kwargs)
+            write(obj, f, *args, **kwargs)
             return
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             new = Path(folder) / path.name
-            save(obj, new, *args, **kwargs)
+            write(obj, new, *args, **kwargs)
             if not _has_no_values(new):
                 new.replace(path)
                 return
         note_kept(f"torch.save at {user_line()}", path)
 
-    def serializing(serialize: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(serialize)
-        def call(tensors: Any, filename: Any, metadata: Any = None) -> None:
-            if not gives_no_values():
-                serialize(tensors, filename, metadata=metadata)
-                return
-            path = Path(filename)
-            if not path.is_file() or _has_no_values(path):
-                serialize(tensors, filename, metadata={**(metadata or {}), **_METADATA})
-                return
-            note_kept(f"safetensors at {callers_line()}", path)
+    def serialize_file(
+        write: Callable[..., None], tensors: Any, filename: Any, metadata: Any = None
+    ) -> None:
+        if not gives_no_values():
+            write(tensors, filename, metadata=metadata)
+            return
+        path = Path(filename)
+        if not path.is_file() or _has_no_values(path):
+            write(tensors, filename, metadata={**(metadata or {}), **_METADATA})
+            return
+        note_kept(f"safetensors at {callers_line()}", path)
 
-        return call
-
-    with pytest.MonkeyPatch.context() as patches:
-        if find_spec("safetensors") is not None:
-            module = importlib.import_module("safetensors.torch")
-            patches.setattr(module, "serialize_file", serializing(module.serialize_file))
-        for place in (torch, torch.serialization):
-            patches.setattr(place, "save", keeping)
-        patches.setattr(FileSystemWriter, "prepare_local_plan", preparing)
+    patches = Patches()
+    if find_spec("safetensors") is not None:
+        patches.wrap(importlib.import_module("safetensors.torch"), "serialize_file", serialize_file)
+    for place in (torch, torch.serialization):
+        patches.wrap(place, "save", save)
+    patches.wrap(FileSystemWriter, "prepare_local_plan", prepare_local_plan)
+    with patches.applied():
         try:
             yield
         finally:
