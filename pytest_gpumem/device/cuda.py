@@ -139,13 +139,10 @@ class CudaDevice(Device):
 
         The memory of a real device cannot be rearranged. Does not initialise CUDA.
         """
-        self._note_threads()
+        self._notes = self._threads.notes
         if torch.cuda.is_initialized():
             own = {block.address for one in fixtures for block in self._fixture_blocks.get(one, ())}
             self._space.fill(own.__contains__, self.total_memory // FILLED_SHARE)
-
-    def _note_threads(self) -> None:
-        self._notes = self._threads.notes
 
     @property
     def filled(self) -> Mapping[int, int]:

@@ -6,7 +6,7 @@ they are marked as exact, and there is neither a driver nor timing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -68,7 +68,7 @@ class DryDevice(CudaDevice, ComputingDevice):
         self._name = machine.model.name
         self._computed = computed
         self._blocks = Blocks()
-        self._leftover = LeftoverBlocks(self._blocks)
+        self._space = self._leftover = LeftoverBlocks(self._blocks)
         self._collector = Collector()
         self._follower = Follower(
             follows=computed > ValueLevel.AT_FIRST,
@@ -122,20 +122,15 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
         """Place segments as in a new process, beside those left by earlier tests."""
-        self._note_threads()
+        self._notes = self._threads.notes
         self._follower.begin()
         workspaces.renew_dropout_states()
         restart_placing()
         self._fixtures.begin(fixtures, is_set_up, renewed)
         workspaces.forget()
 
-    @property
-    def filled(self) -> Mapping[int, int]:
-        return self._leftover.filled
-
     def begin_unmeasured(self) -> None:
         """Drop what earlier tests have read; the values of their tensors stay."""
-        super().begin_unmeasured()
         self._follower.begin()
 
     def begin_body(self) -> None:
