@@ -128,7 +128,7 @@ def why_not(baselines: Path) -> str | None:
         return _DRIVER
     if sys.platform != "linux":
         return _SYSTEM
-    from pytest_gpumem.dry.torch_build import cuda_of, release_of
+    from pytest_gpumem.dry.build import cuda_of, missing_tool, release_of
 
     spec = find_spec("torch")
     folder = None if spec is None or spec.origin is None else Path(spec.origin).parent
@@ -136,7 +136,6 @@ def why_not(baselines: Path) -> str | None:
         return _BUILD
     if _are_simulated(baselines, release_of(folder)):
         return "the project's baselines are those of simulated devices"
-    from pytest_gpumem.dry.build import missing_tool
     from pytest_gpumem.dry.load import is_launched, is_loaded
 
     if is_launched():

@@ -16,8 +16,7 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 
-from pytest_gpumem.dry.build import RUNTIME, built_for_installed
-from pytest_gpumem.dry.torch_build import DryError
+from pytest_gpumem.dry.build import RUNTIME, DryError, built_for_installed
 from pytest_gpumem.simulated.gpu.catalogue import (
     COMPUTE_SLICES,
     GPUS,

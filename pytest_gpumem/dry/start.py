@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_gpumem.dry import scope
+from pytest_gpumem.dry.build import DryError
 from pytest_gpumem.dry.load import BY_PYTEST, SHARED, environment, is_launched, is_loaded, load
-from pytest_gpumem.dry.torch_build import DryError
 from pytest_gpumem.simulated.gpu.catalogue import GpuError
 
 if TYPE_CHECKING:
