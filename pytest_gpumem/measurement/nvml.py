@@ -103,7 +103,7 @@ def read_device(
     NVML may count differently, so prefer the UUID where torch provides it. To see this process, and
     to see MPS, read after the CUDA context exists.
     """
-    return _reading(nvml, lambda session: session.read(device), environ, pid)
+    return _reading(nvml, RepeatedReading(device).read_in, environ, pid)
 
 
 class RepeatedReading:
@@ -126,9 +126,10 @@ class RepeatedReading:
 
     def read(self) -> NvmlReading | NvmlAbsent:
         """Read the device once."""
-        return _reading(self._nvml, self._read)
+        return _reading(self._nvml, self.read_in)
 
-    def _read(self, session: _Reader) -> NvmlReading:
+    def read_in(self, session: _Reader) -> NvmlReading:
+        """Read the device once in ``session``."""
         handle = session.instance(session.find(self._device))
         now = self._clock()
         if self._before is None or now - self._asked >= SAMPLE_PERIOD:
@@ -219,12 +220,6 @@ class _Reader(NvmlSession):
 
     pid: int
 
-    def read(self, device: int | str) -> NvmlReading:
-        return self._read(self.instance(self.find(device)))
-
-    def _read(self, handle: Any) -> NvmlReading:
-        return self.read_handle(handle, self.percents(handle))
-
     def visible(self) -> list[Any]:
         """Return the handles of the devices that CUDA shows."""
         handles = list(self.handles())
@@ -236,7 +231,8 @@ class _Reader(NvmlSession):
 
     def read_each(self, handles: Iterable[Any]) -> list[NvmlReading]:
         """Read devices, each instance of those that MIG divides."""
-        return [self._read(one) for each in handles for one in list(self.instances(each)) or [each]]
+        every = [one for each in handles for one in list(self.instances(each)) or [each]]
+        return [self.read_handle(one, self.percents(one)) for one in every]
 
     def read_handle(
         self, handle: Any, busy: Mapping[int, int], before: NvmlReading | None = None

@@ -161,7 +161,9 @@ class CudaStatistics:
 
     def dropout_states(self) -> frozenset[Block]:
         """Return the states of the dropout of recurrent layers, which torch never frees."""
-        return frozenset(self._active({i: {_dropout_state_bytes(i)} for i in self._devices()}))
+        units = {device: _properties(device).multi_processor_count for device in self._devices()}
+        sizes = {device: {dropout_state_bytes(count)} for device, count in units.items()}
+        return frozenset(self._active(sizes))
 
     def synchronize(self) -> None:
         """Wait for every device in use; one without allocations is left untouched."""
@@ -278,9 +280,7 @@ def possible_sizes(device: int) -> frozenset[int] | None:
     if _per_operation():
         return frozenset()
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    # Not get_device_capability(), which asks for the number of devices: a fixture that is set up
-    # meanwhile would be taken to depend on it.
-    found: Any = torch.cuda._get_device_properties(device)  # type: ignore[attr-defined]  # C++ sets it
+    found = _properties(device)
     sizes = _sizes(config, (found.major, found.minor))
     # Since 2.13 code may set them (torch.backends.cuda).
     names = ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize")
@@ -301,9 +301,10 @@ def _sizes(config: str | None, capability: tuple[int, int]) -> frozenset[int]:
     return frozenset({ours, lt_workspace_bytes(version, ours), LARGE_BYTES})
 
 
-def _dropout_state_bytes(device: int) -> int:
-    found: Any = torch.cuda._get_device_properties(device)  # type: ignore[attr-defined]  # C++ sets it
-    return dropout_state_bytes(found.multi_processor_count)
+def _properties(device: int) -> Any:
+    # Not get_device_properties(), which asks for the number of devices: a fixture that is set up
+    # meanwhile would be taken to depend on it.
+    return torch.cuda._get_device_properties(device)  # type: ignore[attr-defined]  # C++ sets it
 
 
 Pause = Callable[[], AbstractContextManager[None]]

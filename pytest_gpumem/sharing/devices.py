@@ -207,10 +207,6 @@ class CandidateDevice:
         foreign = sum(size for pid, size in self.taken.items() if pid not in pids)
         return (self.total - foreign) / (len(workers) + 1)
 
-    def is_full(self, workers: Sequence[Process]) -> bool:
-        """Return whether it has as many workers as it is meant for."""
-        return self.most_workers is not None and len(workers) >= self.most_workers
-
 
 def least_loaded(
     candidates: Sequence[CandidateDevice], placed: Mapping[str, Sequence[Process]]
@@ -223,7 +219,8 @@ def least_loaded(
     found = []
     for position, candidate in enumerate(candidates):
         workers = placed.get(candidate.name, ())
-        is_full = candidate.is_full(workers)
+        most = candidate.most_workers
+        is_full = most is not None and len(workers) >= most
         if not (candidate.strict and is_full):
             found.append((not is_full, candidate.room(workers), -position))
     return -max(found)[-1] if found else None
