@@ -54,13 +54,10 @@ CREATE TABLE IF NOT EXISTS place (
 class HostDevice(Protocol):
     """A device with the memory that all processes of the host hold."""
 
-    @property
-    def name(self) -> str:
-        """The device's name in the ledger: the same in every process of the host."""
-
-    @property
-    def capacity(self) -> int:
-        """The bytes that tests may have, all together."""
+    name: str
+    """The device's name in the ledger: the same in every process of the host."""
+    capacity: int
+    """The bytes that tests may have, all together."""
 
     def taken(self) -> Mapping[int, int]:
         """Return the bytes that each process holds, by PID."""
@@ -77,8 +74,9 @@ class NvmlDevice:
         has_context: Callable[[], bool] = lambda: False,
     ) -> None:
         self.name = reading.uuid
-        self.total = min(reading.total, reading.mode.limit or reading.total)
-        """Bytes of the device that this container may use, all processes together."""
+        # Of what this container may use, all processes together.
+        total = min(reading.total, reading.mode.limit or reading.total)
+        self.capacity = round(total * (1 - LEFT_FREE))
         self._memory = NvmlMemory(reading.uuid, nvml)
         self._has_context = has_context
 
@@ -89,11 +87,6 @@ class NvmlDevice:
         if isinstance(reading, NvmlAbsent):
             raise _blind(reading.reason)
         return cls(reading, has_context=has_context)
-
-    @property
-    def capacity(self) -> int:
-        """Bytes that tests may have, all together."""
-        return round(self.total * (1 - LEFT_FREE))
 
     def taken(self) -> Mapping[int, int]:
         """Return the bytes that each process holds, those of no process as :data:`UNKNOWN_PROCESS`.
