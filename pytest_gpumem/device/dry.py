@@ -17,14 +17,7 @@ from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
 from pytest_gpumem.device.random_numbers import seeded_generators
-from pytest_gpumem.dry import compiling, scope, workspaces
-from pytest_gpumem.dry.blocks import (
-    Blocks,
-    LeftoverBlocks,
-    passes_dropped,
-    restart_numbering,
-    wait_for_threads,
-)
+from pytest_gpumem.dry import blocks, compiling, scope, workspaces
 from pytest_gpumem.dry.load import restart_placing
 from pytest_gpumem.dry.placing import Fixtures
 from pytest_gpumem.dry.values.follower import Follower
@@ -67,8 +60,8 @@ class DryDevice(CudaDevice, ComputingDevice):
         machine = find_machine(name)
         self._name = machine.model.name
         self._computed = computed
-        self._blocks = Blocks()
-        self._space = self._leftover = LeftoverBlocks(self._blocks)
+        self._blocks = blocks.Blocks()
+        self._space = self._leftover = blocks.LeftoverBlocks(self._blocks)
         self._collector = Collector()
         self._follower = Follower(
             follows=computed > ValueLevel.AT_FIRST,
@@ -108,7 +101,7 @@ class DryDevice(CudaDevice, ComputingDevice):
             compilers.deferred(nullcontext, nullcontext),
             super().active(),
             self._follower.active(),
-            passes_dropped(),
+            blocks.passes_dropped(),
             compiling.skip_tuning(self._follower.following),
             self._membership.taken() if self._membership else nullcontext(),
         ):
@@ -139,7 +132,7 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     def end_body(self) -> None:
         """Wait until autograd and NCCL have dropped what the body computed."""
-        wait_for_threads()
+        blocks.wait_for_threads()
         if self._membership is not None:
             self._membership.end_body()
 
@@ -163,7 +156,7 @@ class DryDevice(CudaDevice, ComputingDevice):
     def restart_collector(self) -> None:
         """Reset state that depends on all earlier code: the collector, autograd's numbering."""
         self._collector.restart()
-        restart_numbering()
+        blocks.restart_numbering()
         self._blocks.restart_count()
 
     @contextmanager

@@ -1,8 +1,4 @@
-"""One attempt at a measured test: run, judge, explain, in this order.
-
-A failed test is explained by a recorded run. Where the run that counts was not recorded, the body
-runs once more with a recording; the numbers stay those of the earlier run.
-"""
+"""One attempt at a measured test: run, judge, explain, in this order."""
 
 from __future__ import annotations
 

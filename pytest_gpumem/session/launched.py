@@ -252,15 +252,13 @@ class TorchrunRank:
             exchange.broadcast("the end", None)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        """Record a failure, which another rank may not have."""
+        """Record a failure of a test or of collection, which another rank may not have."""
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             lines = (crash.message if crash else report.longreprtext).splitlines()
             self._failures.setdefault(report.nodeid, lines[0] if lines else "")
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Record a collection error, which another rank may not have."""
-        self.pytest_runtest_logreport(report)
+    pytest_collectreport = pytest_runtest_logreport
 
     @contextmanager
     def _with_all_ranks(self) -> Iterator[None]:
