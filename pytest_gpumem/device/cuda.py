@@ -196,7 +196,7 @@ class CudaDevice(Device):
         others = [index for index in range(torch.cuda.device_count()) if index != self.index]
         for index in (self.index, *others):
             has_context = torch.cuda.is_initialized if index == self.index else lambda: False
-            device = NvmlDevice.find(index, has_context)
+            device = NvmlDevice(index, has_context)
             self._shared[device.name] = index, device
         return [device for _, device in self._shared.values()]
 

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,15 +32,13 @@ def has_driver() -> bool:
     return any(map(os.path.exists, DRIVERS))
 
 
-def host_gpus(
-    choice: DeviceChoice, environ: Mapping[str, str] | None = None
-) -> tuple[NvmlReading, ...]:
+def host_gpus(choice: DeviceChoice) -> tuple[NvmlReading, ...]:
     """Return the GPUs and MIG instances that tests may run on; none where they are simulated."""
     if choice.kind not in ("auto", "cuda") or not has_driver():
         return ()
     from pytest_gpumem.measurement.nvml import NvmlAbsent, read_visible
 
-    found = read_visible(environ=environ)
+    found = read_visible()
     if isinstance(found, NvmlAbsent):
         return ()
     return tuple(found) if choice.index is None else tuple(found[choice.index : choice.index + 1])

@@ -19,8 +19,7 @@ from typing import Protocol
 
 import psutil
 
-from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlMemory, NvmlReading, read_device
-from pytest_gpumem.measurement.nvml_library import Nvml
+from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlMemory, read_device
 from pytest_gpumem.sharing.database import (
     UNKNOWN_PROCESS,
     Database,
@@ -64,29 +63,21 @@ class HostDevice(Protocol):
 
 
 class NvmlDevice:
-    """A GPU or MIG instance, as NVML reads it; ``name`` is its UUID."""
+    """A GPU or MIG instance, CUDA's ``index``, as NVML reads it; ``name`` is its UUID.
 
-    def __init__(
-        self,
-        reading: NvmlReading,
-        nvml: Nvml | None = None,
-        *,
-        has_context: Callable[[], bool] = lambda: False,
-    ) -> None:
+    ``has_context`` returns whether this process uses it.
+    """
+
+    def __init__(self, index: int, has_context: Callable[[], bool] = lambda: False) -> None:
+        reading = read_device(index)
+        if isinstance(reading, NvmlAbsent):
+            raise _blind(reading.reason)
         self.name = reading.uuid
         # Of what this container may use, all processes together.
         total = min(reading.total, reading.mode.limit or reading.total)
         self.capacity = round(total * (1 - LEFT_FREE))
-        self._memory = NvmlMemory(reading.uuid, nvml)
+        self._memory = NvmlMemory(reading.uuid)
         self._has_context = has_context
-
-    @classmethod
-    def find(cls, index: int, has_context: Callable[[], bool]) -> NvmlDevice:
-        """Return CUDA's device ``index``; ``has_context`` returns whether this process uses it."""
-        reading = read_device(index)
-        if isinstance(reading, NvmlAbsent):
-            raise _blind(reading.reason)
-        return cls(reading, has_context=has_context)
 
     def taken(self) -> Mapping[int, int]:
         """Return the bytes that each process holds, those of no process as :data:`UNKNOWN_PROCESS`.
