@@ -17,7 +17,6 @@ from pytest_gpumem.session.expected import MARKER_NAME
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pytest_gpumem.session.collection import Collection
     from pytest_gpumem.session.conclusion import Conclusion
     from pytest_gpumem.session.fixture import Gpumem
     from pytest_gpumem.session.hosts import Hosts
@@ -136,13 +135,6 @@ class GpumemSession(Parts):
 
             self.lifecycle = TestLifecycle(self)
         return self.lifecycle
-
-    @cached_property
-    def collection(self) -> Collection:
-        """The checks of what is collected."""
-        from pytest_gpumem.session.collection import Collection
-
-        return Collection(self)
 
     @cached_property
     def conclusion(self) -> Conclusion:
