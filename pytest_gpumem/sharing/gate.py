@@ -83,15 +83,7 @@ class Gate:
     @contextmanager
     def admitted(self, nodeid: str, need: Need) -> Iterator[Admission]:
         """Run the test inside once there is memory; raises ``SharingError`` where none comes."""
-        test = self.ledger.ask(
-            self.worker,
-            nodeid,
-            self._above_held(need),
-            duration=need.duration,
-            exclusive=need.exclusive or need.bytes is None,
-            priority=need.priority,
-            guaranteed=need.guaranteed,
-        )
+        test = self.ledger.ask(self.worker, nodeid, self._above_held(need), need)
         try:
             yield self._waited(test, nodeid, need)
         finally:
