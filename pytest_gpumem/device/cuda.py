@@ -16,10 +16,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from pytest_gpumem.device import DeviceError
-from pytest_gpumem.device.device import Device, Renewed, is_shared
+from pytest_gpumem.device.device import Device, is_shared
 from pytest_gpumem.device.quota import failed_allocations, limited, observers_of_torch
 from pytest_gpumem.dry import scope
 from pytest_gpumem.garbage import clear_frames_of_imports, collect_young
+from pytest_gpumem.measurement.fixtures import Renewed
 from pytest_gpumem.measurement.leftover import LeftoverSpace
 from pytest_gpumem.measurement.nvml import NvmlReading, RepeatedReading, read_device
 from pytest_gpumem.measurement.statistics import Block, CudaStatistics
@@ -161,7 +162,6 @@ class CudaDevice(Device):
                 self._space.empty()
 
     def restart_collector(self) -> None:
-        """Collect the young generations of Python's garbage."""
         collect_young()
 
     @contextmanager
@@ -230,7 +230,6 @@ class CudaDevice(Device):
         return failed_allocations(observers_of_torch(), note)
 
     def fault(self) -> str | None:
-        """Return the sticky error of the CUDA context, ``None`` where it is sound."""
         return fault_of(self.index) if torch.cuda.is_initialized() else None
 
     @property

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.device import ValueLevel
 from pytest_gpumem.device.cuda import CudaDevice
-from pytest_gpumem.device.device import ComputingDevice, Renewed, is_set_up, is_shared
+from pytest_gpumem.device.device import ComputingDevice, is_set_up, is_shared
 from pytest_gpumem.device.random_numbers import seeded_generators
 from pytest_gpumem.dry import blocks, compiling, scope, workspaces
 from pytest_gpumem.dry.load import restart_placing
 from pytest_gpumem.dry.placing import Fixtures
 from pytest_gpumem.dry.values.follower import Follower
 from pytest_gpumem.garbage import GROWTH, Collector
+from pytest_gpumem.measurement.fixtures import Renewed
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.simulated.machine.values.work import Work
 from pytest_gpumem.simulated.surface import compilers
@@ -173,7 +174,6 @@ class DryDevice(CudaDevice, ComputingDevice):
         self._fixtures.forget(fixture)
 
     def complete(self, measurement: Measurement) -> Measurement:
-        """Return ``measurement`` marked as dry, with its notes."""
         completed = super().complete(measurement)
         return replace(
             completed,
@@ -187,7 +187,6 @@ class DryDevice(CudaDevice, ComputingDevice):
 
     @property
     def decided_by(self) -> str | None:
-        """The unknown value that the current test's control flow used; ``None`` for none."""
         return self._follower.reads.decided_by
 
     @property

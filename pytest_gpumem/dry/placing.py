@@ -18,10 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_gpumem.dry.blocks import BlockNumbers, Blocks, LeftoverBlocks
+from pytest_gpumem.measurement.fixtures import Renewed
 from pytest_gpumem.measurement.statistics import Bytes
-
-Renewed = Callable[[object, Mapping[int, Bytes], Mapping[int, Bytes]], None]
-"""A callback: fixture, and by device the bytes that its set-up holds, and its peak."""
 
 KeepValues = Callable[[Sequence[int]], Callable[[Mapping[int, torch.Tensor]], None]]
 """A function of the addresses of blocks that are given back, which returns a function of the

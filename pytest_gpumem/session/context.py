@@ -72,8 +72,6 @@ class Parts:
         self.results = Results(config, settings)
         self.expectations = Expectations(settings, self.selector)
         self.launched = self._launched()
-        self.closing = ExitStack()
-        """The contexts that restore the state of the process at its end."""
         self.ambient: Device | None = None
         """The device of unmarked tests; ``None`` for the machine as it is."""
 
@@ -158,7 +156,7 @@ class Parts:
         from pytest_gpumem.session.sharing import Sharing
 
         sharing = Sharing(self.config, self.settings, lambda: self.predictions)
-        self.closing.callback(sharing.close)
+        self.config.add_cleanup(sharing.close)
         return sharing
 
     def shares(self, item: pytest.Item) -> tuple[Expectation | None, Device] | None:

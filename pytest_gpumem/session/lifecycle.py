@@ -263,7 +263,7 @@ class TestLifecycle:
         config = self._parts.config
         worker = getattr(config, "workerinput", {}).get("workerid", "")
         watched = Watched(str(config.rootpath), worker)
-        self._parts.closing.callback(watched.close)
+        config.add_cleanup(watched.close)
         return watched
 
     def _machine(self, device: Device | None) -> Device | None:

@@ -36,7 +36,7 @@ class GpumemSession(Parts):
         """Activate the simulated GPU, where the options require it."""
         if self.launched is not None:
             self.launched.keep_output()
-            self.closing.callback(self.launched.end)
+            self.config.add_cleanup(self.launched.end)
         if self.settings.sim_scope != "session" or self.selector.off or not self.runs_tests:
             return
         early = current_ambient(self.config)
@@ -53,7 +53,6 @@ class GpumemSession(Parts):
             self.lifecycle.end()
         if ambient := current_ambient(self.config):
             ambient.resources.close()
-        self.closing.close()
 
     def header(self) -> str:
         """Return the header line with the devices that tests are measured on."""
