@@ -61,16 +61,6 @@ class ScriptRun:
     out_of_memory: OutOfMemory | None
 
 
-class _Meter(Meter):
-    """A meter whose phases are iterations of a script."""
-
-    tracker: Iterations
-
-    def _tracker(self) -> Iterations:
-        assert self.recorder is not None
-        return Iterations(self._statistics, self.recorder.positions)
-
-
 def run_measured(
     script: Script,
     device: Device,
@@ -94,9 +84,11 @@ def run_measured(
         recorder = RecordedHistory()
         resources.enter_context(recorder.during(STACKS))
     account = PeakRecorder(recorder, os.getcwd())  # noqa: PTH109 - a string
-    meter = _Meter(statistics, FixtureRecords(), account)
+    meter = Meter(statistics, FixtureRecords(), account, tracker=Iterations)
+    tracker = meter.tracker
+    assert isinstance(tracker, Iterations)
     device.begin_test(script.name, (), lambda *_: None)
-    counter = Steps(steps, lambda more: meter.tracker.iterated(more=more))
+    counter = Steps(steps, lambda more: tracker.iterated(more=more))
     alarm = Alarm(seconds)
     kept: AbstractContextManager[None] = nullcontext()
     if isinstance(device, SimulatedDevice) and not device.has_values:
@@ -104,7 +96,7 @@ def run_measured(
     begin = time.monotonic()
     error: BaseException | None = None
     with meter.running(()):
-        meter.tracker.load()
+        tracker.load()
         try:
             with kept, meter.watching(), counter.counted(), alarm.set():
                 device.restart_collector()
@@ -112,7 +104,7 @@ def run_measured(
             device.end_body()
         except BaseException as raised:
             error = raised
-        meter.tracker.iterated(more=False)
+        tracker.iterated(more=False)
     taken = time.monotonic() - begin
     found = meter.measurements((), (), device=device.index, passed=False)
     measured = {}
@@ -124,7 +116,7 @@ def run_measured(
     others = (one for one in measured.values() if one.peak_allocated > 0)
     post_mortem = None
     if is_out_of_memory(error):
-        post_mortem = account.out_of_memory(device.index, meter.tracker, device.total_memory)
+        post_mortem = account.out_of_memory(device.index, tracker, device.total_memory)
     return ScriptRun(error, counter.count, alarm.rang, taken, (own, *others), post_mortem)
 
 
