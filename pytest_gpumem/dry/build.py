@@ -188,18 +188,13 @@ def _found(pattern: str, folder: Path) -> str | None:
     return None if match is None else match[1]
 
 
-def cache_folder() -> Path:
-    """Return the folder of the user's cache that builds are kept in."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "pytest-gpumem" / "dry"
-
-
 def built_for_installed() -> Path:
     """Return the folder with the runtime for the installed torch, and build it if it is missing.
 
     Processes that build at once wait for each other. Raises :class:`DryError`.
     """
-    folder = cache_folder() / f"torch-{_key(installed_files())}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "pytest-gpumem" / "dry" / f"torch-{_key(installed_files())}"
     if folder.exists():
         return folder
     from filelock import FileLock
@@ -233,7 +228,9 @@ def build(torch: TorchBuild, folder: Path) -> None:
     """Compile the runtime for ``torch`` into ``folder``; raises :class:`DryError`."""
     compiler = _compiler()
     stubs = folder / "stubs.c"
-    stubs.write_text(_stubs(torch.symbols | _names_by_string()), encoding="utf-8")
+    # What programs look up by its name at run time is in no ELF file.
+    names = (_SOURCE / "names.txt").read_text(encoding="utf-8").split()
+    stubs.write_text(_stubs(torch.symbols.union(names)), encoding="utf-8")
     macros = [f"-D{name}={value}" for name, value in torch.macros.items()]
     sources = [*map(str, sorted(_SOURCE.glob("*.c"))), str(stubs)]
     runtime = str(folder / RUNTIME)
@@ -260,11 +257,6 @@ def _stubs(names: Iterable[str]) -> str:
             f'int {name}(void) {{ return trace_stub("{name}"); }}'
         )
     return "\n".join(lines) + "\n"
-
-
-def _names_by_string() -> frozenset[str]:
-    """Return the names that programs look up at run time, which no ELF file contains."""
-    return frozenset((_SOURCE / "names.txt").read_text(encoding="utf-8").split())
 
 
 def missing_tool() -> str | None:
