@@ -214,16 +214,9 @@ def begin_early(config: pytest.Config) -> None:
 def _begin_dry(config: pytest.Config, settings: Settings, *, controls: bool) -> bool:
     """Give this process the dry device; return ``False`` where ``auto`` chose it in vain."""
     from pytest_gpumem.dry.start import begin_process
-    from pytest_gpumem.sharing.database import default_folder
 
     try:
-        begin_process(
-            ",".join(settings.device.models),
-            config.pluginmanager.getplugin("capturemanager"),
-            everywhere=settings.sim_scope == "session",
-            shared=default_folder() if settings.share else None,
-            controls=controls,
-        )
+        begin_process(config, settings, controls=controls)
     except pytest.UsageError as error:
         if not settings.device.of_auto:
             raise
