@@ -152,8 +152,8 @@ class Sharing:
         if tests:
             self._channel.send(
                 host=[socket.gethostname(), str(default_folder())],
-                device=gates[0].name,
-                capacity=max(gate.capacity for gate in gates),
+                device=gates[0].first.name,
+                capacity=max(gate.first.capacity for gate in gates),
                 needs={test[0].nodeid: list(astuple(self._need(*test))) for test in tests},
                 real=not all(device.environment.simulated for _, _, device in tests),
             )
@@ -191,7 +191,7 @@ class Sharing:
 
         if self._ledger is None:
             return []
-        capacity = max(gate.capacity for gate in self._gates.values())
+        capacity = max(gate.first.capacity for gate in self._gates.values())
         return usages(self._ledger.log(), self._run, capacity)
 
     def _send_released(self, admission: Admission) -> None:

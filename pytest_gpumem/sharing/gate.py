@@ -51,7 +51,7 @@ class Gate:
     worker: int
     """The number of the worker in the ledger."""
     devices: Sequence[HostDevice]
-    """The devices that tests use; needs are stated for the first."""
+    """The devices that tests use."""
     _: KW_ONLY
     held: Callable[[str], tuple[int, int]]
     """The bytes that this process holds between two tests, by device: context and fixtures."""
@@ -65,14 +65,9 @@ class Gate:
     sleep: Callable[[float], None] = time.sleep
 
     @property
-    def name(self) -> str:
-        """The name of the first device."""
-        return self.devices[0].name
-
-    @property
-    def capacity(self) -> int:
-        """The bytes that tests may have of the first device, all together."""
-        return self.devices[0].capacity
+    def first(self) -> HostDevice:
+        """The device that needs are stated for."""
+        return self.devices[0]
 
     def declare(self) -> None:
         """Enter in the ledger the bytes that this process holds now, between two tests."""
@@ -102,7 +97,7 @@ class Gate:
             view = self.view()
             now = self.clock()
             waited = now - began
-            if view[self.name].capacity - view[self.name].foreign < (need.bytes or 0):
+            if view[self.first.name].capacity - view[self.first.name].foreign < (need.bytes or 0):
                 crowded = now  # other processes do not leave enough memory for the test
             elif now - crowded < need.quiet_seconds and waited <= self.patience:
                 quiet = f"{_amount(need)} to stay free for {need.quiet_seconds:.0f} s"
