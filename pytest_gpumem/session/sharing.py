@@ -160,7 +160,7 @@ class Sharing:
 
     def _foresee(self, tests: Sequence[tuple[pytest.Item, Expectation | None, Device]]) -> None:
         """Simulate unknown needs of tests on a real GPU, where that saves its time."""
-        from pytest_gpumem.session.predictions import PATIENCE, foreseen, is_worth_it
+        from pytest_gpumem.session.predictions import foreseen, is_worth_it
 
         unknown = [
             (item, device)
@@ -174,7 +174,7 @@ class Sharing:
         device: Any = unknown[0][1]
 
         def simulate() -> dict[str, int]:
-            found = self._predictions().of_all([item for item, _ in unknown], device, PATIENCE)
+            found = self._predictions().of_all([item for item, _ in unknown], device)
             return {nodeid: _reserved(one.measurement) for nodeid, one in found.items()}
 
         learned = Learned()
