@@ -75,14 +75,6 @@ class SingleProcessStore(Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Return at once."""
 
-    def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether it existed."""
-        return self._known.pop(key, None) is not None
-
-    def num_keys(self) -> int:
-        """Return how many keys were written."""
-        return len(self._known)
-
     def set_timeout(self, timeout: timedelta) -> None:
         """Ignore the timeout: the store never waits."""
 
