@@ -11,15 +11,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from pytest_gpumem.attribution.history import GRADIENTS, INPUTS, OPTIMIZER_STATE, OTHER, PARAMETERS
+from pytest_gpumem.measurement import contents
 from pytest_gpumem.measurement.carried import Held, MadeSince
-from pytest_gpumem.measurement.contents import (
-    accumulated_gradients,
-    parts_of,
-    sharded_parameters,
-    states_of,
-    storage_address,
-    tensors_in,
-)
 from pytest_gpumem.measurement.facts import Facts
 from pytest_gpumem.measurement.leaks import part_of
 from pytest_gpumem.measurement.phases import Positions
@@ -185,7 +178,7 @@ class MemoryObserver:
     ) -> None:
         """Record the facts of a call."""
         if is_forward:
-            self.facts.forward(self._owned, lambda: tensors_in(arguments, DEEPEST_INPUT))
+            self.facts.forward(self._owned, lambda: contents.tensors_in(arguments, DEEPEST_INPUT))
             if is_first:
                 self.facts.model(module)
         elif is_outermost and self._span is not None and self._span[0] == "backward":
@@ -282,7 +275,7 @@ class MemoryObserver:
                 self._name(module)
             self._see_module(self._positions(), module)
         now = self._positions()
-        for tensor in tensors_in(arguments, DEEPEST_INPUT):
+        for tensor in contents.tensors_in(arguments, DEEPEST_INPUT):
             if part_of(tensor, "grad_fn") is None:
                 self._see(now, tensor, INPUTS, "", "")
                 self.facts.given(tensor)
@@ -317,7 +310,7 @@ class MemoryObserver:
         for path, name, parameter in self._parameters_of(module):
             self._see(now, parameter.grad, GRADIENTS, path, name)
         for part in module.modules():
-            for owner, name, gradient in accumulated_gradients(part):
+            for owner, name, gradient in contents.accumulated_gradients(part):
                 self._see(now, gradient, GRADIENTS, self._paths.get(owner, ""), name)
 
     def _parameters_of(self, module: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -327,7 +320,7 @@ class MemoryObserver:
             for name, parameter in part._parameters.items():
                 if parameter is not None:
                     yield path, name, parameter
-            for owner, name, sharded in sharded_parameters(part):
+            for owner, name, sharded in contents.sharded_parameters(part):
                 yield self._paths.get(owner, ""), name, sharded
 
     @_tolerant
@@ -341,7 +334,7 @@ class MemoryObserver:
         for parameter in _parameters(optimizer):
             if not owners.get(id(parameter)):
                 self._see(now, parameter, PARAMETERS, "", "")
-        for key, name, value in states_of(optimizer):
+        for key, name, value in contents.states_of(optimizer):
             self._see(now, value, OPTIMIZER_STATE, owners.get(id(key), ""), f"{kind}.{name}")
 
     def _owned(self) -> Iterator[int]:
@@ -351,15 +344,15 @@ class MemoryObserver:
             for tensor in (*module.parameters(), *module.buffers()):
                 held += (tensor, tensor.grad)
         for optimizer in list(self._optimizers):
-            held += (value for _, _, value in states_of(optimizer))
+            held += (value for _, _, value in contents.states_of(optimizer))
         for value in held:
             if isinstance(value, torch.Tensor):
-                yield from map(storage_address, parts_of(value))
+                yield from map(contents.storage_address, contents.parts_of(value))
 
     def _see(self, now: Positions, value: Any, category: str, path: str, name: str) -> None:
         """Record the memory of ``value`` if it is a tensor."""
-        for part in parts_of(value) if isinstance(value, torch.Tensor) else ():
-            if address := storage_address(part):
+        for part in contents.parts_of(value) if isinstance(value, torch.Tensor) else ():
+            if address := contents.storage_address(part):
                 self.observations.append((now, address, category, path, name))
 
 

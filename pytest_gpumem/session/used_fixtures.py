@@ -35,9 +35,7 @@ def fixtures_of(item: pytest.Item) -> list[FixtureDef[Any]]:
     pytest keeps them on the item's request in the order in which they were requested, which does
     not depend on what an earlier test has set up already.
     """
-    request = getattr(item, "_request", None)
-    if request is None:
-        return []
+    request: Any = getattr(item, "_request", None)
     ordered: dict[FixtureDef[Any], None] = {}
     known: Mapping[str, Sequence[FixtureDef[Any]]] = getattr(request, "_arg2fixturedefs", {})
     for name, fixture in active_fixtures(request).items():
