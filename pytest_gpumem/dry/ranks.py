@@ -14,8 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.distributed import process_groups
 from pytest_gpumem.simulated.distributed.process_groups import Groups, initializing, split_group
-
-if TYPE_CHECKING:
-    from datetime import timedelta
-
-    from pytest_gpumem.values.world import World
+from pytest_gpumem.values.world import World
 
 _ID_BYTES = 128
 """Bytes of ncclUniqueId, which a rank other than the first one reads from the store."""

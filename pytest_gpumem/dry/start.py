@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from _pytest.capture import CaptureManager
 
 from pytest_gpumem.dry import scope
 from pytest_gpumem.dry.build import DryError
 from pytest_gpumem.dry.load import BY_PYTEST, SHARED, environment, is_launched, is_loaded, load
+from pytest_gpumem.options import Settings
 from pytest_gpumem.simulated.gpu.catalogue import GpuError
-
-if TYPE_CHECKING:
-    from _pytest.capture import CaptureManager
-
-    from pytest_gpumem.options import Settings
 
 _STARTED_ANEW = "PYTEST_GPUMEM_DRY_STARTED"
 """The variable that keeps a process from starting itself anew a second time."""

@@ -151,12 +151,7 @@ def _runtime() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-def _answer(
-    question: int,
-    numbers: ctypes._Pointer[ctypes.c_int64],
-    count: int,
-    answers: ctypes._Pointer[ctypes.c_int64],
-) -> int:
+def _answer(question: int, numbers: _Pointer, count: int, answers: _Pointer) -> int:
     rules: dict[int, Callable[[Sequence[int]], Sequence[int]]] = {
         _CONVOLUTION: _convolution,
         _RECURRENT: _recurrent,

@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from _pytest.fixtures import FixtureDef
 
-if TYPE_CHECKING:
-    from _pytest.fixtures import FixtureDef
-
-    from pytest_gpumem.device.device import Device
+from pytest_gpumem.device.device import Device
 
 _QUESTIONS = ("is_available", "device_count")
 """Functions of torch.cuda whose result tells one machine from the other."""

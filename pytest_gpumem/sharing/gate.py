@@ -7,14 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 
+from pytest_gpumem.sharing import database
 from pytest_gpumem.sharing.admission import Budget, Need
-from pytest_gpumem.sharing.database import (
-    UNKNOWN_PROCESS,
-    Process,
-    SharingError,
-    descends_from,
-    name_of,
-)
+from pytest_gpumem.sharing.database import UNKNOWN_PROCESS, Process, SharingError
 from pytest_gpumem.sharing.devices import HostDevice
 from pytest_gpumem.sharing.ledger import Ledger, State
 from pytest_gpumem.sizes import format_size
@@ -138,7 +133,7 @@ class Gate:
     def foreign_processes(self) -> str:
         """Return which other processes hold memory, as a clause; empty where none does."""
         return ", ".join(
-            f"{name_of(pid) if pid else 'an unnamed process'} holds {format_size(size)} "
+            f"{database.name_of(pid) if pid else 'an unnamed process'} holds {format_size(size)} "
             f"of {device.name}"
             for device in self.devices
             for pid, size in self._held_by_others(device).items()
@@ -157,7 +152,7 @@ class Gate:
         return {
             pid: size
             for pid, size in taken.items()
-            if size and pid not in workers and not descends_from(pid, workers)
+            if size and pid not in workers and not database.descends_from(pid, workers)
         }
 
     def _holders(self, state: State) -> str:
