@@ -47,17 +47,15 @@ _RECORDING = "CUDAGRAPH_RECORDING"
 class Compiling:
     """A guard that keeps peaks during compilation out of the phases of ``tracker``.
 
-    Torch compiles, and kernels are measured, in a context of ``compile_context`` if that is given;
+    Torch compiles, and kernels are measured, inside of ``context()`` if that is given;
     then frames that compilers leave behind, whose variables hold tensors of the test until the
     garbage collector runs, are cleared, too: a compiler that finds its results in a cache leaves
     none.
     """
 
-    def __init__(
-        self, tracker: PhaseTracker, compile_context: CompileContext | None = None
-    ) -> None:
+    def __init__(self, tracker: PhaseTracker, context: CompileContext | None = None) -> None:
         self._tracker = tracker
-        self._compile_context = compile_context
+        self._compile_context = context
         self._frames = LeftoverFrames()
         self._open = ExitStack()
         self._is_open = False

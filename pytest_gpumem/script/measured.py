@@ -33,7 +33,7 @@ from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.prediction.child import UNBOUNDED
 from pytest_gpumem.prediction.function import device_here
 from pytest_gpumem.script import process as endings
-from pytest_gpumem.script.entry import Script, ScriptError, chain, show_traceback
+from pytest_gpumem.script.entry import ScriptError, chain, show_traceback
 from pytest_gpumem.script.process import ITERATION, LOAD, Request, ScriptResult
 from pytest_gpumem.script.stopping import Alarm, Steps, StopError
 from pytest_gpumem.simulated.common.callsite import callers_line, user_line
@@ -61,20 +61,12 @@ class ScriptRun:
     out_of_memory: OutOfMemory | None
 
 
-def run_measured(
-    script: Script,
-    device: Device,
-    resources: ExitStack,
-    *,
-    steps: int,
-    seconds: float,
-    note: str = "",
-) -> ScriptRun:
-    """Run ``script`` on ``device``, for ``steps`` steps of its optimizer and ``seconds`` at most.
+def run_measured(request: Request, device: Device, resources: ExitStack) -> ScriptRun:
+    """Run the script of ``request`` on ``device``, for as many steps and seconds as it says.
 
-    ``note`` is added to its numbers. The device is active until ``resources`` are closed: exit
-    handlers of the script need it.
+    The device is active until ``resources`` are closed: exit handlers of the script need it.
     """
+    script = request.script
     resources.enter_context(device.active())
     resources.enter_context(device.measuring(script.name))
     statistics = CudaStatistics(device.workspaces)
@@ -88,8 +80,8 @@ def run_measured(
     tracker = meter.tracker
     assert isinstance(tracker, Iterations)
     device.begin_test(script.name, (), lambda *_: None)
-    counter = Steps(steps, lambda more: tracker.iterated(more=more))
-    alarm = Alarm(seconds)
+    counter = Steps(request.steps, lambda more: tracker.iterated(more=more))
+    alarm = Alarm(request.seconds)
     kept: AbstractContextManager[None] = nullcontext()
     if isinstance(device, SimulatedDevice) and not device.has_values:
         kept = checkpoints_protected(device.note)
@@ -107,11 +99,13 @@ def run_measured(
         tracker.iterated(more=False)
     taken = time.monotonic() - begin
     found = meter.measurements((), (), device=device.index, passed=False)
-    measured = {}
+    measured, notes = {}, list[str]()
+    if request.again and request.computed is ValueLevel.ALL:
+        notes.append(f"run again with real values on the CPU: {request.again}")
     for index, one in found.items():
         phases = {phase.name: phase for phase in _shown(one.phases, counter.count)}
         one = device.complete(replace(one, phases=phases))
-        measured[index] = replace(one, notes=(*filter(None, [note]), *one.notes))
+        measured[index] = replace(one, notes=(*notes, *one.notes))
     own = measured.pop(device.index)
     others = (one for one in measured.values() if one.peak_allocated > 0)
     post_mortem = None
@@ -271,12 +265,7 @@ def main(path: str) -> None:
     device = _device(request)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    note = ""
-    if request.again and request.computed is ValueLevel.ALL:
-        note = f"run again with real values on the CPU: {request.again}"
-    run = run_measured(
-        request.script, device, resources, steps=request.steps, seconds=request.seconds, note=note
-    )
+    run = run_measured(request, device, resources)
     answer = _answer(run, device)
     sys.stdout.flush()
     if answer.next_values(request.seconds) is not None:

@@ -154,7 +154,7 @@ class GpumemSession(Parts):
             return None
         from pytest_gpumem.session.shard import Sharding
 
-        return Sharding(self.config, self.settings, self.results, self.expectations.of)
+        return Sharding(self.results, self.expectations.of)
 
 
 class Controller:

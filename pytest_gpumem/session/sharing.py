@@ -95,14 +95,14 @@ class Sharing:
         return self.admissions is not None and bool(self.admissions.next_run(error, failed, quota))
 
     def again(
-        self, current: MeasuredItem, item: pytest.Item, error: BaseException | None
+        self, current: MeasuredItem, error: BaseException | None
     ) -> Callable[[], None] | None:
-        """Return the function that admits the run which ``item`` needs after ``error``, if any.
+        """Return the function that admits the run which a test needs after ``error``, if any.
 
         Fails the test where there was no room for it even alone.
         """
         admissions = self.admissions
-        if admissions is None or not can_run_again(item):
+        if admissions is None or not can_run_again(current.item):
             return None
         refused = current.shortage, current.prepared.quota
         following = admissions.next_run(error, *refused)
