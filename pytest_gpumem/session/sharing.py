@@ -24,7 +24,7 @@ from pytest_gpumem.session.hosts import ControllerChannel
 from pytest_gpumem.session.item import MeasuredItem
 from pytest_gpumem.session.predictions import Predictions
 from pytest_gpumem.session.rerun import can_run_again
-from pytest_gpumem.sharing.admission import FailedAllocation, Need
+from pytest_gpumem.sharing.admission import Need
 from pytest_gpumem.sharing.database import SharingError, default_folder
 from pytest_gpumem.sharing.gate import Admission, Gate
 from pytest_gpumem.sharing.learned import Learned, TestCost, learned_before
@@ -88,11 +88,10 @@ class Sharing:
             self.admissions.leave()
             self.admissions = None
 
-    def runs_again(
-        self, failed: FailedAllocation | None, quota: int | None, error: Exception
-    ) -> bool:
+    def runs_again(self, current: MeasuredItem, error: BaseException) -> bool:
         """Return whether the current test, which ``error`` ended, will run once more."""
-        return self.admissions is not None and bool(self.admissions.next_run(error, failed, quota))
+        refused = current.shortage, current.prepared.quota
+        return self.admissions is not None and bool(self.admissions.next_run(error, *refused))
 
     def again(
         self, current: MeasuredItem, error: BaseException | None
