@@ -179,16 +179,14 @@ def begin_early(config: pytest.Config) -> None:
         return
     workers = getattr(options, "numprocesses", None) or getattr(options, "tx", None)
     controls = bool(workers) or getattr(options, "dist", "no") != "no"
-    will_run_tests = is_started or not controls
+    runs_tests = is_started or not controls
     try:
         settings = settings_from(config, options)
     except pytest.UsageError:
         return  # reported when pytest configures itself
-    if settings.device.kind == "dry" and not _begin_dry(
-        config, settings, controls=not will_run_tests
-    ):
+    if settings.device.kind == "dry" and not _begin_dry(config, settings, controls=not runs_tests):
         settings = settings_from(config, options)  # auto is a simulated device then
-    if not will_run_tests:
+    if not runs_tests:
         return
     # Dynamo follows torch's functions as they were when it was imported.
     is_simulated = settings.device.kind in ("auto", "sim") and not has_driver()
