@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -152,11 +152,8 @@ class Meter:
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
         """Exclude allocations inside; memory that is kept counts from the end of the context on."""
-        with ExitStack() as paused:
-            paused.enter_context(self.tracker.unmeasured())
-            if self.recorder is not None:
-                paused.enter_context(self.recorder.observer.unmeasured())
-            paused.enter_context(self._statistics.unmeasured())
+        observed = self.recorder.observer.unmeasured() if self.recorder else nullcontext()
+        with self.tracker.unmeasured(), observed, self._statistics.unmeasured():
             yield
 
     def phases(self, device: int) -> Mapping[str, PhaseRecord]:
